@@ -1,0 +1,193 @@
+"""Every collective of the package, written from the point of view of one device.
+
+A parallel layer runs its body through `device_view`; inside, each array is this device's shard and each function
+below is one line of communication. Autodiff derives the backward pass from them, in pairs:
+
+    forward                        backward (its transpose)
+    enter_parallel, no sequence    all-reduce      (Megatron's f)
+    enter_parallel, sequence       reduce-scatter
+    leave_parallel, no sequence    nothing         (Megatron's g)
+    leave_parallel, sequence       all-gather
+    load_weight                    reduce-scatter over fsdp, all-reduce over dp
+
+With no mesh there is one device, and every function returns its argument. `check_vma` stays on, as it is by
+default: a forgotten reduction is then a type error at trace time instead of a wrong gradient.
+
+Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequence-parallel forms.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxtp.mesh import AXES, BATCH, DP, FSDP, TP, current_mesh
+
+Specs = PartitionSpec | tuple[PartitionSpec, ...]
+
+
+def device_view(body: Callable[..., Any], name: str, in_specs: tuple[PartitionSpec, ...], out_specs: Any) -> Callable[..., Any]:
+    """Runs `body` once per device of the mesh in context, on shards; with no mesh, as it is.
+
+    Args:
+      body: a function of the shards that `in_specs` describes.
+      name: the layer's name, for the profile and for errors.
+      in_specs: a `PartitionSpec` for each argument (all arrays).
+      out_specs: a pytree of `PartitionSpec` for the result.
+
+    Raises:
+      ValueError: when called, if a dimension of an argument cannot be divided over its mesh axes.
+    """
+
+    def call(*args: Array) -> Any:
+        mesh = current_mesh()
+        with jax.named_scope(name):
+            if mesh is None:
+                return body(*args)
+            for arg, spec in zip(args, in_specs, strict=True):
+                check_divides(name, arg.shape, spec)
+            return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)(*args)
+
+    return call
+
+
+def batch_spec(*dims: str | None) -> PartitionSpec:
+    """The spec of an activation: the batch over dp and fsdp, then `dims`."""
+    return PartitionSpec(BATCH, *dims)
+
+
+def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
+    """Checks that each dim of `shape` can be divided over its axes of the mesh in context.
+
+    Raises:
+      ValueError: one cannot; the message has the sizes and the nearest ones that can.
+    """
+    for dim, axes in enumerate(spec):
+        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        parts = math.prod(axis_size(axis) for axis in names)
+        if shape[dim] % parts:
+            nearest = sorted({max(shape[dim] // parts, 1) * parts, -(-shape[dim] // parts) * parts})
+            raise ValueError(
+                f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by "
+                f"{' x '.join(f'{axis}={axis_size(axis)}' for axis in names)}; nearest: {' or '.join(map(str, nearest))}"
+            )
+
+
+def axis_size(axis: str) -> int:
+    """Devices along `axis` of the mesh in context; 1 without a mesh."""
+    mesh = current_mesh()
+    return 1 if mesh is None else mesh.shape[axis]
+
+
+def axis_index(axis: str) -> Array | int:
+    """This device's position along `axis`, inside `device_view`; 0 without a mesh."""
+    return 0 if current_mesh() is None else lax.axis_index(axis)
+
+
+def vary(x: Array, *axes: str) -> Array:
+    """Marks `x`, equal on all devices along `axes`, as different on each: its gradient is summed over them."""
+    return x if current_mesh() is None else lax.pcast(x, axes, to="varying")
+
+
+def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
+    """Brings an activation to every device of a tp group.
+
+    Args:
+      x: the whole activation (`sequence_dim=None`), or this device's part of the sequence.
+      sequence_dim: the dim to all-gather: `[B, T/tp, D] -> [B, T, D]`.
+    """
+    if sequence_dim is None or current_mesh() is None:
+        return vary(x, TP)
+    return lax.all_gather(x, TP, axis=sequence_dim, tiled=True)
+
+
+def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
+    """Sums the partial results of a tp group.
+
+    Args:
+      x: this device's summand.
+      sequence_dim: None to leave the whole sum on every device (all-reduce), or the dim of which each keeps its
+        part (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
+    """
+    if current_mesh() is None:
+        return x
+    if sequence_dim is None:
+        return lax.psum(x, TP)
+    return lax.psum_scatter(x, TP, scatter_dimension=sequence_dim, tiled=True)
+
+
+def all_reduce(x: Array, *axes: str) -> Array:
+    """The sum over the devices along `axes`, on each of them."""
+    return x if current_mesh() is None else lax.psum(x, axes)
+
+
+def all_reduce_max(x: Array, axis: str) -> Array:
+    """The maximum over the devices along `axis`, held constant under differentiation."""
+    x = lax.stop_gradient(x)
+    return x if current_mesh() is None else lax.pmax(x, axis)
+
+
+def load_weight(
+    shard: Array,
+    fsdp_dim: int | None,
+    *,
+    compute: DTypeLike,
+    reduce: DTypeLike,
+    tp_dim: int | None = None,
+    tp_group: int = 1,
+    used_by_all_tp: bool = False,
+) -> Array:
+    """Turns a stored shard into the weight that this device multiplies with.
+
+    Casts *before* it gathers, so that the gather moves the compute dtype; the gradient is cast *before* it is
+    reduced, so that the sum over devices is made in the reduction dtype. Those two differ, which is why this
+    is the one operation whose transpose is written by hand.
+
+    Args:
+      shard: this device's part, in the parameter dtype.
+      fsdp_dim: the dim divided over fsdp, all-gathered here; None if fsdp holds copies.
+      compute: dtype of the result.
+      reduce: dtype in which gradients are summed over devices.
+      tp_dim: the dim divided over tp, if `tp_group` > 1.
+      tp_group: neighbouring tp devices that gather each other's parts (kv heads fewer than tp).
+      used_by_all_tp: the weight is equal over tp but used on different data there (a norm under sequence
+        parallelism), so that its gradient is summed over tp.
+    """
+    if current_mesh() is None:
+        return shard.astype(compute)
+    copies = (DP,) + ((FSDP,) if fsdp_dim is None else ()) + ((TP,) if used_by_all_tp else ())
+    groups = _groups(tp_group)
+
+    @jax.custom_vjp
+    def load(shard: Array) -> Array:
+        # dp first: its gradient sum then runs on what the reduce-scatter has left.
+        w = vary(shard.astype(compute), *copies)
+        if tp_group > 1:
+            w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
+        return w if fsdp_dim is None else lax.all_gather(w, FSDP, axis=fsdp_dim, tiled=True)
+
+    def backward(_: None, grad: Array) -> tuple[Array]:
+        grad = grad.astype(reduce)
+        if fsdp_dim is not None:
+            grad = lax.psum_scatter(grad, FSDP, scatter_dimension=fsdp_dim, tiled=True)
+        if tp_group > 1:
+            grad = lax.psum_scatter(grad, TP, scatter_dimension=tp_dim, axis_index_groups=groups, tiled=True)
+        return (lax.psum(grad, copies).astype(shard.dtype),)
+
+    load.defvjp(lambda shard: (load(shard), None), backward)
+    return load(shard)
+
+
+def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether a primitive of a jaxpr is `load_weight`'s gather; remat policies never save its result."""
+    return primitive.name == "all_gather" and (FSDP in params["axis_name"] or params["axis_index_groups"] is not None)
+
+
+def _groups(size: int) -> list[list[int]]:
+    return [list(range(first, first + size)) for first in range(0, axis_size(TP), size)]

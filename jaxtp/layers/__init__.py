@@ -1,0 +1,1 @@
+"""The parallel layers: Flax NNX modules that take and return global arrays."""

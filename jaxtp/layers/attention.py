@@ -1,0 +1,88 @@
+"""Causal self-attention with the heads split over tp."""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxtp.collectives import batch_spec, device_view
+from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxtp.layers.precision import Precision
+from jaxtp.layers.rope import apply_rope
+from jaxtp.mesh import TP
+
+Implementation = Literal["xla", "cudnn"]
+
+
+class CausalSelfAttention(nnx.Module):
+    """Grouped-query causal attention: each device computes `num_heads / tp` query heads.
+
+    Args:
+      d_model: D.
+      num_heads: N query heads, divisible by tp and by `num_kv_heads`.
+      num_kv_heads: K key and value heads. K and tp divide one another; where K < tp, a head is held and its
+        gradient summed by the tp / K devices that share it.
+      head_dim: H, independent of D / N.
+      rope_theta: base of the rotary frequencies.
+      use_bias: adds biases to the query, key and value projections.
+      use_out_bias: adds a bias to the output projection.
+      implementation: of `jax.nn.dot_product_attention`: "xla" runs everywhere, "cudnn" on NVIDIA GPUs in
+        bfloat16 without ever holding `[T, T]` scores; it raises where it cannot run.
+      sequence_parallel: activations outside are split over tp along the sequence.
+      precision: the dtypes.
+      rngs: source of the `params` key.
+
+    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1, 2) and out
+    `[N*H, D]`, heads contiguous.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        rope_theta: float = 10_000.0,
+        use_bias: bool = False,
+        use_out_bias: bool = False,
+        implementation: Implementation = "xla",
+        sequence_parallel: bool = False,
+        precision: Precision = Precision(),
+        rngs: nnx.Rngs,
+    ):
+        self.head_dim = head_dim
+        self.rope_theta = rope_theta
+        self.implementation = implementation
+        self.qkv = ColumnParallelLinear(
+            d_model,
+            (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim),
+            use_bias=use_bias,
+            unit=head_dim,
+            sequence_parallel=sequence_parallel,
+            precision=precision,
+            rngs=rngs,
+        )
+        self.out = RowParallelLinear(
+            num_heads * head_dim,
+            d_model,
+            use_bias=use_out_bias,
+            sequence_parallel=sequence_parallel,
+            precision=precision,
+            rngs=rngs,
+        )
+
+    def __call__(self, x_BTD: Array) -> Array:
+        """Attends from each position of `[B, T, D]` to itself and those before it."""
+        heads = batch_spec(None, TP)
+        attend = device_view(self._attend, "attention", in_specs=(heads,) * 3, out_specs=heads)
+        return self.out(attend(*self.qkv(x_BTD)))
+
+    def _attend(self, q: Array, k: Array, v: Array) -> Array:
+        q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T, N/tp, H]
+        positions = jnp.arange(q.shape[1])
+        q, k = apply_rope(q, positions, self.rope_theta), apply_rope(k, positions, self.rope_theta)
+        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.implementation)
+        return y.reshape(*y.shape[:2], -1)

@@ -1,0 +1,114 @@
+"""Token embedding and output head, both split by vocabulary over tp.
+
+A vocabulary that tp does not divide is padded to the next multiple when the table is created. Padded rows are
+zero, are never looked up, and are masked out of the softmax, so that their gradient is zero and they stay zero.
+The table's metadata keeps the logical shape; `parameter.logical_shape` reads it.
+"""
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.collectives import axis_index, axis_size, batch_spec, device_view, enter_parallel, leave_parallel
+from jaxtp.layers.linear import SEQUENCE_DIM, default_kernel_init
+from jaxtp.layers.parameter import parameter
+from jaxtp.layers.precision import Precision
+from jaxtp.mesh import FSDP, TP
+
+TABLE_SPEC = P(TP, FSDP)
+
+
+def vocabulary_table(
+    vocab_size: int, features: int, precision: Precision, init: Initializer, rngs: nnx.Rngs
+) -> nnx.Param[Array]:
+    """A table `[V, D]`, padded to a multiple of tp in V, stored split by `P("tp", "fsdp")`."""
+    table = init(rngs.params(), (vocab_size, features), precision.param)
+    padding = -vocab_size % axis_size(TP)
+    padded = jnp.pad(table, ((0, padding), (0, 0)))
+    return parameter("vocabulary table", padded, TABLE_SPEC, logical_shape=(vocab_size, features))
+
+
+class VocabParallelEmbedding(nnx.Module):
+    """A table of which each tp device holds the rows of its part of the vocabulary.
+
+    Args:
+      vocab_size: V; any size.
+      features: D.
+      sequence_parallel: the result leaves split over tp along the sequence.
+      precision: the dtypes.
+      embedding_init: initialiser of the table.
+      rngs: source of the `params` key.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        features: int,
+        *,
+        sequence_parallel: bool = False,
+        precision: Precision = Precision(),
+        embedding_init: Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        self.sequence_dim = SEQUENCE_DIM if sequence_parallel else None
+        self.precision = precision
+        self.embedding = vocabulary_table(vocab_size, features, precision, embedding_init, rngs)
+
+    def __call__(self, ids_BT: Array) -> Array:
+        """Looks up `[B, T]` integer ids, `0 <= id < V`: `[B, T, D]` in the compute dtype."""
+        out = batch_spec(TP if self.sequence_dim else None, None)
+        look_up = device_view(
+            self._look_up, "vocab_parallel_embedding", in_specs=(batch_spec(None), TABLE_SPEC), out_specs=out
+        )
+        return look_up(ids_BT, self.embedding[...])
+
+    def _look_up(self, ids: Array, shard: Array) -> Array:
+        # Read as float32: the gradient of a token that occurs often is summed in it. XLA fuses the cast.
+        table = self.precision.load(shard, 1).astype(jnp.float32)  # [V/tp, D]
+        local = ids - axis_index(TP) * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
+        rows = jnp.where(mine[..., None], rows, 0).astype(self.precision.compute)
+        return leave_parallel(rows, self.sequence_dim)
+
+
+class VocabParallelHead(nnx.Module):
+    """The output projection `[V, D]`, for a model whose head is not tied to its embedding.
+
+    Args: as `VocabParallelEmbedding`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        features: int,
+        *,
+        precision: Precision = Precision(),
+        kernel_init: Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        self.kernel = vocabulary_table(vocab_size, features, precision, kernel_init, rngs)
+
+
+def vocab_parallel_logits(
+    x_BTD: Array, table_VD: Array, vocab_size: int, *, sequence_parallel: bool = False, precision: Precision = Precision()
+) -> Array:
+    """Logits `[B, T, V]` in float32, from a table that may be padded.
+
+    Args:
+      x_BTD: final hidden states `[B, T, D]`.
+      table_VD: the (tied) embedding or head, `[V padded, D]`.
+      vocab_size: V.
+      sequence_parallel: the input is split over tp along the sequence.
+      precision: the dtypes.
+    """
+
+    def project(x: Array, shard: Array) -> Array:
+        x = enter_parallel(x.astype(precision.compute), SEQUENCE_DIM if sequence_parallel else None)
+        return jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=jnp.float32)
+
+    activation = batch_spec(TP if sequence_parallel else None, None)
+    run = device_view(project, "vocab_parallel_logits", in_specs=(activation, TABLE_SPEC), out_specs=batch_spec(None, TP))
+    return run(x_BTD, table_VD)[..., :vocab_size]

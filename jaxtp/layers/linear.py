@@ -1,0 +1,162 @@
+"""Linear layers split over tp: by columns (output features) or by rows (input features).
+
+A column layer followed by a row layer needs one reduction in the forward pass, and one in the backward pass:
+
+    [X W1_0 | X W1_1]   each device holds a block of columns of W1, and of the result
+    sum_i Y_i W2_i      each device holds the matching block of rows of W2, and a summand of the result
+
+Shapes below: `x_BTD [B, T, D]`, any number of dims between B and D. Megatron-LM, arXiv 1909.08053, section 3.
+"""
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.nn.initializers import Initializer
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.collectives import axis_size, batch_spec, device_view, enter_parallel, leave_parallel
+from jaxtp.layers.parameter import parameter
+from jaxtp.layers.precision import Precision
+from jaxtp.mesh import FSDP, TP
+
+default_kernel_init = nnx.initializers.normal(stddev=0.02)
+SEQUENCE_DIM = 1
+
+
+class ColumnParallelLinear(nnx.Module):
+    """One or several projections of one input, each split by columns over tp.
+
+    `y_i = x @ kernels[i] + biases[i]`. Several outputs share one gather of the input and one reduction of its
+    gradient, which separate layers would pay for each.
+
+    Args:
+      in_features: D.
+      features: F, or one F for each output.
+      use_bias: adds a bias to every output.
+      unit: columns that a device holds whole, such as the head dim. Where tp would cut an output finer than
+        that (kv heads fewer than tp), the devices that share a unit gather it before use, and the output has
+        one unit on each device: `[B, T, max(F, tp * unit)]`.
+      sequence_parallel: the input arrives split over tp along dim 1, and is gathered.
+      precision: the dtypes.
+      kernel_init: initialiser of every kernel.
+      rngs: source of the `params` key.
+
+    Shapes: `[B, ..., D] -> [B, ..., F]` split over tp in the last dim; a tuple if `features` is a sequence.
+    Kernels `[D, F]` are stored split by `P("fsdp", "tp")`, biases `[F]` by `P("tp")`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        features: int | Sequence[int],
+        *,
+        use_bias: bool = False,
+        unit: int = 1,
+        sequence_parallel: bool = False,
+        precision: Precision = Precision(),
+        kernel_init: Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        self.features = (features,) if isinstance(features, int) else tuple(features)
+        self.single = isinstance(features, int)
+        self.unit = unit
+        self.sequence_dim = SEQUENCE_DIM if sequence_parallel else None
+        self.precision = precision
+        self.kernels = nnx.List(
+            parameter("kernel", kernel_init(rngs.params(), (in_features, f), precision.param), P(FSDP, TP))
+            for f in self.features
+        )
+        self.biases = nnx.List(
+            parameter("bias", jnp.zeros(f, precision.param), P(TP)) for f in self.features if use_bias
+        )
+
+    def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
+        """Projects `[B, ..., D]`; see the class for shapes."""
+        split, whole = _activation_specs(x_BTD.ndim, self.sequence_dim)
+        kernel_specs, bias_specs = (P(FSDP, TP),) * len(self.kernels), (P(TP),) * len(self.biases)
+        project = device_view(
+            self._project,
+            "column_parallel_linear",
+            in_specs=(whole, *kernel_specs, *bias_specs),
+            out_specs=(split,) * len(self.kernels),
+        )
+        outputs = project(x_BTD, *(k[...] for k in self.kernels), *(b[...] for b in self.biases))
+        return outputs[0] if self.single else outputs
+
+    def _project(self, x: Array, *weights: Array) -> tuple[Array, ...]:
+        x = enter_parallel(x.astype(self.precision.compute), self.sequence_dim)  # [B/(dp*fsdp), T, D]
+        kernels, biases = weights[: len(self.features)], weights[len(self.features) :]
+        outputs = [x @ self._load(kernel, 0, f) for kernel, f in zip(kernels, self.features, strict=True)]
+        if biases:
+            loaded = (self._load(bias, None, f) for bias, f in zip(biases, self.features, strict=True))
+            outputs = [y + bias for y, bias in zip(outputs, loaded, strict=True)]
+        return tuple(outputs)  # each [B/(dp*fsdp), T, F/tp]
+
+    def _load(self, shard: Array, fsdp_dim: int | None, features: int) -> Array:
+        group = max(1, self.unit * axis_size(TP) // features)
+        return self.precision.load(shard, fsdp_dim, tp_dim=shard.ndim - 1, tp_group=group)
+
+
+class RowParallelLinear(nnx.Module):
+    """A projection split by rows over tp: takes what a column layer leaves on each device, and sums.
+
+    Args:
+      in_features: F.
+      features: D.
+      use_bias: adds a bias, once, after the reduction.
+      sequence_parallel: the result leaves split over tp along dim 1 (reduce-scatter instead of all-reduce).
+      precision: the dtypes.
+      kernel_init: initialiser of the kernel.
+      rngs: source of the `params` key.
+
+    Shapes: `[B, ..., F]`, split over tp in the last dim, `-> [B, ..., D]`.
+    The kernel `[F, D]` is stored split by `P("tp", "fsdp")`, the bias `[D]` by `P("fsdp")`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        features: int,
+        *,
+        use_bias: bool = False,
+        sequence_parallel: bool = False,
+        precision: Precision = Precision(),
+        kernel_init: Initializer = default_kernel_init,
+        rngs: nnx.Rngs,
+    ):
+        self.sequence_dim = SEQUENCE_DIM if sequence_parallel else None
+        self.precision = precision
+        kernel = kernel_init(rngs.params(), (in_features, features), precision.param)
+        self.kernel = parameter("kernel", kernel, P(TP, FSDP))
+        self.bias = parameter("bias", jnp.zeros(features, precision.param), P(FSDP)) if use_bias else None
+
+    def __call__(self, x_BTF: Array) -> Array:
+        """Projects `[B, ..., F]` to `[B, ..., D]`."""
+        split, whole = _activation_specs(x_BTF.ndim, self.sequence_dim)
+        biases = () if self.bias is None else (self.bias[...],)
+        project = device_view(
+            self._project,
+            "row_parallel_linear",
+            in_specs=(split, P(TP, FSDP)) + (P(FSDP),) * len(biases),
+            out_specs=whole,
+        )
+        return project(x_BTF, self.kernel[...], *biases)
+
+    def _project(self, x: Array, kernel: Array, *biases: Array) -> Array:
+        # [B/(dp*fsdp), T, F/tp] @ [F/tp, D], a summand of the result
+        partial = x.astype(self.precision.compute) @ self.precision.load(kernel, 1)
+        y = leave_parallel(partial, self.sequence_dim)
+        for bias in biases:
+            y += self.precision.load(bias, 0, used_by_all_tp=self.sequence_dim is not None)
+        return y
+
+
+def _activation_specs(ndim: int, sequence_dim: int | None) -> tuple[P, P]:
+    """Specs of an activation between the two layers (features over tp) and outside them."""
+    middle = (None,) * (ndim - 2)
+    outside = [None] * (ndim - 1)
+    if sequence_dim is not None:
+        outside[sequence_dim - 1] = TP
+    return batch_spec(*middle, TP), batch_spec(*outside)

@@ -1,0 +1,101 @@
+"""Cross-entropy over a vocabulary split over tp, fused with the head.
+
+Neither the logits of the whole vocabulary nor those of the whole sequence ever exist on a device: each chunk of
+the sequence is projected, reduced to one number per token, and projected again in the backward pass. Over tp a
+token costs three floats: the maximum, the sum of exponentials, and the label's logit. Megatron-LM, arXiv
+1909.08053, section 3 (vocabulary-parallel cross-entropy); chunking as in Liger Kernel, arXiv 2410.10989.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, batch_spec, device_view, enter_parallel
+from jaxtp.layers.embedding import TABLE_SPEC
+from jaxtp.layers.linear import SEQUENCE_DIM
+from jaxtp.layers.precision import Precision
+from jaxtp.mesh import BATCH, TP
+
+IGNORE = -100
+"""The label of a position that does not count."""
+
+_REDUCED = "softmax_reduction"
+
+
+def vocab_parallel_cross_entropy(
+    x_BTD: Array,
+    table_VD: Array,
+    labels_BT: Array,
+    *,
+    vocab_size: int,
+    chunk_size: int = 1024,
+    sequence_parallel: bool = False,
+    precision: Precision = Precision(),
+) -> tuple[Array, Array]:
+    """The summed cross-entropy of the labels under `softmax(x @ table.T)`, in nats.
+
+    Args:
+      x_BTD: final hidden states `[B, T, D]`.
+      table_VD: the (tied) embedding or head, `[V padded, D]`.
+      labels_BT: `[B, T]` integers; `IGNORE` (-100) marks a position that does not count.
+      vocab_size: V, without padding.
+      chunk_size: positions of the sequence projected at a time.
+      sequence_parallel: the input is split over tp along the sequence.
+      precision: the dtypes; logits and softmax are float32.
+
+    Returns:
+      The sum over the valid tokens of the *global* batch and their number, both float32 scalars: divide them
+      for the mean.
+    """
+
+    def total(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
+        x = enter_parallel(x.astype(precision.compute), SEQUENCE_DIM if sequence_parallel else None)
+        table = precision.load(shard, 1).astype(jnp.float32)  # float32 so that chunks add up their gradients in it
+        token_loss = partial(_token_loss, table=table, vocab_size=vocab_size, precision=precision)
+        losses = _map_chunks(token_loss, x, labels, chunk_size)  # [B/(dp*fsdp), T]
+        valid = labels != IGNORE
+        sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
+        loss_sum, num_valid = all_reduce(sums, *BATCH)
+        return loss_sum, num_valid
+
+    activation = batch_spec(TP if sequence_parallel else None, None)
+    run = device_view(
+        total, "vocab_parallel_cross_entropy", in_specs=(activation, TABLE_SPEC, batch_spec(None)), out_specs=(P(), P())
+    )
+    return run(x_BTD, table_VD, labels_BT)
+
+
+def _token_loss(x: Array, labels: Array, *, table: Array, vocab_size: int, precision: Precision) -> Array:
+    """Cross-entropy of each token `[b, t]`, from this device's part of the vocabulary `[V/tp, D]`."""
+    logits = jnp.einsum("btd,vd->btv", x, table.astype(precision.compute), preferred_element_type=jnp.float32)
+    start = axis_index(TP) * table.shape[0]
+    local_vocab = start + jnp.arange(table.shape[0])
+    logits = jnp.where(local_vocab < vocab_size, logits, -jnp.inf)
+    # A device that holds only padding has no maximum of its own: -inf loses against any other.
+    highest = checkpoint_name(all_reduce_max(jnp.max(logits, axis=-1), TP), _REDUCED)
+    exp_sum = jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1)
+    exp_sum = checkpoint_name(all_reduce(exp_sum, TP), _REDUCED)
+    is_label = labels[..., None] == local_vocab  # a one-hot sum: the gradient needs no scatter of [b, t, V/tp]
+    label_logit = all_reduce(jnp.sum(jnp.where(is_label, logits, 0), axis=-1), TP)
+    return jnp.log(exp_sum) + highest - label_logit
+
+
+def _map_chunks(token_loss: partial[Array], x: Array, labels: Array, chunk_size: int) -> Array:
+    """`token_loss` over chunks of the sequence, one at a time, nothing larger than a float per token kept."""
+    token_loss = jax.checkpoint(token_loss, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED))
+    num_chunks, rest = divmod(x.shape[1], chunk_size)
+    pieces = []
+    if num_chunks:
+        def chunked(a: Array) -> Array:  # [b, T, ...] -> [num_chunks, b, chunk, ...]
+            whole = a[:, : num_chunks * chunk_size]
+            return jnp.moveaxis(whole.reshape(a.shape[0], num_chunks, chunk_size, *a.shape[2:]), 1, 0)
+
+        losses = jax.lax.map(lambda chunk: token_loss(*chunk), (chunked(x), chunked(labels)))
+        pieces.append(jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1))
+    if rest:
+        pieces.append(token_loss(x[:, -rest:], labels[:, -rest:]))
+    return jnp.concatenate(pieces, axis=1)

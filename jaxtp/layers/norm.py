@@ -1,0 +1,54 @@
+"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.collectives import batch_spec, device_view
+from jaxtp.layers.parameter import parameter
+from jaxtp.layers.precision import Precision
+from jaxtp.mesh import FSDP, TP
+
+
+class RMSNorm(nnx.Module):
+    """`x / sqrt(mean(x^2) + eps) * scale` over the last dim, in float32.
+
+    Args:
+      features: D.
+      eps: added to the mean square.
+      sequence_parallel: the input is split over tp along dim 1; the scale's gradient is then summed over tp.
+      precision: the dtypes.
+
+    Shapes: `[B, T, D] -> [B, T, D]`. The scale `[D]` is stored split by `P("fsdp")`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        *,
+        eps: float = 1e-6,
+        sequence_parallel: bool = False,
+        precision: Precision = Precision(),
+    ):
+        self.eps = eps
+        self.sequence_parallel = sequence_parallel
+        self.precision = precision
+        self.scale = parameter("scale", jnp.ones(features, precision.param), P(FSDP))
+
+    def __call__(self, x_BTD: Array) -> Array:
+        """Normalises the last dim of `[B, T, D]`."""
+        activation = batch_spec(TP if self.sequence_parallel else None, None)
+        normalise = device_view(self._normalise, "rms_norm", in_specs=(activation, P(FSDP)), out_specs=activation)
+        return normalise(x_BTD, self.scale[...])
+
+    def _normalise(self, x: Array, scale: Array) -> Array:
+        scale = self.precision.load(scale, 0, used_by_all_tp=self.sequence_parallel)
+        return rms_normalise(x, self.eps) * scale
+
+
+def rms_normalise(x: Array, eps: float) -> Array:
+    """`x / sqrt(mean(x^2) + eps)` over the last dim, computed in float32, in the dtype of `x`."""
+    x32 = x.astype(jnp.float32)
+    return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(x.dtype)

@@ -1,0 +1,25 @@
+"""How a layer declares a parameter: a value and the `PartitionSpec` it is stored by."""
+
+from typing import Any
+
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jaxtp.collectives import check_divides
+from jaxtp.mesh import current_mesh
+
+
+def parameter(name: str, value: Array, spec: PartitionSpec, **metadata: Any) -> nnx.Param[Array]:
+    """A parameter that is born split by `spec` over the mesh in context; whole if there is none.
+
+    Raises:
+      ValueError: a dim cannot be divided over its mesh axes (JAX would replicate it without a word).
+    """
+    check_divides(name, value.shape, spec)
+    return nnx.Param(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
+
+
+def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:
+    """The shape of a variable without padding, which does not depend on the mesh."""
+    return tuple(variable.get_metadata().get("logical_shape", variable.shape))

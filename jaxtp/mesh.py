@@ -1,0 +1,137 @@
+"""The device mesh: three named axes, and how many devices lie along each.
+
+`dp` replicates the parameters, `fsdp` shards their storage, `tp` splits the matrix products. The batch is
+divided over `dp` and `fsdp` together. `tp` is the fastest-varying axis, so that neighbouring devices (one host,
+one NVLink domain) form a tensor-parallel group.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+DP = "dp"
+FSDP = "fsdp"
+TP = "tp"
+AXES = (DP, FSDP, TP)
+BATCH = (DP, FSDP)
+"""The axes that divide the batch."""
+
+
+class MeshError(ValueError):
+    """A mesh that cannot be built from the devices that are there."""
+
+
+def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds the mesh `(dp, fsdp, tp)`.
+
+    On a machine without accelerators the devices are virtual CPU devices, as many as the mesh needs, provided
+    that JAX has not started its backend yet.
+
+    Args:
+      dp: replicas of the parameters. `-1`, for at most one of the three, takes all devices that are left.
+      fsdp: shards of each parameter that are gathered before use.
+      tp: shards of each matrix product.
+      devices: what to build the mesh of; default `jax.devices()`. A mesh smaller than the machine takes the
+        first devices in a single process, and is refused in a multi-process run.
+
+    Returns:
+      A `jax.sharding.Mesh`; make it current with `jax.set_mesh(mesh)`.
+
+    Raises:
+      MeshError: a size is not positive, more than one is -1, or the devices are too few.
+    """
+    sizes = {DP: dp, FSDP: fsdp, TP: tp}
+    _check_sizes(sizes)
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if devices is None:
+        request_virtual_devices(fixed)
+        devices = jax.devices()
+    if -1 in sizes.values():
+        sizes = _fill(sizes, fixed, len(devices))
+    needed = math.prod(sizes.values())
+    _check_count(sizes, needed, devices)
+    return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices[:needed], axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def request_virtual_devices(count: int) -> None:
+    """Asks for at least `count` virtual CPU devices; without effect once the backend has started, or on GPUs."""
+    if count <= max(jax.config.jax_num_cpu_devices, 1):  # -1 is JAX's "not set"
+        return
+    try:
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:
+        return  # the backend has started: make_mesh compares the mesh with the devices that there are
+
+
+def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:
+    """The number of devices along each axis; all 1 for an empty mesh (no mesh in context)."""
+    return dict.fromkeys(AXES, 1) | dict(mesh.shape)
+
+
+def current_mesh() -> jax.sharding.AbstractMesh | None:
+    """The mesh set by `jax.set_mesh`, or None.
+
+    Raises:
+      MeshError: the mesh in context lacks one of this package's axes.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return None
+    missing = [axis for axis in AXES if axis not in mesh.axis_names]
+    if missing:
+        raise MeshError(
+            f"the mesh in context has axes {mesh.axis_names} and lacks {missing}; "
+            "build it with jaxtp.make_mesh, where an unused axis has size 1"
+        )
+    return mesh
+
+
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """For messages: `dp 1 x fsdp 2 x tp 4`."""
+    return " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
+
+
+def fitting_meshes(num_devices: int) -> list[tuple[int, int, int]]:
+    """Every `(dp, fsdp, tp)` that uses exactly `num_devices`, tp and fsdp in powers of two."""
+    powers = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
+    return [
+        (num_devices // (fsdp * tp), fsdp, tp)
+        for tp in powers
+        for fsdp in powers
+        if num_devices % (fsdp * tp) == 0
+    ]
+
+
+def _check_sizes(sizes: Mapping[str, int]) -> None:
+    bad = [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]
+    if bad:
+        raise MeshError(f"{', '.join(bad)}: a mesh axis is a positive number of devices, or -1 for what is left")
+    if list(sizes.values()).count(-1) > 1:
+        raise MeshError(f"{describe_mesh(sizes)}: only one axis can be -1 (what is left)")
+
+
+def _fill(sizes: Mapping[str, int], fixed: int, num_devices: int) -> dict[str, int]:
+    if num_devices % fixed:
+        raise MeshError(
+            f"{describe_mesh(sizes)}: {num_devices} devices cannot be divided by {fixed}; "
+            f"meshes that fit: {_list_meshes(num_devices)}"
+        )
+    return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
+
+
+def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.Device]) -> None:
+    if needed == len(devices) or (needed < len(devices) and jax.process_count() == 1):
+        return
+    problem = f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} ({devices[0].device_kind})"
+    if devices[0].platform == "cpu" and needed > len(devices):
+        raise MeshError(
+            f"{problem}: JAX's backend had started before the mesh was made. Call jaxtp.make_mesh before any "
+            f'other JAX operation, or jax.config.update("jax_num_cpu_devices", {needed}) at the start'
+        )
+    raise MeshError(f"{problem}; meshes that fit (dp, fsdp, tp): {_list_meshes(len(devices))}")
+
+
+def _list_meshes(num_devices: int) -> str:
+    return ", ".join(str(mesh) for mesh in fitting_meshes(num_devices))

@@ -1,0 +1,126 @@
+"""What a decoder is made of, and which meshes can hold it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxtp.layers.attention import Implementation
+from jaxtp.layers.precision import Precision
+from jaxtp.mesh import FSDP, TP
+from jaxtp.models.remat import RematPolicy
+
+Size = Annotated[int, Field(ge=1)]
+MAX_SUGGESTED = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """A pre-norm decoder with rotary grouped-query attention and a gated MLP: the Llama architecture."""
+
+    vocab_size: Size = 256
+    """Token ids, 0 to vocab_size - 1. Any size: what tp does not divide is padded inside the layers."""
+
+    d_model: Size = 128
+    """Width of the residual stream. Divisible by mesh.fsdp."""
+
+    num_layers: Size = 4
+    """Decoder blocks, stacked and run by one scan."""
+
+    num_heads: Size = 8
+    """Query heads. Divisible by mesh.tp and by num_kv_heads."""
+
+    num_kv_heads: Size = 8
+    """Key and value heads. Divides mesh.tp or is divisible by it."""
+
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 16
+    """Width of a head; need not be d_model / num_heads. Even."""
+
+    d_ff: Size = 384
+    """Hidden width of the MLP. Divisible by mesh.tp."""
+
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    """Base of the rotary frequencies."""
+
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the mean square in every RMSNorm."""
+
+    tie_embeddings: bool = False
+    """Use the embedding table as the output head."""
+
+    attention_bias: bool = False
+    """Biases on the query, key and value projections."""
+
+    attention_out_bias: bool = False
+    """A bias on the attention's output projection."""
+
+    mlp_bias: bool = False
+    """Biases on the MLP's projections."""
+
+    attention: Implementation = "xla"
+    """Kernel: xla runs everywhere; cudnn needs an NVIDIA GPU and a 16-bit compute dtype."""
+
+    remat: RematPolicy = "full"
+    """What the forward pass keeps for the backward pass: full keeps each block's input alone, none keeps all."""
+
+    sequence_parallel: bool = False
+    """Between blocks, split activations over tp along the sequence. The sequence must then be divisible by tp."""
+
+    loss_chunk: Size = 1024
+    """Positions of the sequence whose logits exist at a time."""
+
+    precision: Precision = Precision()
+    """Dtypes of parameters, compute and gradient reductions."""
+
+
+def violations(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[str]:
+    """Every reason why the model cannot run on the mesh, each with the nearest values that work.
+
+    Args:
+      config: the model.
+      mesh: devices along each axis.
+    """
+    tp, fsdp = mesh[TP], mesh[FSDP]
+    heads, kv_heads = config.num_heads, config.num_kv_heads
+    if heads % kv_heads:
+        yield (
+            f"model.num_heads={heads} is not divisible by model.num_kv_heads={kv_heads}; "
+            f"num_kv_heads can be {_listed(_divisors(heads))}"
+        )
+    yield from not_divisible("model.num_heads", heads, "mesh.tp", tp)
+    if kv_heads % tp and tp % kv_heads:
+        fits = _values(lambda t: heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0))
+        yield f"model.num_kv_heads={kv_heads} neither divides mesh.tp={tp} nor is divisible by it; tp can be {_listed(fits)}"
+    elif kv_heads * config.head_dim % tp:
+        fits = _values(lambda t: heads % t == 0 and kv_heads * config.head_dim % t == 0)
+        yield (
+            f"model.num_kv_heads * model.head_dim = {kv_heads * config.head_dim} is not divisible by mesh.tp={tp}; "
+            f"tp can be {_listed(fits)}"
+        )
+    yield from not_divisible("model.d_ff", config.d_ff, "mesh.tp", tp)
+    yield from not_divisible("model.d_model", config.d_model, "mesh.fsdp", fsdp)
+
+
+def not_divisible(name: str, value: int, by_name: str, by: int) -> Iterator[str]:
+    """A violation if `value` is not divisible by `by`: the divisors that work, and the nearest multiples."""
+    if value % by:
+        multiples = sorted({max(value // by * by, by), -(-value // by) * by})
+        yield (
+            f"{name}={value} is not divisible by {by_name}={by}; {by_name.split('.')[-1]} can be "
+            f"{_listed(_divisors(value))}, or {name.split('.')[-1]} {' or '.join(map(str, multiples))}"
+        )
+
+
+def _divisors(value: int) -> list[int]:
+    return [d for d in range(1, min(value, MAX_SUGGESTED) + 1) if value % d == 0]
+
+
+def _values(fits: Callable[[int], bool]) -> list[int]:
+    return [t for t in range(1, MAX_SUGGESTED + 1) if fits(t)]
+
+
+def _listed(values: list[int]) -> str:
+    return ", ".join(map(str, values))
+
+
