@@ -1,1 +1,37 @@
-"""jaxtp."""
+"""Tensor-parallel training of transformer models in JAX that you can trust."""
+
+from importlib.metadata import version as _version
+
+from jaxtp.layers.attention import CausalSelfAttention
+from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
+from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxtp.layers.loss import vocab_parallel_cross_entropy
+from jaxtp.layers.mlp import SwiGLU
+from jaxtp.layers.norm import RMSNorm
+from jaxtp.layers.precision import Precision
+from jaxtp.mesh import DP, FSDP, TP, MeshError, make_mesh
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.decoder import Decoder, DecoderBlock
+
+__version__ = _version("jaxtp")
+
+__all__ = [
+    "DP",
+    "FSDP",
+    "TP",
+    "CausalSelfAttention",
+    "ColumnParallelLinear",
+    "Decoder",
+    "DecoderBlock",
+    "MeshError",
+    "ModelConfig",
+    "Precision",
+    "RMSNorm",
+    "RowParallelLinear",
+    "SwiGLU",
+    "VocabParallelEmbedding",
+    "VocabParallelHead",
+    "make_mesh",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_logits",
+]

@@ -1,5 +1,6 @@
 """What a decoder is made of, and which meshes can hold it."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated
@@ -72,6 +73,15 @@ class ModelConfig:
 
     precision: Precision = Precision()
     """Dtypes of parameters, compute and gradient reductions."""
+
+
+_NOT_ARCHITECTURE = ("attention", "remat", "sequence_parallel", "loss_chunk", "precision")
+
+
+def architecture(config: ModelConfig) -> dict[str, int | float | bool]:
+    """The fields that decide what the parameters are and mean: equal for any run that can share a checkpoint."""
+    fields = dataclasses.asdict(config)
+    return {name: value for name, value in fields.items() if name not in _NOT_ARCHITECTURE}
 
 
 def violations(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Orbax checkpoints that do not depend on the mesh that wrote them."""

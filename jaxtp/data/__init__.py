@@ -1,0 +1,1 @@
+"""From bytes on disk to batches of tokens on the mesh."""

@@ -1,0 +1,1 @@
+"""The training loop: `python -m jaxtp.train`."""

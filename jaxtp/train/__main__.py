@@ -1,0 +1,48 @@
+"""`python -m jaxtp.train`."""
+
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+
+from jaxtp import config as configuration
+from jaxtp.checkpoint.manager import CheckpointError
+from jaxtp.data.corpus import CorpusError
+from jaxtp.mesh import MeshError
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.folder import RunFolderError
+from jaxtp.train.loop import train
+
+PROGRAM = "python -m jaxtp.train"
+DESCRIPTION = """Trains a tensor-parallel decoder.
+
+Without flags: a small Llama on the sources of the Python standard library, over eight virtual CPU devices, in a
+minute or two. --config FILE reads a YAML file (see configs/); dotted flags override it. The same command again
+resumes the run in --run.dir, on any mesh.
+"""
+
+MISTAKES = (configuration.ConfigError, MeshError, CorpusError, RunFolderError, CheckpointError)
+"""What a user can put right: reported in one message, with exit code 2."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    _quieten()
+    try:
+        train(configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION))
+    except MISTAKES as error:
+        return configuration.fail(PROGRAM, error)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted; the same command resumes from the newest checkpoint", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _quieten() -> None:
+    """Keeps the libraries' own log lines and deprecation notices out of a run's output."""
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,171 @@
+"""The configuration of a training run; its defaults are `configs/tiny.yaml`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxtp.config import ConfigError
+from jaxtp.data.corpus import BYTE_VOCAB_SIZE
+from jaxtp.mesh import AXES, DP, FSDP, TP
+from jaxtp.models.config import ModelConfig, not_divisible, violations
+
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Where the run lives."""
+
+    dir: Path = Path("runs/tiny")
+    """Folder of config.yaml, metrics.jsonl and checkpoints/. The same folder again resumes the run."""
+
+    seed: CountOrZero = 0
+    """Of the initial weights and of the order of the data."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices along each axis; -1, for one of them, takes all that are left."""
+
+    dp: int = 1
+    """Replicas of the parameters."""
+
+    fsdp: int = 2
+    """Shards of each parameter, gathered before use."""
+
+    tp: int = 4
+    """Shards of each matrix product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """What to train on, in bytes."""
+
+    path: Path | None = None
+    """A text file; by default the sources of the running Python's standard library."""
+
+    sequence_length: Count = 128
+    """Bytes in a sequence."""
+
+    global_batch_size: Count = 16
+    """Sequences in a step, over all devices. Divisible by mesh.dp * mesh.fsdp."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with warm-up and cosine decay."""
+
+    learning_rate: Positive = 5e-3
+    """Peak learning rate."""
+
+    warmup_steps: CountOrZero = 20
+    """Steps of linear warm-up from zero."""
+
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Learning rate at the last step, as a fraction of the peak."""
+
+    beta1: Beta = 0.9
+    """Decay of the first moment."""
+
+    beta2: Beta = 0.95
+    """Decay of the second moment."""
+
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+
+    weight_decay: NonNegative = 0.1
+    """Decoupled decay, of matrices only: not of norms and biases."""
+
+    clip_norm: Positive = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """How long to train, and how often to say so."""
+
+    steps: Count = 400
+    """Optimizer updates in the whole run; the learning rate decays over them."""
+
+    log_every: Count = 10
+    """Steps between lines of metrics.jsonl; the last step is always logged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Evaluation on the held-out split."""
+
+    every: CountOrZero = 100
+    """Steps between evaluations; 0 evaluates at the end only."""
+
+    batches: Count = 8
+    """Batches of data.global_batch_size in an evaluation, the same each time and on every mesh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When to save."""
+
+    every: CountOrZero = 50
+    """Steps between checkpoints; 0 saves at the end only."""
+
+    keep: Count = 2
+    """Newest checkpoints to keep."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Everything about a run."""
+
+    run: RunConfig = RunConfig()
+    mesh: MeshConfig = MeshConfig()
+    model: ModelConfig = ModelConfig()
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    train: LoopConfig = LoopConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+
+
+def check(config: TrainConfig, mesh: dict[str, int]) -> None:
+    """Checks what no single field can: that the sizes fit each other and the mesh.
+
+    Args:
+      config: the run.
+      mesh: devices along each axis.
+
+    Raises:
+      ConfigError: with every violation, each with the nearest values that work.
+    """
+    problems = list(_violations(config, mesh))
+    if problems:
+        raise ConfigError("this model and batch do not fit the mesh:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def _violations(config: TrainConfig, mesh: dict[str, int]) -> Iterator[str]:
+    yield from violations(config.model, mesh)
+    batch = config.data.global_batch_size
+    yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp", mesh[DP] * mesh[FSDP])
+    if config.model.sequence_parallel:
+        yield from not_divisible("data.sequence_length", config.data.sequence_length, "mesh.tp", mesh[TP])
+    if config.model.vocab_size < BYTE_VOCAB_SIZE:
+        yield f"model.vocab_size={config.model.vocab_size} is less than the {BYTE_VOCAB_SIZE} values of a byte"
+    if config.optimizer.warmup_steps > config.train.steps:
+        yield (
+            f"optimizer.warmup_steps={config.optimizer.warmup_steps} is more than train.steps={config.train.steps}; "
+            f"at most {config.train.steps}"
+        )
+
+
+def planned_mesh(config: MeshConfig) -> dict[str, int] | None:
+    """The mesh's sizes, if they can be told before the devices are known: none is -1."""
+    sizes = {axis: getattr(config, axis) for axis in AXES}
+    return None if -1 in sizes.values() else sizes
+

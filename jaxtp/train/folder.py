@@ -1,0 +1,114 @@
+"""The folder of a run: its configuration, its metrics, and whether a checkpoint in it may be resumed."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtp import config as configuration
+from jaxtp.models.config import architecture
+from jaxtp.train.config import TrainConfig
+
+CONFIG = "config.yaml"
+METRICS = "metrics.jsonl"
+CHECKPOINTS = "checkpoints"
+
+
+class RunFolderError(ValueError):
+    """A folder that cannot be written, or that holds another run."""
+
+
+class MetricsFile:
+    """`metrics.jsonl`: an object for each logged step or evaluation, each written through at once.
+
+    Args:
+      path: the file.
+      resumed_at: the step that the run continues from. Records of later steps, written by a run that was killed
+        before its next checkpoint, are dropped: those steps are made, and logged, again.
+    """
+
+    def __init__(self, path: Path, *, resumed_at: int):
+        self.path = path
+        kept = [line for line in _lines(path) if _step(line) <= resumed_at]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        os.replace(temporary, path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def write(self, record: Mapping[str, float | int]) -> None:
+        """Appends one object."""
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def prepare(folder: Path) -> None:
+    """Creates the folder.
+
+    Raises:
+      RunFolderError: it cannot be created or written.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise RunFolderError(f"run.dir={folder}: {error.strerror}; name another with --run.dir FOLDER") from None
+
+
+def write_config(config: TrainConfig) -> None:
+    """Writes the resolved configuration into the run's folder."""
+    (config.run.dir / CONFIG).write_text(configuration.to_yaml(config), encoding="utf-8")
+
+
+def checkpoint_info(config: TrainConfig, corpus: Mapping[str, Any], next_sample: int) -> dict[str, Any]:
+    """What a checkpoint stores beside the arrays: the position in the data, and what the run is."""
+    return {"next_sample": next_sample, "corpus": dict(corpus), "config": configuration.to_plain(config)}
+
+
+def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
+    """Compares a checkpoint with the run that wants to continue it.
+
+    Args:
+      config: the run.
+      corpus: what `Corpus.describe` says of its data.
+      info: what the checkpoint stored.
+
+    Returns:
+      The settings that differ and may, for the log.
+
+    Raises:
+      RunFolderError: the model, the data or its order is another.
+    """
+    stored = info["config"]
+    now = configuration.to_plain(config)
+    model = architecture(config.model)
+    fatal = configuration.differences({name: stored["model"].get(name) for name in model}, model, "model.")
+    fatal += configuration.differences(info["corpus"], corpus, "data: ")
+    for section, field in (("run", "seed"), ("data", "sequence_length")):
+        fatal += configuration.differences(
+            {field: stored[section].get(field)}, {field: now[section][field]}, f"{section}."
+        )
+    if fatal:
+        raise RunFolderError(
+            f"{config.run.dir} holds a checkpoint of another run (stored -> asked for):\n"
+            + "\n".join(f"  {line}" for line in fatal)
+            + "\nResume it with the stored values, or start afresh with another --run.dir. Nothing was changed."
+        )
+    return configuration.differences(stored, now)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _step(line: str) -> float:
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")  # cut short by a kill: never kept

@@ -1,0 +1,140 @@
+"""What a run shows: a summary at its start, then a progress bar, or plain lines where there is no terminal."""
+
+import platform
+from types import TracebackType
+from typing import Any, Self
+
+import flax
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+import jaxtp
+from jaxtp.checkpoint.logical import named_variables, spec
+from jaxtp.data.corpus import Corpus
+from jaxtp.layers.parameter import logical_shape
+from jaxtp.mesh import describe_mesh, mesh_sizes
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.state import Blueprint, bytes_per_device
+
+
+class Report:
+    """The console of a run; silent on all processes but the first.
+
+    Use as a context manager: the progress bar lives inside it.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(soft_wrap=True, highlight=False, quiet=jax.process_index() != 0)
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+            console=self._console,
+            disable=not self._console.is_terminal,
+        )
+        self._task: TaskID | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._progress.stop()
+
+    def line(self, text: str) -> None:
+        """Prints a line, above the progress bar if there is one."""
+        self._console.print(text, markup=False)
+
+    def start(self, first: int, total: int) -> None:
+        """Starts the progress bar."""
+        self._task = self._progress.add_task("", completed=first, total=total)
+        self._progress.start()
+
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Moves the progress bar."""
+        if self._task is not None:
+            description = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
+            self._progress.update(self._task, completed=step, description=description)
+
+    def logged(self, record: dict[str, float | int], total: int) -> None:
+        """A plain line for a logged step, where there is no progress bar."""
+        if self._console.is_terminal:
+            return
+        left = (total - record["step"]) * record["step_seconds"]
+        self.line(
+            f"step {record['step']}/{total}  loss {record['loss']:.4f}  "
+            f"{record['tokens_per_second']:,.0f} tokens/s  {_duration(left)} left"
+        )
+
+
+def summary(config: TrainConfig, mesh: Mesh, corpus: Corpus, blueprint: Blueprint) -> str:
+    """What is about to run: versions, mesh, sizes, bytes, and how each parameter is split."""
+    device = mesh.devices.flat[0]
+    kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
+    parameters = parameter_count(blueprint)
+    tokens = config.data.global_batch_size * config.data.sequence_length
+    model = config.model
+    rows = [
+        ("jaxtp", f"{jaxtp.__version__} (jax {jax.__version__}, flax {flax.__version__}, Python {platform.python_version()})"),
+        ("mesh", f"{describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}"),
+        ("model", f"{parameters:,} parameters: {model.num_layers} layers, d_model {model.d_model}, "
+                  f"{model.num_heads} heads ({model.num_kv_heads} kv) of {model.head_dim}, d_ff {model.d_ff}, "
+                  f"vocabulary {model.vocab_size}; {model.precision.compute} compute, {model.attention} attention"),
+        ("state", f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer per device, of {_mib(total_bytes(blueprint))}"),
+        ("data", f"{corpus.source}: {corpus.train.size:,} bytes to train on, {corpus.validation.size:,} held out, "
+                 f"sha256 {corpus.sha256[:12]}"),
+        ("step", f"{config.data.global_batch_size} sequences x {config.data.sequence_length} bytes = {tokens:,} tokens; "
+                 f"{config.train.steps} steps = {tokens * config.train.steps:,} tokens"),
+        ("folder", str(config.run.dir)),
+    ]
+    lines = [f"{name:<8}{text}" for name, text in rows]
+    return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+
+
+def sharding_table(blueprint: Blueprint) -> list[str]:
+    """A line for each parameter: its shape, how it is split, and its share per device."""
+    lines = [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device"]
+    for name, variable in _parameters(blueprint).items():
+        sharding = jax.sharding.NamedSharding(blueprint.mesh, spec(variable))
+        shard = sharding.shard_shape(variable.shape)
+        split = ", ".join(str(entry) for entry in spec(variable)) if any(spec(variable)) else "replicated"
+        lines.append(f"{name:<34}{_shape(logical_shape(variable)):<20}{split:<28}{_shape(shard)}")
+    return lines
+
+
+def parameter_count(blueprint: Blueprint) -> int:
+    """Parameters of the model, padding not counted."""
+    return sum(int(np.prod(_stored(variable))) for variable in _parameters(blueprint).values())
+
+
+def total_bytes(blueprint: Blueprint) -> int:
+    """Bytes of parameters and optimizer state, counted once."""
+    return sum(int(np.prod(v.shape)) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values())
+
+
+def _parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
+    prefix = "model."
+    named = named_variables(blueprint.abstract)
+    return {name.removeprefix(prefix): variable for name, variable in named.items() if name.startswith(prefix)}
+
+
+def _stored(variable: nnx.Variable[Any]) -> tuple[int, ...]:
+    return logical_shape(variable)
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,71 @@
+"""Everything that a training step changes, born sharded."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.decoder import Decoder
+
+
+class TrainState(nnx.Module):
+    """The model, and the optimizer with its moments and its step counter.
+
+    Args:
+      config: the model's sizes.
+      optimizer: the transformation of the gradients.
+      seed: of the initial weights.
+    """
+
+    def __init__(self, config: ModelConfig, optimizer: optax.GradientTransformation, seed: int):
+        self.model = Decoder(config, rngs=nnx.Rngs(seed))
+        self.optimizer = nnx.Optimizer(self.model, optimizer, wrt=nnx.Param)
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """A state that is described but not allocated.
+
+    Its three parts are what `jax.jit` and the checkpoints need: how to build modules from arrays, the arrays'
+    shapes and dtypes, and their shardings.
+    """
+
+    graph: nnx.GraphDef[TrainState]
+    abstract: nnx.State
+    shardings: Any
+    mesh: Mesh
+    config: ModelConfig
+    optimizer: optax.GradientTransformation
+
+    def create(self, seed: int) -> nnx.State:
+        """The initial state: computed in shards, never whole on a device; the same on every mesh."""
+
+        def init() -> nnx.State:
+            return nnx.state(TrainState(self.config, self.optimizer, seed))
+
+        with jax.set_mesh(self.mesh):
+            state: nnx.State = jax.jit(init, out_shardings=self.shardings)()
+        return state
+
+
+def plan_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> Blueprint:
+    """Traces the construction of a `TrainState` on a mesh; nothing is computed."""
+    with jax.set_mesh(mesh):
+        abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, seed=0))
+        graph, abstract = nnx.split(abstract_state)
+        shardings = nnx.get_named_sharding(abstract, mesh)
+    return Blueprint(graph, abstract, shardings, mesh, config, optimizer)
+
+
+def bytes_per_device(blueprint: Blueprint) -> int:
+    """Bytes of parameters and optimizer state on each device."""
+    pairs = zip(jax.tree.leaves(blueprint.abstract), jax.tree.leaves(blueprint.shardings), strict=True)
+    total = 0
+    for array, sharding in pairs:
+        shard = sharding.shard_shape(array.shape)
+        total += jax.ShapeDtypeStruct(shard, array.dtype).size * array.dtype.itemsize
+    return total
