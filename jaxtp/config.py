@@ -44,8 +44,7 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
         default=default,
         prog=prog,
         description=description,
-        config=(tyro.conf.FlagCreatePairsOff, tyro.conf.AvoidSubcommands),
-        compact_help=False,
+        config=(tyro.conf.AvoidSubcommands,),
     )
     return validate(schema, dataclasses.asdict(parsed), source="command line")  # type: ignore[call-overload]
 

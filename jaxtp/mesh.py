@@ -43,7 +43,7 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
       MeshError: a size is not positive, more than one is -1, or the devices are too few.
     """
     sizes = {DP: dp, FSDP: fsdp, TP: tp}
-    _check_sizes(sizes)
+    check_sizes(sizes)
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if devices is None:
         request_virtual_devices(fixed)
@@ -104,7 +104,12 @@ def fitting_meshes(num_devices: int) -> list[tuple[int, int, int]]:
     ]
 
 
-def _check_sizes(sizes: Mapping[str, int]) -> None:
+def check_sizes(sizes: Mapping[str, int]) -> None:
+    """Checks that every size is positive, or -1 for at most one.
+
+    Raises:
+      MeshError: with the sizes that are not.
+    """
     bad = [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]
     if bad:
         raise MeshError(f"{', '.join(bad)}: a mesh axis is a positive number of devices, or -1 for what is left")

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from jaxtp.config import ConfigError
 from jaxtp.data.corpus import BYTE_VOCAB_SIZE
-from jaxtp.mesh import AXES, DP, FSDP, TP
+from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes
 from jaxtp.models.config import ModelConfig, not_divisible, violations
 
 Count = Annotated[int, Field(ge=1)]
@@ -165,7 +165,12 @@ def _violations(config: TrainConfig, mesh: dict[str, int]) -> Iterator[str]:
 
 
 def planned_mesh(config: MeshConfig) -> dict[str, int] | None:
-    """The mesh's sizes, if they can be told before the devices are known: none is -1."""
+    """The mesh's sizes, if they can be told before the devices are known: none is -1.
+
+    Raises:
+      MeshError: a size that no mesh can have.
+    """
     sizes = {axis: getattr(config, axis) for axis in AXES}
+    check_sizes(sizes)
     return None if -1 in sizes.values() else sizes
 

@@ -38,7 +38,7 @@ def make_train_step(blueprint: Blueprint, schedule: optax.Schedule) -> JittedTra
         loss, grads = nnx.value_and_grad(mean_loss)(train_state.model, batch)
         scalars = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "learning_rate": jnp.asarray(schedule(train_state.optimizer.step[...])),
         }
         train_state.optimizer.update(train_state.model, grads)

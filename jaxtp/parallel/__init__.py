@@ -1,0 +1,1 @@
+"""What a program moves between devices, read from its jaxpr."""

@@ -1,0 +1,99 @@
+"""Counting collectives in a jaxpr: exact for what the program says, before the compiler sees it.
+
+The loop of a `scan` counts as often as it runs, which the text of compiled HLO does not tell reliably.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+KINDS = {
+    "psum": "all-reduce",
+    "psum2": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce-max",
+    "pmin": "all-reduce-min",
+    "all_gather": "all-gather",
+    "all_gather_invariant": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "permute",
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the program, from the point of view of one device."""
+
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, ..."""
+
+    axes: tuple[str, ...]
+    """Mesh axes along which the devices talk."""
+
+    group: int
+    """Devices that take part."""
+
+    shape: tuple[int, ...]
+    """Of the largest of operand and result, on one device."""
+
+    dtype: str
+    """Of the elements moved."""
+
+    scope: str
+    """The `jax.named_scope` it was written in."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of the whole message."""
+        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that each device sends, in a ring: `(n-1)/n` of the message, twice for an all-reduce."""
+        rounds = 2 if self.kind.startswith("all-reduce") else 1
+        return rounds * (self.group - 1) / self.group * self.bytes
+
+
+def count_collectives(jaxpr: Any, mesh_sizes: dict[str, int]) -> Counter[Collective]:
+    """Every collective of a jaxpr and how often it runs; those among a single device are left out.
+
+    Args:
+      jaxpr: a closed jaxpr, as `jax.make_jaxpr` gives.
+      mesh_sizes: devices along each axis.
+    """
+    counts: Counter[Collective] = Counter()
+    for collective, times in _walk(jaxpr.jaxpr, 1, mesh_sizes):
+        if collective.group > 1:
+            counts[collective] += times
+    return counts
+
+
+def _walk(jaxpr: Any, times: int, sizes: dict[str, int]) -> Iterator[tuple[Collective, int]]:
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name in KINDS:
+            for operand, result in zip(equation.invars, equation.outvars, strict=True):
+                yield _collective(KINDS[name], equation, operand.aval, result.aval, sizes), times
+        inner = times * equation.params["length"] if name == "scan" else times
+        for value in equation.params.values():
+            for sub in value if isinstance(value, (tuple, list)) else (value,):
+                closed = getattr(sub, "jaxpr", sub)
+                if hasattr(closed, "eqns"):
+                    yield from _walk(closed, inner, sizes)
+
+
+def _collective(kind: str, equation: Any, operand: Any, result: Any, sizes: dict[str, int]) -> Collective:
+    params = equation.params
+    named = params.get("axes", params.get("axis_name"))
+    axes = (named,) if isinstance(named, str) else tuple(named)
+    groups = params.get("axis_index_groups")
+    group = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
+    largest = max(operand, result, key=lambda aval: math.prod(aval.shape))
+    scope = str(equation.source_info.name_stack)
+    return Collective(kind, axes, group, tuple(largest.shape), str(largest.dtype), scope)
+

@@ -1,0 +1,73 @@
+"""The same mathematics written down plainly, sharing no code with the package: dense, one device, one layer at a time."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x, scale, eps):
+    return x / jnp.sqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
+
+
+def rotate(x, theta):
+    """Complex rotation of the pairs (x[i], x[i + H/2])."""
+    half = x.shape[-1] // 2
+    frequencies = theta ** (-jnp.arange(half) * 2.0 / x.shape[-1])
+    angle = jnp.arange(x.shape[1])[:, None] * frequencies
+    rotated = (x[..., :half] + 1j * x[..., half:]) * jnp.exp(1j * angle)[None, :, None, :]
+    return jnp.concatenate([rotated.real, rotated.imag], axis=-1)
+
+
+def attention(x, w, num_heads, num_kv_heads, head_dim, theta):
+    """`w`: q, k, v, o and optionally bq, bk, bv, bo."""
+    batch, length, _ = x.shape
+    project = lambda name, heads: (x @ w[name] + w.get("b" + name, 0.0)).reshape(batch, length, heads, head_dim)
+    q, k, v = project("q", num_heads), project("k", num_kv_heads), project("v", num_kv_heads)
+    q, k = rotate(q, theta), rotate(k, theta)
+    outputs = []
+    for head in range(num_heads):
+        shared = head // (num_heads // num_kv_heads)
+        scores = jnp.einsum("bth,bsh->bts", q[:, :, head], k[:, :, shared]) / jnp.sqrt(head_dim)
+        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+        outputs.append(jax.nn.softmax(scores, axis=-1) @ v[:, :, shared])
+    return jnp.concatenate(outputs, axis=-1) @ w["o"] + w.get("bo", 0.0)
+
+
+def swiglu(x, w):
+    """`w`: gate, up, down and optionally bgate, bup, bdown."""
+    gate = x @ w["gate"] + w.get("bgate", 0.0)
+    up = x @ w["up"] + w.get("bup", 0.0)
+    return (gate / (1 + jnp.exp(-gate)) * up) @ w["down"] + w.get("bdown", 0.0)
+
+
+def cross_entropy(logits, labels):
+    """Sum over the labels that are not -100, and their number."""
+    valid = labels != -100
+    log_probabilities = jax.nn.log_softmax(logits, axis=-1)
+    picked = jnp.take_along_axis(log_probabilities, jnp.where(valid, labels, 0)[..., None], axis=-1)[..., 0]
+    return -jnp.sum(jnp.where(valid, picked, 0)), jnp.sum(valid).astype(jnp.float32)
+
+
+ATTENTION = {"q": "qkv.kernels.0", "k": "qkv.kernels.1", "v": "qkv.kernels.2", "o": "out.kernel"} | {
+    "bq": "qkv.biases.0", "bk": "qkv.biases.1", "bv": "qkv.biases.2", "bo": "out.bias"
+}  # fmt: skip
+MLP = {"gate": "gate_up.kernels.0", "up": "gate_up.kernels.1", "down": "down.kernel"} | {
+    "bgate": "gate_up.biases.0", "bup": "gate_up.biases.1", "bdown": "down.bias"
+}  # fmt: skip
+
+
+def named(weights, names, prefix=""):
+    """Our weights under this file's names."""
+    return {short: weights[prefix + long] for short, long in names.items() if prefix + long in weights}
+
+
+def decoder_logits(weights, config, ids):
+    """The whole model from a dict of its weights."""
+    x = weights["embedding.embedding"][ids]
+    for layer in range(config.num_layers):
+        w = {name.removeprefix("blocks."): a[layer] for name, a in weights.items() if name.startswith("blocks.")}
+        normed = rms_norm(x, w["attention_norm.scale"], config.norm_eps)
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim, config.rope_theta)
+        x = x + attention(normed, named(w, ATTENTION, "attention."), *heads)
+        x = x + swiglu(rms_norm(x, w["mlp_norm.scale"], config.norm_eps), named(w, MLP, "mlp."))
+    x = rms_norm(x, weights["norm.scale"], config.norm_eps)
+    return x @ weights.get("head.kernel", weights["embedding.embedding"]).T

@@ -1,0 +1,62 @@
+"""Building the same weights with and without a mesh, and comparing what comes out."""
+
+import zlib
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, to_logical
+
+MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
+TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
+
+
+def random_weights(build, seed=0, scale=0.1):
+    """The weights of `build()` without a mesh, by name, every one (biases and scales too) moved off its default."""
+    named = named_variables(nnx.state(build()))
+    return {
+        name: variable[...] + scale * jax.random.normal(key_of(name, seed), variable.shape, variable.dtype)
+        for name, variable in named.items()
+    }
+
+
+def key_of(name, seed):
+    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+
+
+def state_on_mesh(build, weights, mesh):
+    """`graph, state` of `build()` on a mesh, holding the given weights."""
+    with jax.set_mesh(mesh):
+        graph, abstract = nnx.split(nnx.eval_shape(build))
+        targets = abstract_logical(abstract, mesh)
+        placed = {name: jax.device_put(weights[name], targets[name].sharding) for name in targets}
+        return graph, from_logical(placed, abstract, mesh)
+
+
+def without_mesh(build, weights):
+    """`graph, state` of `build()` without a mesh, holding the given weights."""
+    graph, state = nnx.split(build())
+    filled = [(path, v.replace(weights[".".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
+    return graph, nnx.from_flat_state(filled)
+
+
+def by_name(state, mesh):
+    """The arrays of a state without padding, as numpy."""
+    return {name: np.asarray(array) for name, array in to_logical(state, mesh).items()}
+
+
+def relative_error(actual, expected):
+    """L2 norm of the difference over that of the expected value."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    assert actual.shape == expected.shape
+    norm = np.linalg.norm(expected)
+    return np.linalg.norm(actual - expected) / norm if norm else np.linalg.norm(actual)
+
+
+def assert_close(actual, expected, tolerance=TOLERANCE):
+    """Compares two dicts of arrays, tensor by tensor."""
+    assert actual.keys() == expected.keys()
+    errors = {name: relative_error(actual[name], expected[name]) for name in expected}
+    worst = {name: error for name, error in errors.items() if not error <= tolerance}
+    assert not worst, worst
