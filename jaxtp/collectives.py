@@ -164,8 +164,7 @@ def load_weight(
     copies = (DP,) + ((FSDP,) if fsdp_dim is None else ()) + ((TP,) if used_by_all_tp else ())
     groups = _groups(tp_group)
 
-    @jax.custom_vjp
-    def load(shard: Array) -> Array:
+    def gather(shard: Array) -> Array:
         # dp first: its gradient sum then runs on what the reduce-scatter has left.
         w = vary(shard.astype(compute), *copies)
         if tp_group > 1:
@@ -180,7 +179,8 @@ def load_weight(
             grad = lax.psum_scatter(grad, TP, scatter_dimension=tp_dim, axis_index_groups=groups, tiled=True)
         return (lax.psum(grad, copies).astype(shard.dtype),)
 
-    load.defvjp(lambda shard: (load(shard), None), backward)
+    load = jax.custom_vjp(gather)
+    load.defvjp(lambda shard: (gather(shard), None), backward)  # not `load`: remat must see the gather itself
     return load(shard)
 
 

@@ -67,33 +67,35 @@ def count_collectives(jaxpr: Any, mesh_sizes: dict[str, int]) -> Counter[Collect
       mesh_sizes: devices along each axis.
     """
     counts: Counter[Collective] = Counter()
-    for collective, times in _walk(jaxpr.jaxpr, 1, mesh_sizes):
+    for collective, times in _walk(jaxpr.jaxpr, 1, mesh_sizes, ""):
         if collective.group > 1:
             counts[collective] += times
     return counts
 
 
-def _walk(jaxpr: Any, times: int, sizes: dict[str, int]) -> Iterator[tuple[Collective, int]]:
+def _walk(jaxpr: Any, times: int, sizes: dict[str, int], outer: str) -> Iterator[tuple[Collective, int]]:
     for equation in jaxpr.eqns:
         name = equation.primitive.name
+        scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
         if name in KINDS:
             for operand, result in zip(equation.invars, equation.outvars, strict=True):
-                yield _collective(KINDS[name], equation, operand.aval, result.aval, sizes), times
+                yield _collective(KINDS[name], equation, operand.aval, result.aval, sizes, scope), times
         inner = times * equation.params["length"] if name == "scan" else times
         for value in equation.params.values():
             for sub in value if isinstance(value, (tuple, list)) else (value,):
                 closed = getattr(sub, "jaxpr", sub)
                 if hasattr(closed, "eqns"):
-                    yield from _walk(closed, inner, sizes)
+                    yield from _walk(closed, inner, sizes, scope)
 
 
-def _collective(kind: str, equation: Any, operand: Any, result: Any, sizes: dict[str, int]) -> Collective:
+def _collective(
+    kind: str, equation: Any, operand: Any, result: Any, sizes: dict[str, int], scope: str
+) -> Collective:
     params = equation.params
     named = params.get("axes", params.get("axis_name"))
     axes = (named,) if isinstance(named, str) else tuple(named)
     groups = params.get("axis_index_groups")
     group = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     largest = max(operand, result, key=lambda aval: math.prod(aval.shape))
-    scope = str(equation.source_info.name_stack)
     return Collective(kind, axes, group, tuple(largest.shape), str(largest.dtype), scope)
 

@@ -1,0 +1,94 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from support import assert_close, random_weights, without_mesh
+
+import jaxtp
+
+PLAIN = jaxtp.ModelConfig(
+    vocab_size=32, d_model=16, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, d_ff=24, norm_eps=1e-3
+)
+ODD = dataclasses.replace(
+    PLAIN,
+    vocab_size=19,
+    num_kv_heads=2,
+    head_dim=6,
+    tie_embeddings=True,
+    attention_bias=True,
+    attention_out_bias=True,
+    mlp_bias=True,
+    loss_chunk=3,
+    remat="none",
+)
+B, T = 2, 7
+
+
+def build_and_weights(config):
+    build = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+    return build, random_weights(build)
+
+
+@pytest.mark.parametrize("config", [PLAIN, ODD], ids=["plain", "odd"])
+def test_logits_loss_and_gradients_equal_the_plain_mathematics(config):
+    build, weights = build_and_weights(config)
+    ids = jax.random.randint(jax.random.key(1), (B, T), 0, config.vocab_size)
+    labels = jnp.roll(ids, -1, axis=1).at[:, -1].set(-100)
+
+    def plain(weights):
+        total, count = reference.cross_entropy(reference.decoder_logits(weights, config, ids), labels)
+        return total / count
+
+    def ours(state):
+        total, count = nnx.merge(graph, state).loss(ids, labels)
+        return total / count
+
+    graph, state = without_mesh(build, weights)
+    loss, grads = jax.jit(jax.value_and_grad(ours))(state)
+    expected_loss, expected_grads = jax.value_and_grad(plain)(weights)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-6)
+    actual = {".".join(map(str, path)): v[...] for path, v in nnx.to_flat_state(grads)}
+    assert_close(actual, expected_grads)
+    logits = nnx.merge(graph, state)(ids)
+    assert_close({"logits": logits}, {"logits": reference.decoder_logits(weights, config, ids)})
+
+
+def test_no_position_sees_the_future():
+    """The gradient of position t with respect to the embeddings after t is exactly zero."""
+    build, weights = build_and_weights(PLAIN)
+    graph, state = without_mesh(build, weights)
+    model = nnx.merge(graph, state)
+    first = jax.tree.map(lambda a: a[0], nnx.state(model.blocks))
+    layer = nnx.merge(nnx.graphdef(model.blocks), first)
+    x = jax.random.normal(jax.random.key(2), (1, T, PLAIN.d_model))
+    jacobian = jax.jacobian(lambda x: layer(x).sum(axis=-1))(x)[0, :, 0]  # [T out, T in, D]
+    influence = jnp.abs(jacobian).sum(axis=-1)
+    assert jnp.all(jnp.triu(influence, k=1) == 0)
+    assert jnp.all(jnp.diagonal(influence) > 0)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_remat_changes_no_gradient(remat):
+    config = dataclasses.replace(PLAIN, remat=remat)
+    build, weights = build_and_weights(config)
+    graph, state = without_mesh(build, weights)
+    ids = jax.random.randint(jax.random.key(1), (B, T), 0, config.vocab_size)
+    grads = jax.grad(lambda s: nnx.merge(graph, s).loss(ids, ids)[0])(state)
+    baseline = jax.grad(
+        lambda w: reference.cross_entropy(reference.decoder_logits(w, config, ids), ids)[0]
+    )(weights)
+    assert_close({".".join(map(str, p)): v[...] for p, v in nnx.to_flat_state(grads)}, baseline)
+
+
+def test_initial_weights_are_the_same_on_every_mesh():
+    def create(mesh):
+        with jax.set_mesh(mesh):
+            return jax.jit(lambda: nnx.state(jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(3))))()
+
+    one, many = create(jaxtp.make_mesh()), create(jaxtp.make_mesh(2, 2, 2))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
+        np.testing.assert_array_equal(a, b)

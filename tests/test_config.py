@@ -1,0 +1,108 @@
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from jaxtp.config import ConfigError, differences, from_yaml, to_plain, to_yaml
+from jaxtp.train.config import TrainConfig, check
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
+ONE = {"dp": 1, "fsdp": 1, "tp": 1}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_fits_its_mesh_and_opens_with_its_command(path):
+    config = from_yaml(TrainConfig, path)
+    check(config, to_plain(config)["mesh"])
+    assert path.read_text().startswith("# python -m jaxtp.") and f"configs/{path.name}" in path.read_text().splitlines()[0]
+
+
+def test_tiny_is_the_default():
+    assert from_yaml(TrainConfig, CONFIGS[0].parent / "tiny.yaml") == TrainConfig()
+
+
+def test_yaml_round_trip(tmp_path):
+    config = TrainConfig(model=dataclasses.replace(TrainConfig().model, d_model=64, tie_embeddings=True))
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    assert from_yaml(TrainConfig, tmp_path / "c.yaml") == config
+
+
+def test_every_field_is_documented():
+    import ast
+
+    for path in ("train/config.py", "models/config.py", "layers/precision.py"):
+        tree = ast.parse((Path(__file__).parent.parent / "jaxtp" / path).read_text())
+        for node in [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name != "TrainConfig"]:
+            for statement, after in zip(node.body, node.body[1:] + [None], strict=True):
+                if isinstance(statement, ast.AnnAssign):
+                    assert isinstance(after, ast.Expr), f"{path}: {node.name}.{statement.target.id} has no docstring"
+
+
+def test_scientific_notation_without_a_point_is_a_number(tmp_path):
+    (tmp_path / "c.yaml").write_text("optimizer: {learning_rate: 1e-3}")  # YAML 1.1 calls this a string
+    assert from_yaml(TrainConfig, tmp_path / "c.yaml").optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mesh: {tpp: 2}", "mesh.tpp: unknown key; did you mean mesh.tp?"),
+        ("modle: {}", "modle: unknown key; did you mean modle"),
+        ("model: {precision: {computer: float32}}", "did you mean model.precision.compute?"),
+        ("mesh: {zzz: 2}", "known keys: dp, fsdp, tp"),
+        ("train: {steps: 0}\noptimizer: {beta1: 2}", "optimizer.beta1 = 2: should be less than 1"),
+        ("train: {steps: many}", "train.steps = 'many'"),
+        ("model: 3", "model = 3"),
+        ("- a", "expected a mapping"),
+        ("a: [", "not a YAML file"),
+        ("model: {head_dim: 15}", "model.head_dim = 15: should be a multiple of 2"),
+    ],
+)
+def test_bad_yaml(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+    assert message.replace("mean modle", "mean model") in str(error.value)
+
+
+def test_all_problems_of_a_file_at_once(tmp_path):
+    (tmp_path / "c.yaml").write_text("train: {steps: 0}\nmesh: {tpp: 2}\noptimizer: {beta1: 2}")
+    with pytest.raises(ConfigError) as error:
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+    assert len(str(error.value).splitlines()) == 4
+
+
+def test_missing_file_suggests_its_neighbour(tmp_path):
+    (tmp_path / "tiny.yaml").touch()
+    with pytest.raises(ConfigError, match=r"did you mean .*tiny.yaml\?"):
+        from_yaml(TrainConfig, tmp_path / "tinny.yaml")
+
+
+def test_violations_come_together_with_values_that_work():
+    model = dataclasses.replace(TrainConfig().model, num_heads=12, num_kv_heads=3, d_ff=100, d_model=100)
+    with pytest.raises(ConfigError) as error:
+        check(TrainConfig(model=model), {"dp": 1, "fsdp": 3, "tp": 8})
+    text = str(error.value)
+    assert "model.num_heads=12 is not divisible by mesh.tp=8; tp can be 1, 2, 3, 4, 6, 12, or num_heads 8 or 16" in text
+    assert "model.num_kv_heads=3 neither divides mesh.tp=8 nor is divisible by it; tp can be 1, 3, 6, 12" in text
+    assert "model.d_ff=100 is not divisible by mesh.tp=8" in text
+    assert "model.d_model=100 is not divisible by mesh.fsdp=3" in text
+    assert "data.global_batch_size=16 is not divisible by mesh.dp*fsdp=3" in text
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("model", {"num_kv_heads": 3}, "num_kv_heads can be 1, 2, 4, 8"),
+        ("model", {"vocab_size": 100}, "less than the 256 values of a byte"),
+        ("optimizer", {"warmup_steps": 500}, "more than train.steps=400; at most 400"),
+    ],
+)
+def test_single_violations(section, change, message):
+    config = dataclasses.replace(TrainConfig(), **{section: dataclasses.replace(getattr(TrainConfig(), section), **change)})
+    with pytest.raises(ConfigError, match=message):
+        check(config, ONE)
+
+
+def test_differences_name_the_leaves():
+    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == ["a.c: 2 -> 3", "d: None -> 4"]

@@ -1,0 +1,75 @@
+import jax
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp.mesh import MeshError, current_mesh, fitting_meshes, mesh_sizes
+
+
+class FakeGPU:
+    """Enough of a device for the count to be checked."""
+
+    platform = "gpu"
+    device_kind = "NVIDIA H100"
+
+
+def test_axes_and_sizes():
+    mesh = jaxtp.make_mesh(dp=2, fsdp=2, tp=2)
+    assert mesh.axis_names == ("dp", "fsdp", "tp")
+    assert mesh_sizes(mesh) == {"dp": 2, "fsdp": 2, "tp": 2}
+
+
+def test_tp_neighbours_are_neighbouring_devices():
+    mesh = jaxtp.make_mesh(dp=2, tp=4)
+    ids = [[device.id for device in row] for row in mesh.devices[:, 0]]
+    assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_minus_one_takes_what_is_left():
+    assert mesh_sizes(jaxtp.make_mesh(dp=-1, tp=4)) == {"dp": 2, "fsdp": 1, "tp": 4}
+
+
+def test_a_smaller_mesh_takes_the_first_devices():
+    assert [device.id for device in jaxtp.make_mesh(tp=2).devices.flat] == [0, 1]
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 0}, {"dp": -2}, {"dp": -1, "tp": -1}, {"tp": 3, "dp": -1}])
+def test_impossible_sizes(sizes):
+    with pytest.raises(MeshError, match="|".join(f"{axis}[= ]" for axis in sizes)):
+        jaxtp.make_mesh(**sizes)
+
+
+def test_too_large_for_the_gpus_lists_the_meshes_that_fit():
+    with pytest.raises(MeshError, match=r"needs 16 devices, and there are 8 \(NVIDIA H100\).*\(1, 1, 8\)"):
+        jaxtp.make_mesh(tp=16, devices=[FakeGPU()] * 8)
+
+
+def test_too_late_for_virtual_devices_says_what_to_do():
+    jax.devices()
+    with pytest.raises(MeshError, match=r'before any other JAX operation, or jax.config.update\("jax_num_cpu_devices", 32\)'):
+        jaxtp.make_mesh(tp=32)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 6, 8, 24])
+def test_fitting_meshes_use_every_device(devices):
+    meshes = fitting_meshes(devices)
+    assert meshes
+    assert all(dp * fsdp * tp == devices for dp, fsdp, tp in meshes)
+
+
+def test_a_mesh_of_other_axes_is_refused():
+    mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), pytest.raises(MeshError, match=r"lacks \['dp', 'fsdp', 'tp'\]"):
+        current_mesh()
+
+
+def test_indivisible_input_names_layer_dim_and_nearest_sizes():
+    with jax.set_mesh(jaxtp.make_mesh(dp=2, fsdp=2)):
+        layer = jaxtp.ColumnParallelLinear(4, 8, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"column_parallel_linear: dim 0 .* is 3, not divisible by dp=2 x fsdp=2; nearest: 4"):
+            layer(jax.numpy.ones((3, 5, 4)))
+
+
+def test_indivisible_weight_is_refused_not_replicated():
+    with jax.set_mesh(jaxtp.make_mesh(tp=4)), pytest.raises(ValueError, match="kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"):
+        jaxtp.ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
