@@ -13,10 +13,12 @@ TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
 
 
 def random_weights(build, seed=0, scale=0.1):
-    """The weights of `build()` without a mesh, by name, every one (biases and scales too) moved off its default."""
+    """The arrays of `build()` without a mesh, by name, each parameter (biases and scales too) moved off its default."""
     named = named_variables(nnx.state(build()))
     return {
         name: variable[...] + scale * jax.random.normal(key_of(name, seed), variable.shape, variable.dtype)
+        if isinstance(variable, nnx.Param)
+        else variable[...]
         for name, variable in named.items()
     }
 

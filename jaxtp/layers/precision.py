@@ -7,7 +7,7 @@ from jax import Array
 
 from jaxtp.collectives import load_weight
 
-DType = Literal["float32", "bfloat16", "float16"]
+DType = Literal["float32", "bfloat16"]
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,139 @@
+"""The whole training step on every mesh: three updates equal those of one device."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from support import MESHES, assert_close, by_name, random_weights, relative_error, state_on_mesh
+
+import jaxtp
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.mesh import make_mesh
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.state import TrainState, bytes_per_device, plan_state
+from jaxtp.train.step import make_eval_step, make_train_step
+
+B, T, STEPS = 8, 5, 3
+SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
+PLAIN = jaxtp.ModelConfig(vocab_size=32, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24)
+MODELS = {
+    "llama": PLAIN,
+    "odd": dataclasses.replace(
+        PLAIN,
+        vocab_size=19,
+        num_kv_heads=2,
+        head_dim=12,
+        rope_theta=2.0,  # all dims turn: in one that hardly does, a key bias has no gradient but rounding noise
+        tie_embeddings=True,
+        attention_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        loss_chunk=2,
+        remat="none",
+    ),
+}
+
+
+def initial_state(model, mesh):
+    """Weights well away from their initial values, at which some gradients are little more than rounding noise."""
+    build = lambda: TrainState(model, optimizers.build(SETTINGS, 10), seed=0)
+    return state_on_mesh(build, random_weights(build, scale=0.3), mesh)[1]
+
+
+def train(model, mesh):
+    """Losses, gradient norms and the state after three updates, without padding."""
+    mesh = make_mesh(*mesh)
+    plan = plan_state(model, optimizers.build(SETTINGS, 10), mesh)
+    step = make_train_step(plan, optimizers.learning_rate(SETTINGS, 10))
+    state, scalars = initial_state(model, mesh), []
+    with jax.set_mesh(mesh):
+        for i in range(STEPS):
+            tokens = jax.random.randint(jax.random.key(i), (B, T + 1), 0, model.vocab_size)
+            labels = tokens[:, 1:].at[0, :2].set(-100)
+            state, values = step(state, {"inputs": tokens[:, :-1], "labels": labels})
+            scalars.append([values["loss"], values["grad_norm"], values["learning_rate"]])
+    return np.array(scalars), by_name(state, mesh)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def one_device(request):
+    return MODELS[request.param], train(MODELS[request.param], (1, 1, 1))
+
+
+@pytest.mark.parametrize("mesh", MESHES[1:], ids=str)
+def test_three_updates_equal_one_device(one_device, mesh):
+    model, (expected_scalars, expected_state) = one_device
+    scalars, state = train(model, mesh)
+    np.testing.assert_allclose(scalars, expected_scalars, rtol=1e-5)
+    assert_close(state, expected_state)
+
+
+def test_the_step_is_the_textbook_update(one_device):
+    """Against Optax on a plain dict of arrays, with the gradient of the model without a mesh."""
+    model, (scalars, state) = one_device
+    mesh = make_mesh()
+    plan = plan_state(model, optimizers.build(SETTINGS, 10), mesh)
+    before = by_name(initial_state(model, mesh), mesh)
+    params = {name: a for name, a in before.items() if name.startswith("model.")}
+    decay = {name: not name.rsplit(".", 2)[-2].startswith("bias") and not name.endswith(("bias", "scale")) for name in params}
+    update = optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(lambda count: scalars[count, 2], b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decay),
+    )
+    graph, _ = nnx.split(jaxtp.Decoder(model, rngs=nnx.Rngs(0)))
+
+    def loss(params, inputs, labels):
+        named = {name.removeprefix("model."): a for name, a in params.items()}
+        skeleton = nnx.state(jaxtp.Decoder(model, rngs=nnx.Rngs(0)))
+        flat = [(path, v.replace(named[".".join(map(str, path))])) for path, v in nnx.to_flat_state(skeleton)]
+        total, count = nnx.merge(graph, nnx.from_flat_state(flat)).loss(inputs, labels)
+        return total / count
+
+    moments = update.init(params)
+    for i in range(STEPS):
+        tokens = jax.random.randint(jax.random.key(i), (B, T + 1), 0, model.vocab_size)
+        labels = tokens[:, 1:].at[0, :2].set(-100)
+        value, grads = jax.value_and_grad(loss)(params, tokens[:, :-1], labels)
+        np.testing.assert_allclose([value, optax.tree.norm(grads)], scalars[i, :2], rtol=1e-5)
+        changes, moments = update.update(grads, moments, params)
+        params = optax.apply_updates(params, changes)
+    assert_close({name: state[name] for name in params}, params)
+
+
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+def test_each_device_holds_an_eighth_at_tp_8(model):
+    plan = plan_state(model, optimizers.build(SETTINGS, 10), make_mesh(tp=8))
+    leaves = jax.tree.leaves(plan.create(seed=0))
+    first = jax.devices()[0]
+    held = sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards if s.device == first)
+    replicated = sum(leaf.nbytes for leaf in leaves if leaf.sharding.is_fully_replicated)
+    total = sum(leaf.nbytes for leaf in leaves)
+    assert held <= 1.02 * (total - replicated) / 8 + replicated
+    assert held == bytes_per_device(plan)
+    # What is replicated is what should be: norm scales, biases added after a reduction, counters.
+    names = named_variables(plan.abstract)
+    small = [v for name, v in names.items() if v.ndim == 0 or name.endswith(("scale", "out.bias", "down.bias"))]
+    assert replicated == sum(v.size * v.dtype.itemsize for v in small)
+
+
+def test_evaluation_is_the_same_on_every_mesh():
+    tokens = jax.random.randint(jax.random.key(9), (B, T + 1), 0, PLAIN.vocab_size)
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:].at[3].set(-100)}
+    sums = []
+    for mesh in ((1, 1, 1), (2, 2, 2)):
+        plan = plan_state(PLAIN, optimizers.build(SETTINGS, 10), make_mesh(*mesh))
+        with jax.set_mesh(plan.mesh):
+            sums.append([float(x) for x in make_eval_step(plan)(plan.create(seed=0), batch)])
+    assert relative_error(sums[1], sums[0]) < 1e-6
+    assert sums[0][1] == (B - 1) * T
+
+
+def test_bfloat16_compute_stays_near_float32():
+    low, _ = train(dataclasses.replace(PLAIN, precision=jaxtp.Precision(compute="bfloat16")), (1, 2, 4))
+    high, _ = train(PLAIN, (1, 1, 1))
+    np.testing.assert_allclose(low[:, 0], high[:, 0], rtol=5e-3)
+    np.testing.assert_allclose(low[:, 1], high[:, 1], rtol=5e-2)
