@@ -56,8 +56,11 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
 
 
 def request_virtual_devices(count: int) -> None:
-    """Asks for at least `count` virtual CPU devices; without effect once the backend has started, or on GPUs."""
-    if count <= max(jax.config.jax_num_cpu_devices, 1):  # -1 is JAX's "not set"
+    """Asks for `count` virtual CPU devices, unless their number is set already.
+
+    Without effect once the backend has started, and on GPUs.
+    """
+    if jax.config.jax_num_cpu_devices != -1:  # JAX's "not set"
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -132,7 +135,7 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
     problem = f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} ({devices[0].device_kind})"
     if devices[0].platform == "cpu" and needed > len(devices):
         raise MeshError(
-            f"{problem}: JAX's backend had started before the mesh was made. Call jaxtp.make_mesh before any "
+            f"{problem}: JAX's backend had started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "
             f'other JAX operation, or jax.config.update("jax_num_cpu_devices", {needed}) at the start'
         )
     raise MeshError(f"{problem}; meshes that fit (dp, fsdp, tp): {_list_meshes(len(devices))}")

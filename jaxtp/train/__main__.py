@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 
 from jaxtp import config as configuration
+from jaxtp import launch
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.data.corpus import CorpusError
 from jaxtp.mesh import MeshError
@@ -21,7 +22,7 @@ minute or two. --config FILE reads a YAML file (see configs/); dotted flags over
 resumes the run in --run.dir, on any mesh.
 """
 
-MISTAKES = (configuration.ConfigError, MeshError, CorpusError, RunFolderError, CheckpointError)
+MISTAKES = (configuration.ConfigError, MeshError, CorpusError, RunFolderError, CheckpointError, launch.LaunchError)
 """What a user can put right: reported in one message, with exit code 2."""
 
 
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
     _quieten()
     try:
+        launch.join_processes()
         train(configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION))
     except MISTAKES as error:
         return configuration.fail(PROGRAM, error)

@@ -2,9 +2,12 @@
 
 import json
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+import jax
 
 from jaxtp import config as configuration
 from jaxtp.models.config import architecture
@@ -20,7 +23,7 @@ class RunFolderError(ValueError):
 
 
 class MetricsFile:
-    """`metrics.jsonl`: an object for each logged step or evaluation, each written through at once.
+    """`metrics.jsonl`: an object for each logged step or evaluation, each written through at once by process 0.
 
     Args:
       path: the file.
@@ -29,7 +32,9 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, resumed_at: int):
-        self.path = path
+        self._file: TextIO | None = None
+        if jax.process_index() != 0:
+            return
         kept = [line for line in _lines(path) if _step(line) <= resumed_at]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
@@ -38,12 +43,14 @@ class MetricsFile:
 
     def write(self, record: Mapping[str, float | int]) -> None:
         """Appends one object."""
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(json.dumps(record) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def prepare(folder: Path) -> None:
@@ -54,16 +61,15 @@ def prepare(folder: Path) -> None:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise RunFolderError(f"run.dir={folder}: {error.strerror}; name another with --run.dir FOLDER") from None
 
 
 def write_config(config: TrainConfig) -> None:
     """Writes the resolved configuration into the run's folder."""
-    (config.run.dir / CONFIG).write_text(configuration.to_yaml(config), encoding="utf-8")
+    if jax.process_index() == 0:
+        (config.run.dir / CONFIG).write_text(configuration.to_yaml(config), encoding="utf-8")
 
 
 def checkpoint_info(config: TrainConfig, corpus: Mapping[str, Any], next_sample: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtp.data.loader import Batch
 from jaxtp.models.decoder import Decoder
@@ -44,7 +45,7 @@ def make_train_step(blueprint: Blueprint, schedule: optax.Schedule) -> JittedTra
         train_state.optimizer.update(train_state.model, grads)
         return nnx.state(train_state), scalars
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(blueprint.shardings, None))
+    return jax.jit(step, donate_argnums=0, out_shardings=(blueprint.shardings, _replicated(blueprint)))
 
 
 def make_eval_step(blueprint: Blueprint) -> EvalStep:
@@ -53,4 +54,9 @@ def make_eval_step(blueprint: Blueprint) -> EvalStep:
     def step(state: nnx.State, batch: Batch) -> tuple[Array, Array]:
         return nnx.merge(blueprint.graph, state).model.loss(batch["inputs"], batch["labels"])
 
-    return jax.jit(step)
+    return jax.jit(step, out_shardings=_replicated(blueprint))
+
+
+def _replicated(blueprint: Blueprint) -> NamedSharding:
+    """For scalars: every process can read them."""
+    return NamedSharding(blueprint.mesh, PartitionSpec())

@@ -1,0 +1,49 @@
+"""Joining the processes of a multi-process run; the only reader of the environment.
+
+One process drives all GPUs of a host unless a launcher says otherwise. Three ways to start several:
+
+- Slurm and Open MPI: `srun python -m jaxtp.train ...`, `mpirun python -m jaxtp.train ...`. JAX reads their variables.
+- by hand, on each host: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 (then 1).
+
+On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices.
+"""
+
+import os
+from collections.abc import Mapping
+
+import jax
+
+
+class LaunchError(ValueError):
+    """An environment that describes only part of a multi-process run."""
+
+
+_BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+
+
+def join_processes(environment: Mapping[str, str] | None = None) -> None:
+    """Connects to the other processes, if the environment says that there are any; call before any other JAX.
+
+    Args:
+      environment: default `os.environ`.
+
+    Raises:
+      LaunchError: some of the variables set by hand are missing or not numbers.
+    """
+    variables = os.environ if environment is None else environment
+    given = [name for name in _BY_HAND if name in variables]
+    if given:
+        _join_by_hand(variables, given)
+    elif any(int(variables.get(name, "1")) > 1 for name in _LAUNCHERS):
+        jax.distributed.initialize()
+
+
+def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
+    missing = [name for name in _BY_HAND if name not in given]
+    if missing:
+        raise LaunchError(f"{', '.join(given)} set, but not {', '.join(missing)}: a multi-process run needs all three")
+    address, *numbers = (variables[name] for name in _BY_HAND)
+    if not all(number.isdecimal() for number in numbers):
+        raise LaunchError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers, found {numbers}")
+    jax.distributed.initialize(address, num_processes=int(numbers[0]), process_id=int(numbers[1]))

@@ -1,0 +1,39 @@
+import jax
+import pytest
+
+from jaxtp import launch
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
+    return calls
+
+
+def test_an_ordinary_environment_is_one_process(joined):
+    launch.join_processes({"SLURM_STEP_NUM_TASKS": "1"})
+    assert not joined
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_launchers_are_left_to_jax(joined, name):
+    launch.join_processes({name: "2"})
+    assert joined == [((), {})]
+
+
+def test_by_hand(joined):
+    launch.join_processes({"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"})
+    assert joined == [(("host:1",), {"num_processes": 4, "process_id": 3})]
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "host:1"}, "not JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "must be numbers"),
+    ],
+)
+def test_half_an_environment_is_an_error(joined, environment, message):
+    with pytest.raises(launch.LaunchError, match=message):
+        launch.join_processes(environment)

@@ -1,0 +1,236 @@
+"""`python -m jaxtp.train` as its users meet it: runs, resumes, survives a kill, refuses what is wrong."""
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxtp.train.__main__ import main
+
+TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(2000))
+SMALL = (
+    "--model.d-model 32 --model.num-layers 2 --model.head-dim 4 --model.d-ff 64 --data.sequence-length 32 "
+    "--data.global-batch-size 8 --train.log-every 1 --checkpoint.every 5 --eval.batches 2 --eval.every 20 "
+    "--optimizer.warmup-steps 2"
+).split()
+
+
+@pytest.fixture
+def text(tmp_path):
+    (tmp_path / "text.txt").write_text(TEXT)
+    return ["--data.path", str(tmp_path / "text.txt")]
+
+
+def mesh(dp, fsdp, tp):
+    return ["--mesh.dp", str(dp), "--mesh.fsdp", str(fsdp), "--mesh.tp", str(tp)]
+
+
+def records(folder, key="loss"):
+    """`{step: value}` of the metrics; each step must be there once, in order."""
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if key in row]
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(set(steps))
+    return {row["step"]: row[key] for row in rows}
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
+    assert main([*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "40", *mesh(1, 2, 4)]) == 0
+    out = capsys.readouterr().out
+    assert "dp 1 x fsdp 2 x tp 4 = 8 virtual CPU devices" in out
+    assert "blocks.mlp.down.kernel            2x64x32             None, tp, fsdp              2x16x16" in out
+    assert "step 40/40" in out
+    assert "validation loss" in out
+    losses = records(tmp_path / "run")
+    assert list(losses) == list(range(1, 41))
+    assert losses[40] < losses[1] - 1
+    assert list(records(tmp_path / "run", "eval_loss")) == [20, 40]
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert row.keys() == {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"}
+    assert row["tokens"] == 8 * 32
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints"}
+
+
+def test_the_written_config_repeats_the_run(tmp_path, text):
+    first = tmp_path / "first"
+    assert main([*SMALL, *text, "--run.dir", str(first), "--train.steps", "3", *mesh(1, 1, 2)]) == 0
+    again = ["--config", str(first / "config.yaml"), "--run.dir", str(tmp_path / "again")]
+    assert main(again) == 0
+    assert records(first) == records(tmp_path / "again")
+
+
+def test_the_same_command_on_a_finished_run_says_so(tmp_path, text, capsys):
+    command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "3", *mesh(1, 1, 2)]
+    assert main(command) == 0
+    assert main(command) == 0
+    assert "already at step 3 of 3: raise --train.steps to go on" in capsys.readouterr().out
+    assert list(records(tmp_path / "run")) == [1, 2, 3]
+
+
+def test_resuming_says_what_changed(tmp_path, text, capsys):
+    run = [*SMALL, *text, "--run.dir", str(tmp_path / "run")]
+    assert main([*run, "--train.steps", "3", *mesh(1, 1, 2)]) == 0
+    assert main([*run, "--train.steps", "4", *mesh(2, 2, 2)]) == 0
+    out = capsys.readouterr().out
+    assert "resumed from the checkpoint at step 3" in out
+    assert "changed since: mesh.tp: 1 -> 2" not in out
+    assert "changed since: mesh.dp: 1 -> 2" in out
+    assert "changed since: train.steps: 3 -> 4" in out
+
+
+MISTAKES = {
+    "unknown section": ("--modle.d-model 3", "--model.d-model"),
+    "unknown flag": ("--mesh.tpp 4", "--mesh.tp"),
+    "not a number": ("--mesh.tp four", "--mesh.tp"),
+    "out of range": ("--train.steps 0", "train.steps = 0: should be greater than or equal to 1"),
+    "several out of range": ("--optimizer.beta1 2 --optimizer.learning-rate -1", "optimizer.learning_rate = -1.0"),
+    "heads": ("--mesh.tp 3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
+    "ffn": ("--model.d-ff 65 --mesh.tp 2", "model.d_ff=65 is not divisible by mesh.tp=2; tp can be 1, 5, 13, 65, or d_ff 64 or 66"),
+    "batch": ("--data.global-batch-size 7", "data.global_batch_size=7 is not divisible by mesh.dp*fsdp=2"),
+    "sequence": (
+        "--model.sequence-parallel --data.sequence-length 30",
+        "data.sequence_length=30 is not divisible by mesh.tp=4",
+    ),
+    "mesh of zero": ("--mesh.tp 0", "tp=0: a mesh axis is a positive number of devices"),
+    "two axes left over": ("--mesh.tp -1 --mesh.dp -1", "only one axis can be -1"),
+    "mesh larger than the machine": ("--mesh.dp 4", "needs 32 devices, and there are 8"),
+    "no such config": ("--config nowhere.yaml", "nowhere.yaml: No such file"),
+    "config without a file": ("--config", "--config needs a file"),
+    "no such text": ("--data.path nowhere.txt", "nowhere.txt: No such file"),
+    "folder for text": ("--data.path .", "is a folder"),
+    "sequence longer than the text": ("--data.sequence-length 100000 --model.num-layers 1", "--data.sequence-length"),
+    "unwritable folder": ("--run.dir /proc/run", "run.dir=/proc/run"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_one_message_and_exit_code_2(tmp_path, text, capsys, monkeypatch, name):
+    monkeypatch.setenv("COLUMNS", "300")
+    flags, message = MISTAKES[name]
+    command = [*SMALL, *mesh(1, 2, 4), *text, "--run.dir", str(tmp_path / "run"), *flags.split()]
+    try:
+        code = main(command)
+    except SystemExit as stopped:  # flags that do not parse
+        code = stopped.code
+    output = capsys.readouterr()
+    assert code == 2
+    assert message in output.err
+    assert "Traceback" not in output.err + output.out
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("--model.d-model 64", "model.d_model: 32 -> 64"),
+        ("--model.tie-embeddings", "model.tie_embeddings: False -> True"),
+        ("--run.seed 1", "run.seed: 0 -> 1"),
+        ("--data.sequence-length 16", "data.sequence_length: 32 -> 16"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_left_alone(tmp_path, text, capsys, change, message):
+    command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "2", *mesh(1, 1, 1)]
+    assert main(command) == 0
+    before = contents(tmp_path / "run")
+    assert main([*command, *change.split()]) == 2
+    assert message in capsys.readouterr().err
+    assert contents(tmp_path / "run") == before
+
+
+def test_a_checkpoint_of_other_data_is_refused(tmp_path, text, capsys):
+    command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "2", *mesh(1, 1, 1)]
+    assert main(command) == 0
+    (tmp_path / "text.txt").write_text(TEXT + "more")
+    assert main(command) == 2
+    assert "data: sha256" in capsys.readouterr().err
+
+
+@pytest.fixture
+def start():
+    """Starts a run in a process of its own; whatever is left of it at the end of the test is killed."""
+    processes = []
+
+    def start_process(command, **environment):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxtp.train", *command],
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start_process
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for_step(folder, step, process):
+    metrics = Path(folder) / "metrics.jsonl"
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
+
+
+def test_killed_at_a_random_step_and_resumed_on_another_mesh(tmp_path, text, start):
+    """The joined losses are those of a run that was never killed, so the data had no gap and no repeat."""
+    command = [*SMALL, *text, "--train.steps", "60"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main([*command, "--run.dir", str(whole), *mesh(1, 2, 4)]) == 0
+    for next_mesh in (mesh(1, 2, 4), mesh(2, 1, 2)):
+        process = start([*command, "--run.dir", str(killed), *next_mesh])
+        done = max(records(killed), default=0) if (killed / "metrics.jsonl").exists() else 0
+        wait_for_step(killed, random.randint(done + 1, min(done + 25, 55)), process)
+        process.kill()  # SIGKILL
+        process.wait()
+    finish(start([*command, "--run.dir", str(killed), *mesh(1, 4, 1)]))
+    expected, actual = records(whole), records(killed)
+    assert actual.keys() == expected.keys()
+    np.testing.assert_allclose(list(actual.values()), list(expected.values()), atol=1e-4, rtol=0)
+
+
+def test_two_processes_equal_one(tmp_path, text, start):
+    """Two processes of four devices, tensor-parallel inside each, then one process goes on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    command = [*SMALL, *text, "--train.steps", "10"]
+    two, one = tmp_path / "two", tmp_path / "one"
+    processes = [
+        start(
+            [*command, "--run.dir", str(two), *mesh(1, 2, 4)],
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID=str(process),
+            JAX_NUM_CPU_DEVICES="4",
+        )
+        for process in range(2)
+    ]
+    outputs = [finish(process) for process in processes]
+    assert "step 10/10" in outputs[0]
+    assert "step 10/10" not in outputs[1]
+    assert main([*command, "--run.dir", str(one), *mesh(1, 2, 4)]) == 0
+    np.testing.assert_allclose(list(records(two).values()), list(records(one).values()), atol=1e-5, rtol=0)
+    longer = [*command[:-1], "12", *mesh(1, 1, 2)]
+    assert main([*longer, "--run.dir", str(two)]) == 0
+    assert main([*longer, "--run.dir", str(one)]) == 0
+    np.testing.assert_allclose(list(records(two).values()), list(records(one).values()), atol=1e-5, rtol=0)
