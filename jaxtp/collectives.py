@@ -18,21 +18,21 @@ Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequenc
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.mesh import AXES, BATCH, DP, FSDP, TP, current_mesh
+from jaxtp.mesh import BATCH, DP, FSDP, TP, current_mesh
 
 Specs = PartitionSpec | tuple[PartitionSpec, ...]
 
 
-def device_view(body: Callable[..., Any], name: str, in_specs: tuple[PartitionSpec, ...], out_specs: Any) -> Callable[..., Any]:
+def device_view(
+    body: Callable[..., Any], name: str, in_specs: tuple[PartitionSpec, ...], out_specs: Any
+) -> Callable[..., Any]:
     """Runs `body` once per device of the mesh in context, on shards; with no mesh, as it is.
 
     Args:
@@ -73,9 +73,10 @@ def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> Non
         parts = math.prod(axis_size(axis) for axis in names)
         if shape[dim] % parts:
             nearest = sorted({max(shape[dim] // parts, 1) * parts, -(-shape[dim] // parts) * parts})
+            product = " x ".join(f"{axis}={axis_size(axis)}" for axis in names)
             raise ValueError(
-                f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by "
-                f"{' x '.join(f'{axis}={axis_size(axis)}' for axis in names)}; nearest: {' or '.join(map(str, nearest))}"
+                f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by {product}; "
+                f"nearest: {' or '.join(map(str, nearest))}"
             )
 
 

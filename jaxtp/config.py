@@ -82,7 +82,8 @@ def validate(schema: type[T], values: Any, *, source: str) -> T:
         config = pydantic.TypeAdapter(schema).validate_python(values)
     except pydantic.ValidationError as error:
         problems += [
-            f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {item['msg'].removeprefix('Input ')}" for item in error.errors()
+            f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {item['msg'].removeprefix('Input ')}"
+            for item in error.errors()
         ]
     if problems:
         raise ConfigError(f"{source}:\n" + "\n".join(f"  {problem}" for problem in problems))

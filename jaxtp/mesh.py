@@ -60,7 +60,7 @@ def request_virtual_devices(count: int) -> None:
 
     Without effect once the backend has started, and on GPUs.
     """
-    if jax.config.jax_num_cpu_devices != -1:  # JAX's "not set"
+    if jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]  # -1 is JAX's "not set"
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -100,10 +100,7 @@ def fitting_meshes(num_devices: int) -> list[tuple[int, int, int]]:
     """Every `(dp, fsdp, tp)` that uses exactly `num_devices`, tp and fsdp in powers of two."""
     powers = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
     return [
-        (num_devices // (fsdp * tp), fsdp, tp)
-        for tp in powers
-        for fsdp in powers
-        if num_devices % (fsdp * tp) == 0
+        (num_devices // (fsdp * tp), fsdp, tp) for tp in powers for fsdp in powers if num_devices % (fsdp * tp) == 0
     ]
 
 
@@ -132,7 +129,9 @@ def _fill(sizes: Mapping[str, int], fixed: int, num_devices: int) -> dict[str, i
 def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.Device]) -> None:
     if needed == len(devices) or (needed < len(devices) and jax.process_count() == 1):
         return
-    problem = f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} ({devices[0].device_kind})"
+    problem = (
+        f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} ({devices[0].device_kind})"
+    )
     if devices[0].platform == "cpu" and needed > len(devices):
         raise MeshError(
             f"{problem}: JAX's backend had started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "

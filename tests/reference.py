@@ -1,4 +1,4 @@
-"""The same mathematics written down plainly, sharing no code with the package: dense, one device, one layer at a time."""
+"""The same mathematics written down plainly, sharing no code with the package: dense, on one device."""
 
 import jax
 import jax.numpy as jnp

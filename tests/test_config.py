@@ -14,7 +14,8 @@ ONE = {"dp": 1, "fsdp": 1, "tp": 1}
 def test_every_config_loads_fits_its_mesh_and_opens_with_its_command(path):
     config = from_yaml(TrainConfig, path)
     check(config, to_plain(config)["mesh"])
-    assert path.read_text().startswith("# python -m jaxtp.") and f"configs/{path.name}" in path.read_text().splitlines()[0]
+    assert path.read_text().startswith("# python -m jaxtp.")
+    assert f"configs/{path.name}" in path.read_text().splitlines()[0]
 
 
 def test_tiny_is_the_default():
@@ -33,7 +34,7 @@ def test_every_field_is_documented():
     for path in ("train/config.py", "models/config.py", "layers/precision.py"):
         tree = ast.parse((Path(__file__).parent.parent / "jaxtp" / path).read_text())
         for node in [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name != "TrainConfig"]:
-            for statement, after in zip(node.body, node.body[1:] + [None], strict=True):
+            for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(statement, ast.AnnAssign):
                     assert isinstance(after, ast.Expr), f"{path}: {node.name}.{statement.target.id} has no docstring"
 
@@ -99,10 +100,15 @@ def test_violations_come_together_with_values_that_work():
     ],
 )
 def test_single_violations(section, change, message):
-    config = dataclasses.replace(TrainConfig(), **{section: dataclasses.replace(getattr(TrainConfig(), section), **change)})
+    config = dataclasses.replace(
+        TrainConfig(), **{section: dataclasses.replace(getattr(TrainConfig(), section), **change)}
+    )
     with pytest.raises(ConfigError, match=message):
         check(config, ONE)
 
 
 def test_differences_name_the_leaves():
-    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == ["a.c: 2 -> 3", "d: None -> 4"]
+    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == [
+        "a.c: 2 -> 3",
+        "d: None -> 4",
+    ]

@@ -16,7 +16,18 @@ LEVELS = [
     {"check", "estimate", "convert"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
-COLLECTIVES = {"psum", "pmax", "pmin", "pmean", "psum_scatter", "all_gather", "all_to_all", "ppermute", "pcast", "shard_map"}
+COLLECTIVES = {
+    "psum",
+    "pmax",
+    "pmin",
+    "pmean",
+    "psum_scatter",
+    "all_gather",
+    "all_to_all",
+    "ppermute",
+    "pcast",
+    "shard_map",
+}
 
 
 def room(path):
@@ -26,7 +37,7 @@ def room(path):
 def imports(tree):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "jaxtp":
-            yield from [node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names]
+            yield from ([node.module.split(".")[1]] if "." in node.module else [alias.name for alias in node.names])
 
 
 def calls(tree):
@@ -39,14 +50,18 @@ def test_source(path):
     here = room(path)
     if here != "__init__":
         for other in set(imports(tree)) & LEVEL.keys():
-            assert other == here or LEVEL[other] < LEVEL[here] or LEVEL[here] == 0, f"{here} imports {other}: imports point down"
+            assert other == here or LEVEL[other] < LEVEL[here] or LEVEL[here] == 0, (
+                f"{here} imports {other}: imports point down"
+            )
     if here != "collectives":
         named = {f.attr for f in calls(tree) if isinstance(f, ast.Attribute)} & COLLECTIVES
         assert not named, f"{named}: only jaxtp.collectives names a collective"
     assert "check_vma" not in {k.arg for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords}
     assert not re.search(r"jax\._src|jax\.experimental\.shard_map", path.read_text()), "public JAX only"
     if here != "launch":
-        assert "environ" not in {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}, "launch reads os.environ"
+        assert "environ" not in {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}, (
+            "launch reads os.environ"
+        )
 
 
 def test_no_utils():

@@ -31,7 +31,10 @@ def test_by_hand(joined):
     ("environment", "message"),
     [
         ({"JAX_COORDINATOR_ADDRESS": "host:1"}, "not JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
-        ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"}, "must be numbers"),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
+            "must be numbers",
+        ),
     ],
 )
 def test_half_an_environment_is_an_error(joined, environment, message):

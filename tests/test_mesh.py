@@ -46,7 +46,9 @@ def test_too_large_for_the_gpus_lists_the_meshes_that_fit():
 
 def test_too_late_for_virtual_devices_says_what_to_do():
     jax.devices()
-    with pytest.raises(MeshError, match=r'before any other JAX operation, or jax.config.update\("jax_num_cpu_devices", 32\)'):
+    with pytest.raises(
+        MeshError, match=r'before any other JAX operation, or jax.config.update\("jax_num_cpu_devices", 32\)'
+    ):
         jaxtp.make_mesh(tp=32)
 
 
@@ -66,10 +68,16 @@ def test_a_mesh_of_other_axes_is_refused():
 def test_indivisible_input_names_layer_dim_and_nearest_sizes():
     with jax.set_mesh(jaxtp.make_mesh(dp=2, fsdp=2)):
         layer = jaxtp.ColumnParallelLinear(4, 8, rngs=nnx.Rngs(0))
-        with pytest.raises(ValueError, match=r"column_parallel_linear: dim 0 .* is 3, not divisible by dp=2 x fsdp=2; nearest: 4"):
+        with pytest.raises(
+            ValueError,
+            match=r"column_parallel_linear: dim 0 .* is 3, not divisible by dp=2 x fsdp=2; nearest: 4",
+        ):
             layer(jax.numpy.ones((3, 5, 4)))
 
 
 def test_indivisible_weight_is_refused_not_replicated():
-    with jax.set_mesh(jaxtp.make_mesh(tp=4)), pytest.raises(ValueError, match="kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"):
+    with (
+        jax.set_mesh(jaxtp.make_mesh(tp=4)),
+        pytest.raises(ValueError, match=r"kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"),
+    ):
         jaxtp.ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))

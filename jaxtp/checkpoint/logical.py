@@ -49,7 +49,12 @@ def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
       mesh: the mesh of the result.
     """
     filled = [
-        (path, variable.replace(_pad(arrays[".".join(map(str, path))], variable.shape, NamedSharding(mesh, spec(variable)))))
+        (
+            path,
+            variable.replace(
+                _pad(arrays[".".join(map(str, path))], variable.shape, NamedSharding(mesh, spec(variable)))
+            ),
+        )
         for path, variable in nnx.to_flat_state(state)
     ]
     return nnx.from_flat_state(filled)

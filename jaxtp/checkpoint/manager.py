@@ -76,9 +76,7 @@ class Checkpoints:
         """
         target = abstract_logical(state, mesh)
         try:
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target))
-            )
+            restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
         except (ValueError, KeyError) as error:
             raise CheckpointError(f"{self.folder / str(step)} does not hold this model's state: {error}") from None
         return from_logical(restored["state"], state, mesh)

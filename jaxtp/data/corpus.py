@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 BYTE_VOCAB_SIZE = 256
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "encodings",
+    "__pycache__",
+}
 _HELD_OUT_ONE_IN = 20
 
 Tokens = NDArray[np.uint8]
@@ -129,4 +137,3 @@ def _read(path: Path) -> bytes:
 
 def _tokens(contents: list[bytes]) -> Tokens:
     return np.frombuffer(b"".join(contents), dtype=np.uint8)
-

@@ -44,7 +44,12 @@ def shuffled_samples(tokens: Tokens, sequence_length: int, seed: int) -> grain.M
 
 
 def batches(
-    samples: grain.MapDataset[NDArray[np.int32]], mesh: Mesh, *, global_batch_size: int, start: int, count: int
+    samples: grain.MapDataset[NDArray[np.int32]],
+    mesh: Mesh,
+    *,
+    global_batch_size: int,
+    start: int,
+    count: int,
 ) -> Iterator[Batch]:
     """Batches on the mesh, read ahead by Grain's threads; each process reads its own rows.
 

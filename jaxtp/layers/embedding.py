@@ -93,7 +93,12 @@ class VocabParallelHead(nnx.Module):
 
 
 def vocab_parallel_logits(
-    x_BTD: Array, table_VD: Array, vocab_size: int, *, sequence_parallel: bool = False, precision: Precision = Precision()
+    x_BTD: Array,
+    table_VD: Array,
+    vocab_size: int,
+    *,
+    sequence_parallel: bool = False,
+    precision: Precision = Precision(),
 ) -> Array:
     """Logits `[B, T, V]` in float32, from a table that may be padded.
 
@@ -110,5 +115,7 @@ def vocab_parallel_logits(
         return jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=jnp.float32)
 
     activation = batch_spec(TP if sequence_parallel else None, None)
-    run = device_view(project, "vocab_parallel_logits", in_specs=(activation, TABLE_SPEC), out_specs=batch_spec(None, TP))
+    run = device_view(
+        project, "vocab_parallel_logits", in_specs=(activation, TABLE_SPEC), out_specs=batch_spec(None, TP)
+    )
     return run(x_BTD, table_VD)[..., :vocab_size]

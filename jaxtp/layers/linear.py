@@ -156,7 +156,7 @@ class RowParallelLinear(nnx.Module):
 def _activation_specs(ndim: int, sequence_dim: int | None) -> tuple[P, P]:
     """Specs of an activation between the two layers (features over tp) and outside them."""
     middle = (None,) * (ndim - 2)
-    outside = [None] * (ndim - 1)
+    outside: list[str | None] = [None] * (ndim - 1)
     if sequence_dim is not None:
         outside[sequence_dim - 1] = TP
     return batch_spec(*middle, TP), batch_spec(*outside)

@@ -6,6 +6,7 @@ token costs three floats: the maximum, the sum of exponentials, and the label's 
 1909.08053, section 3 (vocabulary-parallel cross-entropy); chunking as in Liger Kernel, arXiv 2410.10989.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -64,7 +65,10 @@ def vocab_parallel_cross_entropy(
 
     activation = batch_spec(TP if sequence_parallel else None, None)
     run = device_view(
-        total, "vocab_parallel_cross_entropy", in_specs=(activation, TABLE_SPEC, batch_spec(None)), out_specs=(P(), P())
+        total,
+        "vocab_parallel_cross_entropy",
+        in_specs=(activation, TABLE_SPEC, batch_spec(None)),
+        out_specs=(P(), P()),
     )
     return run(x_BTD, table_VD, labels_BT)
 
@@ -84,16 +88,17 @@ def _token_loss(x: Array, labels: Array, *, table: Array, vocab_size: int, preci
     return jnp.log(exp_sum) + highest - label_logit
 
 
-def _map_chunks(token_loss: partial[Array], x: Array, labels: Array, chunk_size: int) -> Array:
+def _map_chunks(token_loss: Callable[[Array, Array], Array], x: Array, labels: Array, chunk_size: int) -> Array:
     """`token_loss` over chunks of the sequence, one at a time, nothing larger than a float per token kept."""
     token_loss = jax.checkpoint(token_loss, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED))
     num_chunks, rest = divmod(x.shape[1], chunk_size)
+
+    def chunked(a: Array) -> Array:  # [b, T, ...] -> [num_chunks, b, chunk_size, ...]
+        whole = a[:, : num_chunks * chunk_size]
+        return jnp.moveaxis(whole.reshape(a.shape[0], num_chunks, chunk_size, *a.shape[2:]), 1, 0)
+
     pieces = []
     if num_chunks:
-        def chunked(a: Array) -> Array:  # [b, T, ...] -> [num_chunks, b, chunk, ...]
-            whole = a[:, : num_chunks * chunk_size]
-            return jnp.moveaxis(whole.reshape(a.shape[0], num_chunks, chunk_size, *a.shape[2:]), 1, 0)
-
         losses = jax.lax.map(lambda chunk: token_loss(*chunk), (chunked(x), chunked(labels)))
         pieces.append(jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1))
     if rest:

@@ -101,7 +101,10 @@ def violations(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[str]:
     yield from not_divisible("model.num_heads", heads, "mesh.tp", tp)
     if kv_heads % tp and tp % kv_heads:
         fits = _values(lambda t: heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0))
-        yield f"model.num_kv_heads={kv_heads} neither divides mesh.tp={tp} nor is divisible by it; tp can be {_listed(fits)}"
+        yield (
+            f"model.num_kv_heads={kv_heads} neither divides mesh.tp={tp} nor is divisible by it; "
+            f"tp can be {_listed(fits)}"
+        )
     elif kv_heads * config.head_dim % tp:
         fits = _values(lambda t: heads % t == 0 and kv_heads * config.head_dim % t == 0)
         yield (
@@ -132,5 +135,3 @@ def _values(fits: Callable[[int], bool]) -> list[int]:
 
 def _listed(values: list[int]) -> str:
     return ", ".join(map(str, values))
-
-

@@ -77,7 +77,10 @@ class Decoder(nnx.Module):
         )
         self.blocks = _stack_blocks(config, rngs)
         self.norm = RMSNorm(
-            config.d_model, eps=config.norm_eps, sequence_parallel=config.sequence_parallel, precision=config.precision
+            config.d_model,
+            eps=config.norm_eps,
+            sequence_parallel=config.sequence_parallel,
+            precision=config.precision,
         )
         self.head = (
             None

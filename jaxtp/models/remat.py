@@ -12,7 +12,16 @@ from jaxtp.collectives import is_weight_gather
 
 RematPolicy = Literal["none", "full"]
 
-_VIEWS = {"name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
+_VIEWS = {
+    "name",
+    "pvary",
+    "pcast",
+    "reshape",
+    "transpose",
+    "convert_element_type",
+    "squeeze",
+    "broadcast_in_dim",
+}
 
 
 def policy(name: RematPolicy) -> Callable[..., bool]:

@@ -88,9 +88,7 @@ def _walk(jaxpr: Any, times: int, sizes: dict[str, int], outer: str) -> Iterator
                     yield from _walk(closed, inner, sizes, scope)
 
 
-def _collective(
-    kind: str, equation: Any, operand: Any, result: Any, sizes: dict[str, int], scope: str
-) -> Collective:
+def _collective(kind: str, equation: Any, operand: Any, result: Any, sizes: dict[str, int], scope: str) -> Collective:
     params = equation.params
     named = params.get("axes", params.get("axis_name"))
     axes = (named,) if isinstance(named, str) else tuple(named)
@@ -98,4 +96,3 @@ def _collective(
     group = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     largest = max(operand, result, key=lambda aval: math.prod(aval.shape))
     return Collective(kind, axes, group, tuple(largest.shape), str(largest.dtype), scope)
-

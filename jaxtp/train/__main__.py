@@ -22,7 +22,14 @@ minute or two. --config FILE reads a YAML file (see configs/); dotted flags over
 resumes the run in --run.dir, on any mesh.
 """
 
-MISTAKES = (configuration.ConfigError, MeshError, CorpusError, RunFolderError, CheckpointError, launch.LaunchError)
+MISTAKES = (
+    configuration.ConfigError,
+    MeshError,
+    CorpusError,
+    RunFolderError,
+    CheckpointError,
+    launch.LaunchError,
+)
 """What a user can put right: reported in one message, with exit code 2."""
 
 

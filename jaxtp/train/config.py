@@ -173,4 +173,3 @@ def planned_mesh(config: MeshConfig) -> dict[str, int] | None:
     sizes = {axis: getattr(config, axis) for axis in AXES}
     check_sizes(sizes)
     return None if -1 in sizes.values() else sizes
-

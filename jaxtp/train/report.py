@@ -1,12 +1,11 @@
 """What a run shows: a summary at its start, then a progress bar, or plain lines where there is no terminal."""
 
+import math
 import platform
 from types import TracebackType
 from typing import Any, Self
 
-import flax
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
@@ -17,6 +16,7 @@ from jaxtp.checkpoint.logical import named_variables, spec
 from jaxtp.data.corpus import Corpus
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import describe_mesh, mesh_sizes
+from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, bytes_per_device
 
@@ -42,7 +42,9 @@ class Report:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._progress.stop()
 
     def line(self, text: str) -> None:
@@ -73,26 +75,31 @@ class Report:
 
 def summary(config: TrainConfig, mesh: Mesh, corpus: Corpus, blueprint: Blueprint) -> str:
     """What is about to run: versions, mesh, sizes, bytes, and how each parameter is split."""
+    tokens = config.data.global_batch_size * config.data.sequence_length
     device = mesh.devices.flat[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
-    parameters = parameter_count(blueprint)
-    tokens = config.data.global_batch_size * config.data.sequence_length
-    model = config.model
-    rows = [
-        ("jaxtp", f"{jaxtp.__version__} (jax {jax.__version__}, flax {flax.__version__}, Python {platform.python_version()})"),
-        ("mesh", f"{describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}"),
-        ("model", f"{parameters:,} parameters: {model.num_layers} layers, d_model {model.d_model}, "
-                  f"{model.num_heads} heads ({model.num_kv_heads} kv) of {model.head_dim}, d_ff {model.d_ff}, "
-                  f"vocabulary {model.vocab_size}; {model.precision.compute} compute, {model.attention} attention"),
-        ("state", f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer per device, of {_mib(total_bytes(blueprint))}"),
-        ("data", f"{corpus.source}: {corpus.train.size:,} bytes to train on, {corpus.validation.size:,} held out, "
-                 f"sha256 {corpus.sha256[:12]}"),
-        ("step", f"{config.data.global_batch_size} sequences x {config.data.sequence_length} bytes = {tokens:,} tokens; "
-                 f"{config.train.steps} steps = {tokens * config.train.steps:,} tokens"),
-        ("folder", str(config.run.dir)),
-    ]
-    lines = [f"{name:<8}{text}" for name, text in rows]
+    rows = {
+        "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
+        "mesh": f"{describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}",
+        "model": f"{parameter_count(blueprint):,} parameters: {_describe_model(config.model)}",
+        "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
+        f"of {_mib(total_bytes(blueprint))} in all",
+        "data": f"{corpus.source}: {corpus.train.size:,} bytes to train on, {corpus.validation.size:,} held out, "
+        f"sha256 {corpus.sha256[:12]}",
+        "step": f"{config.data.global_batch_size} sequences x {config.data.sequence_length} bytes = {tokens:,} tokens; "
+        f"{config.train.steps} steps = {tokens * config.train.steps:,} tokens",
+        "folder": str(config.run.dir),
+    }
+    lines = [f"{name:<8}{text}" for name, text in rows.items()]
     return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+
+
+def _describe_model(model: ModelConfig) -> str:
+    return (
+        f"{model.num_layers} layers, d_model {model.d_model}, {model.num_heads} heads ({model.num_kv_heads} kv) "
+        f"of {model.head_dim}, d_ff {model.d_ff}, vocabulary {model.vocab_size}; "
+        f"{model.precision.compute} compute, {model.attention} attention"
+    )
 
 
 def sharding_table(blueprint: Blueprint) -> list[str]:
@@ -108,22 +115,18 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
 
 def parameter_count(blueprint: Blueprint) -> int:
     """Parameters of the model, padding not counted."""
-    return sum(int(np.prod(_stored(variable))) for variable in _parameters(blueprint).values())
+    return sum(math.prod(logical_shape(variable)) for variable in _parameters(blueprint).values())
 
 
 def total_bytes(blueprint: Blueprint) -> int:
     """Bytes of parameters and optimizer state, counted once."""
-    return sum(int(np.prod(v.shape)) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values())
+    return sum(math.prod(v.shape) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values())
 
 
 def _parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
     prefix = "model."
     named = named_variables(blueprint.abstract)
     return {name.removeprefix(prefix): variable for name, variable in named.items() if name.startswith(prefix)}
-
-
-def _stored(variable: nnx.Variable[Any]) -> tuple[int, ...]:
-    return logical_shape(variable)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

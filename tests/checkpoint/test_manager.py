@@ -15,7 +15,14 @@ from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
 
 MODEL = jaxtp.ModelConfig(
-    vocab_size=19, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, attention_bias=True
+    vocab_size=19,
+    d_model=16,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=4,
+    d_ff=24,
+    attention_bias=True,
 )
 MESHES = [(1, 1, 1), (1, 1, 8), (2, 2, 2), (1, 2, 4), (8, 1, 1)]
 
@@ -67,7 +74,9 @@ def test_restored_on_any_mesh(written, mesh):
 
 def test_arrays_on_disk_have_logical_shapes(written):
     folder, _ = written
-    manager = ocp.CheckpointManager(folder, item_names=("state",), item_handlers={"state": ocp.StandardCheckpointHandler()})
+    manager = ocp.CheckpointManager(
+        folder, item_names=("state",), item_handlers={"state": ocp.StandardCheckpointHandler()}
+    )
     assert manager.item_metadata(3)["state"].tree["model.embedding.embedding"].shape == (19, 16)
     manager.close()
 

@@ -43,7 +43,7 @@ def test_the_split_follows_the_path_not_the_content(tmp_path):
 @pytest.mark.parametrize("files", [{}, {"notes.txt": "x"}, {"test/x.py": "x"}])
 def test_a_library_without_sources_is_an_error(tmp_path, files):
     write(tmp_path, files)
-    with pytest.raises(CorpusError, match="no Python sources.*--data.path"):
+    with pytest.raises(CorpusError, match=r"no Python sources.*--data\.path"):
         standard_library(tmp_path)
 
 
@@ -54,7 +54,9 @@ def test_own_text_holds_out_its_last_twentieth(tmp_path):
     assert corpus.validation.tobytes() == b"PQRST"
 
 
-@pytest.mark.parametrize(("name", "message"), [("none.txt", "No such file"), ("", "is a folder"), ("empty.txt", "0 bytes")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("none.txt", "No such file"), ("", "is a folder"), ("empty.txt", "0 bytes")]
+)
 def test_unusable_text(tmp_path, name, message):
     (tmp_path / "empty.txt").touch()
     with pytest.raises(CorpusError, match=message):

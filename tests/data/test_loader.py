@@ -45,7 +45,9 @@ def test_the_order_does_not_depend_on_the_mesh(mesh):
 @pytest.mark.parametrize("start", [0, 16, 48])
 def test_resuming_anywhere_with_any_batch_size_leaves_no_gap(start, batch):
     whole = first_tokens(load(count=10))
-    np.testing.assert_array_equal(first_tokens(load(start=start, count=(80 - start) // batch, batch=batch)), whole[start:])
+    np.testing.assert_array_equal(
+        first_tokens(load(start=start, count=(80 - start) // batch, batch=batch)), whole[start:]
+    )
 
 
 def test_another_seed_is_another_order():

@@ -13,7 +13,7 @@ from support import MESHES, assert_close, by_name, random_weights, state_on_mesh
 import jaxtp
 
 B, T, D, F, V = 8, 5, 24, 40, 19
-HEADS = dict(num_heads=8, num_kv_heads=2, head_dim=12)
+HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 12}
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,11 @@ class Case:
     input_shape: tuple[int, ...] = (B, T, D)
 
 
-LABELS = jnp.where(jax.random.bernoulli(jax.random.key(5), 0.2, (B, T)), -100, jax.random.randint(jax.random.key(6), (B, T), 0, V))
+LABELS = jnp.where(
+    jax.random.bernoulli(jax.random.key(5), 0.2, (B, T)),
+    -100,
+    jax.random.randint(jax.random.key(6), (B, T), 0, V),
+)
 IDS = jax.random.randint(jax.random.key(7), (B, T), 0, V)
 
 

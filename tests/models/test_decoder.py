@@ -78,9 +78,7 @@ def test_remat_changes_no_gradient(remat):
     graph, state = without_mesh(build, weights)
     ids = jax.random.randint(jax.random.key(1), (B, T), 0, config.vocab_size)
     grads = jax.grad(lambda s: nnx.merge(graph, s).loss(ids, ids)[0])(state)
-    baseline = jax.grad(
-        lambda w: reference.cross_entropy(reference.decoder_logits(w, config, ids), ids)[0]
-    )(weights)
+    baseline = jax.grad(lambda w: reference.cross_entropy(reference.decoder_logits(w, config, ids), ids)[0])(weights)
     assert_close({".".join(map(str, p)): v[...] for p, v in nnx.to_flat_state(grads)}, baseline)
 
 

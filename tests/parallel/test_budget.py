@@ -14,7 +14,7 @@ from jaxtp.models import remat
 from jaxtp.parallel.census import count_collectives
 
 B, T = 8, 16
-CONFIG = dict(d_model=64, d_ff=96, num_heads=8, num_kv_heads=8, head_dim=8)
+CONFIG = {"d_model": 64, "d_ff": 96, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
 NUM_WEIGHTS = 9  # q, k, v, out, gate, up, down and two norm scales
 
 

@@ -15,11 +15,30 @@ import pytest
 from jaxtp.train.__main__ import main
 
 TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(2000))
-SMALL = (
-    "--model.d-model 32 --model.num-layers 2 --model.head-dim 4 --model.d-ff 64 --data.sequence-length 32 "
-    "--data.global-batch-size 8 --train.log-every 1 --checkpoint.every 5 --eval.batches 2 --eval.every 20 "
-    "--optimizer.warmup-steps 2"
-).split()
+SMALL = [
+    "--model.d-model",
+    "32",
+    "--model.num-layers",
+    "2",
+    "--model.head-dim",
+    "4",
+    "--model.d-ff",
+    "64",
+    "--data.sequence-length",
+    "32",
+    "--data.global-batch-size",
+    "8",
+    "--train.log-every",
+    "1",
+    "--checkpoint.every",
+    "5",
+    "--eval.batches",
+    "2",
+    "--eval.every",
+    "20",
+    "--optimizer.warmup-steps",
+    "2",
+]
 
 
 @pytest.fixture
@@ -57,9 +76,21 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert losses[40] < losses[1] - 1
     assert list(records(tmp_path / "run", "eval_loss")) == [20, 40]
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
-    assert row.keys() == {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds"}
+    assert row.keys() == {
+        "step",
+        "loss",
+        "grad_norm",
+        "learning_rate",
+        "tokens",
+        "tokens_per_second",
+        "step_seconds",
+    }
     assert row["tokens"] == 8 * 32
-    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", "metrics.jsonl", "checkpoints"}
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {
+        "config.yaml",
+        "metrics.jsonl",
+        "checkpoints",
+    }
 
 
 def test_the_written_config_repeats_the_run(tmp_path, text):
@@ -94,9 +125,15 @@ MISTAKES = {
     "unknown flag": ("--mesh.tpp 4", "--mesh.tp"),
     "not a number": ("--mesh.tp four", "--mesh.tp"),
     "out of range": ("--train.steps 0", "train.steps = 0: should be greater than or equal to 1"),
-    "several out of range": ("--optimizer.beta1 2 --optimizer.learning-rate -1", "optimizer.learning_rate = -1.0"),
+    "several out of range": (
+        "--optimizer.beta1 2 --optimizer.learning-rate -1",
+        "optimizer.learning_rate = -1.0",
+    ),
     "heads": ("--mesh.tp 3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
-    "ffn": ("--model.d-ff 65 --mesh.tp 2", "model.d_ff=65 is not divisible by mesh.tp=2; tp can be 1, 5, 13, 65, or d_ff 64 or 66"),
+    "ffn": (
+        "--model.d-ff 65 --mesh.tp 2",
+        "model.d_ff=65 is not divisible by mesh.tp=2; tp can be 1, 5, 13, 65, or d_ff 64 or 66",
+    ),
     "batch": ("--data.global-batch-size 7", "data.global_batch_size=7 is not divisible by mesh.dp*fsdp=2"),
     "sequence": (
         "--model.sequence-parallel --data.sequence-length 30",
@@ -109,7 +146,10 @@ MISTAKES = {
     "config without a file": ("--config", "--config needs a file"),
     "no such text": ("--data.path nowhere.txt", "nowhere.txt: No such file"),
     "folder for text": ("--data.path .", "is a folder"),
-    "sequence longer than the text": ("--data.sequence-length 100000 --model.num-layers 1", "--data.sequence-length"),
+    "sequence longer than the text": (
+        "--data.sequence-length 100000 --model.num-layers 1",
+        "--data.sequence-length",
+    ),
     "unwritable folder": ("--run.dir /proc/run", "run.dir=/proc/run"),
 }
 

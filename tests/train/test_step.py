@@ -76,10 +76,12 @@ def test_the_step_is_the_textbook_update(one_device):
     """Against Optax on a plain dict of arrays, with the gradient of the model without a mesh."""
     model, (scalars, state) = one_device
     mesh = make_mesh()
-    plan = plan_state(model, optimizers.build(SETTINGS, 10), mesh)
+    plan_state(model, optimizers.build(SETTINGS, 10), mesh)
     before = by_name(initial_state(model, mesh), mesh)
     params = {name: a for name, a in before.items() if name.startswith("model.")}
-    decay = {name: not name.rsplit(".", 2)[-2].startswith("bias") and not name.endswith(("bias", "scale")) for name in params}
+    decay = {
+        name: not name.rsplit(".", 2)[-2].startswith("bias") and not name.endswith(("bias", "scale")) for name in params
+    }
     update = optax.chain(
         optax.clip_by_global_norm(1.0),
         optax.adamw(lambda count: scalars[count, 2], b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decay),

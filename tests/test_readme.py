@@ -1,0 +1,72 @@
+"""What the README promises runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from jaxtp.train.__main__ import main
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+COMMANDS = [
+    line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()
+]
+TRAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.train")]
+SHORT = "--optimizer.warmup-steps 1 --eval.batches 1 --model.num-layers 1 --data.global-batch-size 4".split()
+
+
+def shortened(flags, tmp_path, steps):
+    """The command as written, for a few steps of a smaller model."""
+    flags = list(flags)
+    for name, value in {"--run.dir": str(tmp_path), "--train.steps": str(steps)}.items():
+        flags[flags.index(name) + 1] = value
+    return [*flags, *SHORT]
+
+
+@pytest.fixture(autouse=True)
+def in_root(monkeypatch):
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.mark.parametrize("flags", TRAIN, ids=" ".join)
+def test_training_command(flags, tmp_path):
+    assert main(shortened(flags, tmp_path, 2)) == 0
+
+
+def test_the_two_commands_that_resume_each_other(tmp_path, capsys):
+    first, second = (flags for flags in TRAIN if "runs/a" in flags)
+    assert main(shortened(first, tmp_path, 2)) == 0
+    assert main(shortened(second, tmp_path, 3)) == 0
+    assert "resumed from the checkpoint at step 2" in capsys.readouterr().out
+
+
+def test_set_up_commands_are_what_ci_runs():
+    install, test = (line for line in COMMANDS if "pip install" in line)
+    assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
+    assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
+    assert "pip\" install --quiet -e '.[dev]'" in (ROOT / ".ci/run").read_text()
+    assert len(COMMANDS) == len(TRAIN) + 2
+
+
+def test_example_prints_what_it_says(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    exec(example, {})
+    (comment,) = re.findall(r"print\(.*?# (.*)", example)
+    assert capsys.readouterr().out.strip() == comment
+    assert len([line for line in example.splitlines() if line.strip()]) <= 11
+
+
+def test_the_tree_is_the_tree():
+    tree = README.split("## The tree")[1]
+    for name in re.findall(r"^ *([a-z_]+(?:/|\.py))", tree, re.MULTILINE):
+        assert (ROOT / name).exists() or (ROOT / "jaxtp" / name).exists(), name
+    for folder in ROOT.glob("jaxtp/*/__init__.py"):
+        assert f"  {folder.parent.name}/" in tree
+
+
+def test_links_lead_somewhere():
+    for readme in (ROOT / "README.md", ROOT / "jaxtp/README.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", readme.read_text()):
+            assert (readme.parent / target).exists(), target
