@@ -14,7 +14,16 @@ COMMANDS = [
     line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()
 ]
 TRAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.train")]
-SHORT = "--optimizer.warmup-steps 1 --eval.batches 1 --model.num-layers 1 --data.global-batch-size 4".split()
+SHORT = [
+    "--optimizer.warmup-steps",
+    "1",
+    "--eval.batches",
+    "1",
+    "--model.num-layers",
+    "1",
+    "--data.global-batch-size",
+    "4",
+]
 
 
 def shortened(flags, tmp_path, steps):
