@@ -22,12 +22,17 @@ from typing import Any
 
 import jax
 from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtp.mesh import BATCH, DP, FSDP, TP, current_mesh
 
-Specs = PartitionSpec | tuple[PartitionSpec, ...]
+GATHERED = "gathered"
+"""`checkpoint_name` of what `enter_parallel` returns: the input of a column layer."""
+
+REDUCED = "reduced"
+"""`checkpoint_name` of what `leave_parallel` returns: the output of a row layer."""
 
 
 def device_view(
@@ -60,6 +65,11 @@ def device_view(
 def batch_spec(*dims: str | None) -> PartitionSpec:
     """The spec of an activation: the batch over dp and fsdp, then `dims`."""
     return PartitionSpec(BATCH, *dims)
+
+
+def constrain(x: Array, spec: PartitionSpec) -> Array:
+    """Asks the compiler to split a global array by `spec`; as it is without a mesh."""
+    return x if current_mesh() is None else lax.with_sharding_constraint(x, spec)
 
 
 def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
@@ -103,9 +113,9 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
       x: the whole activation (`sequence_dim=None`), or this device's part of the sequence.
       sequence_dim: the dim to all-gather: `[B, T/tp, D] -> [B, T, D]`.
     """
-    if sequence_dim is None or current_mesh() is None:
-        return vary(x, TP)
-    return lax.all_gather(x, TP, axis=sequence_dim, tiled=True)
+    if sequence_dim is not None and current_mesh() is not None:
+        return checkpoint_name(lax.all_gather(x, TP, axis=sequence_dim, tiled=True), GATHERED)
+    return vary(checkpoint_name(x, GATHERED), TP)
 
 
 def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
@@ -116,11 +126,11 @@ def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
       sequence_dim: None to leave the whole sum on every device (all-reduce), or the dim of which each keeps its
         part (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
     """
-    if current_mesh() is None:
-        return x
-    if sequence_dim is None:
-        return lax.psum(x, TP)
-    return lax.psum_scatter(x, TP, scatter_dimension=sequence_dim, tiled=True)
+    if current_mesh() is not None and sequence_dim is None:
+        x = lax.psum(x, TP)
+    elif current_mesh() is not None:
+        x = lax.psum_scatter(x, TP, scatter_dimension=sequence_dim, tiled=True)
+    return checkpoint_name(x, REDUCED)
 
 
 def all_reduce(x: Array, *axes: str) -> Array:
@@ -183,6 +193,12 @@ def load_weight(
     load = jax.custom_vjp(gather)
     load.defvjp(lambda shard: (gather(shard), None), backward)  # not `load`: remat must see the gather itself
     return load(shard)
+
+
+def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether a primitive of a jaxpr sums over tp."""
+    axes = params.get("axes", params.get("axis_name", ()))
+    return primitive.name in ("psum", "psum_invariant", "reduce_scatter") and TP in axes
 
 
 def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:

@@ -88,7 +88,7 @@ def test_violations_come_together_with_values_that_work():
     assert "model.num_kv_heads=3 neither divides mesh.tp=8 nor is divisible by it; tp can be 1, 3, 6, 12" in text
     assert "model.d_ff=100 is not divisible by mesh.tp=8" in text
     assert "model.d_model=100 is not divisible by mesh.fsdp=3" in text
-    assert "data.global_batch_size=16 is not divisible by mesh.dp*fsdp=3" in text
+    assert "data.global_batch_size=16 is not divisible by mesh.dp*fsdp * train.accumulation=3" in text
 
 
 @pytest.mark.parametrize(

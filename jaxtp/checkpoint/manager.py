@@ -59,8 +59,15 @@ class Checkpoints:
         )
 
     def info(self, step: int) -> dict[str, Any]:
-        """What `save` stored beside the arrays."""
-        restored = self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))
+        """What `save` stored beside the arrays.
+
+        Raises:
+          CheckpointError: the checkpoint is incomplete or damaged.
+        """
+        try:
+            restored = self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))
+        except (ValueError, KeyError, OSError) as error:
+            raise self._unreadable(step, error) from None
         return dict(restored["info"])
 
     def restore(self, step: int, state: nnx.State, mesh: Mesh) -> nnx.State:
@@ -72,14 +79,22 @@ class Checkpoints:
           mesh: any mesh, whichever one wrote the checkpoint.
 
         Raises:
-          CheckpointError: the checkpoint holds other arrays than the state.
+          CheckpointError: the checkpoint is damaged, or holds other arrays than the state.
         """
         target = abstract_logical(state, mesh)
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(f"{self.folder / str(step)} does not hold this model's state: {error}") from None
+        except (ValueError, KeyError, OSError) as error:
+            raise self._unreadable(step, error) from None
         return from_logical(restored["state"], state, mesh)
+
+    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+        older = [str(other) for other in self._manager.all_steps() if other < step]
+        remedy = f"remove it to go on from step {older[-1]}" if older else "name another --run.dir to start afresh"
+        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        return CheckpointError(
+            f"{self.folder / str(step)} is damaged or does not hold this model's state; {remedy} ({reason})"
+        )
 
     def close(self) -> None:
         """Waits until the last save is on disk."""

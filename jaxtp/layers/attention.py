@@ -10,7 +10,9 @@ from jax import Array
 from jaxtp.collectives import batch_spec, device_view
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.precision import Precision
+from jaxtp.layers.qk_norm import QKNorm, QKNormKind
 from jaxtp.layers.rope import apply_rope
+from jaxtp.layers.sequence import SequenceParallel
 from jaxtp.mesh import TP
 
 Implementation = Literal["xla", "cudnn"]
@@ -26,6 +28,8 @@ class CausalSelfAttention(nnx.Module):
         gradient summed by the tp / K devices that share it.
       head_dim: H, independent of D / N.
       rope_theta: base of the rotary frequencies.
+      qk_norm: normalises queries and keys before rotation, "head" by head or over the whole "projection".
+      norm_eps: of that normalisation.
       use_bias: adds biases to the query, key and value projections.
       use_out_bias: adds a bias to the output projection.
       implementation: of `jax.nn.dot_product_attention`: "xla" runs everywhere, "cudnn" on NVIDIA GPUs in
@@ -46,10 +50,12 @@ class CausalSelfAttention(nnx.Module):
         head_dim: int,
         *,
         rope_theta: float = 10_000.0,
+        qk_norm: QKNormKind = "none",
+        norm_eps: float = 1e-6,
         use_bias: bool = False,
         use_out_bias: bool = False,
         implementation: Implementation = "xla",
-        sequence_parallel: bool = False,
+        sequence_parallel: SequenceParallel = False,
         precision: Precision = Precision(),
         rngs: nnx.Rngs,
     ):
@@ -65,6 +71,11 @@ class CausalSelfAttention(nnx.Module):
             precision=precision,
             rngs=rngs,
         )
+        self.qk_norms = nnx.List(
+            QKNorm(qk_norm, heads, head_dim, eps=norm_eps, precision=precision)
+            for heads in (num_heads, num_kv_heads)
+            if qk_norm != "none"
+        )
         self.out = RowParallelLinear(
             num_heads * head_dim,
             d_model,
@@ -77,11 +88,14 @@ class CausalSelfAttention(nnx.Module):
     def __call__(self, x_BTD: Array) -> Array:
         """Attends from each position of `[B, T, D]` to itself and those before it."""
         heads = batch_spec(None, TP)
-        attend = device_view(self._attend, "attention", in_specs=(heads,) * 3, out_specs=heads)
-        return self.out(attend(*self.qkv(x_BTD)))
+        norm_specs = tuple(norm.spec for norm in self.qk_norms)
+        attend = device_view(self._attend, "attend", in_specs=(heads,) * 3 + norm_specs, out_specs=heads)
+        return self.out(attend(*self.qkv(x_BTD), *(norm.scale[...] for norm in self.qk_norms)))
 
-    def _attend(self, q: Array, k: Array, v: Array) -> Array:
+    def _attend(self, q: Array, k: Array, v: Array, *scales: Array) -> Array:
         q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T, N/tp, H]
+        if scales:
+            q, k = (norm(x, scale) for norm, x, scale in zip(self.qk_norms, (q, k), scales, strict=True))
         positions = jnp.arange(q.shape[1])
         q, k = apply_rope(q, positions, self.rope_theta), apply_rope(k, positions, self.rope_theta)
         y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.implementation)

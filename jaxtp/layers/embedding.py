@@ -5,16 +5,28 @@ zero, are never looked up, and are masked out of the softmax, so that their grad
 The table's metadata keeps the logical shape; `parameter.logical_shape` reads it.
 """
 
+from functools import partial
+
+import chex
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_index, axis_size, batch_spec, device_view, enter_parallel, leave_parallel
-from jaxtp.layers.linear import SEQUENCE_DIM, default_kernel_init
+from jaxtp.collectives import (
+    axis_index,
+    axis_size,
+    batch_spec,
+    check_divides,
+    device_view,
+    enter_parallel,
+    leave_parallel,
+)
+from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.parameter import parameter
 from jaxtp.layers.precision import Precision
+from jaxtp.layers.sequence import SequenceParallel, sequence_dim
 from jaxtp.mesh import FSDP, TP
 
 TABLE_SPEC = P(TP, FSDP)
@@ -47,31 +59,38 @@ class VocabParallelEmbedding(nnx.Module):
         vocab_size: int,
         features: int,
         *,
-        sequence_parallel: bool = False,
+        sequence_parallel: SequenceParallel = False,
         precision: Precision = Precision(),
         embedding_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
-        self.sequence_dim = SEQUENCE_DIM if sequence_parallel else None
+        self.sequence_parallel = sequence_parallel
         self.precision = precision
         self.embedding = vocabulary_table(vocab_size, features, precision, embedding_init, rngs)
 
     def __call__(self, ids_BT: Array) -> Array:
         """Looks up `[B, T]` integer ids, `0 <= id < V`: `[B, T, D]` in the compute dtype."""
-        out = batch_spec(TP if self.sequence_dim else None, None)
+        chex.assert_rank(ids_BT, 2)
+        chex.assert_type(ids_BT, int)
+        sequence = sequence_dim(self.sequence_parallel, ids_BT.shape)
+        out = batch_spec(TP if sequence else None, None)
+        check_divides("vocab_parallel_embedding", ids_BT.shape, P(*out[:2]))
         look_up = device_view(
-            self._look_up, "vocab_parallel_embedding", in_specs=(batch_spec(None), TABLE_SPEC), out_specs=out
+            partial(self._look_up, sequence),
+            "vocab_parallel_embedding",
+            in_specs=(batch_spec(None), TABLE_SPEC),
+            out_specs=out,
         )
         return look_up(ids_BT, self.embedding[...])
 
-    def _look_up(self, ids: Array, shard: Array) -> Array:
+    def _look_up(self, sequence: int | None, ids: Array, shard: Array) -> Array:
         # Read as float32: the gradient of a token that occurs often is summed in it. XLA fuses the cast.
         table = self.precision.load(shard, 1).astype(jnp.float32)  # [V/tp, D]
         local = ids - axis_index(TP) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
         rows = jnp.where(mine[..., None], rows, 0).astype(self.precision.compute)
-        return leave_parallel(rows, self.sequence_dim)
+        return leave_parallel(rows, sequence)
 
 
 class VocabParallelHead(nnx.Module):
@@ -97,10 +116,10 @@ def vocab_parallel_logits(
     table_VD: Array,
     vocab_size: int,
     *,
-    sequence_parallel: bool = False,
+    sequence_parallel: SequenceParallel = False,
     precision: Precision = Precision(),
 ) -> Array:
-    """Logits `[B, T, V]` in float32, from a table that may be padded.
+    """Logits `[B, T, V]` in `precision.logits`, from a table that may be padded.
 
     Args:
       x_BTD: final hidden states `[B, T, D]`.
@@ -110,11 +129,13 @@ def vocab_parallel_logits(
       precision: the dtypes.
     """
 
-    def project(x: Array, shard: Array) -> Array:
-        x = enter_parallel(x.astype(precision.compute), SEQUENCE_DIM if sequence_parallel else None)
-        return jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=jnp.float32)
+    sequence = sequence_dim(sequence_parallel, x_BTD.shape)
 
-    activation = batch_spec(TP if sequence_parallel else None, None)
+    def project(x: Array, shard: Array) -> Array:
+        x = enter_parallel(x.astype(precision.compute), sequence)
+        return jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits)
+
+    activation = batch_spec(TP if sequence else None, None)
     run = device_view(
         project, "vocab_parallel_logits", in_specs=(activation, TABLE_SPEC), out_specs=batch_spec(None, TP)
     )

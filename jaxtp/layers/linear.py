@@ -9,6 +9,7 @@ Shapes below: `x_BTD [B, T, D]`, any number of dims between B and D. Megatron-LM
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import jax.numpy as jnp
 from flax import nnx
@@ -16,13 +17,13 @@ from jax import Array
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_size, batch_spec, device_view, enter_parallel, leave_parallel
+from jaxtp.collectives import axis_size, batch_spec, check_divides, device_view, enter_parallel, leave_parallel
 from jaxtp.layers.parameter import parameter
 from jaxtp.layers.precision import Precision
+from jaxtp.layers.sequence import SequenceParallel, sequence_dim
 from jaxtp.mesh import FSDP, TP
 
 default_kernel_init = nnx.initializers.normal(stddev=0.02)
-SEQUENCE_DIM = 1
 
 
 class ColumnParallelLinear(nnx.Module):
@@ -38,7 +39,7 @@ class ColumnParallelLinear(nnx.Module):
       unit: columns that a device holds whole, such as the head dim. Where tp would cut an output finer than
         that (kv heads fewer than tp), the devices that share a unit gather it before use, and the output has
         one unit on each device: `[B, T, max(F, tp * unit)]`.
-      sequence_parallel: the input arrives split over tp along dim 1, and is gathered.
+      sequence_parallel: the input arrives split over tp along the sequence, and is gathered; see `layers.sequence`.
       precision: the dtypes.
       kernel_init: initialiser of every kernel.
       rngs: source of the `params` key.
@@ -54,7 +55,7 @@ class ColumnParallelLinear(nnx.Module):
         *,
         use_bias: bool = False,
         unit: int = 1,
-        sequence_parallel: bool = False,
+        sequence_parallel: SequenceParallel = False,
         precision: Precision = Precision(),
         kernel_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
@@ -62,7 +63,7 @@ class ColumnParallelLinear(nnx.Module):
         self.features = (features,) if isinstance(features, int) else tuple(features)
         self.single = isinstance(features, int)
         self.unit = unit
-        self.sequence_dim = SEQUENCE_DIM if sequence_parallel else None
+        self.sequence_parallel = sequence_parallel
         self.precision = precision
         self.kernels = nnx.List(
             parameter("kernel", kernel_init(rngs.params(), (in_features, f), precision.param), P(FSDP, TP))
@@ -74,10 +75,11 @@ class ColumnParallelLinear(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
         """Projects `[B, ..., D]`; see the class for shapes."""
-        split, whole = _activation_specs(x_BTD.ndim, self.sequence_dim)
+        sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
+        split, whole = _activation_specs(x_BTD.ndim, sequence)
         kernel_specs, bias_specs = (P(FSDP, TP),) * len(self.kernels), (P(TP),) * len(self.biases)
         project = device_view(
-            self._project,
+            partial(self._project, sequence),
             "column_parallel_linear",
             in_specs=(whole, *kernel_specs, *bias_specs),
             out_specs=(split,) * len(self.kernels),
@@ -85,8 +87,8 @@ class ColumnParallelLinear(nnx.Module):
         outputs = project(x_BTD, *(k[...] for k in self.kernels), *(b[...] for b in self.biases))
         return outputs[0] if self.single else outputs
 
-    def _project(self, x: Array, *weights: Array) -> tuple[Array, ...]:
-        x = enter_parallel(x.astype(self.precision.compute), self.sequence_dim)  # [B/(dp*fsdp), T, D]
+    def _project(self, sequence: int | None, x: Array, *weights: Array) -> tuple[Array, ...]:
+        x = enter_parallel(x.astype(self.precision.compute), sequence)  # [B/(dp*fsdp), T, D]
         kernels, biases = weights[: len(self.features)], weights[len(self.features) :]
         outputs = [x @ self._load(kernel, 0, f) for kernel, f in zip(kernels, self.features, strict=True)]
         if biases:
@@ -106,7 +108,7 @@ class RowParallelLinear(nnx.Module):
       in_features: F.
       features: D.
       use_bias: adds a bias, once, after the reduction.
-      sequence_parallel: the result leaves split over tp along dim 1 (reduce-scatter instead of all-reduce).
+      sequence_parallel: the result leaves split over tp along the sequence (reduce-scatter, not all-reduce).
       precision: the dtypes.
       kernel_init: initialiser of the kernel.
       rngs: source of the `params` key.
@@ -121,12 +123,12 @@ class RowParallelLinear(nnx.Module):
         features: int,
         *,
         use_bias: bool = False,
-        sequence_parallel: bool = False,
+        sequence_parallel: SequenceParallel = False,
         precision: Precision = Precision(),
         kernel_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
-        self.sequence_dim = SEQUENCE_DIM if sequence_parallel else None
+        self.sequence_parallel = sequence_parallel
         self.precision = precision
         kernel = kernel_init(rngs.params(), (in_features, features), precision.param)
         self.kernel = parameter("kernel", kernel, P(TP, FSDP))
@@ -134,29 +136,30 @@ class RowParallelLinear(nnx.Module):
 
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
-        split, whole = _activation_specs(x_BTF.ndim, self.sequence_dim)
+        sequence = sequence_dim(self.sequence_parallel, x_BTF.shape)
+        split, whole = _activation_specs(x_BTF.ndim, sequence)
+        check_divides("row_parallel_linear", (*x_BTF.shape[:-1], self.kernel.shape[-1]), whole)
         biases = () if self.bias is None else (self.bias[...],)
         project = device_view(
-            self._project,
+            partial(self._project, sequence),
             "row_parallel_linear",
             in_specs=(split, P(TP, FSDP)) + (P(FSDP),) * len(biases),
             out_specs=whole,
         )
         return project(x_BTF, self.kernel[...], *biases)
 
-    def _project(self, x: Array, kernel: Array, *biases: Array) -> Array:
+    def _project(self, sequence: int | None, x: Array, kernel: Array, *biases: Array) -> Array:
         # [B/(dp*fsdp), T, F/tp] @ [F/tp, D], a summand of the result
-        partial = x.astype(self.precision.compute) @ self.precision.load(kernel, 1)
-        y = leave_parallel(partial, self.sequence_dim)
+        y = leave_parallel(x.astype(self.precision.compute) @ self.precision.load(kernel, 1), sequence)
         for bias in biases:
-            y += self.precision.load(bias, 0, used_by_all_tp=self.sequence_dim is not None)
+            y += self.precision.load(bias, 0, used_by_all_tp=sequence is not None)
         return y
 
 
-def _activation_specs(ndim: int, sequence_dim: int | None) -> tuple[P, P]:
+def _activation_specs(ndim: int, sequence: int | None) -> tuple[P, P]:
     """Specs of an activation between the two layers (features over tp) and outside them."""
     middle = (None,) * (ndim - 2)
     outside: list[str | None] = [None] * (ndim - 1)
-    if sequence_dim is not None:
-        outside[sequence_dim - 1] = TP
+    if sequence is not None:
+        outside[sequence - 1] = TP
     return batch_spec(*middle, TP), batch_spec(*outside)

@@ -9,6 +9,7 @@ token costs three floats: the maximum, the sum of exponentials, and the label's 
 from collections.abc import Callable
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -17,8 +18,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, batch_spec, device_view, enter_parallel
 from jaxtp.layers.embedding import TABLE_SPEC
-from jaxtp.layers.linear import SEQUENCE_DIM
 from jaxtp.layers.precision import Precision
+from jaxtp.layers.sequence import SequenceParallel, sequence_dim
 from jaxtp.mesh import BATCH, TP
 
 IGNORE = -100
@@ -34,7 +35,8 @@ def vocab_parallel_cross_entropy(
     *,
     vocab_size: int,
     chunk_size: int = 1024,
-    sequence_parallel: bool = False,
+    z_loss: float = 0.0,
+    sequence_parallel: SequenceParallel = False,
     precision: Precision = Precision(),
 ) -> tuple[Array, Array]:
     """The summed cross-entropy of the labels under `softmax(x @ table.T)`, in nats.
@@ -45,6 +47,8 @@ def vocab_parallel_cross_entropy(
       labels_BT: `[B, T]` integers; `IGNORE` (-100) marks a position that does not count.
       vocab_size: V, without padding.
       chunk_size: positions of the sequence projected at a time.
+      z_loss: adds `z_loss * log(sum(exp(logits)))^2` to each token's loss, which keeps the softmax's normaliser
+        near 1 (PaLM, arXiv 2204.02311, section 5).
       sequence_parallel: the input is split over tp along the sequence.
       precision: the dtypes; logits and softmax are float32.
 
@@ -53,17 +57,20 @@ def vocab_parallel_cross_entropy(
       for the mean.
     """
 
+    chex.assert_equal_shape_prefix((x_BTD, labels_BT), 2)
+    sequence = sequence_dim(sequence_parallel, x_BTD.shape)
+
     def total(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
-        x = enter_parallel(x.astype(precision.compute), SEQUENCE_DIM if sequence_parallel else None)
+        x = enter_parallel(x.astype(precision.compute), sequence)
         table = precision.load(shard, 1).astype(jnp.float32)  # float32 so that chunks add up their gradients in it
-        token_loss = partial(_token_loss, table=table, vocab_size=vocab_size, precision=precision)
+        token_loss = partial(_token_loss, table=table, vocab_size=vocab_size, z_loss=z_loss, precision=precision)
         losses = _map_chunks(token_loss, x, labels, chunk_size)  # [B/(dp*fsdp), T]
         valid = labels != IGNORE
         sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
         loss_sum, num_valid = all_reduce(sums, *BATCH)
         return loss_sum, num_valid
 
-    activation = batch_spec(TP if sequence_parallel else None, None)
+    activation = batch_spec(TP if sequence else None, None)
     run = device_view(
         total,
         "vocab_parallel_cross_entropy",
@@ -73,9 +80,12 @@ def vocab_parallel_cross_entropy(
     return run(x_BTD, table_VD, labels_BT)
 
 
-def _token_loss(x: Array, labels: Array, *, table: Array, vocab_size: int, precision: Precision) -> Array:
+def _token_loss(
+    x: Array, labels: Array, *, table: Array, vocab_size: int, z_loss: float, precision: Precision
+) -> Array:
     """Cross-entropy of each token `[b, t]`, from this device's part of the vocabulary `[V/tp, D]`."""
-    logits = jnp.einsum("btd,vd->btv", x, table.astype(precision.compute), preferred_element_type=jnp.float32)
+    logits = jnp.einsum("btd,vd->btv", x, table.astype(precision.compute), preferred_element_type=precision.logits)
+    logits = logits.astype(jnp.float32)
     start = axis_index(TP) * table.shape[0]
     local_vocab = start + jnp.arange(table.shape[0])
     logits = jnp.where(local_vocab < vocab_size, logits, -jnp.inf)
@@ -85,7 +95,8 @@ def _token_loss(x: Array, labels: Array, *, table: Array, vocab_size: int, preci
     exp_sum = checkpoint_name(all_reduce(exp_sum, TP), _REDUCED)
     is_label = labels[..., None] == local_vocab  # a one-hot sum: the gradient needs no scatter of [b, t, V/tp]
     label_logit = all_reduce(jnp.sum(jnp.where(is_label, logits, 0), axis=-1), TP)
-    return jnp.log(exp_sum) + highest - label_logit
+    log_normaliser = jnp.log(exp_sum) + highest
+    return log_normaliser - label_logit + z_loss * jnp.square(log_normaliser)
 
 
 def _map_chunks(token_loss: Callable[[Array, Array], Array], x: Array, labels: Array, chunk_size: int) -> Array:

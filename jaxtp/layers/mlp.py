@@ -6,6 +6,7 @@ from jax import Array
 
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.precision import Precision
+from jaxtp.layers.sequence import SequenceParallel
 
 
 class SwiGLU(nnx.Module):
@@ -28,7 +29,7 @@ class SwiGLU(nnx.Module):
         d_ff: int,
         *,
         use_bias: bool = False,
-        sequence_parallel: bool = False,
+        sequence_parallel: SequenceParallel = False,
         precision: Precision = Precision(),
         rngs: nnx.Rngs,
     ):

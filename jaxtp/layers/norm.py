@@ -1,5 +1,7 @@
 """Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467)."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import batch_spec, device_view
 from jaxtp.layers.parameter import parameter
 from jaxtp.layers.precision import Precision
+from jaxtp.layers.sequence import SequenceParallel, sequence_dim
 from jaxtp.mesh import FSDP, TP
 
 
@@ -18,7 +21,7 @@ class RMSNorm(nnx.Module):
     Args:
       features: D.
       eps: added to the mean square.
-      sequence_parallel: the input is split over tp along dim 1; the scale's gradient is then summed over tp.
+      sequence_parallel: the input is split over tp along the sequence; the scale's gradient is then summed over tp.
       precision: the dtypes.
 
     Shapes: `[B, T, D] -> [B, T, D]`. The scale `[D]` is stored split by `P("fsdp")`.
@@ -29,7 +32,7 @@ class RMSNorm(nnx.Module):
         features: int,
         *,
         eps: float = 1e-6,
-        sequence_parallel: bool = False,
+        sequence_parallel: SequenceParallel = False,
         precision: Precision = Precision(),
     ):
         self.eps = eps
@@ -39,12 +42,15 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""
-        activation = batch_spec(TP if self.sequence_parallel else None, None)
-        normalise = device_view(self._normalise, "rms_norm", in_specs=(activation, P(FSDP)), out_specs=activation)
-        return normalise(x_BTD, self.scale[...])
+        split = sequence_dim(self.sequence_parallel, x_BTD.shape) is not None
+        activation = batch_spec(TP if split else None, None)
+        normalise = partial(self._normalise, split)
+        return device_view(normalise, "rms_norm", in_specs=(activation, P(FSDP)), out_specs=activation)(
+            x_BTD, self.scale[...]
+        )
 
-    def _normalise(self, x: Array, scale: Array) -> Array:
-        scale = self.precision.load(scale, 0, used_by_all_tp=self.sequence_parallel)
+    def _normalise(self, split: bool, x: Array, scale: Array) -> Array:
+        scale = self.precision.load(scale, 0, used_by_all_tp=split)
         return rms_normalise(x, self.eps) * scale
 
 

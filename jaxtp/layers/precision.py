@@ -12,7 +12,7 @@ DType = Literal["float32", "bfloat16"]
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a layer. Norms, softmax and logits are computed in float32 whatever is set here."""
+    """The dtypes of a layer. Norms and softmax are computed in float32 whatever is set here."""
 
     param: DType = "float32"
     """Dtype in which parameters and optimizer state are stored."""
@@ -22,6 +22,9 @@ class Precision:
 
     reduce: DType = "float32"
     """Dtype in which weight gradients are summed over devices."""
+
+    logits: DType = "float32"
+    """Dtype of the head's output; the softmax over it is float32."""
 
     def load(self, shard: Array, fsdp_dim: int | None, **kwargs: bool | int | None) -> Array:
         """`collectives.load_weight` with these dtypes."""

@@ -9,10 +9,11 @@ from pydantic import Field
 
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.precision import Precision
+from jaxtp.layers.qk_norm import QKNormKind
 from jaxtp.mesh import FSDP, TP
 from jaxtp.models.remat import RematPolicy
 
-Size = Annotated[int, Field(ge=1)]
+Size = Annotated[int, Field(ge=1, lt=2**31)]
 MAX_SUGGESTED = 1024
 
 
@@ -50,6 +51,9 @@ class ModelConfig:
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
 
+    qk_norm: QKNormKind = "none"
+    """RMS normalisation of queries and keys: of each head, or of the whole projection."""
+
     attention_bias: bool = False
     """Biases on the query, key and value projections."""
 
@@ -62,11 +66,18 @@ class ModelConfig:
     attention: Implementation = "xla"
     """Kernel: xla runs everywhere; cudnn needs an NVIDIA GPU and a 16-bit compute dtype."""
 
-    remat: RematPolicy = "full"
-    """What the forward pass keeps for the backward pass: full keeps each block's input alone, none keeps all."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability with which an element of an attention's or MLP's output is zeroed in training."""
 
-    sequence_parallel: bool = False
-    """Between blocks, split activations over tp along the sequence. The sequence must then be divisible by tp."""
+    remat: RematPolicy = "full"
+    """What a block's forward pass keeps for its backward pass: none keeps all, save_dots the results of products,
+    save_gathered the inputs and outputs of parallel layers, full only the block's input, offload that on the host."""
+
+    scan_layers: bool = True
+    """Run the blocks by one scan, compiled once; false writes them out, which compiles for longer."""
+
+    sequence_parallel: bool | None = None
+    """Between blocks, split activations over tp along the sequence. By default wherever tp > 1 divides the sequence."""
 
     loss_chunk: Size = 1024
     """Positions of the sequence whose logits exist at a time."""
@@ -75,7 +86,7 @@ class ModelConfig:
     """Dtypes of parameters, compute and gradient reductions."""
 
 
-_NOT_ARCHITECTURE = ("attention", "remat", "sequence_parallel", "loss_chunk", "precision")
+_NOT_ARCHITECTURE = ("attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk", "precision")
 
 
 def architecture(config: ModelConfig) -> dict[str, int | float | bool]:
@@ -120,7 +131,7 @@ def not_divisible(name: str, value: int, by_name: str, by: int) -> Iterator[str]
     if value % by:
         multiples = sorted({max(value // by * by, by), -(-value // by) * by})
         yield (
-            f"{name}={value} is not divisible by {by_name}={by}; {by_name.split('.')[-1]} can be "
+            f"{name}={value} is not divisible by {by_name}={by}; {by_name.split('mesh.')[-1]} can be "
             f"{_listed(_divisors(value))}, or {name.split('.')[-1]} {' or '.join(map(str, multiples))}"
         )
 

@@ -1,16 +1,23 @@
 """The decoder: embedding, blocks under one scan, final norm, head."""
 
-import functools
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
+from jaxtp.collectives import batch_spec
 from jaxtp.layers.attention import CausalSelfAttention
+from jaxtp.layers.dropout import dropout
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.loss import vocab_parallel_cross_entropy
 from jaxtp.layers.mlp import SwiGLU
 from jaxtp.layers.norm import RMSNorm
+from jaxtp.layers.sequence import sequence_dim
+from jaxtp.mesh import TP
 from jaxtp.models import remat
 from jaxtp.models.config import ModelConfig
 
@@ -19,20 +26,16 @@ class DecoderBlock(nnx.Module):
     """`x + attention(norm(x))`, then `x + mlp(norm(x))`. Shapes: `[B, T, D] -> [B, T, D]`."""
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        norm = functools.partial(
-            RMSNorm,
-            config.d_model,
-            eps=config.norm_eps,
-            sequence_parallel=config.sequence_parallel,
-            precision=config.precision,
-        )
-        self.attention_norm = norm()
+        self.config = config
+        self.attention_norm = _norm(config)
         self.attention = CausalSelfAttention(
             config.d_model,
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
             rope_theta=config.rope_theta,
+            qk_norm=config.qk_norm,
+            norm_eps=config.norm_eps,
             use_bias=config.attention_bias,
             use_out_bias=config.attention_out_bias,
             implementation=config.attention,
@@ -40,7 +43,7 @@ class DecoderBlock(nnx.Module):
             precision=config.precision,
             rngs=rngs,
         )
-        self.mlp_norm = norm()
+        self.mlp_norm = _norm(config)
         self.mlp = SwiGLU(
             config.d_model,
             config.d_ff,
@@ -50,10 +53,17 @@ class DecoderBlock(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x_BTD: Array) -> Array:
-        """Runs the block on `[B, T, D]`."""
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
-        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+    def __call__(self, x_BTD: Array, dropout_key: Array | None = None) -> Array:
+        """Runs the block on `[B, T, D]`; a key turns dropout on."""
+        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+        x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
+        with jax.named_scope("attention"):
+            x_BTD = x_BTD + self._dropout(self.attention(self.attention_norm(x_BTD)), keys[0])
+        with jax.named_scope("mlp"):
+            return x_BTD + self._dropout(self.mlp(self.mlp_norm(x_BTD)), keys[1])
+
+    def _dropout(self, y_BTD: Array, key: Array | None) -> Array:
+        return dropout(y_BTD, self.config.dropout, key, _activation_spec(self.config, y_BTD))
 
 
 class Decoder(nnx.Module):
@@ -76,12 +86,7 @@ class Decoder(nnx.Module):
             rngs=rngs,
         )
         self.blocks = _stack_blocks(config, rngs)
-        self.norm = RMSNorm(
-            config.d_model,
-            eps=config.norm_eps,
-            sequence_parallel=config.sequence_parallel,
-            precision=config.precision,
-        )
+        self.norm = _norm(config)
         self.head = (
             None
             if config.tie_embeddings
@@ -89,7 +94,7 @@ class Decoder(nnx.Module):
         )
 
     def __call__(self, ids_BT: Array) -> Array:
-        """Logits `[B, T, V]` in float32 of the token after each position; `ids_BT` are integers below V."""
+        """Logits `[B, T, V]` of the token after each position; `ids_BT` are integers below V."""
         return vocab_parallel_logits(
             self.hidden(ids_BT),
             self._head_table(),
@@ -98,34 +103,69 @@ class Decoder(nnx.Module):
             precision=self.config.precision,
         )
 
-    def loss(self, ids_BT: Array, labels_BT: Array) -> tuple[Array, Array]:
+    def loss(
+        self, ids_BT: Array, labels_BT: Array, *, z_loss: float = 0.0, dropout_key: Array | None = None
+    ) -> tuple[Array, Array]:
         """Summed cross-entropy in nats, and the number of labels that count (not -100); float32 scalars.
 
-        `labels_BT[b, t]` is the token that follows `ids_BT[b, t]`. The logits are never whole: see `layers.loss`.
+        The logits are never whole: see `layers.loss`.
+
+        Args:
+          ids_BT: `[B, T]` integers below V.
+          labels_BT: `labels_BT[b, t]` is the token that follows `ids_BT[b, t]`, or -100.
+          z_loss: weight of the squared log-normaliser.
+          dropout_key: turns dropout on, for training.
         """
         return vocab_parallel_cross_entropy(
-            self.hidden(ids_BT),
+            self.hidden(ids_BT, dropout_key),
             self._head_table(),
             labels_BT,
             vocab_size=self.config.vocab_size,
             chunk_size=self.config.loss_chunk,
+            z_loss=z_loss,
             sequence_parallel=self.config.sequence_parallel,
             precision=self.config.precision,
         )
 
-    def hidden(self, ids_BT: Array) -> Array:
+    def hidden(self, ids_BT: Array, dropout_key: Array | None = None) -> Array:
         """The final, normalised hidden states `[B, T, D]`."""
-
-        @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
-        @nnx.remat(policy=remat.policy(self.config.remat), prevent_cse=False)
-        def run_blocks(x_BTD: Array, block: DecoderBlock) -> Array:
-            return block(x_BTD)
-
-        return self.norm(run_blocks(self.embedding(ids_BT), self.blocks))
+        config = self.config
+        keys = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)
+        run = _run_scanned if config.scan_layers else _run_unrolled
+        x_BTD = self.embedding(ids_BT)
+        return self.norm(run(self.blocks, x_BTD, keys, remat.policy(config.remat)))
 
     def _head_table(self) -> Array:
         table = self.embedding.embedding if self.head is None else self.head.kernel
         return jnp.asarray(table[...])
+
+
+def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
+    """One block of the stacked ones."""
+    graph, state = nnx.split(blocks)
+    block: DecoderBlock = nnx.merge(graph, jax.tree.map(lambda stacked: stacked[index], state))
+    return block
+
+
+def _run_scanned(blocks: DecoderBlock, x_BTD: Array, keys: Array | None, policy: Callable[..., bool]) -> Array:
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+    @nnx.remat(policy=policy, prevent_cse=False)
+    def run(x_BTD: Array, block: DecoderBlock, key: Array | None) -> Array:
+        return block(x_BTD, key)
+
+    result: Array = run(x_BTD, blocks, keys)
+    return result
+
+
+def _run_unrolled(blocks: DecoderBlock, x_BTD: Array, keys: Array | None, policy: Callable[..., bool]) -> Array:
+    @nnx.remat(policy=policy)
+    def run(x_BTD: Array, block: DecoderBlock, key: Array | None) -> Array:
+        return block(x_BTD, key)
+
+    for index in range(blocks.config.num_layers):
+        with jax.named_scope(f"layer_{index}"):
+            x_BTD = run(x_BTD, layer(blocks, index), None if keys is None else keys[index])
+    return x_BTD
 
 
 def _stack_blocks(config: ModelConfig, rngs: nnx.Rngs) -> DecoderBlock:
@@ -136,3 +176,14 @@ def _stack_blocks(config: ModelConfig, rngs: nnx.Rngs) -> DecoderBlock:
 
     stacked: DecoderBlock = create(rngs)
     return stacked
+
+
+def _norm(config: ModelConfig) -> RMSNorm:
+    return RMSNorm(
+        config.d_model, eps=config.norm_eps, sequence_parallel=config.sequence_parallel, precision=config.precision
+    )
+
+
+def _activation_spec(config: ModelConfig, x_BTD: Array) -> PartitionSpec:
+    split = sequence_dim(config.sequence_parallel, x_BTD.shape) is not None
+    return batch_spec(TP if split else None, None)

@@ -1,37 +1,80 @@
-"""What a block's forward pass keeps for its backward pass.
+"""What a block's forward pass keeps for its backward pass, and what that costs in memory and communication.
 
-Weights gathered over fsdp are never kept, under any policy: their shards are, and the backward pass gathers
-again. Refusing the gather alone is not enough, because the cast or reshape that follows it would be kept in its
-place; so those are refused too, which costs nothing to recompute.
+Per layer, kept on each device (b = sequences on it, s = sequence, D = d_model, F = d_ff, t = tp; float sizes), and sent
+over tp, forward and backward, in units of (t-1)/t * b * s * D:
+
+| policy          | keeps                                                    | all-reduce | sequence-parallel |
+|-----------------|----------------------------------------------------------|-----------:|------------------:|
+| `none`          | every activation                                         |          8 |                 8 |
+| `save_dots`     | results of weight products and of reductions over tp     |          8 |                10 |
+| `save_gathered` | inputs of column layers, outputs of row layers: 4bsD     |          8 |                 8 |
+| `full`          | the block's input: bsD (bsD/t)                           |         10 |                11 |
+| `offload`       | as `full`, in the host's memory                          |         10 |                11 |
+
+`save_dots` under sequence parallelism is Megatron's choice: keep the shard, gather it again (arXiv 2205.05198).
+
+Weights gathered over fsdp are never kept, under any policy: their shards are, and the backward pass gathers again.
+Refusing the gather alone is not enough, because the cast or reshape that follows it would be kept in its place; so
+those are refused too, which costs nothing to recompute.
 """
 
 from collections.abc import Callable
 from typing import Any, Literal
 
-from jaxtp.collectives import is_weight_gather
+import jax
 
-RematPolicy = Literal["none", "full"]
+from jaxtp.collectives import GATHERED, REDUCED, is_tp_reduction, is_weight_gather
 
-_VIEWS = {
-    "name",
-    "pvary",
-    "pcast",
-    "reshape",
-    "transpose",
-    "convert_element_type",
-    "squeeze",
-    "broadcast_in_dim",
-}
+RematPolicy = Literal["none", "save_dots", "save_gathered", "full", "offload"]
+
+BLOCK_INPUT = "block_input"
+_VIEWS = {"name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
 
 
-def policy(name: RematPolicy) -> Callable[..., bool]:
-    """The `jax.checkpoint` policy of that name: whether to keep the result of a primitive."""
-    return {"none": _keep_all, "full": _keep_nothing}[name]
+class RematError(ValueError):
+    """A policy that this platform cannot carry out."""
+
+
+def policy(name: RematPolicy) -> Callable[..., Any]:
+    """The `jax.checkpoint` policy of that name: whether to keep the result of a primitive.
+
+    Raises:
+      RematError: `offload` on devices that cannot address the host's pinned memory.
+    """
+    if name == "offload":
+        return _offload()
+    return {"none": _keep_all, "save_dots": _keep_dots, "save_gathered": _keep_gathered, "full": _keep_nothing}[name]
 
 
 def _keep_all(primitive: Any, *_: Any, **params: Any) -> bool:
     return primitive.name not in _VIEWS and not is_weight_gather(primitive, params)
 
 
+def _keep_dots(primitive: Any, *_: Any, **params: Any) -> bool:
+    if primitive.name == "dot_general":
+        _, (lhs_batch, _) = params["dimension_numbers"]
+        return not lhs_batch  # products with weights, not the scores of attention
+    return is_tp_reduction(primitive, params)
+
+
+def _keep_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name == "name" and params["name"] in (GATHERED, REDUCED)
+
+
 def _keep_nothing(*_: Any, **__: Any) -> bool:
     return False
+
+
+def _offload() -> Callable[..., Any]:
+    kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise RematError(
+            f"model.remat=offload needs pinned host memory, and {jax.devices()[0].device_kind} devices address "
+            f"{', '.join(kinds)}; use full"
+        )
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )

@@ -10,6 +10,7 @@ from jaxtp import launch
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.data.corpus import CorpusError
 from jaxtp.mesh import MeshError
+from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.folder import RunFolderError
 from jaxtp.train.loop import train
@@ -28,6 +29,7 @@ MISTAKES = (
     CorpusError,
     RunFolderError,
     CheckpointError,
+    RematError,
     launch.LaunchError,
 )
 """What a user can put right: reported in one message, with exit code 2."""
@@ -42,7 +44,10 @@ def main(argv: Sequence[str]) -> int:
     except MISTAKES as error:
         return configuration.fail(PROGRAM, error)
     except KeyboardInterrupt:
-        print(f"{PROGRAM}: interrupted; the same command resumes from the newest checkpoint", file=sys.stderr)
+        print(
+            f"{PROGRAM}: interrupted; the same command goes on from the newest checkpoint, if there is one",
+            file=sys.stderr,
+        )
         return 130
     return 0
 

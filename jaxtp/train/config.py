@@ -5,25 +5,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from jaxtp.config import ConfigError
 from jaxtp.data.corpus import BYTE_VOCAB_SIZE
 from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes
+from jaxtp.models import remat
 from jaxtp.models.config import ModelConfig, not_divisible, violations
 
-Count = Annotated[int, Field(ge=1)]
-CountOrZero = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1, lt=2**31)]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+
+
+def _not_here(path: Path) -> Path:
+    if path == Path():
+        raise ValueError("should name a folder of its own")
+    return path
+
+
+Folder = Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(_not_here)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Where the run lives."""
 
-    dir: Path = Path("runs/tiny")
+    dir: Folder = Path("runs/tiny")
     """Folder of config.yaml, metrics.jsonl and checkpoints/. The same folder again resumes the run."""
 
     seed: CountOrZero = 0
@@ -48,14 +59,14 @@ class MeshConfig:
 class DataConfig:
     """What to train on, in bytes."""
 
-    path: Path | None = None
+    path: UserPath | None = None
     """A text file; by default the sources of the running Python's standard library."""
 
     sequence_length: Count = 128
     """Bytes in a sequence."""
 
     global_batch_size: Count = 16
-    """Sequences in a step, over all devices. Divisible by mesh.dp * mesh.fsdp."""
+    """Sequences in a step, over all devices. Divisible by mesh.dp * mesh.fsdp * train.accumulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +104,12 @@ class LoopConfig:
 
     steps: Count = 400
     """Optimizer updates in the whole run; the learning rate decays over them."""
+
+    accumulation: Count = 1
+    """Micro-batches of a step, one after the other; their gradients add up to exactly those of the whole batch."""
+
+    z_loss: NonNegative = 0.0
+    """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0 is off."""
 
     log_every: Count = 10
     """Steps between lines of metrics.jsonl; the last step is always logged."""
@@ -146,13 +163,33 @@ def check(config: TrainConfig, mesh: dict[str, int]) -> None:
     """
     problems = list(_violations(config, mesh))
     if problems:
-        raise ConfigError("this model and batch do not fit the mesh:\n" + "\n".join(f"  {p}" for p in problems))
+        raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {p}" for p in problems))
+
+
+def check_platform(model: ModelConfig, platform: str) -> None:
+    """Checks that the devices can do what the model asks of them.
+
+    Args:
+      model: the model.
+      platform: of the mesh's devices: cpu, gpu, tpu.
+
+    Raises:
+      ConfigError: a kernel that the platform lacks.
+      RematError: a remat policy that it cannot carry out.
+    """
+    remat.policy(model.remat)
+    if model.attention == "cudnn" and (platform != "gpu" or model.precision.compute == "float32"):
+        raise ConfigError(
+            f"model.attention=cudnn needs an NVIDIA GPU and a 16-bit model.precision.compute; here are {platform} "
+            f"devices and {model.precision.compute}; use xla"
+        )
 
 
 def _violations(config: TrainConfig, mesh: dict[str, int]) -> Iterator[str]:
     yield from violations(config.model, mesh)
     batch = config.data.global_batch_size
-    yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp", mesh[DP] * mesh[FSDP])
+    parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
+    yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp * train.accumulation", parts)
     if config.model.sequence_parallel:
         yield from not_divisible("data.sequence_length", config.data.sequence_length, "mesh.tp", mesh[TP])
     if config.model.vocab_size < BYTE_VOCAB_SIZE:

@@ -15,10 +15,10 @@ from jaxtp.data.loader import Batch, abstract_batch, batches, shuffled_samples
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import TrainConfig, check, planned_mesh
+from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
 from jaxtp.train.report import Report, summary
 from jaxtp.train.state import Blueprint, plan_state
-from jaxtp.train.step import EvalStep, Scalars, TrainStep, make_eval_step, make_train_step
+from jaxtp.train.step import EvalStep, Scalars, StepSettings, TrainStep, make_eval_step, make_train_step
 
 
 @dataclass
@@ -52,6 +52,7 @@ def train(config: TrainConfig) -> float:
         check(config, sizes)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.tp)
     check(config, mesh_sizes(mesh))
+    check_platform(config.model, mesh.devices.flat[0].platform)
     with jax.set_mesh(mesh), Report() as report:
         run = prepare(config, mesh, report)
         try:
@@ -101,7 +102,7 @@ class Loop:
         self._report = report
         self._metrics = folder.MetricsFile(run.config.run.dir / folder.METRICS, resumed_at=run.step)
         self._clock = StepClock()
-        self._in_flight: tuple[int, Scalars] | None = None
+        self._in_flight: tuple[int, int, Scalars] | None = None
         self._eval_step: EvalStep | None = None
 
     def run_to_end(self) -> float:
@@ -126,7 +127,7 @@ class Loop:
             run.step += 1
             run.next_sample += self._config.data.global_batch_size
             self._finish_step()
-            self._in_flight = run.step, scalars
+            self._in_flight = run.step, run.next_sample, scalars
             self._between_steps(last=run.step == total)
 
     def _between_steps(self, *, last: bool) -> None:
@@ -145,7 +146,7 @@ class Loop:
         """Waits for the step in flight, shows its loss, and logs it if that is due."""
         if self._in_flight is None:
             return
-        (step, scalars), self._in_flight = self._in_flight, None
+        (step, samples, scalars), self._in_flight = self._in_flight, None
         values = {name: float(value) for name, value in scalars.items()}
         self._clock.tick()
         tokens_per_step = self._config.data.global_batch_size * self._config.data.sequence_length
@@ -155,7 +156,7 @@ class Loop:
             record = {
                 "step": step,
                 **values,
-                "tokens": step * tokens_per_step,
+                "tokens": samples * self._config.data.sequence_length,
                 "tokens_per_second": tokens_per_step / self._clock.step_seconds,
                 "step_seconds": self._clock.step_seconds,
             }
@@ -202,7 +203,10 @@ class Loop:
     def _compile(self) -> TrainStep:
         run, data = self._run, self._config.data
         started = time.perf_counter()
-        step = make_train_step(run.blueprint, run.schedule)
+        settings = StepSettings(
+            accumulation=self._config.train.accumulation, z_loss=self._config.train.z_loss, seed=self._config.run.seed
+        )
+        step = make_train_step(run.blueprint, run.schedule, settings)
         batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length)
         compiled: TrainStep = step.lower(run.state, batch).compile()
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")

@@ -15,7 +15,7 @@ import jaxtp
 from jaxtp.checkpoint.logical import named_variables, spec
 from jaxtp.data.corpus import Corpus
 from jaxtp.layers.parameter import logical_shape
-from jaxtp.mesh import describe_mesh, mesh_sizes
+from jaxtp.mesh import DP, FSDP, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, bytes_per_device
@@ -86,12 +86,22 @@ def summary(config: TrainConfig, mesh: Mesh, corpus: Corpus, blueprint: Blueprin
         f"of {_mib(total_bytes(blueprint))} in all",
         "data": f"{corpus.source}: {corpus.train.size:,} bytes to train on, {corpus.validation.size:,} held out, "
         f"sha256 {corpus.sha256[:12]}",
-        "step": f"{config.data.global_batch_size} sequences x {config.data.sequence_length} bytes = {tokens:,} tokens; "
-        f"{config.train.steps} steps = {tokens * config.train.steps:,} tokens",
+        "batch": _describe_batch(config, mesh),
+        "steps": f"{config.train.steps} of {tokens:,} tokens = {tokens * config.train.steps:,} tokens, "
+        f"{tokens * config.train.steps / corpus.train.size:.2g} epochs",
         "folder": str(config.run.dir),
     }
     lines = [f"{name:<8}{text}" for name, text in rows.items()]
     return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+
+
+def _describe_batch(config: TrainConfig, mesh: Mesh) -> str:
+    sizes, accumulation, batch = mesh_sizes(mesh), config.train.accumulation, config.data.global_batch_size
+    per_device = batch // (sizes[DP] * sizes[FSDP] * accumulation)
+    return (
+        f"{batch} sequences of {config.data.sequence_length} bytes = dp {sizes[DP]} x fsdp {sizes[FSDP]} x "
+        f"accumulation {accumulation} x {per_device} per device"
+    )
 
 
 def _describe_model(model: ModelConfig) -> str:

@@ -1,6 +1,7 @@
 """One update, and one evaluation, compiled."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -10,37 +11,51 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch
+from jaxtp.mesh import BATCH, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.state import Blueprint
 
 Scalars = dict[str, Array]
 TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, Scalars]]
+EvalStep = Callable[[nnx.State, Batch], tuple[Array, Array]]
 JittedTrainStep = Any
 """`jax.jit`'s result has no public type; it is a `TrainStep` that can also be lowered."""
-EvalStep = Callable[[nnx.State, Batch], tuple[Array, Array]]
 
 
-def mean_loss(model: Decoder, batch: Batch) -> Array:
-    """Cross-entropy in nats, averaged over the valid tokens of the global batch; a float32 scalar."""
-    loss_sum, num_valid = model.loss(batch["inputs"], batch["labels"])
-    return loss_sum / num_valid
+@dataclass(frozen=True)
+class StepSettings:
+    """What a step does beside the model and the optimizer."""
+
+    accumulation: int = 1
+    """Micro-batches whose gradients are added up before the update."""
+
+    z_loss: float = 0.0
+    """Weight of the squared log-normaliser of the softmax."""
+
+    seed: int = 0
+    """Of dropout's masks, which differ from step to step."""
 
 
-def make_train_step(blueprint: Blueprint, schedule: optax.Schedule) -> JittedTrainStep:
+def make_train_step(
+    blueprint: Blueprint, schedule: optax.Schedule, settings: StepSettings = StepSettings()
+) -> JittedTrainStep:
     """Compiles `state, batch -> state, {loss, grad_norm, learning_rate}`.
 
-    The state is donated: its memory becomes that of the new one. `loss` and `grad_norm` (the global L2 norm,
-    before clipping) are of the parameters before the update.
+    The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
+    whole batch, `grad_norm` the global L2 norm before clipping; both are of the parameters before the update.
     """
 
     def step(state: nnx.State, batch: Batch) -> tuple[nnx.State, Scalars]:
         train_state = nnx.merge(blueprint.graph, state)
-        loss, grads = nnx.value_and_grad(mean_loss)(train_state.model, batch)
+        updates = train_state.optimizer.step[...]
+        key = jax.random.fold_in(jax.random.key(settings.seed), updates)
+        loss, grads = mean_loss_and_grads(train_state.model, batch, settings, key)
         scalars = {
             "loss": loss,
             "grad_norm": optax.tree.norm(grads),
-            "learning_rate": jnp.asarray(schedule(train_state.optimizer.step[...])),
+            "learning_rate": jnp.asarray(schedule(updates)),
         }
         train_state.optimizer.update(train_state.model, grads)
         return nnx.state(train_state), scalars
@@ -55,6 +70,49 @@ def make_eval_step(blueprint: Blueprint) -> EvalStep:
         return nnx.merge(blueprint.graph, state).model.loss(batch["inputs"], batch["labels"])
 
     return jax.jit(step, out_shardings=_replicated(blueprint))
+
+
+def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, key: Array) -> tuple[Array, nnx.State]:
+    """The mean loss over the valid tokens of a batch, and its gradient with respect to every parameter.
+
+    With accumulation, sums of losses and gradients are added up over the micro-batches and divided once: it is the
+    mean over all tokens, however the masked ones are spread, not the mean of the micro-batches' means.
+    """
+    graph, params = nnx.split(model, nnx.Param)
+
+    def loss_sum(params: nnx.State, micro: Batch, key: Array) -> tuple[Array, Array]:
+        merged: Decoder = nnx.merge(graph, params)
+        dropout_key = key if merged.config.dropout else None
+        return merged.loss(micro["inputs"], micro["labels"], z_loss=settings.z_loss, dropout_key=dropout_key)
+
+    grads_of_sum = jax.value_and_grad(loss_sum, has_aux=True)
+    if settings.accumulation == 1:
+        (total, count), grads = grads_of_sum(params, batch, key)
+    else:
+        total, count, grads = _accumulate(grads_of_sum, params, batch, key, settings.accumulation)
+    return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
+
+
+def _accumulate(
+    grads_of_sum: Callable[..., Any], params: nnx.State, batch: Batch, key: Array, steps: int
+) -> tuple[Array, Array, nnx.State]:
+    def add(sums: Any, micro: tuple[Batch, Array]) -> tuple[Any, None]:
+        (total, count), grads = grads_of_sum(params, *micro)
+        return jax.tree.map(jnp.add, sums, (total, count, grads)), None
+
+    zeros = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+    micros = jax.tree.map(lambda rows: _split_rows(rows, steps), batch)
+    sums: tuple[Array, Array, nnx.State]
+    sums, _ = jax.lax.scan(add, zeros, (micros, jax.random.split(key, steps)))
+    return sums
+
+
+def _split_rows(rows: Array, steps: int) -> Array:
+    """`[B, T] -> [steps, B / steps, T]`, each device's rows cut on that device: nothing moves."""
+    sizes = mesh_sizes(jax.sharding.get_abstract_mesh())
+    devices = sizes[BATCH[0]] * sizes[BATCH[1]]
+    micro = rows.reshape(devices, steps, -1, rows.shape[-1]).swapaxes(0, 1)
+    return constrain(micro.reshape(steps, -1, rows.shape[-1]), PartitionSpec(None, *batch_spec(None)))
 
 
 def _replicated(blueprint: Blueprint) -> NamedSharding:

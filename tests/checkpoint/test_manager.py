@@ -104,7 +104,7 @@ def test_another_models_checkpoint_is_refused(written):
     folder, _ = written
     plan = blueprint((1, 1, 1), dataclasses.replace(MODEL, tie_embeddings=True))
     checkpoints = Checkpoints(folder)
-    with pytest.raises(CheckpointError, match="does not hold this model's state"):
+    with pytest.raises(CheckpointError, match="does not hold this model's state; name another"):
         checkpoints.restore(3, plan.abstract, plan.mesh)
     checkpoints.close()
 

@@ -41,20 +41,36 @@ def kinds(collectives, axes):
 def units_over_tp(collectives, mesh):
     """Volume over tp in units of (tp-1)/tp x batch x sequence x d_model x bytes, as in the design."""
     dp, fsdp, tp = mesh
-    sent = sum(c.bytes_sent * times for c, times in collectives.items() if c.axes == ("tp",))
+    activations = {c: times for c, times in collectives.items() if c.axes == ("tp",) and len(c.shape) == 3}
+    sent = sum(c.bytes_sent * times for c, times in activations.items())
     return sent / ((tp - 1) / tp * (B // (dp * fsdp)) * T * CONFIG["d_model"] * 4)
 
 
+# DESIGN: volume over tp of a layer, forward and backward, by remat policy.
+ALL_REDUCE = {"none": 8, "save_dots": 8, "save_gathered": 8, "full": 10}
+SEQUENCE_PARALLEL = {"none": 8, "save_dots": 10, "save_gathered": 8, "full": 11}
+
+
 @pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize(("policy", "all_reduces"), [("none", 4), ("full", 5)])
-def test_all_reduce_tensor_parallelism(mesh, policy, all_reduces):
-    found = block_collectives(mesh, policy)
-    assert kinds(found, ("tp",)) == {"all-reduce": all_reduces}
-    assert units_over_tp(found, mesh) == 2 * all_reduces
+@pytest.mark.parametrize("policy", ALL_REDUCE)
+def test_all_reduce_tensor_parallelism(mesh, policy):
+    found = block_collectives(mesh, policy, sequence_parallel=False)
+    assert kinds(found, ("tp",)) == {"all-reduce": ALL_REDUCE[policy] / 2}
+    assert units_over_tp(found, mesh) == ALL_REDUCE[policy]
     over_fsdp = {} if mesh[1] == 1 else {"all-gather": 2 * NUM_WEIGHTS, "reduce-scatter": NUM_WEIGHTS}
     assert kinds(found, ("fsdp",)) == over_fsdp
     assert kinds(found, ("dp",)) == ({} if mesh[0] == 1 else {"all-reduce": NUM_WEIGHTS})
     assert {c.axes for c in found} <= {("tp",), ("fsdp",), ("dp",)}
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 8), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("policy", SEQUENCE_PARALLEL)
+def test_sequence_parallelism(mesh, policy):
+    found = block_collectives(mesh, policy)  # on by itself: tp divides the sequence
+    assert units_over_tp(found, mesh) == SEQUENCE_PARALLEL[policy]
+    assert set(kinds(found, ("tp",))) <= {"all-gather", "reduce-scatter", "all-reduce"}
+    norms = [c for c in found if "all-reduce" in c.kind and "tp" in c.axes]
+    assert all(c.shape in {(CONFIG["d_model"],), (CONFIG["d_model"] // mesh[1],)} for c in norms)
 
 
 def test_nothing_over_fsdp_has_the_shape_of_an_activation():

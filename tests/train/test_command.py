@@ -134,7 +134,10 @@ MISTAKES = {
         "--model.d-ff 65 --mesh.tp 2",
         "model.d_ff=65 is not divisible by mesh.tp=2; tp can be 1, 5, 13, 65, or d_ff 64 or 66",
     ),
-    "batch": ("--data.global-batch-size 7", "data.global_batch_size=7 is not divisible by mesh.dp*fsdp=2"),
+    "batch": (
+        "--data.global-batch-size 7",
+        "data.global_batch_size=7 is not divisible by mesh.dp*fsdp * train.accumulation=2",
+    ),
     "sequence": (
         "--model.sequence-parallel --data.sequence-length 30",
         "data.sequence_length=30 is not divisible by mesh.tp=4",
@@ -150,6 +153,9 @@ MISTAKES = {
         "--data.sequence-length 100000 --model.num-layers 1",
         "--data.sequence-length",
     ),
+    "infinite rate": ("--optimizer.learning-rate inf", "learning_rate = inf: should be a finite number"),
+    "seed beyond 32 bits": ("--run.seed 99999999999999999999", "run.seed = 99999999999999999999: should be less than"),
+    "kernel of another platform": ("--model.attention cudnn", "model.attention=cudnn needs an NVIDIA GPU"),
     "unwritable folder": ("--run.dir /proc/run", "run.dir=/proc/run"),
 }
 
@@ -186,6 +192,19 @@ def test_a_checkpoint_of_another_run_is_refused_and_left_alone(tmp_path, text, c
     assert main([*command, *change.split()]) == 2
     assert message in capsys.readouterr().err
     assert contents(tmp_path / "run") == before
+
+
+def test_tokens_count_what_was_trained_on_when_the_batch_changes(tmp_path, text):
+    command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), *mesh(1, 1, 1), "--train.steps"]
+    assert main([*command, "2"]) == 0
+    assert main([*command, "3", "--data.global-batch-size", "4"]) == 0
+    assert list(records(tmp_path / "run", "tokens").values()) == [8 * 32, 16 * 32, 20 * 32]
+
+
+def test_an_empty_checkpoint_is_named_with_the_way_out(tmp_path, text, capsys):
+    (tmp_path / "run/checkpoints/5").mkdir(parents=True)
+    assert main([*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "2", *mesh(1, 1, 1)]) == 2
+    assert "name another --run.dir" in capsys.readouterr().err
 
 
 def test_a_checkpoint_of_other_data_is_refused(tmp_path, text, capsys):

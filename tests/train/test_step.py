@@ -15,7 +15,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import make_eval_step, make_train_step
+from jaxtp.train.step import StepSettings, make_eval_step, make_train_step
 
 B, T, STEPS = 8, 5, 3
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
@@ -44,19 +44,44 @@ def initial_state(model, mesh):
     return state_on_mesh(build, random_weights(build, scale=0.3), mesh)[1]
 
 
-def train(model, mesh):
+def train(model, mesh, length=T, settings=StepSettings()):
     """Losses, gradient norms and the state after three updates, without padding."""
     mesh = make_mesh(*mesh)
     plan = plan_state(model, optimizers.build(SETTINGS, 10), mesh)
-    step = make_train_step(plan, optimizers.learning_rate(SETTINGS, 10))
+    step = make_train_step(plan, optimizers.learning_rate(SETTINGS, 10), settings)
     state, scalars = initial_state(model, mesh), []
     with jax.set_mesh(mesh):
         for i in range(STEPS):
-            tokens = jax.random.randint(jax.random.key(i), (B, T + 1), 0, model.vocab_size)
+            tokens = jax.random.randint(jax.random.key(i), (B, length + 1), 0, model.vocab_size)
             labels = tokens[:, 1:].at[0, :2].set(-100)
             state, values = step(state, {"inputs": tokens[:, :-1], "labels": labels})
             scalars.append([values["loss"], values["grad_norm"], values["learning_rate"]])
     return np.array(scalars), by_name(state, mesh)
+
+
+LONG = {  # tp divides the sequence, so activations are split along it
+    "sequence": dataclasses.replace(PLAIN, remat="save_dots", attention_out_bias=True),
+    "head norms": dataclasses.replace(MODELS["odd"], qk_norm="head", remat="save_gathered", dropout=0.2),
+    "projection norms": dataclasses.replace(MODELS["odd"], qk_norm="projection", scan_layers=False),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_sequence_parallel_variants_equal_one_device(name):
+    expected_scalars, expected_state = train(LONG[name], (1, 1, 1), length=8)
+    for mesh in ((1, 1, 8), (2, 2, 2)):
+        scalars, state = train(LONG[name], mesh, length=8)
+        np.testing.assert_allclose(scalars, expected_scalars, rtol=1e-5)
+        assert_close(state, expected_state)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)], ids=str)
+def test_accumulation_equals_the_whole_batch(mesh):
+    """Masked labels lie in the first row alone, so a mean of the micro-batches' means would differ."""
+    expected_scalars, expected_state = train(PLAIN, (1, 1, 1), settings=StepSettings(z_loss=1e-3))
+    scalars, state = train(PLAIN, mesh, settings=StepSettings(accumulation=4, z_loss=1e-3))
+    np.testing.assert_allclose(scalars, expected_scalars, rtol=1e-5)
+    assert_close(state, expected_state)
 
 
 @pytest.fixture(scope="module", params=MODELS)
