@@ -139,7 +139,7 @@ MISTAKES = {
         "data.global_batch_size=7 is not divisible by mesh.dp*fsdp * train.accumulation=2",
     ),
     "sequence": (
-        "--model.sequence-parallel --data.sequence-length 30",
+        "--model.sequence-parallel True --data.sequence-length 30",
         "data.sequence_length=30 is not divisible by mesh.tp=4",
     ),
     "mesh of zero": ("--mesh.tp 0", "tp=0: a mesh axis is a positive number of devices"),
