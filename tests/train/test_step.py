@@ -120,11 +120,12 @@ def test_the_step_is_the_textbook_update(one_device):
         total, count = nnx.merge(graph, nnx.from_flat_state(flat)).loss(inputs, labels)
         return total / count
 
+    value_and_grad = jax.jit(jax.value_and_grad(loss))
     moments = update.init(params)
     for i in range(STEPS):
         tokens = jax.random.randint(jax.random.key(i), (B, T + 1), 0, model.vocab_size)
         labels = tokens[:, 1:].at[0, :2].set(-100)
-        value, grads = jax.value_and_grad(loss)(params, tokens[:, :-1], labels)
+        value, grads = value_and_grad(params, tokens[:, :-1], labels)
         np.testing.assert_allclose([value, optax.tree.norm(grads)], scalars[i, :2], rtol=1e-5)
         changes, moments = update.update(grads, moments, params)
         params = optax.apply_updates(params, changes)
