@@ -7,6 +7,7 @@ import hashlib
 import platform
 import sysconfig
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,7 @@ class Corpus:
     source: str
     """For people: what was read."""
 
-    @property
+    @cached_property  # the loop asks at every save
     def sha256(self) -> str:
         """Of the training bytes followed by the validation bytes."""
         return hashlib.sha256(self.train.tobytes() + self.validation.tobytes()).hexdigest()
