@@ -17,6 +17,7 @@ Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequenc
 """
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -48,6 +49,7 @@ def device_view(
 
     Raises:
       ValueError: when called, if a dimension of an argument cannot be divided over its mesh axes.
+      MissingReductionError: when called, if a result differs between devices on which it is declared equal.
     """
 
     def call(*args: Array) -> Any:
@@ -57,9 +59,31 @@ def device_view(
                 return body(*args)
             for arg, spec in zip(args, in_specs, strict=True):
                 check_divides(name, arg.shape, spec)
-            return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)(*args)
+            try:
+                return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)(*args)
+            except ValueError as error:
+                if "require replication" not in str(error):
+                    raise
+                raise MissingReductionError(name, str(error)) from None
 
     return call
+
+
+class MissingReductionError(ValueError):
+    """A layer gives back what differs between devices, and declares that it is equal on them.
+
+    Args:
+      name: the layer.
+      found: JAX's own account of it.
+    """
+
+    def __init__(self, name: str, found: str):
+        axes = sorted(set(re.findall(r"across mesh ax[ie]s \(?'(\w+)'", found)))
+        where = f"along {' and '.join(axes)}" if axes else "on which it is declared equal"
+        super().__init__(
+            f"{name}: its result differs between devices {where}, and is declared equal there; a reduction "
+            f"(leave_parallel, all_reduce) is missing"
+        )
 
 
 def batch_spec(*dims: str | None) -> PartitionSpec:

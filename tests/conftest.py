@@ -1,11 +1,11 @@
-"""Eight virtual CPU devices, and a compilation cache that survives the run."""
+"""Sixteen virtual CPU devices, and a compilation cache that survives the run."""
 
 from pathlib import Path
 
 import jax
 import pytest
 
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

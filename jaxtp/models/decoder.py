@@ -116,8 +116,12 @@ class Decoder(nnx.Module):
           z_loss: weight of the squared log-normaliser.
           dropout_key: turns dropout on, for training.
         """
+        return self.loss_of_hidden(self.hidden(ids_BT, dropout_key), labels_BT, z_loss=z_loss)
+
+    def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
+        """As `loss`, from the final hidden states `[B, T, D]`."""
         return vocab_parallel_cross_entropy(
-            self.hidden(ids_BT, dropout_key),
+            x_BTD,
             self._head_table(),
             labels_BT,
             vocab_size=self.config.vocab_size,

@@ -4,6 +4,7 @@ The loop of a `scan` counts as often as it runs, which the text of compiled HLO 
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +24,11 @@ KINDS = {
     "all_to_all": "all-to-all",
     "ppermute": "permute",
 }
+_WRAPPERS = re.compile(r"\b(?:jit|jvp|transpose|vmap|remat)\(|\)")
+_PLUMBING = set(KINDS) | {
+    *("while", "body", "cond", "branch", "scan", "closed_call", "eval_jaxpr", "core_call", "shard_map"),
+    *("checkpoint", "rematted_computation", "remat", "custom_vjp_call", "custom_jvp_call", "name", "pcast", "pvary"),
+}
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class Collective:
     """all-reduce, all-gather, reduce-scatter, ..."""
 
     axes: tuple[str, ...]
-    """Mesh axes along which the devices talk."""
+    """Mesh axes along which the devices talk; those of a single device are left out."""
 
     group: int
     """Devices that take part."""
@@ -45,7 +51,14 @@ class Collective:
     """Of the elements moved."""
 
     scope: str
-    """The `jax.named_scope` it was written in."""
+    """The `jax.named_scope` it was written in, as JAX spells it."""
+
+    @property
+    def module(self) -> str:
+        """The module it belongs to: its scope without what JAX's transformations add, such as `mlp/rms_norm`."""
+        outside = re.sub(r"jit\([^()]*\)/?", "", self.scope)
+        parts = _WRAPPERS.sub("", outside).split("/")
+        return "/".join(part for part in parts if part and part not in _PLUMBING)
 
     @property
     def bytes(self) -> int:
@@ -64,7 +77,7 @@ def count_collectives(jaxpr: Any, mesh_sizes: dict[str, int]) -> Counter[Collect
 
     Args:
       jaxpr: a closed jaxpr, as `jax.make_jaxpr` gives.
-      mesh_sizes: devices along each axis.
+      mesh_sizes: devices along each axis, in the mesh's order.
     """
     counts: Counter[Collective] = Counter()
     for collective, times in _walk(jaxpr.jaxpr, 1, mesh_sizes, ""):
@@ -95,4 +108,5 @@ def _collective(kind: str, equation: Any, operand: Any, result: Any, sizes: dict
     groups = params.get("axis_index_groups")
     group = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     largest = max(operand, result, key=lambda aval: math.prod(aval.shape))
-    return Collective(kind, axes, group, tuple(largest.shape), str(largest.dtype), scope)
+    spanned = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
+    return Collective(kind, spanned, group, tuple(largest.shape), str(largest.dtype), scope)

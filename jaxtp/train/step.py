@@ -39,28 +39,39 @@ class StepSettings:
 
 
 def make_train_step(
-    blueprint: Blueprint, schedule: optax.Schedule, settings: StepSettings = StepSettings()
+    blueprint: Blueprint,
+    schedule: optax.Schedule,
+    settings: StepSettings = StepSettings(),
+    *,
+    with_grads: bool = False,
 ) -> JittedTrainStep:
     """Compiles `state, batch -> state, {loss, grad_norm, learning_rate}`.
 
     The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
     whole batch, `grad_norm` the global L2 norm before clipping; both are of the parameters before the update.
+
+    Args:
+      blueprint: of the state.
+      schedule: the learning rate by update.
+      settings: what else a step does.
+      with_grads: returns the gradients too, as a third result, in the parameters' shardings.
     """
 
-    def step(state: nnx.State, batch: Batch) -> tuple[nnx.State, Scalars]:
+    def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
         train_state = nnx.merge(blueprint.graph, state)
         updates = train_state.optimizer.step[...]
         key = jax.random.fold_in(jax.random.key(settings.seed), updates)
         loss, grads = mean_loss_and_grads(train_state.model, batch, settings, key)
-        scalars = {
-            "loss": loss,
-            "grad_norm": optax.tree.norm(grads),
-            "learning_rate": jnp.asarray(schedule(updates)),
-        }
-        train_state.optimizer.update(train_state.model, grads)
-        return nnx.state(train_state), scalars
+        with jax.named_scope("grad_norm"):
+            grad_norm = optax.tree.norm(grads)
+        scalars = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(schedule(updates))}
+        with jax.named_scope("optimizer"):
+            train_state.optimizer.update(train_state.model, grads)
+        return nnx.state(train_state), scalars, *([grads] if with_grads else [])
 
-    return jax.jit(step, donate_argnums=0, out_shardings=(blueprint.shardings, _replicated(blueprint)))
+    of_grads = [blueprint.shardings["model"]] if with_grads else []
+    shardings = (blueprint.shardings, _replicated(blueprint), *of_grads)
+    return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
 
 def make_eval_step(blueprint: Blueprint) -> EvalStep:

@@ -1,0 +1,70 @@
+"""`python -m jaxtp.check`."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+import jaxtp
+from jaxtp import config as configuration
+from jaxtp.check.config import CheckConfig
+from jaxtp.check.report import HEADER, Verdict
+from jaxtp.check.run import plan, verdicts
+from jaxtp.check.shrink import describe
+from jaxtp.mesh import MeshError, request_virtual_devices
+from jaxtp.models.remat import RematError
+
+PROGRAM = "python -m jaxtp.check"
+DESCRIPTION = """Checks that any mesh gives the numbers of one device, for a training configuration.
+
+The model is shrunk to something that runs on virtual CPU devices in a minute or two, with the same architecture and the
+same parallel structure, and trained for three updates on one device and on each mesh. The losses, gradient norms, every
+gradient and every updated array are compared, and the compiled step is audited: nothing replicated unasked, no
+collective that no module declared. Exit code 1 if anything differs; the first module that does is named.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code: 0, 1 if a mesh differs, 2 for a user's mistake."""
+    try:
+        config = configuration.load(CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+        return _check(config)
+    except (configuration.ConfigError, MeshError, RematError) as error:
+        return configuration.fail(PROGRAM, error)
+
+
+def _check(config: CheckConfig) -> int:
+    small, cases = plan(config)
+    jax.config.update("jax_platforms", "cpu")
+    request_virtual_devices(max(case.mesh[0] * case.mesh[1] * case.mesh[2] for case in cases))
+    print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
+    print(f"shrunk  {', '.join(describe(config, small)) or 'nothing: it is small'}")
+    print("errors  relative to one device, of three updates\n")
+    print(HEADER, flush=True)
+    results: list[Verdict] = []
+    for verdict in verdicts(small, cases):
+        print("\n".join(verdict.lines()), flush=True)
+        results.append(verdict)
+    failed = sum(not verdict.passed for verdict in results)
+    if config.json is not None:
+        _write(config.json, config, results)
+    print(f"\n{f'{failed} of {len(results)} differ' if failed else f'all {len(results)} equal one device'}")
+    return 1 if failed else 0
+
+
+def _write(path: Path, config: CheckConfig, results: list[Verdict]) -> None:
+    record = {
+        "jaxtp": jaxtp.__version__,
+        "jax": jax.__version__,
+        "passed": all(verdict.passed for verdict in results),
+        "config": configuration.to_plain(config),
+        "cases": [verdict.as_json() for verdict in results],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

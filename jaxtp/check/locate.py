@@ -1,0 +1,166 @@
+"""The first module whose output, or whose gradient, differs between two meshes.
+
+The model is run block by block with every module's `__call__` watched: its output is recorded, and a zero is added
+to it, whose gradient is that of the loss at this place.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jaxtp.check.parity import Arrays, batches, on_case, place, relative_error
+from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.mesh import make_mesh
+from jaxtp.models.decoder import Decoder, layer
+from jaxtp.train.config import TrainConfig
+
+LOSS = "head and loss"
+Taps = dict[str, Any]
+
+
+@dataclass
+class _Watch:
+    """Records what each module returns, by path, in the order in which they return."""
+
+    taps: Taps
+    names: dict[int, str] = field(default_factory=dict)
+    outputs: Taps = field(default_factory=dict)
+    failed_in: str | None = None
+
+    @contextmanager
+    def on(self, module: nnx.Module, prefix: str) -> Iterator[None]:
+        """Watches a module and all those in it."""
+        inside = list(nnx.iter_modules(module))
+        self.names |= {id(m): ".".join(map(str, (prefix, *path))) for path, m in inside}
+        classes = {
+            cls for _, m in inside for cls in type(m).__mro__ if "__call__" in vars(cls) and cls is not nnx.Module
+        }
+        originals = {cls: vars(cls)["__call__"] for cls in classes}
+        for cls, call in originals.items():
+            setattr(cls, "__call__", self._watched(call))  # noqa: B010
+        try:
+            yield
+        finally:
+            for cls, call in originals.items():
+                setattr(cls, "__call__", call)  # noqa: B010
+
+    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+            if jax.sharding.get_abstract_mesh().manual_axes or id(module) not in self.names:
+                return call(module, *args, **kwargs)  # inside another module's view of one device
+            name = self.names[id(module)]
+            try:
+                return self.record(name, call(module, *args, **kwargs))
+            except Exception:
+                self.failed_in = self.failed_in or name
+                raise
+
+        return watched
+
+    def record(self, name: str, output: Any) -> Any:
+        """Keeps an output, and adds the tap of that name to it, if there is one."""
+        if name in self.taps:
+            output = jax.tree.map(jnp.add, output, self.taps[name])
+        self.outputs[name] = output
+        return output
+
+
+@dataclass(frozen=True)
+class _Traces:
+    outputs: dict[str, Any]
+    gradients: dict[str, Any]
+
+
+def first_difference(config: TrainConfig, case: Case, initial: Arrays, tolerance: float) -> str | None:
+    """Names the first module whose output differs from one device's; else the one whose backward pass does.
+
+    Args:
+      config: the (shrunk) run, in float32.
+      case: the mesh that disagrees.
+      initial: the state that both start from.
+      tolerance: relative L2 error allowed.
+
+    Returns:
+      A sentence, or None if all outputs and their gradients agree: then only a parameter's own gradient, or its
+      update, can differ.
+    """
+    traces = []
+    for each in dict.fromkeys((ONE_DEVICE, case)):
+        watch = _Watch({})
+        try:
+            traces.append(_trace(on_case(config, each), each, initial, watch))
+        except Exception as error:
+            where = watch.failed_in or "the step"
+            return f"{where} cannot be traced on {each}: {describe_error(error)}"
+    return _compare(traces[0], traces[-1], tolerance)
+
+
+def _compare(expected: _Traces, actual: _Traces, tolerance: float) -> str | None:
+    for name, output in expected.outputs.items():
+        if (error := _error(actual.outputs[name], output)) > tolerance:
+            return f"{name}: its output is off by {error:.1e}"
+    reader = LOSS
+    for name, gradient in reversed(expected.gradients.items()):
+        if (error := _error(actual.gradients[name], gradient)) > tolerance:
+            return f"{reader}: its backward pass is off by {error:.1e}, in the gradient of what {name} gives"
+        reader = name
+    return None
+
+
+def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> _Traces:
+    """Outputs and their gradients on one mesh; `watch` is told where it fails, if it does."""
+    mesh = make_mesh(*case.mesh)
+    batch = batches(config)[0]
+    with jax.set_mesh(mesh):
+        graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
+        weights = {name.removeprefix("model."): a for name, a in initial.items() if name.startswith("model.")}
+        state = place(weights, abstract, mesh)
+
+        def loss(taps: Taps, state: nnx.State, watch: _Watch) -> tuple[Array, Taps]:
+            watch.taps = taps
+            total = _run(nnx.merge(graph, state), batch, watch)
+            return total, watch.outputs
+
+        _, shapes = jax.eval_shape(lambda state: loss({}, state, watch), state)
+        zeros = {name: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape) for name, shape in shapes.items()}
+        gradients, outputs = jax.jit(jax.grad(lambda taps, state: loss(taps, state, _Watch({})), has_aux=True))(
+            zeros, state
+        )
+        order = list(watch.outputs)  # of execution: a dict comes out of a JAX transformation sorted by key
+        on_host = jax.tree.map(np.asarray, (outputs, gradients))
+    return _Traces(*({name: tree[name] for name in order} for tree in on_host))
+
+
+def _run(model: Decoder, batch: dict[str, Any], watch: _Watch) -> Array:
+    """The mean loss, block by block, without scan and remat, which would hide what is inside them."""
+    config = model.config
+    with watch.on(model.embedding, "embedding"):
+        x_BTD = model.embedding(jnp.asarray(batch["inputs"]))
+    for index in range(config.num_layers):
+        block = layer(model.blocks, index)
+        with watch.on(block, f"blocks.{index}"):
+            x_BTD = block(x_BTD)
+    with watch.on(model.norm, "norm"):
+        x_BTD = model.norm(x_BTD)
+    total, count = model.loss_of_hidden(x_BTD, jnp.asarray(batch["labels"]))
+    mean: Array = watch.record(LOSS, total / count)
+    return mean
+
+
+def _error(actual: Any, expected: Any) -> float:
+    """The largest over the arrays of an output; infinite where shapes differ."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    errors = [relative_error(a, e) if a.shape == e.shape else float("inf") for a, e in pairs]
+    return max(float("inf") if np.isnan(error) else error for error in errors)
+
+
+def describe_error(error: Exception) -> str:
+    """Its kind and its first line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

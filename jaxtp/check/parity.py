@@ -1,0 +1,213 @@
+"""Three updates of one model on a mesh, and how far they are from those of another mesh."""
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtp.check.shrink import UPDATES, Case
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
+from jaxtp.collectives import batch_spec
+from jaxtp.layers.loss import IGNORE
+from jaxtp.mesh import make_mesh, mesh_sizes
+from jaxtp.models.budget import step_budget
+from jaxtp.parallel.audit import audit
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.state import Blueprint, plan_state
+from jaxtp.train.step import StepSettings, make_train_step
+
+NOISE = 0.1
+"""Added to every weight: initial values are special (zero biases, equal scales), and hide mistakes."""
+
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
+"""For virtual CPU devices: the same program compiles in less than half the time."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Relative errors allowed."""
+
+    scalar: float
+    """Of losses and gradient norms, in which the rounding of many tokens averages out."""
+
+    tensor: float
+    """Of each gradient and each updated array."""
+
+
+TOLERANCES = {
+    # 84 units in the last place; sums in another order differ by about ten.
+    "float32": Tolerance(scalar=1e-5, tensor=1e-5),
+    # 1 and 8 units: a row layer's partial sums are rounded to bfloat16 on each device before they are added.
+    "bfloat16": Tolerance(scalar=2.0**-7, tensor=8 * 2.0**-7),
+}
+"""By compute dtype."""
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What three updates came to."""
+
+    losses: np.ndarray
+    """Before each update."""
+
+    grad_norms: np.ndarray
+    """Before each update."""
+
+    gradients: Arrays
+    """Of the first batch, by parameter; whole and unpadded, like the next."""
+
+    state: Arrays
+    """Parameters and optimizer after the last update."""
+
+    problems: tuple[str, ...] = ()
+    """What the audit of the compiled step found."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The distance between two `Numbers`: relative L2 norms, the worst of each kind."""
+
+    loss: float
+    grad_norm: float
+    gradient: float
+    worst_gradient: str
+    """The parameter whose gradient is the farthest off."""
+    update: float
+    worst_update: str
+    """The array of the updated state that is the farthest off."""
+
+    def within(self, tolerance: Tolerance) -> bool:
+        """Whether all of them are tolerated; a NaN is not."""
+        scalars = self.loss <= tolerance.scalar and self.grad_norm <= tolerance.scalar
+        return scalars and self.gradient <= tolerance.tensor and self.update <= tolerance.tensor
+
+
+def initial_arrays(config: TrainConfig) -> Arrays:
+    """The state that every mesh starts from, unpadded: initial values, each weight moved away from its own."""
+    blueprint = _plan(config, make_mesh())
+    arrays = to_logical(blueprint.create(config.run.seed), blueprint.mesh)
+    return {
+        name: _moved(name, array) if name.startswith("model.") else np.asarray(array) for name, array in arrays.items()
+    }
+
+
+def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
+    """A batch of random tokens for each update, some labels masked, unevenly over the rows."""
+    made = []
+    shape = (config.data.global_batch_size, config.data.sequence_length + 1)
+    for update in range(UPDATES):
+        random = np.random.default_rng(update)
+        tokens = random.integers(config.model.vocab_size, size=shape, dtype=np.int32)
+        masked = random.random(shape) < np.linspace(0, 0.5, shape[0])[:, None]
+        labels = np.where(masked, IGNORE, tokens)[:, 1:]
+        made.append({"inputs": tokens[:, :-1], "labels": labels})
+    return made
+
+
+def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = False) -> Numbers:
+    """Three updates on the mesh of a case.
+
+    Args:
+      config: the (shrunk) run.
+      case: mesh and sequence parallelism.
+      initial: the state to start from.
+      audited: also audits the compiled step.
+    """
+    config = on_case(config, case)
+    mesh = make_mesh(*case.mesh)
+    blueprint = _plan(config, mesh)
+    settings = StepSettings(config.train.accumulation, config.train.z_loss, config.run.seed)
+    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
+    step = make_train_step(blueprint, schedule, settings, with_grads=True)
+    state = place(initial, blueprint.abstract, mesh)
+    placed = [jax.device_put(batch, NamedSharding(mesh, batch_spec(None))) for batch in batches(config)]
+    problems: list[str] = []
+    if audited:
+        result = audit(
+            step, state, placed[0], mesh=mesh, budget=_budget(config, mesh), compiler_options=COMPILER_OPTIONS
+        )
+        problems, step = result.problems(), result.compiled
+    else:
+        with jax.set_mesh(mesh):
+            step = step.lower(state, placed[0]).compile(compiler_options=COMPILER_OPTIONS)
+    scalars: list[list[float]] = []
+    gradients: Arrays = {}
+    for batch in placed:
+        state, values, grads = step(state, batch)
+        scalars.append([float(values["loss"]), float(values["grad_norm"])])
+        gradients = gradients or _on_host(grads, mesh)
+    losses, norms = np.array(scalars).T
+    return Numbers(losses, norms, gradients, _on_host(state, mesh), tuple(problems))
+
+
+def compare(actual: Numbers, expected: Numbers) -> Errors:
+    """The errors of `actual`, relative to `expected`."""
+    gradients = {name: relative_error(actual.gradients[name], g) for name, g in expected.gradients.items()}
+    updates = {name: relative_error(actual.state[name], a) for name, a in expected.state.items()}
+    worst_gradient, worst_update = _worst(gradients), _worst(updates)
+    return Errors(
+        loss=relative_error(actual.losses, expected.losses),
+        grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
+        gradient=gradients[worst_gradient],
+        worst_gradient=worst_gradient,
+        update=updates[worst_update],
+        worst_update=worst_update,
+    )
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """L2 norm of the difference over that of the expected value, in float64; absolute where that is zero."""
+    difference = float(np.linalg.norm(np.float64(actual) - np.float64(expected)))
+    return difference / (float(np.linalg.norm(np.float64(expected))) or 1.0)
+
+
+def on_case(config: TrainConfig, case: Case) -> TrainConfig:
+    """The configuration with the case's sequence parallelism."""
+    return dataclasses.replace(
+        config, model=dataclasses.replace(config.model, sequence_parallel=case.sequence_parallel)
+    )
+
+
+def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
+    """Unpadded arrays as a state of this mesh."""
+    targets = abstract_logical(abstract, mesh)
+    with jax.set_mesh(mesh):
+        return from_logical({n: jax.device_put(arrays[n], t.sharding) for n, t in targets.items()}, abstract, mesh)
+
+
+def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
+    optimizer: optax.GradientTransformation = optimizers.build(config.optimizer, config.train.steps)
+    return plan_state(config.model, optimizer, mesh)
+
+
+def _budget(config: TrainConfig, mesh: Mesh) -> dict[tuple[str, tuple[str, ...]], float]:
+    return step_budget(
+        config.model,
+        mesh_sizes(mesh),
+        batch_size=config.data.global_batch_size,
+        sequence_length=config.data.sequence_length,
+        accumulation=config.train.accumulation,
+    )
+
+
+def _moved(name: str, array: Array) -> np.ndarray:
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    return np.asarray(array) + NOISE * random.standard_normal(array.shape).astype(array.dtype)
+
+
+def _on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:
+    return {name: np.asarray(array) for name, array in to_logical(state, mesh).items()}
+
+
+def _worst(errors: Mapping[str, float]) -> str:
+    return max(errors, key=lambda name: (np.isnan(errors[name]), errors[name]))

@@ -1,0 +1,57 @@
+"""What a check found: a line per case for people, a dict for machines."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtp.check.parity import Errors, Tolerance
+from jaxtp.check.shrink import Case
+
+HEADER = f"{'':4}  {'mesh':<44}{'dtype':<10}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'updated':>9}"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One case against one device."""
+
+    case: Case
+    dtype: str
+    tolerance: Tolerance
+    errors: Errors | None
+    """None if the step could not be run."""
+    problems: tuple[str, ...]
+    """Of the compiled step, or why it could not be run."""
+    first_difference: str | None = None
+    """The first module that differs, where any does."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether numbers and compiled step are as they should be."""
+        return self.errors is not None and self.errors.within(self.tolerance) and not self.problems
+
+    def lines(self) -> list[str]:
+        """The row of the table; below it what is wrong, if anything."""
+        name = f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<44}{self.dtype:<10}"
+        if self.errors is None:
+            return [name, *(f"        {problem}" for problem in self.problems)]
+        e = self.errors
+        row = f"{name}{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradient:>10.1e}{e.update:>9.1e}"
+        if self.passed:
+            return [row]
+        first = [f"first difference: {self.first_difference}"] if self.first_difference else []
+        worst = [f"worst gradient {e.worst_gradient}, worst updated array {e.worst_update}"]
+        details = ([] if e.within(self.tolerance) else first + worst) + list(self.problems)
+        return [row, *(f"        {detail}" for detail in details)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, as plain values."""
+        return {
+            "mesh": self.case.sizes,
+            "sequence_parallel": self.case.sequence_parallel,
+            "dtype": self.dtype,
+            "tolerance": dataclasses.asdict(self.tolerance),
+            "errors": None if self.errors is None else dataclasses.asdict(self.errors),
+            "problems": list(self.problems),
+            "first_difference": self.first_difference,
+            "passed": self.passed,
+        }

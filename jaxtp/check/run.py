@@ -1,0 +1,108 @@
+"""Every case of a configuration against one device."""
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxtp.check import parity
+from jaxtp.check.config import CheckConfig, parse_mesh
+from jaxtp.check.locate import describe_error, first_difference
+from jaxtp.check.report import Verdict
+from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
+from jaxtp.config import ConfigError
+from jaxtp.mesh import AXES, describe_mesh
+from jaxtp.models.config import violations
+from jaxtp.train.config import TrainConfig, check
+
+
+def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
+    """What will be run: the shrunk configuration, and the cases.
+
+    Raises:
+      ConfigError: the configuration does not hold on its own mesh, or a chosen mesh cannot hold it.
+    """
+    given = {axis: getattr(config.mesh, axis) for axis in AXES}
+    check(config, {axis: abs(size) for axis, size in given.items()})  # -1, all devices that are left, may be one
+    wide = {axis: 2 if size == -1 else size for axis, size in given.items()}
+    cases = _chosen_cases(config) if config.meshes else default_cases(config, wide)
+    if not cases:
+        raise ConfigError("no mesh of several devices can hold this model; choose one with --mesh")
+    return shrink(config, cases), cases
+
+
+def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
+    """Runs each case in float32, and in the configuration's compute dtype if that is another.
+
+    A generator, so that each result can be shown as it comes.
+    """
+    for dtype in dict.fromkeys(("float32", small.model.precision.compute)):
+        config = _with_dtype(small, dtype)
+        initial = parity.initial_arrays(config)
+        expected = _run(config, ONE_DEVICE, initial, dtype)
+        if isinstance(expected, Verdict):
+            yield expected
+            continue
+        for case in cases:
+            actual = _run(config, case, initial, dtype)
+            if isinstance(actual, Verdict):
+                yield actual
+            else:
+                yield _compare(config, case, initial, dtype, actual, expected)
+
+
+def _run(config: TrainConfig, case: Case, initial: parity.Arrays, dtype: str) -> parity.Numbers | Verdict:
+    """The numbers of a case, or why there are none."""
+    try:
+        return parity.run(config, case, initial, audited=case != ONE_DEVICE)
+    except Exception as error:  # a broken layer fails in whatever way it is broken; the verdict says how
+        tolerance = parity.TOLERANCES[dtype]
+        where = first_difference(config, case, initial, tolerance.tensor)
+        return Verdict(case, dtype, tolerance, None, (where or describe_error(error),), where)
+
+
+def _compare(
+    config: TrainConfig,
+    case: Case,
+    initial: parity.Arrays,
+    dtype: str,
+    actual: parity.Numbers,
+    expected: parity.Numbers,
+) -> Verdict:
+    tolerance = parity.TOLERANCES[dtype]
+    errors = parity.compare(actual, expected)
+    where = None
+    if not errors.within(tolerance):
+        where = first_difference(config, case, initial, tolerance.tensor) or _own(errors, tolerance)
+    return Verdict(case, dtype, tolerance, errors, actual.problems, where)
+
+
+def _own(errors: parity.Errors, tolerance: parity.Tolerance) -> str:
+    """What is left when every module's output and its gradient agree."""
+    if not errors.gradient <= tolerance.tensor:
+        return f"{errors.worst_gradient}: its own gradient, where outputs and their gradients agree"
+    return f"{errors.worst_update}: its update, where all gradients agree"
+
+
+def _chosen_cases(config: CheckConfig) -> list[Case]:
+    cases = []
+    for text in config.meshes:
+        mesh = parse_mesh(text)
+        sizes = dict(zip(AXES, mesh, strict=True))
+        if problems := list(violations(config.model, sizes)):
+            raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        if (count := mesh[0] * mesh[1] * mesh[2]) > MAX_DEVICES:
+            raise ConfigError(
+                f"--mesh {text}: {describe_mesh(sizes)} is {count} devices, and a check runs on at most {MAX_DEVICES} "
+                "virtual ones; shrink dp or fsdp, whose size changes nothing in kind"
+            )
+        cases += cases_of(config, mesh)
+    return cases
+
+
+def _with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
+    """All of it in float32; with another compute dtype, as configured."""
+    precision = config.model.precision
+    if dtype == "float32":
+        precision = dataclasses.replace(
+            precision, param="float32", compute="float32", reduce="float32", logits="float32"
+        )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, precision=precision, attention="xla"))

@@ -1,0 +1,155 @@
+"""What a training step of the decoder must move: its communication budget, by module and mesh axis.
+
+Over tp, in units of (t-1)/t * batch * sequence * d_model * bytes sent by a device, each layer, forward and backward:
+
+| module                    | all-reduce: forward, again, backward | sequence-parallel: forward, again, backward |
+|---------------------------|--------------------------------------|---------------------------------------------|
+| attention, column layer   | 0, 0, 2                              | 1, 1, 1                                     |
+| attention, row layer      | 2, 2, 0                              | 1, 1, 1                                     |
+| mlp, column layer         | 0, 0, 2                              | 1, 1, 1                                     |
+| mlp, row layer            | 2, never, 0                          | 1, never, 1                                 |
+| embedding                 | 2, never, 0                          | 1, never, 1                                 |
+| head                      | 0, never, 2                          | 1, never, 1                                 |
+
+"Again" is paid where the remat policy does not keep the result (`remat`): `full` and `offload` repeat all three,
+`save_dots` the gathers of the column layers. The block's last reduction is never repeated: nothing of the backward pass
+reads it. The loss adds three all-reduces of a float per token.
+
+Every weight is gathered over fsdp for the forward and, in a block, again for the backward pass, in the compute dtype;
+its gradient is reduced over fsdp and dp once, in the reduction dtype. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO
+stage 3 (arXiv 1910.02054).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxtp.mesh import DP, FSDP, TP
+from jaxtp.models.config import ModelConfig
+
+Place = tuple[str, tuple[str, ...]]
+"""A module by the scope of its collectives, and mesh axes."""
+
+COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
+_AGAIN = {"none": (), "save_gathered": (), "save_dots": (COLUMN,), "full": (COLUMN, ROW), "offload": (COLUMN, ROW)}
+FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A stored array, and how its layer loads it."""
+
+    module: str
+    size: int
+    """Elements of the whole array, padding included."""
+    tp: bool = True
+    """Split over tp."""
+    fsdp: bool = True
+    """Split over fsdp."""
+    group: int = 1
+    """Neighbours over tp that gather each other's parts."""
+    used_by_all_tp: bool = False
+    """Its gradient is summed over tp."""
+    gathers: int = 2
+    """Times that a step gathers it."""
+    copies: int = 1
+    """Layers that have one."""
+
+
+def step_budget(
+    config: ModelConfig, mesh: Mapping[str, int], *, batch_size: int, sequence_length: int, accumulation: int = 1
+) -> dict[Place, float]:
+    """Bytes that each device may send in a training step, by module and mesh axes; exact without biases and q/k norms.
+
+    Args:
+      config: the model.
+      mesh: devices along each axis.
+      batch_size: sequences in the step, over all devices and micro-batches.
+      sequence_length: tokens in a sequence.
+      accumulation: micro-batches.
+    """
+    tokens = batch_size // (mesh[DP] * mesh[FSDP] * accumulation) * sequence_length
+    split = config.sequence_parallel
+    if split is None:
+        split = mesh[TP] > 1 and sequence_length % mesh[TP] == 0
+    budget: Counter[Place] = Counter()
+    for module, axes, sent in [
+        *_activations(config, mesh, tokens, split),
+        *(move for weight in _weights(config, mesh, split) for move in _weight_moves(weight, config, mesh)),
+    ]:
+        spanned = tuple(axis for axis in mesh if axis in axes and mesh[axis] > 1)
+        if spanned and sent:
+            budget[module, spanned] += accumulation * sent  # type: ignore[assignment]
+    return dict(budget)
+
+
+_Move = tuple[str, tuple[str, ...], float]
+
+
+def _activations(config: ModelConfig, mesh: Mapping[str, int], tokens: int, split: bool) -> Iterator[_Move]:
+    unit = _ring(mesh[TP]) * tokens * config.d_model * jnp.dtype(config.precision.compute).itemsize
+    layers, again = config.num_layers, _AGAIN[config.remat]
+    for block in ("attention", "mlp"):
+        column = 2 + (COLUMN in again) if split else 2
+        row = 2 if block == "mlp" or ROW not in again else (3 if split else 4)
+        yield f"{block}/{COLUMN}", (TP,), layers * column * unit
+        yield f"{block}/{ROW}", (TP,), layers * row * unit
+    yield "vocab_parallel_embedding", (TP,), 2 * unit
+    per_token = 2 * _ring(mesh[TP]) * FLOAT32
+    loss_sums = 2 * _ring(mesh[DP] * mesh[FSDP]) * 2 * FLOAT32
+    yield "vocab_parallel_cross_entropy", (TP,), 2 * unit + 3 * tokens * per_token
+    yield "vocab_parallel_cross_entropy", (DP, FSDP), loss_sums
+    if config.qk_norm == "projection":  # a mean square of q and of k: forward, again, backward
+        yield "attention/attend", (TP,), layers * 2 * 3 * tokens * per_token
+
+
+def _weights(config: ModelConfig, mesh: Mapping[str, int], split: bool) -> Iterator[_Weight]:
+    """Every parameter of the decoder, as its layer loads it."""
+    d_model, d_ff, head_dim, layers = config.d_model, config.d_ff, config.head_dim, config.num_layers
+    sharing = max(1, mesh[TP] // config.num_kv_heads)
+    qkv = ((config.num_heads, 1), (config.num_kv_heads, sharing), (config.num_kv_heads, sharing))
+    for heads, group in qkv:
+        yield _Weight(f"attention/{COLUMN}", d_model * heads * head_dim, group=group, copies=layers)
+        if config.attention_bias:
+            yield _Weight(f"attention/{COLUMN}", heads * head_dim, fsdp=False, group=group, copies=layers)
+    for heads, group in qkv[:2]:
+        if config.qk_norm == "head":
+            yield _Weight("attention/attend", head_dim, tp=False, fsdp=False, used_by_all_tp=True, copies=layers)
+        if config.qk_norm == "projection":
+            yield _Weight("attention/attend", heads * head_dim, fsdp=False, group=group, copies=layers)
+    yield _Weight(f"attention/{ROW}", config.num_heads * head_dim * d_model, copies=layers)
+    for _ in range(2):  # gate and up
+        yield _Weight(f"mlp/{COLUMN}", d_model * d_ff, copies=layers)
+        if config.mlp_bias:
+            yield _Weight(f"mlp/{COLUMN}", d_ff, fsdp=False, copies=layers)
+    yield _Weight(f"mlp/{ROW}", d_ff * d_model, copies=layers)
+    for block, has_bias in (("attention", config.attention_out_bias), ("mlp", config.mlp_bias)):
+        yield _Weight(f"{block}/rms_norm", d_model, tp=False, used_by_all_tp=split, copies=layers)
+        if has_bias:
+            yield _Weight(f"{block}/{ROW}", d_model, tp=False, used_by_all_tp=split, copies=layers)
+    yield _Weight("rms_norm", d_model, tp=False, used_by_all_tp=split, gathers=1)
+    table = -(-config.vocab_size // mesh[TP]) * mesh[TP] * d_model
+    yield _Weight("vocab_parallel_embedding", table, gathers=1)
+    yield _Weight("vocab_parallel_cross_entropy", table, gathers=1)  # of a tied model: the same table, loaded again
+
+
+def _weight_moves(weight: _Weight, config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[_Move]:
+    """`collectives.load_weight`: gathers of the compute dtype, reductions of the reduction dtype."""
+    compute, reduce = (jnp.dtype(d).itemsize for d in (config.precision.compute, config.precision.reduce))
+    stored = weight.copies * weight.size / (mesh[TP] if weight.tp else 1)  # on a device, fsdp apart
+    used = stored * weight.group
+    shard = stored / (mesh[FSDP] if weight.fsdp else 1)
+    each_way = weight.gathers * compute + reduce
+    if weight.fsdp:
+        yield weight.module, (FSDP,), _ring(mesh[FSDP]) * used * each_way
+    yield weight.module, (TP,), _ring(weight.group) * shard * weight.group * each_way
+    axes = (DP,) + (() if weight.fsdp else (FSDP,)) + ((TP,) if weight.used_by_all_tp else ())
+    devices = mesh[DP] * (1 if weight.fsdp else mesh[FSDP]) * (mesh[TP] if weight.used_by_all_tp else 1)
+    yield weight.module, axes, 2 * _ring(devices) * shard * reduce
+
+
+def _ring(devices: int) -> float:
+    """The part of a message that each of so many devices sends when it is gathered or scattered around a ring."""
+    return (devices - 1) / devices

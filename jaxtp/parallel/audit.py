@@ -1,0 +1,214 @@
+"""Planned against realised: how a compiled step holds its parameters, and what it moves.
+
+Three accounts of one step are compared: what its modules declare that they need (the budget), what the program says
+(its jaxpr), and what the compiler's partitioner made of it (the HLO after SPMD partitioning).
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.mesh import DP, TP, mesh_sizes
+from jaxtp.parallel.census import Collective, count_collectives
+from jaxtp.parallel.compiling import compile_with_spmd_text
+from jaxtp.parallel.hlo import count_collectives_in_hlo
+from jaxtp.parallel.holding import Holding, read_holdings
+from jaxtp.parallel.tables import columns
+
+Place = tuple[str, tuple[str, ...]]
+"""A module and mesh axes, as `Collective.module` and `Collective.axes` have them."""
+
+Budget = Mapping[Place, float]
+"""Bytes that each device may send in a step, by place."""
+
+LARGE = 2**20
+"""Bytes from which an array that is replicated unasked is an error."""
+
+ROUNDING = 1e-9
+"""Of a budget, which is a sum of fractions."""
+
+
+class AuditError(ValueError):
+    """A compiled step that does not keep to its plan."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """What `audit` found."""
+
+    holdings: tuple[Holding, ...]
+    """Every array of the state."""
+
+    written: Counter[Collective]
+    """What the program says that it moves, and how often."""
+
+    realised: Counter[Collective]
+    """What the partitioner made of it."""
+
+    budget: Budget | None
+    """What the modules may send."""
+
+    sizes: Mapping[str, int]
+    """Devices along each axis of the mesh."""
+
+    compiled: Any
+    """The `jax.stages.Compiled` itself: it can be run, and has a `memory_analysis()`."""
+
+    @property
+    def added(self) -> Counter[Collective]:
+        """What the partitioner moves that the program does not say."""
+        left: Counter[Any] = Counter()
+        for collective, times in self.written.items():
+            left[_likeness(collective)] += times
+        added: Counter[Collective] = Counter()
+        for collective, times in self.realised.items():
+            asked = min(times, left[_likeness(collective)])
+            left[_likeness(collective)] -= asked
+            added[collective] = times - asked
+        return +added
+
+    def problems(self, large: int = LARGE) -> list[str]:
+        """What breaks the plan, one line each; empty if nothing does.
+
+        Args:
+          large: bytes from which an array replicated over fsdp or tp without being declared so counts.
+        """
+        return [
+            *self._replicated_unasked(large),
+            *self._weights_over_tp(),
+            *self._unasked_collectives(),
+            *self._over_budget(),
+        ]
+
+    def check(self, large: int = LARGE) -> None:
+        """Passes if there are no `problems`.
+
+        Raises:
+          AuditError: with all of them.
+        """
+        if problems := self.problems(large):
+            raise AuditError("the compiled step breaks its plan:\n" + "\n".join(f"  {p}" for p in problems))
+
+    def __str__(self) -> str:
+        """Two tables: the arrays of the state, and what moves, by module."""
+        return f"{_holdings_table(self.holdings)}\n\n{_collectives_table(self.realised, self.added)}"
+
+    def _replicated_unasked(self, large: int) -> Iterator[str]:
+        for holding in self.holdings:
+            axes = [axis for axis in holding.unasked if axis != DP]
+            if axes and holding.bytes > large:
+                yield (
+                    f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, "
+                    f"{holding.bytes_per_device:,} bytes on each device: it {holding.why}"
+                )
+
+    def _weights_over_tp(self) -> Iterator[str]:
+        """Written ones; where kv heads are shared, parts of a tp group gather them, which is as it should be.
+
+        With a budget, what it covers is an activation that happens to have a weight's shape.
+        """
+        for collective, times in self.written.items() if self.budget is None else ():
+            whole_group = collective.group == math.prod(self.sizes[axis] for axis in collective.axes)
+            if whole_group and (weight := self._weight_like(collective)):
+                yield f"{times} x {_describe(collective)}, the shape of {weight}: a weight split over {TP} stays there"
+
+    def _unasked_collectives(self) -> Iterator[str]:
+        """Sums of scalars are what a global norm needs; anything larger was written by nobody."""
+        for collective, times in self.added.items():
+            if math.prod(collective.shape) > 1:
+                weight = self._weight_like(collective)
+                shape = f", the shape of {weight}" if weight else ""
+                yield f"{times} x {_describe(collective)}{shape}: no module asked for it, the compiler added it"
+
+    def _weight_like(self, collective: Collective) -> str | None:
+        """The matrix whose shape a collective over tp has."""
+        over_tp = TP in collective.axes
+        return next((h.name for h in self.holdings if over_tp and collective.shape in h.matrices()), None)
+
+    def _over_budget(self) -> Iterator[str]:
+        if self.budget is None:
+            return
+        for (module, axes), sent in bytes_by_place(self.written).items():
+            allowed = self.budget.get((module, axes), 0)
+            if sent > allowed * (1 + ROUNDING):
+                where = module or "the step"
+                yield f"{where} sends {sent:,.0f} bytes over {'+'.join(axes)}; its budget is {allowed:,.0f}"
+
+
+def audit(
+    step: Any,
+    state: nnx.State,
+    *args: Any,
+    mesh: Mesh,
+    budget: Budget | None = None,
+    compiler_options: Mapping[str, bool | int | str] | None = None,
+) -> Audit:
+    """Compiles a step and compares what was planned with what came out.
+
+    Args:
+      step: a jitted function of `state, *args`; if it returns a new state, that comes first.
+      state: the variables that the step reads, real or abstract (`jax.ShapeDtypeStruct` with a sharding).
+      *args: the other arguments, likewise.
+      mesh: the mesh that the step runs on; its devices may be virtual ones.
+      budget: what each module may send; without one, what the program says is taken as asked for.
+      compiler_options: of XLA.
+    """
+    with jax.set_mesh(mesh):
+        traced = step.trace(state, *args)
+        compiled, text = compile_with_spmd_text(traced.lower(), compiler_options)
+    sizes = mesh_sizes(mesh)
+    return Audit(
+        holdings=read_holdings(compiled, state, mesh),
+        written=count_collectives(traced.jaxpr, sizes),
+        realised=count_collectives_in_hlo(text, sizes),
+        budget=budget,
+        sizes=sizes,
+        compiled=compiled,
+    )
+
+
+def bytes_by_place(collectives: Counter[Collective]) -> dict[Place, float]:
+    """Bytes that each device sends, by module and mesh axes."""
+    sent: dict[Place, float] = {}
+    for collective, times in collectives.items():
+        place = (collective.module, collective.axes)
+        sent[place] = sent.get(place, 0) + times * collective.bytes_sent
+    return sent
+
+
+def _likeness(collective: Collective) -> tuple[object, ...]:
+    """What stays the same when the partitioner takes a collective over; a maximum is an all-reduce to it."""
+    kind = "all-reduce" if collective.kind.startswith("all-reduce") else collective.kind
+    return kind, collective.axes, collective.group, collective.dtype, math.prod(collective.shape)
+
+
+def _describe(collective: Collective) -> str:
+    where = f" in {collective.module}" if collective.module else ""
+    return f"{collective.kind} of {collective.dtype} {_by(collective.shape)} over {'+'.join(collective.axes)}{where}"
+
+
+def _holdings_table(holdings: tuple[Holding, ...]) -> str:
+    rows = [(h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.why) for h in holdings]
+    return columns(("array", "shape", "on a device", "dtype", "bytes on a device", "why"), rows)
+
+
+def _collectives_table(realised: Counter[Collective], added: Counter[Collective]) -> str:
+    totals: Counter[tuple[str, ...]] = Counter()
+    sent: dict[tuple[str, ...], float] = {}
+    for collective, times in realised.items():
+        for count, by in ((added[collective], "the compiler"), (times - added[collective], "the program")):
+            row = (collective.module or "(step)", collective.kind, "+".join(collective.axes), by)
+            totals[row] += count
+            sent[row] = sent.get(row, 0) + count * collective.bytes_sent
+    rows = [(*row, f"{count:,}", f"{sent[row]:,.0f}") for row, count in (+totals).items()]
+    return columns(("module", "collective", "over", "asked for by", "count", "bytes sent by a device"), rows)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

@@ -1,0 +1,171 @@
+"""Counting collectives in the text of an HLO module, as XLA dumps it after SPMD partitioning.
+
+The jaxpr (`census`) has what the program says; this text has what the partitioner made of it, on any backend: before
+the passes that merge, split and schedule collectives for one kind of device. Loops count as often as they turn.
+"""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxtp.parallel.census import Collective
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_DTYPES = {"pred": "bool", "bf16": "bfloat16"} | {
+    f"{letter}{bits}": f"{name}{bits}"
+    for letter, name in (("f", "float"), ("s", "int"), ("u", "uint"), ("c", "complex"))
+    for bits in (8, 16, 32, 64, 128)
+}
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
+_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_CALLEE = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+
+
+class HloError(ValueError):
+    """A spelling that this reader does not know: a newer XLA, most likely."""
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    opcode: str
+    type: str
+    rest: str
+
+    @property
+    def op_name(self) -> str:
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found[1] if found else ""
+
+    @property
+    def callees(self) -> list[str]:
+        branches = _BRANCHES.search(self.rest)
+        return _CALLEE.findall(self.rest) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
+
+
+_Module = dict[str, list[_Instruction]]
+
+
+def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
+    """Every collective of an HLO module and how often it runs; those among a single device are left out.
+
+    Args:
+      text: the module, with names of operations in its metadata.
+      mesh_sizes: devices along each axis, in the mesh's order: partition ids count through them.
+
+    Raises:
+      HloError: a group of devices or a loop bound in a spelling that is not known.
+    """
+    module, entry = _parse(text)
+    counts: Counter[Collective] = Counter()
+    for instruction, scope, times in _walk(module, entry, "", 1):
+        for collective in _collectives(instruction, scope, mesh_sizes):
+            if collective.group > 1:
+                counts[collective] += times
+    return counts
+
+
+def _parse(text: str) -> tuple[_Module, str]:
+    module: _Module = {}
+    entry = current = ""
+    for line in text.splitlines():
+        if header := _COMPUTATION.match(line):
+            current = header["name"]
+            module[current] = []
+            entry = current if header["entry"] else entry
+        elif current and (found := _INSTRUCTION.match(line)):
+            module[current].append(_Instruction(found["opcode"], found["type"], found["rest"]))
+    if not entry:
+        raise HloError("no ENTRY computation: not the text of an HLO module")
+    return module, entry
+
+
+def _walk(module: _Module, name: str, scope: str, times: int) -> Iterator[tuple[_Instruction, str, int]]:
+    for instruction in module[name]:
+        op_name = instruction.op_name
+        here = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
+        if instruction.opcode in KINDS:
+            yield instruction, here, times
+        elif instruction.opcode in ("call", "while", "conditional", "fusion"):
+            turns = _trip_count(module, instruction) if instruction.opcode == "while" else 1
+            for callee in instruction.callees:
+                yield from _walk(module, callee, here, times * turns)
+
+
+def _trip_count(module: _Module, loop: _Instruction) -> int:
+    """From the compiler's own annotation, else the bound in the loop's condition (`i < n`, from 0 by 1)."""
+    if known := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.rest):
+        return int(known[1])
+    condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
+    constants = [
+        int(value[1])
+        for instruction in module[condition[1] if condition else ""]
+        if instruction.opcode == "constant" and (value := re.match(r"(\d+)\)", instruction.rest))
+    ]
+    if len(constants) != 1:
+        raise HloError(f"cannot tell how often a loop turns from its condition: {loop.rest[:200]}")
+    return constants[0]
+
+
+def _collectives(instruction: _Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:
+    group = _first_group(instruction.rest, sizes)
+    axes = _axes(group, sizes)
+    for dtype, dims in _SHAPE.findall(instruction.type):
+        shape = [int(dim) for dim in dims.split(",") if dim]
+        if instruction.opcode == "reduce-scatter":  # the operand is the larger
+            dimension = re.search(r"dimensions=\{(\d+)\}", instruction.rest)
+            shape[int(dimension[1]) if dimension else 0] *= len(group)
+        kind = instruction.opcode.removeprefix("collective-")
+        yield Collective(kind, axes, len(group), tuple(shape), _DTYPES.get(dtype, dtype), scope)
+
+
+def _first_group(rest: str, sizes: Mapping[str, int]) -> Sequence[int]:
+    """The partition ids of one group of devices; the others are its translations."""
+    if named := re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
+    ):
+        return _named_group(*named.groups())
+    if iota := re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        return [int(i) for i in _iota(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[0]]
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", rest):
+        return [int(i) for i in listed[1].split(",")]
+    if "replica_groups={}" in rest:
+        return range(math.prod(sizes.values()))
+    if pairs := re.search(r"source_target_pairs=\{(.*?)\}\}", rest):
+        return _ring(re.findall(r"(\d+),(\d+)", pairs[1]))
+    raise HloError(f"cannot tell which devices take part in a collective: {rest[:200]}")
+
+
+def _named_group(mesh: str, dims: str | None, permutation: str | None, names: str) -> list[int]:
+    """Of `mesh['dp'=2,'tp'=4] {'tp'}`: ids 0 to 3. The devices may be listed in another order, as an iota."""
+    sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
+    ids = _iota(dims or str(math.prod(sizes.values())), permutation).reshape(tuple(sizes.values()))
+    taking_part = re.findall(r"'([^']+)'", names)
+    return [int(i) for i in ids[tuple(slice(None) if name in taking_part else 0 for name in sizes)].reshape(-1)]
+
+
+def _iota(dims: str, permutation: str | None) -> np.ndarray:
+    """`[2,4]T(1,0)`: 0 to 7 in that shape, transposed."""
+    shape = [int(dim) for dim in dims.split(",")]
+    ids = np.arange(math.prod(shape)).reshape(shape)
+    return ids.transpose([int(dim) for dim in permutation.split(",")]) if permutation else ids
+
+
+def _ring(pairs: Sequence[tuple[str, str]]) -> list[int]:
+    """The devices that a permutation connects with its first one."""
+    target = {int(source): int(to) for source, to in pairs}
+    ring = [min(target)]
+    while (following := target.get(ring[-1])) is not None and following not in ring:
+        ring.append(following)
+    return ring
+
+
+def _axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the members of a group differ."""
+    positions = np.array(np.unravel_index(np.array(group), tuple(sizes.values())))
+    return tuple(axis for axis, along in zip(sizes, positions, strict=True) if len(set(along.tolist())) > 1)

@@ -1,0 +1,20 @@
+"""Plain-text tables."""
+
+from collections.abc import Sequence
+
+
+def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells under a header, each column as wide as its widest cell; numbers to the right."""
+    table = [header, *rows]
+    widths = [max(len(row[i]) for row in table) for i in range(len(header))]
+    return "\n".join(
+        "  ".join(_align(cell, width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
+    )
+
+
+def _align(cell: str, width: int) -> str:
+    return (
+        cell.rjust(width)
+        if cell[:1].isdigit() and cell.replace(",", "").replace(".", "").isdigit()
+        else cell.ljust(width)
+    )

@@ -1,0 +1,162 @@
+"""`python -m jaxtp.check`: passes on every configuration, and catches and names what is broken."""
+
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp.check.__main__ import main
+from jaxtp.check.config import CheckConfig
+from jaxtp.check.run import plan
+from jaxtp.check.shrink import Case, cases_of, default_cases, shrink
+from jaxtp.collectives import axis_size, leave_parallel, vary
+from jaxtp.config import from_yaml
+from jaxtp.layers import linear
+from jaxtp.models import decoder
+
+ROOT = Path(__file__).parent.parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+ONE_MESH = ("--config", str(ROOT / "configs/tiny.yaml"), "--mesh", "fsdp=2,tp=4", "--model.mlp-bias")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_passes_on_its_own_mesh(path, tmp_path, capsys):
+    config = from_yaml(CheckConfig, path)
+    file = tmp_path / "sub" / "check.json"
+    assert main(["--config", str(path), "--mesh", f"tp={config.mesh.tp}", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    precisions = {"float32", config.model.precision.compute}
+    assert record["passed"]
+    assert len(record["cases"]) == 2 * len(precisions)
+    assert {case["dtype"] for case in record["cases"]} == precisions
+    assert {case["sequence_parallel"] for case in record["cases"]} == {True, False}
+    assert all(0 < case["errors"]["gradient"] for case in record["cases"]), "something was compared"
+    assert f"all {2 * len(precisions)} equal one device" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_passes_on_all_default_meshes(path):
+    assert main(["--config", str(path)]) == 0
+
+
+def run_broken(capsys, *flags):
+    assert main([*ONE_MESH, *flags]) == 1
+    return capsys.readouterr().out
+
+
+def test_a_dropped_reduction_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(linear, "leave_parallel", lambda x, sequence: x)
+    out = run_broken(capsys)
+    assert "FAIL  one device" in out
+    assert "blocks.0.attention.out" in out
+    assert "row_parallel_linear: its result differs between devices along tp" in out
+    assert "a reduction (leave_parallel, all_reduce) is missing" in out
+
+
+def test_a_doubled_bias_is_named(monkeypatch, capsys):
+    def before_the_reduction(self, sequence, x, kernel, *biases):
+        y = x @ self.precision.load(kernel, 1)
+        for bias in biases:
+            y += vary(self.precision.load(bias, 0), jaxtp.TP)
+        return leave_parallel(y, sequence)
+
+    monkeypatch.setattr(linear.RowParallelLinear, "_project", before_the_reduction)
+    out = run_broken(capsys)
+    assert out.count("first difference: blocks.0.mlp.down: its output is off by") == 2
+    assert "worst gradient blocks.mlp.down.bias" in out
+    assert "2 of 2 differ" in out
+
+
+@jax.custom_vjp
+def doubled_gradient(x):
+    return x
+
+
+doubled_gradient.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
+
+def test_a_gradient_counted_twice_is_named(monkeypatch, capsys):
+    project = linear.ColumnParallelLinear._project
+
+    def counted_twice(self, sequence, x, *weights):
+        return project(self, sequence, doubled_gradient(x) if axis_size(jaxtp.TP) > 1 else x, *weights)
+
+    monkeypatch.setattr(linear.ColumnParallelLinear, "_project", counted_twice)
+    assert "first difference: blocks.1.mlp.gate_up: its backward pass is off by 1.0e+00" in run_broken(capsys)
+
+
+def test_a_weight_gradient_counted_twice_is_named(monkeypatch, capsys):
+    project = linear.RowParallelLinear._project
+
+    def counted_twice(self, sequence, x, kernel, *biases):
+        return project(self, sequence, x, doubled_gradient(kernel) if axis_size(jaxtp.TP) > 1 else kernel, *biases)
+
+    monkeypatch.setattr(linear.RowParallelLinear, "_project", counted_twice)
+    assert "kernel: its own gradient, where outputs and their gradients agree" in run_broken(capsys)
+
+
+class Swapped(nnx.Module):
+    """An MLP with row and column layers the wrong way round: right numbers, more communication."""
+
+    def __init__(self, d_model, d_ff, *, use_bias, **kwargs):
+        self.up = jaxtp.RowParallelLinear(d_model, d_ff, use_bias=use_bias, **kwargs)
+        self.down = jaxtp.ColumnParallelLinear(d_ff, d_model, use_bias=use_bias, **kwargs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.silu(self.up(x)))
+
+
+def test_swapped_row_and_column_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(decoder, "SwiGLU", Swapped)
+    out = run_broken(capsys)
+    assert "first difference" not in out, "the numbers are right"
+    assert "mlp/row_parallel_linear sends" in out
+    assert "no module asked for it" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--mesh tp=3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
+        ("--mesh pp=2", "'pp=2' is not an axis and its size; write it as fsdp=2,tp=4"),
+        ("--mesh tp=0", "'tp=0' is not an axis and its size"),
+        ("--mesh dp=8,fsdp=8", "is 64 devices, and a check runs on at most 16 virtual ones"),
+        ("--mesh.tp 3", "model.num_heads=8 is not divisible by mesh.tp=3"),
+        ("--config nothing.yaml", "nothing.yaml: No such file"),
+    ],
+)
+def test_mistakes(flags, message, capsys):
+    assert main(flags.split()) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_shrinking_keeps_what_divides_what():
+    for path in CONFIGS:
+        config = from_yaml(CheckConfig, path)
+        small, cases = plan(config)
+        assert (small.model.num_heads, small.model.num_kv_heads) == (config.model.num_heads, config.model.num_kv_heads)
+        for case in cases:
+            tp = case.mesh[2]
+            assert (small.model.vocab_size % tp == 0) == (config.model.vocab_size % tp == 0)
+            assert (small.data.sequence_length % tp == 0) == (config.data.sequence_length % tp == 0)
+            assert small.data.global_batch_size % (case.mesh[0] * case.mesh[1] * small.train.accumulation) == 0
+
+
+def test_default_meshes_cover_the_axes():
+    cases = default_cases(CheckConfig(), {"dp": 4, "fsdp": 16, "tp": 8})
+    assert cases[0] == Case((1, 2, 8), True), "its own mesh first, scaled down"
+    assert Case((1, 2, 8), False) in cases
+    for axis in range(3):
+        assert any(case.mesh[axis] == 8 and sum(case.mesh) == 10 for case in cases), "each axis alone"
+    assert any(min(case.mesh) == 2 for case in cases), "and all together"
+
+
+def test_a_mesh_of_sixteen_with_eight_kv_heads():
+    config = CheckConfig(model=jaxtp.ModelConfig(num_heads=32, num_kv_heads=8, vocab_size=128256))
+    (case, other) = cases_of(config, (1, 1, 16))
+    small = shrink(config, [case, other])
+    assert small.model.head_dim * 8 % 16 == 0

@@ -1,0 +1,100 @@
+"""Sixteen meshes, sequence parallelism on and off, four models: every gradient and three updates equal one device's."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import jaxtp
+from jaxtp.check import parity
+from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+
+LLAMA = jaxtp.ModelConfig(
+    vocab_size=32, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24, rope_theta=2.0
+)
+BASE = TrainConfig(
+    model=LLAMA,
+    data=DataConfig(sequence_length=8, global_batch_size=16),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+    train=LoopConfig(steps=10),
+)
+
+
+def variant(*, train=BASE.train, **model):
+    return dataclasses.replace(BASE, model=dataclasses.replace(LLAMA, **model), train=train)
+
+
+CONFIGS = {
+    "llama": BASE,
+    "shared kv heads": variant(num_kv_heads=2, head_dim=12, remat="save_dots", qk_norm="head", dropout=0.2),
+    "odd": variant(
+        vocab_size=19,
+        num_kv_heads=1,
+        head_dim=8,
+        tie_embeddings=True,
+        attention_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        qk_norm="projection",
+        loss_chunk=3,
+        remat="none",
+        scan_layers=False,
+    ),
+    "accumulation": variant(remat="save_gathered", train=LoopConfig(steps=10, accumulation=2, z_loss=1e-3)),
+}
+BATCH_MESHES = [(2, 1, 1), (8, 1, 1), (1, 2, 1), (1, 8, 1), (2, 4, 1), (4, 2, 1)]
+TP_MESHES = [
+    *((1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 2), (1, 2, 4)),
+    *((1, 4, 2), (2, 1, 2), (2, 1, 4), (4, 1, 2), (2, 2, 2)),
+]
+CASES = [Case(mesh, False) for mesh in BATCH_MESHES]  # without tp, sequence parallelism is nothing
+CASES += [Case(mesh, split) for mesh in TP_MESHES for split in (True, False)]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def one_device(request):
+    config = CONFIGS[request.param]
+    initial = parity.initial_arrays(config)
+    return config, initial, parity.run(config, ONE_DEVICE, initial)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_any_mesh_equals_one_device(one_device, case):
+    config, initial, expected = one_device
+    errors = parity.compare(parity.run(config, case, initial), expected)
+    assert errors.within(parity.TOLERANCES["float32"]), errors
+
+
+def test_the_numbers_are_not_trivial(one_device):
+    """Gradients are there, and the updates move every parameter by more than a tolerance could hide."""
+    _, initial, numbers = one_device
+    assert all(np.linalg.norm(gradient) > 1e-6 for gradient in numbers.gradients.values())
+    moved = {n: parity.relative_error(a, initial[n]) for n, a in numbers.state.items() if n.startswith("model.")}
+    assert min(moved.values()) > 1e-3, moved
+    assert len(set(numbers.losses)) == parity.UPDATES
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 4)], ids=str)
+def test_bfloat16_within_its_tolerance(mesh):
+    config = variant(precision=jaxtp.Precision(compute="bfloat16"))
+    initial = parity.initial_arrays(config)
+    one, many = (parity.run(config, case, initial) for case in (ONE_DEVICE, Case(mesh, True)))
+    assert parity.compare(many, one).within(parity.TOLERANCES["bfloat16"])
+
+
+def test_accumulation_equals_the_whole_batch(one_device):
+    config, initial, accumulated = one_device
+    whole = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=1))
+    if config.model.dropout == 0:  # with dropout, each micro-batch draws its own mask
+        errors = parity.compare(parity.run(whole, ONE_DEVICE, initial), accumulated)
+        assert errors.within(parity.TOLERANCES["float32"]), errors
+
+
+def test_errors_are_those_of_the_worst():
+    a = parity.Numbers(np.ones(3), np.ones(3), {"w": np.ones(4), "v": np.ones(4)}, {"w": np.ones(4)})
+    b = dataclasses.replace(a, gradients={"w": np.ones(4), "v": np.full(4, 1.5)}, state={"w": np.full(4, np.nan)})
+    errors = parity.compare(b, a)
+    assert (errors.loss, errors.gradient, errors.worst_gradient, errors.worst_update) == (0, 0.5, "v", "w")
+    assert not errors.within(parity.Tolerance(1, 1)), "a NaN is not within any tolerance"
+    assert parity.compare(a, a).within(parity.Tolerance(0, 0))

@@ -1,0 +1,153 @@
+"""A block, and a whole step, move what they must and nothing else, counted in the jaxpr."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp.mesh import mesh_sizes
+from jaxtp.models import remat
+from jaxtp.models.budget import step_budget
+from jaxtp.parallel.audit import bytes_by_place
+from jaxtp.parallel.census import count_collectives
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import StepSettings, make_train_step
+
+B, T = 8, 16
+CONFIG = {"d_model": 64, "d_ff": 96, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
+NUM_WEIGHTS = 9  # q, k, v, out, gate, up, down and two norm scales
+
+
+def block_collectives(mesh, policy, **config):
+    """Collectives of one block's forward and backward pass."""
+    config = jaxtp.ModelConfig(**CONFIG, **config)
+    mesh = jaxtp.make_mesh(*mesh)
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0))))
+        block = jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x), policy=remat.policy(policy))
+        x = jax.ShapeDtypeStruct((B, T, config.d_model), jnp.float32)
+        jaxpr = jax.make_jaxpr(jax.grad(lambda state, x: block(state, x).sum(), argnums=(0, 1)))(state, x)
+    return count_collectives(jaxpr, mesh_sizes(mesh))
+
+
+def kinds(collectives, axes):
+    counts = Counter()
+    for collective, times in collectives.items():
+        if collective.axes == axes:
+            counts[collective.kind] += times
+    return dict(counts)
+
+
+def units_over_tp(collectives, mesh):
+    """Volume over tp in units of (tp-1)/tp x batch x sequence x d_model x bytes, as in the design."""
+    dp, fsdp, tp = mesh
+    activations = {c: times for c, times in collectives.items() if c.axes == ("tp",) and len(c.shape) == 3}
+    sent = sum(c.bytes_sent * times for c, times in activations.items())
+    return sent / ((tp - 1) / tp * (B // (dp * fsdp)) * T * CONFIG["d_model"] * 4)
+
+
+# DESIGN: volume over tp of a layer, forward and backward, by remat policy.
+ALL_REDUCE = {"none": 8, "save_dots": 8, "save_gathered": 8, "full": 10}
+SEQUENCE_PARALLEL = {"none": 8, "save_dots": 10, "save_gathered": 8, "full": 11}
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("policy", ALL_REDUCE)
+def test_all_reduce_tensor_parallelism(mesh, policy):
+    found = block_collectives(mesh, policy, sequence_parallel=False)
+    assert kinds(found, ("tp",)) == {"all-reduce": ALL_REDUCE[policy] / 2}
+    assert units_over_tp(found, mesh) == ALL_REDUCE[policy]
+    over_fsdp = {} if mesh[1] == 1 else {"all-gather": 2 * NUM_WEIGHTS, "reduce-scatter": NUM_WEIGHTS}
+    assert kinds(found, ("fsdp",)) == over_fsdp
+    assert kinds(found, ("dp",)) == ({} if mesh[0] == 1 else {"all-reduce": NUM_WEIGHTS})
+    assert {c.axes for c in found} <= {("tp",), ("fsdp",), ("dp",)}
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 8), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("policy", SEQUENCE_PARALLEL)
+def test_sequence_parallelism(mesh, policy):
+    found = block_collectives(mesh, policy)  # on by itself: tp divides the sequence
+    assert units_over_tp(found, mesh) == SEQUENCE_PARALLEL[policy]
+    assert set(kinds(found, ("tp",))) <= {"all-gather", "reduce-scatter", "all-reduce"}
+    norms = [c for c in found if "all-reduce" in c.kind and "tp" in c.axes]
+    assert all(c.shape in {(CONFIG["d_model"],), (CONFIG["d_model"] // mesh[1],)} for c in norms)
+
+
+def test_nothing_over_fsdp_has_the_shape_of_an_activation():
+    found = block_collectives((1, 2, 4), "none")
+    rows = {c.shape[0] for c in found if c.axes == ("fsdp",)}
+    assert B // 2 not in rows  # a weight's leading dim is 64, or a part of 96 or 64 over tp
+    assert all(len(c.shape) <= 2 for c in found if c.axes == ("fsdp",))
+
+
+STEP_B, V = 16, 61
+PLAIN = jaxtp.ModelConfig(vocab_size=64, num_layers=3, loss_chunk=5, **CONFIG)
+EXACT = {
+    "llama": PLAIN,
+    "bfloat16": dataclasses.replace(PLAIN, precision=jaxtp.Precision(compute="bfloat16")),
+    "odd vocabulary": dataclasses.replace(PLAIN, vocab_size=V),
+    "shared kv heads": dataclasses.replace(PLAIN, num_kv_heads=2),
+}
+BOUNDED = {
+    "biases and tied": dataclasses.replace(
+        PLAIN, vocab_size=V, tie_embeddings=True, attention_bias=True, attention_out_bias=True, mlp_bias=True
+    ),
+    "head norms": dataclasses.replace(PLAIN, num_kv_heads=2, qk_norm="head"),
+    "projection norms": dataclasses.replace(PLAIN, num_kv_heads=2, qk_norm="projection"),
+}
+
+
+def step_bytes(config, mesh, accumulation=1):
+    """Bytes sent by place: counted in the jaxpr of a whole step, and as budgeted."""
+    mesh = jaxtp.make_mesh(*mesh)
+    settings = OptimizerConfig()
+    plan = plan_state(config, optimizers.build(settings, 10), mesh)
+    step = make_train_step(plan, optimizers.learning_rate(settings, 10), StepSettings(accumulation))
+    batch = {name: jax.ShapeDtypeStruct((STEP_B, T), jnp.int32) for name in ("inputs", "labels")}
+    with jax.set_mesh(mesh):
+        jaxpr = step.trace(plan.abstract, batch).jaxpr
+    sizes = mesh_sizes(mesh)
+    budget = step_budget(config, sizes, batch_size=STEP_B, sequence_length=T, accumulation=accumulation)
+    return bytes_by_place(count_collectives(jaxpr, sizes)), budget
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "all-reduce"])
+@pytest.mark.parametrize("policy", ALL_REDUCE)
+@pytest.mark.parametrize("mesh", [(1, 1, 8), (2, 2, 2)], ids=str)
+def test_a_step_moves_its_budget(mesh, policy, sequence_parallel):
+    config = dataclasses.replace(PLAIN, remat=policy, sequence_parallel=sequence_parallel)
+    counted, budget = step_bytes(config, mesh)
+    assert counted == pytest.approx(budget)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_the_budget_is_exact(name):
+    counted, budget = step_bytes(EXACT[name], (1, 2, 4), accumulation=2)
+    assert counted == pytest.approx(budget)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 8), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize("name", BOUNDED)
+def test_biases_and_norms_stay_within_the_budget(name, mesh):
+    for policy in ALL_REDUCE:
+        counted, budget = step_bytes(dataclasses.replace(BOUNDED[name], remat=policy), mesh)
+        assert counted.keys() <= budget.keys()
+        assert all(sent <= budget[place] * (1 + 1e-9) for place, sent in counted.items())
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "all-reduce"])
+def test_embedding_head_and_loss_move_what_the_design_says(sequence_parallel):
+    """Embedding: an all-reduce, or its two halves; head: gather and scatter; loss: three all-reduces of a float a token."""
+    tp, tokens = 8, STEP_B * T
+    config = dataclasses.replace(PLAIN, sequence_parallel=sequence_parallel)
+    counted, _ = step_bytes(config, (1, 1, tp))
+    ring = (tp - 1) / tp
+    assert counted["vocab_parallel_embedding", ("tp",)] == 2 * ring * tokens * config.d_model * 4
+    head = 2 * ring * tokens * config.d_model * 4
+    assert counted["vocab_parallel_cross_entropy", ("tp",)] == head + 3 * 2 * ring * tokens * 4
