@@ -12,6 +12,7 @@ from jaxtp.layers.precision import Precision
 from jaxtp.mesh import DP, FSDP, TP, MeshError, make_mesh
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, DecoderBlock
+from jaxtp.parallel.audit import Audit, AuditError, audit
 
 __version__ = _version("jaxtp")
 
@@ -19,6 +20,8 @@ __all__ = [
     "DP",
     "FSDP",
     "TP",
+    "Audit",
+    "AuditError",
     "CausalSelfAttention",
     "ColumnParallelLinear",
     "Decoder",
@@ -31,6 +34,7 @@ __all__ = [
     "SwiGLU",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "audit",
     "make_mesh",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",

@@ -1,11 +1,13 @@
 """What the README promises runs."""
 
 import re
+import runpy
 import shlex
 from pathlib import Path
 
 import pytest
 
+from jaxtp.check.__main__ import main as check
 from jaxtp.train.__main__ import main
 
 ROOT = Path(__file__).parent.parent
@@ -14,6 +16,8 @@ COMMANDS = [
     line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()
 ]
 TRAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.train")]
+SCRIPTS = [line for line in COMMANDS if line.startswith("python scripts/")]
+CHECK = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.check")]
 SHORT = [
     "--optimizer.warmup-steps",
     "1",
@@ -44,6 +48,42 @@ def test_training_command(flags, tmp_path):
     assert main(shortened(flags, tmp_path, 2)) == 0
 
 
+@pytest.mark.slow
+def test_script_and_its_bounds(capsys):
+    """The bounds hold at a small size too."""
+    (command,) = SCRIPTS
+    runpy.run_path(str(ROOT / shlex.split(command)[1]))["main"](["--small", "--repeats", "1"])
+    traffic, shares, compiling = capsys.readouterr().out.split("\n\n")[2::2]
+    for *_, budget, explicit, constrained, _ratio in [line.split() for line in traffic.splitlines() if " all " in line]:
+        assert explicit == budget
+        assert float(explicit) < float(constrained)
+    rows = {line.split("  ")[0]: line.split()[-5:] for line in shares.splitlines()}
+    _, temporaries, reused, _, flops = map(float, rows["tp 8"])
+    assert temporaries <= 1.25
+    assert reused >= 0.99
+    assert flops <= 1.02
+    assert float(compiling.split()[-1]) < 1.3
+
+
+def test_tables_are_the_stored_results():
+    """Each line of a table that opens like the script's is one of its raw output."""
+    results = {path: path.read_text().splitlines() for path in ROOT.glob("scripts/results/*.txt")}
+    for path, lines in results.items():
+        headers = {line for line in lines if line.startswith("mesh ")}
+        tables = [block.strip().splitlines() for block in README.split("```")[1::2]]
+        tables = [table for table in tables if table[0] in headers]
+        assert tables, path
+        assert {line for table in tables for line in table} <= set(lines)
+
+
+@pytest.mark.parametrize("flags", CHECK, ids=" ".join)
+def test_check_command(flags, tmp_path, capsys):
+    flags = [str(tmp_path / "check.json") if flag == "runs/check.json" else flag for flag in flags]
+    assert check(flags) == 0
+    assert "all 8 equal one device" in capsys.readouterr().out
+    assert (tmp_path / "check.json").exists()
+
+
 def test_the_two_commands_that_resume_each_other(tmp_path, capsys):
     first, second = (flags for flags in TRAIN if "runs/a" in flags)
     assert main(shortened(first, tmp_path, 2)) == 0
@@ -56,7 +96,7 @@ def test_set_up_commands_are_what_ci_runs():
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert "pip\" install --quiet -e '.[dev]'" in (ROOT / ".ci/run").read_text()
-    assert len(COMMANDS) == len(TRAIN) + 2
+    assert len(COMMANDS) == len(TRAIN) + len(CHECK) + len(SCRIPTS) + 2
 
 
 def test_example_prints_what_it_says(capsys):

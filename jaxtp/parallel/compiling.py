@@ -19,7 +19,8 @@ def compile_with_spmd_text(lowered: Any, options: Mapping[str, bool | int | str]
       options: XLA's compiler options.
 
     Returns:
-      The `jax.stages.Compiled`, and the HLO text after SPMD partitioning, before any pass for one kind of device.
+      The `jax.stages.Compiled`, and the HLO text after SPMD partitioning, before any pass for one kind of device; on
+      a single device nothing is partitioned, and the text is that before all passes.
     """
     with tempfile.TemporaryDirectory() as folder, _no_compilation_cache():
         dump = {
@@ -28,8 +29,12 @@ def compile_with_spmd_text(lowered: Any, options: Mapping[str, bool | int | str]
             "xla_dump_hlo_pass_re": "spmd-partitioning",
         }
         compiled = lowered.compile(compiler_options={**(options or {}), **dump})
-        texts = [path for path in Path(folder).iterdir() if re.search(r"after_(tpu-)?spmd-partitioning\.", path.name)]
-        return compiled, texts[0].read_text()
+        (text,) = _find(folder, r"after_(tpu-)?spmd-partitioning\.") or _find(folder, r"\.before_optimizations\.txt$")
+        return compiled, text.read_text()
+
+
+def _find(folder: str, pattern: str) -> list[Path]:
+    return [path for path in Path(folder).iterdir() if re.search(pattern, path.name)]
 
 
 @contextmanager

@@ -21,7 +21,9 @@ _DTYPES = {"pred": "bool", "bf16": "bfloat16"} | {
     for bits in (8, 16, 32, 64, 128)
 }
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?[\w.\-]+ = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$")
+_INSTRUCTION = re.compile(
+    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
+)
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _CALLEE = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -33,6 +35,7 @@ class HloError(ValueError):
 
 @dataclass(frozen=True)
 class _Instruction:
+    name: str
     opcode: str
     type: str
     rest: str
@@ -63,11 +66,21 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
     """
     module, entry = _parse(text)
     counts: Counter[Collective] = Counter()
-    for instruction, scope, times in _walk(module, entry, "", 1):
-        for collective in _collectives(instruction, scope, mesh_sizes):
+    for _, instruction, scope, times in _walk(module, entry, "", 1):
+        for collective in _collectives(instruction, scope, mesh_sizes) if instruction.opcode in KINDS else ():
             if collective.group > 1:
                 counts[collective] += times
     return counts
+
+
+def count_flops_in_hlo(text: str) -> int:
+    """Floating-point operations of the matrix products that one device computes: 2 for a multiplication and its sum."""
+    module, entry = _parse(text)
+    return sum(
+        times * _dot_flops(module[computation], instruction)
+        for computation, instruction, _, times in _walk(module, entry, "", 1)
+        if instruction.opcode == "dot"
+    )
 
 
 def _parse(text: str) -> tuple[_Module, str]:
@@ -79,19 +92,19 @@ def _parse(text: str) -> tuple[_Module, str]:
             module[current] = []
             entry = current if header["entry"] else entry
         elif current and (found := _INSTRUCTION.match(line)):
-            module[current].append(_Instruction(found["opcode"], found["type"], found["rest"]))
+            module[current].append(_Instruction(**found.groupdict()))
     if not entry:
         raise HloError("no ENTRY computation: not the text of an HLO module")
     return module, entry
 
 
-def _walk(module: _Module, name: str, scope: str, times: int) -> Iterator[tuple[_Instruction, str, int]]:
+def _walk(module: _Module, name: str, scope: str, times: int) -> Iterator[tuple[str, _Instruction, str, int]]:
+    """Every instruction that runs: the computation that it is in, itself, its scope, and how often."""
     for instruction in module[name]:
         op_name = instruction.op_name
         here = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
-        if instruction.opcode in KINDS:
-            yield instruction, here, times
-        elif instruction.opcode in ("call", "while", "conditional", "fusion"):
+        yield name, instruction, here, times
+        if instruction.opcode in ("call", "while", "conditional", "fusion"):
             turns = _trip_count(module, instruction) if instruction.opcode == "while" else 1
             for callee in instruction.callees:
                 yield from _walk(module, callee, here, times * turns)
@@ -110,6 +123,22 @@ def _trip_count(module: _Module, loop: _Instruction) -> int:
     if len(constants) != 1:
         raise HloError(f"cannot tell how often a loop turns from its condition: {loop.rest[:200]}")
     return constants[0]
+
+
+def _dot_flops(computation: list[_Instruction], dot: _Instruction) -> int:
+    operand = re.search(r"%?([\w.\-]+)[,)]", dot.rest)
+    types = [i.type for i in computation if operand and i.name == operand[1]]
+    contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
+    if not types or not contracting:
+        raise HloError(f"cannot tell what a product multiplies: {dot.rest[:200]}")
+    lhs = _dims(types[0])
+    contracted = math.prod(lhs[int(dim)] for dim in contracting[1].split(",") if dim)
+    return 2 * math.prod(_dims(dot.type)) * contracted
+
+
+def _dims(type_: str) -> list[int]:
+    found = _SHAPE.search(type_)
+    return [int(dim) for dim in found[2].split(",") if dim] if found else []
 
 
 def _collectives(instruction: _Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:

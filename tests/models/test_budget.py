@@ -143,7 +143,7 @@ def test_biases_and_norms_stay_within_the_budget(name, mesh):
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "all-reduce"])
 def test_embedding_head_and_loss_move_what_the_design_says(sequence_parallel):
-    """Embedding: an all-reduce, or its two halves; head: gather and scatter; loss: three all-reduces of a float a token."""
+    """An all-reduce or its two halves for embedding and head; for the loss three all-reduces of a float per token."""
     tp, tokens = 8, STEP_B * T
     config = dataclasses.replace(PLAIN, sequence_parallel=sequence_parallel)
     counted, _ = step_bytes(config, (1, 1, tp))

@@ -33,9 +33,7 @@ def audit_step(model, mesh, budget=True):
     sharding = NamedSharding(mesh, batch_spec(None))
     batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=sharding) for name in ("inputs", "labels")}
     allowed = step_budget(model, mesh_sizes(mesh), batch_size=B, sequence_length=T) if budget else None
-    state = jax.tree.map(
-        lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), plan.abstract, plan.shardings
-    )
+    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), plan.abstract, plan.shardings)
     return audit(step, state, batch, mesh=mesh, budget=allowed, compiler_options=QUICK)
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtp.parallel.hlo import HloError, count_collectives_in_hlo
+from jaxtp.parallel.hlo import HloError, count_collectives_in_hlo, count_flops_in_hlo
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 
@@ -16,7 +16,7 @@ def module(attributes, kind="all-reduce", shape="f32[8,4]{1,0}"):
 
 ENTRY %main_spmd (param: f32[8,4]) -> f32[8,4] {{
   %param = f32[8,4]{{1,0}} parameter(0)
-  ROOT %out = {shape} {kind}(%param), channel_id=1, {attributes}, to_apply=%sum, metadata={{op_name="jit(step)/mlp/psum"}}
+  ROOT %out = {shape} {kind}(%param), {attributes}, to_apply=%sum, metadata={{op_name="jit(step)/mlp/psum"}}
 }}
 """
 
@@ -116,6 +116,27 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
 def test_loops_count_their_turns_and_callers_name_the_module(known, turns):
     collective, times = only(LOOP.replace("KNOWN", known))
     assert (times, collective.module) == (turns, "mlp")
+
+
+def test_flops_of_products():
+    text = """HloModule jit_step
+
+%body (p: (s32[], f32[4,8,16])) -> (s32[], f32[4,8,16]) {
+  %p = (s32[], f32[4,8,16]{2,1,0}) parameter(0)
+  %x = f32[4,8,16]{2,1,0} get-tuple-element(%p), index=1
+  %w = bf16[4,16,32]{2,1,0} constant(0)
+  %y = f32[4,8,32]{2,1,0} dot(%x, %w), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}
+}
+
+%condition (p.1: (s32[], f32[4])) -> pred[] {
+  %n = s32[] constant(3)
+}
+
+ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
+  ROOT %w.1 = (s32[], f32[4]{0}) while(%init), condition=%condition, body=%body
+}
+"""
+    assert count_flops_in_hlo(text) == 3 * 2 * (4 * 8 * 32) * 16
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,205 @@
+"""What the compiled training step moves, holds and computes, on meshes of virtual CPU devices; nothing is run.
+
+    python scripts/compiled_step.py
+
+Four tables, for a Llama of 0.2 billion parameters:
+
+1. Bytes that a device sends in a step, by mesh axis, in the HLO after SPMD partitioning: explicit layers (this package)
+   beside the same modules with sharding constraints only, which is what most JAX trainers do. A GPU's compiler later
+   merges part of what the partitioner added.
+2. Memory: temporaries per device at tp = 8 against an eighth of those of one device, and the share of the state whose
+   memory is reused. XLA's CPU backend assigns these buffers; a GPU's differ.
+3. FLOPs of all matrix products over all devices, against one device.
+4. Time to compile 64 layers against 4, the two taking turns; medians.
+"""
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp.collectives import batch_spec
+from jaxtp.mesh import AXES, TP, mesh_sizes
+from jaxtp.models.budget import step_budget
+from jaxtp.parallel.compiling import compile_with_spmd_text
+from jaxtp.parallel.hlo import count_collectives_in_hlo, count_flops_in_hlo
+from jaxtp.parallel.tables import columns
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.state import Blueprint, TrainState, bytes_per_device, plan_state
+from jaxtp.train.step import make_train_step
+
+MODEL = jaxtp.ModelConfig(
+    vocab_size=32768,
+    d_model=1024,
+    num_layers=8,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=64,
+    d_ff=4096,
+    loss_chunk=256,
+    precision=jaxtp.Precision(compute="bfloat16"),
+)
+BATCH, SEQUENCE = 16, 2048
+SMALL = dataclasses.replace(MODEL, vocab_size=512, d_model=64, num_layers=2, head_dim=8, d_ff=128, loss_chunk=16)
+MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
+SETTINGS = OptimizerConfig()
+
+
+class Measured:
+    """The compiled step of a model on a mesh, explicit or with constraints only."""
+
+    def __init__(
+        self, model: jaxtp.ModelConfig, mesh: tuple[int, int, int], rows: int, length: int, explicit: bool = True
+    ):
+        self.mesh = jaxtp.make_mesh(*mesh)
+        self.sizes = mesh_sizes(self.mesh)
+        plan = plan_state if explicit else plan_without_layers
+        self.plan = plan(model, optimizers.build(SETTINGS, 10), self.mesh)
+        step = make_train_step(self.plan, optimizers.learning_rate(SETTINGS, 10))
+        state = jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.plan.abstract, self.plan.shardings
+        )
+        row = NamedSharding(self.mesh, batch_spec(None))
+        batch = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=row) for k in ("inputs", "labels")}
+        with jax.set_mesh(self.mesh) if explicit else constraints_only(self.mesh):
+            lowered = step.lower(state, batch)
+            started = time.perf_counter()
+            self.compiled, self.text = compile_with_spmd_text(lowered)
+            self.seconds = time.perf_counter() - started
+        self.collectives = count_collectives_in_hlo(self.text, self.sizes)
+
+    def sent(self) -> dict[tuple[str, ...], float]:
+        """Bytes that a device sends, by mesh axes."""
+        sent: dict[tuple[str, ...], float] = {}
+        for collective, times in self.collectives.items():
+            sent[collective.axes] = sent.get(collective.axes, 0) + times * collective.bytes_sent
+        return sent
+
+
+def plan_without_layers(model: jaxtp.ModelConfig, optimizer: object, mesh: jax.sharding.Mesh) -> Blueprint:
+    """The same parameters with the same shardings, their modules built without a mesh: plain mathematics."""
+    state = nnx.eval_shape(lambda: TrainState(model, optimizer, seed=0))
+    graph, abstract = nnx.split(state)
+    return Blueprint(graph, abstract, nnx.get_named_sharding(abstract, mesh), mesh, model, optimizer)
+
+
+@contextmanager
+def constraints_only(mesh: jax.sharding.Mesh) -> Iterator[None]:
+    """Every layer's output, and what goes into and out of attention, constrained to the sharding that it has in this
+    package; the rest is left to the compiler."""
+
+    def constrain(x: object, spec: P) -> object:
+        return jax.tree.map(lambda a: jax.lax.with_sharding_constraint(a, NamedSharding(mesh, spec)), x)
+
+    def constrained(call: Callable, spec: P) -> Callable:
+        return lambda self, x: constrain(call(self, x), spec)
+
+    attend, heads = jax.nn.dot_product_attention, batch_spec(None, TP, None)
+
+    def constrained_attention(q: jax.Array, k: jax.Array, v: jax.Array, **kwargs: object) -> object:
+        return constrain(attend(*constrain((q, k, v), heads), **kwargs), heads)
+
+    between = batch_spec(TP, None) if mesh.shape[TP] > 1 else batch_spec(None, None)
+    specs = {
+        jaxtp.ColumnParallelLinear: batch_spec(None, TP),
+        jaxtp.RowParallelLinear: between,
+        jaxtp.RMSNorm: between,
+        jaxtp.VocabParallelEmbedding: between,
+    }
+    originals = {cls: cls.__call__ for cls in specs}
+    for cls, spec in specs.items():
+        cls.__call__ = constrained(originals[cls], spec)
+    jax.nn.dot_product_attention = constrained_attention
+    try:
+        yield
+    finally:
+        jax.nn.dot_product_attention = attend
+        for cls, call in originals.items():
+            cls.__call__ = call
+
+
+def traffic(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
+    """The first table."""
+    table = []
+    for mesh in MESHES:
+        explicit = Measured(model, mesh, rows, length)
+        whole = dataclasses.replace(model, loss_chunk=length)  # chunks of a split sequence would cost it more
+        constrained = Measured(whole, mesh, rows, length, explicit=False)
+        budget = sum(step_budget(model, explicit.sizes, batch_size=rows, sequence_length=length).values())
+        ours, theirs = explicit.sent(), constrained.sent()
+        for axes in sorted({*ours, *theirs}):
+            cells = [f"{sent.get(axes, 0) / 1e6:,.2f}" for sent in (ours, theirs)]
+            table.append((describe(mesh), "+".join(axes), "", *cells, ""))
+        total, other = sum(ours.values()), sum(theirs.values())
+        row = (f"{budget / 1e6:,.2f}", f"{total / 1e6:,.2f}", f"{other / 1e6:,.2f}", f"{other / total:.2f}")
+        table.append((describe(mesh), "all", *row))
+    return columns(("mesh", "axes", "budget", "explicit", "constraints only", "ratio"), table)
+
+
+def memory_and_flops(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
+    """The second and third tables."""
+    table = []
+    one = Measured(model, (1, 1, 1), rows, length)
+    flops, temporaries = count_flops_in_hlo(one.text), one.compiled.memory_analysis().temp_size_in_bytes
+    for mesh in [(1, 1, 1), *MESHES]:
+        measured = one if mesh == (1, 1, 1) else Measured(model, mesh, rows, length)
+        memory, devices = measured.compiled.memory_analysis(), measured.mesh.size
+        table.append(
+            (
+                describe(mesh),
+                f"{memory.temp_size_in_bytes / 1e6:,.1f}",
+                f"{memory.temp_size_in_bytes * devices / temporaries:.3f}",
+                f"{memory.alias_size_in_bytes / bytes_per_device(measured.plan):.4f}",
+                f"{count_flops_in_hlo(measured.text) / 1e9:,.2f}",
+                f"{count_flops_in_hlo(measured.text) * devices / flops:.4f}",
+            )
+        )
+    header = ("mesh", "temporaries, MB", "x devices / one", "state reused", "GFLOP of a device", "x devices / one")
+    return columns(header, table)
+
+
+def compile_times(model: jaxtp.ModelConfig, rows: int, length: int, repeats: int) -> str:
+    """The fourth table."""
+    times: dict[int, list[float]] = {4: [], 64: []}
+    for _ in range(repeats):
+        for layers, seconds in times.items():
+            deep = dataclasses.replace(model, num_layers=layers)
+            seconds.append(Measured(deep, (1, 2, 4), rows, length).seconds)
+    medians = {layers: statistics.median(seconds) for layers, seconds in times.items()}
+    table = [(str(n), f"{medians[n]:.2f}", ", ".join(f"{s:.2f}" for s in seconds)) for n, seconds in times.items()]
+    return columns(("layers", "median s", "all"), table) + f"\nratio {medians[64] / medians[4]:.2f}"
+
+
+def describe(mesh: tuple[int, int, int]) -> str:
+    """`fsdp 2 x tp 4`."""
+    return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh, strict=True) if size > 1) or "one device"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--small", action="store_true", help="a tiny model, to see that it works")
+    parser.add_argument("--repeats", type=int, default=3, help="compilations of each depth")
+    arguments = parser.parse_args(argv)
+    model, rows, length = (SMALL, 8, 32) if arguments.small else (MODEL, BATCH, SEQUENCE)
+    print(f"jax {jax.__version__}, 8 virtual CPU devices, {rows} x {length} tokens\n{model}\n")
+    print("MB that a device sends in a step, in the HLO after SPMD partitioning\n")
+    print(traffic(model, rows, length), flush=True)
+    print("\nMemory and FLOPs\n")
+    print(memory_and_flops(model, rows, length), flush=True)
+    print("\nSeconds to compile\n")
+    print(compile_times(model, rows, length, arguments.repeats))
+
+
+if __name__ == "__main__":
+    main()
