@@ -18,7 +18,7 @@ from jaxtp.collectives import batch_spec
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.models.budget import step_budget
-from jaxtp.parallel.audit import audit
+from jaxtp.parallel.audit import Budget, audit
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, plan_state
@@ -190,7 +190,7 @@ def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     return plan_state(config.model, optimizer, mesh)
 
 
-def _budget(config: TrainConfig, mesh: Mesh) -> dict[tuple[str, tuple[str, ...]], float]:
+def _budget(config: TrainConfig, mesh: Mesh) -> Budget:
     return step_budget(
         config.model,
         mesh_sizes(mesh),

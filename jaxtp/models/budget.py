@@ -28,9 +28,7 @@ import jax.numpy as jnp
 
 from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.models.config import ModelConfig
-
-Place = tuple[str, tuple[str, ...]]
-"""A module by the scope of its collectives, and mesh axes."""
+from jaxtp.parallel.audit import Place
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
 _AGAIN = {"none": (), "save_gathered": (), "save_dots": (COLUMN,), "full": (COLUMN, ROW), "offload": (COLUMN, ROW)}
