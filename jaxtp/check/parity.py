@@ -22,7 +22,7 @@ from jaxtp.parallel.audit import Budget, audit
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, plan_state
-from jaxtp.train.step import StepSettings, make_train_step
+from jaxtp.train.step import OPTIMIZER_SCOPE, StepSettings, make_train_step
 
 NOISE = 0.1
 """Added to every weight: initial values are special (zero biases, equal scales), and hide mistakes."""
@@ -134,7 +134,13 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
     problems: list[str] = []
     if audited:
         result = audit(
-            step, state, placed[0], mesh=mesh, budget=_budget(config, mesh), compiler_options=COMPILER_OPTIONS
+            step,
+            state,
+            placed[0],
+            mesh=mesh,
+            budget=_budget(config, mesh),
+            global_view=() if optimizers.is_elementwise(config.optimizer) else (OPTIMIZER_SCOPE,),
+            compiler_options=COMPILER_OPTIONS,
         )
         problems, step = result.problems(), result.compiled
     else:

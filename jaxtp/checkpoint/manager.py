@@ -1,14 +1,22 @@
-"""Saving and restoring a run: asynchronous, sharded, atomic, on any mesh."""
+"""Saving and restoring a run: asynchronous, sharded, atomic, checked, on any mesh."""
 
-from collections.abc import Mapping
+import hashlib
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
+from orbax.checkpoint import checkpoint_managers as policies
 
+from jaxtp.checkpoint.checksum import checksums
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
+
+EVAL_LOSS = "eval_loss"
+_DAMAGED = "damaged"
 
 
 class CheckpointError(ValueError):
@@ -21,27 +29,34 @@ class Checkpoints:
     Args:
       folder: created if it is missing.
       keep: how many of the newest to keep.
+      keep_every: also keeps those whose step is a multiple of it; 0 for none.
+      keep_best: also keeps the one with the lowest validation loss.
 
     A save returns when the arrays have been copied to host memory, and is written by a background thread into a
-    temporary folder that is renamed when complete: a run killed inside a save leaves the checkpoint before it.
+    temporary folder that is renamed when complete: a run killed inside a save leaves the checkpoint before it. Arrays
+    have logical, unpadded shapes, and a checksum each, which a restore compares.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2):
+    def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
         self.folder = folder
         try:
             self._manager = ocp.CheckpointManager(
                 folder.resolve(),
-                options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
+                options=ocp.CheckpointManagerOptions(
+                    preservation_policy=_policy(keep, keep_every, keep_best), cleanup_tmp_directories=True
+                ),
                 item_names=("state", "info"),
             )
         except OSError as error:
             raise CheckpointError(f"{folder}: {error.strerror}") from None
 
-    def latest_step(self) -> int | None:
-        """The step of the newest finished checkpoint; None if there is none."""
-        return self._manager.latest_step()
+    def steps(self) -> list[int]:
+        """The steps of the finished checkpoints, oldest first."""
+        return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any]) -> None:
+    def save(
+        self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any], *, eval_loss: float | None = None
+    ) -> None:
         """Starts to save; waits first for the save before it.
 
         Args:
@@ -49,26 +64,46 @@ class Checkpoints:
           state: every variable of the run.
           mesh: the mesh that holds it.
           info: JSON values to store beside the arrays.
+          eval_loss: validation loss at this step, if it was evaluated.
+
+        Raises:
+          CheckpointError: this save, or the one before it, could not be written: a full disk, a folder that is gone.
         """
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(to_logical(state, mesh)),
-                info=ocp.args.JsonSave(dict(info)),
-            ),
-        )
+        arrays = to_logical(state, mesh)
+        try:
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(arrays),
+                    info=ocp.args.JsonSave(_sealed({**info, "checksums": checksums(arrays)})),
+                ),
+                metrics=None if eval_loss is None else {EVAL_LOSS: eval_loss},
+            )
+        except Exception as error:
+            raise self._unwritable(error) from error
+
+    def wait(self) -> None:
+        """Waits until the last save is on disk.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._unwritable(error) from error
 
     def info(self, step: int) -> dict[str, Any]:
         """What `save` stored beside the arrays.
 
         Raises:
-          CheckpointError: the checkpoint is incomplete or damaged.
+          CheckpointError: it is damaged.
         """
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))
-        except (ValueError, KeyError, OSError) as error:
+            return _opened(restored["info"])
+        except Exception as error:
             raise self._unreadable(step, error) from None
-        return dict(restored["info"])
 
     def restore(self, step: int, state: nnx.State, mesh: Mesh) -> nnx.State:
         """Reads a checkpoint into the shapes and shardings that `state` declares on `mesh`.
@@ -81,22 +116,113 @@ class Checkpoints:
         Raises:
           CheckpointError: the checkpoint is damaged, or holds other arrays than the state.
         """
+        expected = self.info(step)["checksums"]
         target = abstract_logical(state, mesh)
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-        except (ValueError, KeyError, OSError) as error:
+            _compare(checksums(restored["state"]), expected)
+        except Exception as error:
             raise self._unreadable(step, error) from None
         return from_logical(restored["state"], state, mesh)
 
-    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
-        older = [str(other) for other in self._manager.all_steps() if other < step]
-        remedy = f"remove it to go on from step {older[-1]}" if older else "name another --run.dir to start afresh"
-        reason = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
-        return CheckpointError(
-            f"{self.folder / str(step)} is damaged or does not hold this model's state; {remedy} ({reason})"
-        )
+    def set_aside(self, step: int) -> Path:
+        """Moves a damaged checkpoint out of the way, to `damaged/` beside the folder; returns where it is."""
+        target = self.folder.parent / _DAMAGED / str(step)
+        if jax.process_index() == 0:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            while target.exists():
+                target = target.with_name(target.name + "_")
+            (self.folder / str(step)).rename(target)
+        self._manager.reload()
+        return target
 
     def close(self) -> None:
         """Waits until the last save is on disk."""
-        self._manager.wait_until_finished()
+        self.wait()
         self._manager.close()
+
+    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
+        return CheckpointError(
+            f"{self.folder / str(step)} is damaged, or does not hold this model's state ({_reason(error)})"
+        )
+
+    def _unwritable(self, error: Exception) -> CheckpointError:
+        last = self.steps()
+        left = f"the checkpoint at step {last[-1]} is whole" if last else "there is no checkpoint yet"
+        return CheckpointError(f"{self.folder}: a checkpoint could not be written ({_reason(error)}); {left}")
+
+
+def restore_newest(
+    checkpoints: Checkpoints,
+    state: nnx.State,
+    mesh: Mesh,
+    accept: Callable[[dict[str, Any]], None],
+    warn: Callable[[str], None],
+) -> tuple[int, nnx.State, dict[str, Any]] | None:
+    """The newest checkpoint that is whole: its step, state and info; None if there is none at all.
+
+    Args:
+      checkpoints: where to look.
+      state: abstract, as `Checkpoints.restore` wants it.
+      mesh: where to put it.
+      accept: raises if the info is that of another run, which is no damage.
+      warn: told of each damaged checkpoint; it is set aside.
+
+    Raises:
+      CheckpointError: there are checkpoints, and every one is damaged; they are left as they are.
+    """
+    damaged: list[tuple[int, CheckpointError]] = []
+    for step in reversed(checkpoints.steps()):
+        try:
+            info = checkpoints.info(step)
+            accept(info)
+            found = step, checkpoints.restore(step, state, mesh), info
+        except CheckpointError as error:
+            damaged.append((step, error))
+            continue
+        for bad, error in damaged:
+            warn(f"{error}; moved to {checkpoints.set_aside(bad)}, going on from step {step}")
+        return found
+    if damaged:
+        raise CheckpointError("; ".join(str(error) for _, error in damaged) + "; name another --run.dir to start afresh")
+    return None
+
+
+def _policy(keep: int, keep_every: int, keep_best: bool) -> policies.PreservationPolicy:
+    kept: list[Any] = [policies.LatestN(keep)]
+    if keep_every:
+        kept.append(policies.EveryNSteps(keep_every))
+    if keep_best:
+        lowest = policies.BestN(
+            get_metric_fn=lambda metrics: -metrics[EVAL_LOSS], n=1, keep_checkpoints_without_metrics=False
+        )
+        kept.append(lowest)
+    return policies.AnyPreservationPolicy(kept)
+
+
+def _sealed(info: Mapping[str, Any]) -> dict[str, Any]:
+    return {**info, "sha256": _digest(info)}
+
+
+def _opened(sealed: Mapping[str, Any]) -> dict[str, Any]:
+    info = dict(sealed)
+    if info.pop("sha256", None) != _digest(info):
+        raise CheckpointError("its description was changed")
+    return info
+
+
+def _digest(info: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
+
+
+def _compare(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
+    wrong = [name for name in found if found[name] != expected.get(name)]
+    if wrong:
+        raise CheckpointError(f"checksums differ: {', '.join(wrong[:3])}" + (", ..." if len(wrong) > 3 else ""))
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+

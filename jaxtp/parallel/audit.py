@@ -57,6 +57,9 @@ class Audit:
     sizes: Mapping[str, int]
     """Devices along each axis of the mesh."""
 
+    global_view: tuple[str, ...]
+    """Modules that are written on global arrays: the compiler chooses their collectives."""
+
     compiled: Any
     """The `jax.stages.Compiled` itself: it can be run, and has a `memory_analysis()`."""
 
@@ -121,7 +124,7 @@ class Audit:
     def _unasked_collectives(self) -> Iterator[str]:
         """Sums of scalars are what a global norm needs; anything larger was written by nobody."""
         for collective, times in self.added.items():
-            if math.prod(collective.shape) > 1:
+            if math.prod(collective.shape) > 1 and collective.module.split("/")[0] not in self.global_view:
                 weight = self._weight_like(collective)
                 shape = f", the shape of {weight}" if weight else ""
                 yield f"{times} x {_describe(collective)}{shape}: no module asked for it, the compiler added it"
@@ -147,6 +150,7 @@ def audit(
     *args: Any,
     mesh: Mesh,
     budget: Budget | None = None,
+    global_view: tuple[str, ...] = (),
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> Audit:
     """Compiles a step and compares what was planned with what came out.
@@ -157,6 +161,8 @@ def audit(
       *args: the other arguments, likewise.
       mesh: the mesh that the step runs on; its devices may be virtual ones.
       budget: what each module may send; without one, what the program says is taken as asked for.
+      global_view: outermost modules that are written on global arrays, such as an optimizer that multiplies whole
+        matrices: there, the compiler's collectives are no problem.
       compiler_options: of XLA.
     """
     with jax.set_mesh(mesh):
@@ -169,6 +175,7 @@ def audit(
         realised=count_collectives_in_hlo(text, sizes),
         budget=budget,
         sizes=sizes,
+        global_view=global_view,
         compiled=compiled,
     )
 

@@ -1,10 +1,11 @@
 """The configuration of a training run; its defaults are `configs/tiny.yaml`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
+import tyro
 from pydantic import AfterValidator, Field
 
 from jaxtp.config import ConfigError
@@ -70,8 +71,33 @@ class DataConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """What parameters of one group do otherwise."""
+
+    learning_rate_scale: NonNegative = 1.0
+    """Multiplies the learning rate; 0 freezes."""
+
+    weight_decay: NonNegative | None = None
+    """Instead of optimizer.weight_decay, for vectors too."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW with warm-up and cosine decay."""
+    """The rule that turns gradients into updates, and the learning rate over the steps."""
+
+    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
+    """Rule: adamw; lion (a third of adamw's rate is usual); adafactor, whose second moments are factored; muon, which
+    orthogonalises the updates of matrices in the blocks, and uses adamw for the rest."""
+
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """Learning rate after the warm-up; wsd stays at the peak and decays at the end."""
+
+    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """Share of all steps in which wsd decays."""
+
+    groups: Annotated[dict[str, GroupConfig], tyro.conf.Fixed] = field(default_factory=dict)
+    """In a YAML file: settings by pattern of parameter path, such as "blocks.*.kernel": {learning_rate_scale: 0.5};
+    * matches anything, the first pattern that matches holds, and one that matches nothing is an error."""
 
     learning_rate: Positive = 5e-3
     """Peak learning rate."""
@@ -80,13 +106,13 @@ class OptimizerConfig:
     """Steps of linear warm-up from zero."""
 
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Learning rate at the last step, as a fraction of the peak."""
+    """Learning rate at the last step, as a fraction of the peak; not of the constant schedule."""
 
     beta1: Beta = 0.9
-    """Decay of the first moment."""
+    """Decay of the first moment, or of muon's momentum."""
 
     beta2: Beta = 0.95
-    """Decay of the second moment."""
+    """Decay of the second moment; of lion's momentum. Not of adafactor."""
 
     eps: Positive = 1e-8
     """Added to the root of the second moment."""

@@ -17,7 +17,7 @@ from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
 from jaxtp.train.report import Report, summary
-from jaxtp.train.state import Blueprint, plan_state
+from jaxtp.train.state import Blueprint, parameter_names, plan_state
 from jaxtp.train.step import EvalStep, Scalars, StepSettings, TrainStep, make_eval_step, make_train_step
 
 
@@ -73,6 +73,7 @@ def prepare(config: TrainConfig, mesh: Mesh, report: Report) -> Run:
 
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     blueprint = plan_state(config.model, optimizer, mesh)
+    optimizers.check_groups(config.optimizer, parameter_names(blueprint))
     report.line(summary(config, mesh, corpus, blueprint))
     if latest is None:
         state = blueprint.create(config.run.seed)

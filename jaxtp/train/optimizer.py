@@ -1,46 +1,139 @@
-"""The optimizer of a run, from Optax."""
+"""The optimizer of a run, composed from Optax: clipping, a rule, weight decay, the learning rate, groups.
 
+Parameters are told apart by name, because the stacking of layers gives every vector a second dim.
+"""
+
+import fnmatch
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import optax
+import optax.contrib
 
+from jaxtp.config import ConfigError
 from jaxtp.train.config import OptimizerConfig
 
+Masks = Callable[[Any], Any]
 _VECTORS = {"scale", "bias", "biases"}
+_TABLES = {"embedding", "head"}
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up from zero, then cosine decay until the last of `steps`."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=max(steps, config.warmup_steps + 1),
-        end_value=config.learning_rate * config.final_fraction,
-    )
+    """Linear warm-up from zero, then the schedule until the last of `steps`.
+
+    `wsd` is warm-up, stable, decay: constant until the last `decay_fraction` of the steps, then linear (arXiv
+    2404.06395).
+    """
+    peak, end = config.learning_rate, config.learning_rate * config.final_fraction
+    rest = max(steps - config.warmup_steps, 1)
+    decay = max(round(config.decay_fraction * steps), 1)
+    after = {
+        "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction),
+        "linear": lambda: optax.linear_schedule(peak, end, rest),
+        "constant": lambda: optax.constant_schedule(peak),
+        "wsd": lambda: optax.linear_schedule(peak, end, decay, transition_begin=max(rest - decay, 0)),
+    }[config.schedule]()
+    if config.warmup_steps == 0:
+        return after
+    warmup = optax.linear_schedule(0.0, peak, config.warmup_steps)
+    return optax.join_schedules([warmup, after], [config.warmup_steps])
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Global-norm clipping, then AdamW (Loshchilov and Hutter, arXiv 1711.05101)."""
-    adamw = optax.adamw(
-        learning_rate(config, steps),
-        b1=config.beta1,
-        b2=config.beta2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        mask=decayed,
-    )
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw)
+    """The whole transformation of gradients into updates: clipped, scaled by the rule, decayed, scaled by the rate."""
+    decays = {group.weight_decay for group in config.groups.values() if group.weight_decay is not None}
+    parts = [optax.clip_by_global_norm(config.clip_norm), _rule(config)]
+    for decay in sorted(decays | {config.weight_decay}):
+        parts.append(optax.add_decayed_weights(decay, mask=_decayed_by(config, decay)))
+    parts.append(optax.scale_by_learning_rate(learning_rate(config, steps)))
+    for pattern, group in config.groups.items():
+        if group.learning_rate_scale != 1:
+            parts.append(optax.masked(optax.scale(group.learning_rate_scale), _first_match(config, pattern)))
+    return optax.chain(*parts)
 
 
-def decayed(params: Any) -> Any:
-    """Which parameters decay: matrices, not norm scales and biases.
+def is_elementwise(config: OptimizerConfig) -> bool:
+    """Whether the rule needs nothing from other devices; adafactor's means and muon's products do."""
+    return config.name in ("adamw", "lion")
 
-    Told by name, because the stacking of layers gives every vector a second dim.
+
+def check_groups(config: OptimizerConfig, parameters: list[str]) -> None:
+    """Checks that every pattern of `optimizer.groups` is the first to match some parameter.
+
+    Raises:
+      ConfigError: one is not; the message lists what there is.
     """
+    for pattern in config.groups:
+        matched = [path for path in parameters if fnmatch.fnmatchcase(path, pattern)]
+        if not matched:
+            raise ConfigError(
+                f"optimizer.groups: the pattern {pattern!r} matches no parameter; there are:\n  "
+                + "\n  ".join(parameters)
+            )
+        if all(_group_of(config, path) != pattern for path in matched):
+            raise ConfigError(
+                f"optimizer.groups: what the pattern {pattern!r} matches is taken by patterns before it; "
+                "the first that matches a parameter holds, so put it earlier"
+            )
 
-    def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-        return not any(getattr(key, "key", None) in _VECTORS for key in path)
 
-    return jax.tree_util.tree_map_with_path(is_matrix, params)
+def is_matrix(path: str) -> bool:
+    """Whether a parameter decays and is orthogonalised or not: norm scales and biases are vectors."""
+    return not _VECTORS & set(path.split("."))
+
+
+def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    if config.name == "adamw":  # Loshchilov and Hutter, arXiv 1711.05101
+        return adam
+    if config.name == "lion":  # Chen et al., arXiv 2302.06675
+        return optax.scale_by_lion(config.beta1, config.beta2)
+    if config.name == "adafactor":
+        # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file instead of its own:
+        # its root mean squares over a table would count the rows that pad a vocabulary.
+        return optax.scale_by_factored_rms()
+    return optax.partition({"muon": _muon(config), "adam": adam}, _muon_labels)
+
+
+def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Orthogonalised momentum of each layer's matrices (Jordan et al. 2024; scale of Liu et al., arXiv 2502.16982).
+
+    Newton-Schulz multiplies whole matrices: it is written on global arrays, and the compiler gathers what it needs.
+    """
+    return optax.chain(
+        optax.contrib.scale_by_muon(beta=config.beta1, weight_dimension_numbers=_matrix_dims),
+        optax.stateless_with_tree_map(lambda update, _: update * (0.2 * max(update.shape[-2:]) ** 0.5)),
+    )
+
+
+def _matrix_dims(updates: Any) -> Any:
+    """Every leaf is a stack of matrices `[L, in, out]`: the last two dims are the matrix."""
+    return jax.tree.map(lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), updates)
+
+
+def _muon_labels(params: Any) -> Any:
+    """Matrices of the blocks; vectors, and the tables of embedding and head, go by Adam."""
+    return _by_path(params, lambda path: "muon" if is_matrix(path) and not _TABLES & set(path.split(".")) else "adam")
+
+
+def _decayed_by(config: OptimizerConfig, decay: float) -> Masks:
+    def decays(path: str) -> bool:
+        group = config.groups.get(_group_of(config, path) or "")
+        own = None if group is None else group.weight_decay
+        return own == decay if own is not None else is_matrix(path) and decay == config.weight_decay
+
+    return lambda params: _by_path(params, decays)
+
+
+def _first_match(config: OptimizerConfig, pattern: str) -> Masks:
+    return lambda params: _by_path(params, lambda path: _group_of(config, path) == pattern)
+
+
+def _group_of(config: OptimizerConfig, path: str) -> str | None:
+    """The first pattern that matches a parameter."""
+    return next((pattern for pattern in config.groups if fnmatch.fnmatchcase(path, pattern)), None)
+
+
+def _by_path(params: dict[str, Any], function: Callable[[str], Any]) -> dict[str, Any]:
+    return {path: function(path) for path in params}

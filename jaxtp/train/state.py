@@ -8,8 +8,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxtp.checkpoint.logical import named_variables
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
+from jaxtp.train.update import Optimizer
 
 
 class TrainState(nnx.Module):
@@ -23,7 +25,7 @@ class TrainState(nnx.Module):
 
     def __init__(self, config: ModelConfig, optimizer: optax.GradientTransformation, seed: int):
         self.model = Decoder(config, rngs=nnx.Rngs(seed))
-        self.optimizer = nnx.Optimizer(self.model, optimizer, wrt=nnx.Param)
+        self.optimizer = Optimizer(self.model, optimizer)
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ def plan_state(config: ModelConfig, optimizer: optax.GradientTransformation, mes
         graph, abstract = nnx.split(abstract_state)
         shardings = nnx.get_named_sharding(abstract, mesh)
     return Blueprint(graph, abstract, shardings, mesh, config, optimizer)
+
+
+def parameter_names(blueprint: Blueprint) -> list[str]:
+    """The dotted paths of the model's parameters, such as `blocks.mlp.down.kernel`."""
+    return list(named_variables(blueprint.abstract["model"]))
 
 
 def bytes_per_device(blueprint: Blueprint) -> int:

@@ -24,6 +24,10 @@ JittedTrainStep = Any
 """`jax.jit`'s result has no public type; it is a `TrainStep` that can also be lowered."""
 
 
+OPTIMIZER_SCOPE = "optimizer"
+"""The module that the update's collectives belong to."""
+
+
 @dataclass(frozen=True)
 class StepSettings:
     """What a step does beside the model and the optimizer."""
@@ -65,7 +69,7 @@ def make_train_step(
         with jax.named_scope("grad_norm"):
             grad_norm = optax.tree.norm(grads)
         scalars = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(schedule(updates))}
-        with jax.named_scope("optimizer"):
+        with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
         return nnx.state(train_state), scalars, *([grads] if with_grads else [])
 

@@ -1,0 +1,40 @@
+"""Stopping when asked: the step is finished and saved at the first signal, and the process ends at the second."""
+
+import signal
+from types import FrameType, TracebackType
+from typing import Self
+
+import jax
+from jax.experimental import multihost_utils
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Interrupt:
+    """Listens for SIGTERM and SIGINT; use as a context manager, in the main thread."""
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        """The name of the first signal."""
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._first) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def agreed(self) -> bool:
+        """Whether any process has received one: all processes stop at the same step. Every process must call it."""
+        if jax.process_count() == 1:
+            return self.received is not None
+        return bool(multihost_utils.process_allgather(self.received is not None).any())
+
+    def _first(self, number: int, _: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        for each in SIGNALS:
+            signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.default_int_handler)

@@ -1,0 +1,165 @@
+"""Rules, schedules and groups: against Optax's own and against one device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxtp
+from jaxtp.check import parity
+from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.config import ConfigError
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.state import parameter_names, plan_state
+
+SMALL = jaxtp.ModelConfig(
+    vocab_size=61, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=12, d_ff=24, rope_theta=2.0
+)
+WIDE = dataclasses.replace(SMALL, d_model=128, head_dim=16, d_ff=128)  # from 128 on, adafactor factors
+GROUPS = {"blocks.mlp*": GroupConfig(learning_rate_scale=0.5), "*.scale": GroupConfig(weight_decay=0.3)}
+RULES = {
+    "lion": (SMALL, {"name": "lion", "groups": GROUPS}),
+    "adafactor": (WIDE, {"name": "adafactor"}),
+    "muon": (SMALL, {"name": "muon", "groups": GROUPS}),
+}
+
+
+def config_of(rule):
+    model, settings = RULES[rule]
+    return TrainConfig(
+        model=model,
+        data=DataConfig(sequence_length=8, global_batch_size=8),
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1, **settings),
+        train=LoopConfig(steps=10),
+    )
+
+
+@pytest.fixture(scope="module", params=RULES)
+def one_device(request):
+    config = config_of(request.param)
+    initial = parity.initial_arrays(config)
+    return config, initial, parity.run(config, ONE_DEVICE, initial)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1)], ids=str)
+def test_every_rule_equals_one_device(one_device, mesh):
+    config, initial, expected = one_device
+    errors = parity.compare(parity.run(config, Case(mesh, True), initial), expected)
+    assert errors.within(parity.TOLERANCES["float32"]), errors
+
+
+def test_every_rule_moves_every_parameter(one_device):
+    _, initial, numbers = one_device
+    for name, array in initial.items():
+        if name.startswith("model."):
+            assert parity.relative_error(numbers.state[name], array) > 1e-3, name
+
+
+def test_factored_moments_are_split_like_their_parameter():
+    mesh = jaxtp.make_mesh(fsdp=2, tp=4)
+    plan = plan_state(WIDE, optimizers.build(config_of("adafactor").optimizer, 10), mesh)
+    state = named_variables(plan.abstract)
+    moments = {name.split(".v_")[1]: v for name, v in state.items() if "mlp.down" in name and ".v_" in name}
+    assert moments["row.blocks.mlp.down.kernel"].get_metadata()["out_sharding"] in {
+        jax.sharding.PartitionSpec(None, "tp"),
+        jax.sharding.PartitionSpec(None, "fsdp"),
+    }
+    assert moments["row.blocks.mlp.down.kernel"].shape == (2, 128)
+
+
+def arrays():
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = {"blocks.up.kernel": (2, 6, 4), "blocks.norm.scale": (2, 6), "head.kernel": (8, 6)}
+    return {name: jax.random.normal(key, shape) for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+
+
+def three_updates(transformation):
+    params, gradients = arrays(), jax.tree.map(jnp.cos, arrays())
+    state = transformation.init(params)
+    for _ in range(3):
+        updates, state = transformation.update(gradients, state, params)
+        params = optax.apply_updates(params, updates)
+    return params
+
+
+@pytest.mark.parametrize(
+    ("name", "theirs"),
+    [
+        ("adamw", lambda rate, mask: optax.adamw(rate, 0.9, 0.95, eps=1e-8, weight_decay=0.1, mask=mask)),
+        ("lion", lambda rate, mask: optax.lion(rate, 0.9, 0.95, weight_decay=0.1, mask=mask)),
+    ],
+)
+def test_rule_is_optax_s_own(name, theirs):
+    config = OptimizerConfig(name=name, learning_rate=1e-2, warmup_steps=0, clip_norm=1e9)
+    mask = {path: optimizers.is_matrix(path) for path in arrays()}
+    expected = three_updates(theirs(optimizers.learning_rate(config, 10), mask))
+    actual = three_updates(optimizers.build(config, 10))
+    for path, array in expected.items():
+        np.testing.assert_allclose(actual[path], array, rtol=1e-6)
+
+
+def test_muon_orthogonalises_each_layer_s_matrix():
+    config = OptimizerConfig(name="muon", learning_rate=1.0, warmup_steps=0, weight_decay=0, schedule="constant")
+    params, gradients = arrays(), jax.tree.map(jnp.cos, arrays())
+    transformation = optimizers.build(config, 10)
+    updates, _ = transformation.update(gradients, transformation.init(params), params)
+    for layer in updates["blocks.up.kernel"]:
+        singular = np.linalg.svd(layer / (0.2 * 6**0.5), compute_uv=False)
+        assert np.all((singular > 0.5) & (singular < 1.5)), singular  # Newton-Schulz's own accuracy
+    np.testing.assert_allclose(np.abs(updates["head.kernel"]), 1, rtol=1e-3)  # Adam's first step
+
+
+def test_groups():
+    base = OptimizerConfig(learning_rate=1e-2, warmup_steps=0)
+    frozen = dataclasses.replace(
+        base, groups={"head.*": GroupConfig(learning_rate_scale=0.0), "*.kernel": GroupConfig()}
+    )
+    half = dataclasses.replace(base, groups={"*.kernel": GroupConfig(learning_rate_scale=0.5)})
+    decayed = dataclasses.replace(base, groups={"*.scale": GroupConfig(weight_decay=0.1)})
+    before, plain = arrays(), three_updates(optimizers.build(base, 10))
+    np.testing.assert_array_equal(three_updates(optimizers.build(frozen, 10))["head.kernel"], before["head.kernel"])
+    once = optimizers.build(half, 10)
+    first, _ = once.update(before, once.init(before), before)
+    full = optimizers.build(base, 10)
+    reference, _ = full.update(before, full.init(before), before)
+    np.testing.assert_allclose(first["head.kernel"], reference["head.kernel"] / 2, rtol=1e-6)
+    np.testing.assert_allclose(first["blocks.norm.scale"], reference["blocks.norm.scale"], rtol=1e-6)
+    shrunk = three_updates(optimizers.build(decayed, 10))
+    assert not np.allclose(shrunk["blocks.norm.scale"], plain["blocks.norm.scale"])
+    np.testing.assert_allclose(shrunk["head.kernel"], plain["head.kernel"])
+
+
+def test_patterns_that_do_nothing_are_refused():
+    plan = plan_state(SMALL, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh())
+    names = parameter_names(plan)
+    for pattern, message in {
+        "blocks.mpl.*": "matches no parameter",
+        "blocks.mlp.*": "is taken by patterns before",
+    }.items():
+        config = OptimizerConfig(groups={"blocks.*": GroupConfig(), pattern: GroupConfig()})
+        with pytest.raises(ConfigError, match=message):
+            optimizers.check_groups(config, names)
+    optimizers.check_groups(OptimizerConfig(groups=GROUPS), names)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "expected"),
+    {
+        # 2 steps of warm-up, 10 in all, peak 1, end 0.1
+        "cosine": {0: 0, 1: 0.5, 2: 1, 6: 0.55, 10: 0.1, 99: 0.1},
+        "linear": {0: 0, 2: 1, 6: 0.55, 10: 0.1, 99: 0.1},
+        "constant": {0: 0, 2: 1, 6: 1, 10: 1, 99: 1},
+        "wsd": {0: 0, 2: 1, 8: 1, 9: 0.55, 10: 0.1, 99: 0.1},
+    }.items(),
+)
+def test_schedule(schedule, expected):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=2, final_fraction=0.1, schedule=schedule)
+    rate = optimizers.learning_rate(config, 10)
+    for step, value in expected.items():
+        np.testing.assert_allclose(rate(step), value, atol=1e-6, err_msg=f"{schedule} {step}")
+    assert optimizers.learning_rate(dataclasses.replace(config, warmup_steps=0), 10)(0) == 1
