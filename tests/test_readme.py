@@ -99,8 +99,8 @@ def test_set_up_commands_are_what_ci_runs():
     assert len(COMMANDS) == len(TRAIN) + len(CHECK) + len(SCRIPTS) + 2
 
 
-def test_example_prints_what_it_says(capsys):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
+def test_example_prints_what_it_says(example, capsys):
     exec(example, {})
     (comment,) = re.findall(r"print\(.*?# (.*)", example)
     assert capsys.readouterr().out.strip() == comment

@@ -11,10 +11,11 @@ import jaxtp
 from jaxtp import config as configuration
 from jaxtp.check.config import CheckConfig
 from jaxtp.check.report import HEADER, Verdict
-from jaxtp.check.run import plan, verdicts
+from jaxtp.check.run import dtypes, plan, verdicts
 from jaxtp.check.shrink import describe
 from jaxtp.mesh import MeshError, request_virtual_devices
 from jaxtp.models.remat import RematError
+from jaxtp.train.config import TrainConfig
 
 PROGRAM = "python -m jaxtp.check"
 DESCRIPTION = """Checks that any mesh gives the numbers of one device, for a training configuration.
@@ -23,6 +24,8 @@ The model is shrunk to something that runs on virtual CPU devices in a minute or
 same parallel structure, and trained for three updates on one device and on each mesh. The losses, gradient norms, every
 gradient and every updated array are compared, and the compiled step is audited: nothing replicated unasked, no
 collective that no module declared. Exit code 1 if anything differs; the first module that does is named.
+
+--config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
 
 
@@ -37,11 +40,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(config: CheckConfig) -> int:
     small, cases = plan(config)
+    if config.json is not None:
+        _require_writable(config.json)
     jax.config.update("jax_platforms", "cpu")
     request_virtual_devices(max(case.mesh[0] * case.mesh[1] * case.mesh[2] for case in cases))
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
     print(f"shrunk  {', '.join(describe(config, small)) or 'nothing: it is small'}")
-    print("errors  relative to one device, of three updates\n")
+    print("        (rope_theta so that every dim turns; the weights are moved away from their initial values)")
+    print(f"cases   {len(cases)} in {' and '.join(dtypes(small))}; errors relative to one device, of three updates\n")
     print(HEADER, flush=True)
     results: list[Verdict] = []
     for verdict in verdicts(small, cases):
@@ -49,20 +55,28 @@ def _check(config: CheckConfig) -> int:
         results.append(verdict)
     failed = sum(not verdict.passed for verdict in results)
     if config.json is not None:
-        _write(config.json, config, results)
+        _write(config.json, config, small, results)
     print(f"\n{f'{failed} of {len(results)} differ' if failed else f'all {len(results)} equal one device'}")
     return 1 if failed else 0
 
 
-def _write(path: Path, config: CheckConfig, results: list[Verdict]) -> None:
+def _require_writable(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise configuration.ConfigError(f"--json {path}: {error.strerror}; name another file") from None
+
+
+def _write(path: Path, config: CheckConfig, small: TrainConfig, results: list[Verdict]) -> None:
     record = {
         "jaxtp": jaxtp.__version__,
         "jax": jax.__version__,
         "passed": all(verdict.passed for verdict in results),
         "config": configuration.to_plain(config),
+        "shrunk": configuration.to_plain(small),
         "cases": [verdict.as_json() for verdict in results],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -6,8 +6,9 @@ from typing import Annotated
 
 import tyro
 
+from jaxtp.check.shrink import MAX_DEVICES
 from jaxtp.config import ConfigError
-from jaxtp.mesh import AXES
+from jaxtp.mesh import AXES, DP, FSDP, TP
 from jaxtp.train.config import TrainConfig
 
 ALL = -1
@@ -31,11 +32,17 @@ def parse_mesh(text: str) -> tuple[int, int, int]:
     Raises:
       ConfigError: it is not of that form.
     """
-    sizes = dict.fromkeys(AXES, 1)
+    sizes: dict[str, int] = {}
     for part in text.split(","):
-        axis, _, size = part.partition("=")
-        if axis not in AXES or not size.isdecimal() or int(size) < 1:
-            raise ConfigError(f"--mesh {text}: {part!r} is not an axis and its size; write it as fsdp=2,tp=4")
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in AXES:
+            raise ConfigError(f"--mesh {text}: {axis!r} is not an axis; they are {', '.join(AXES)}, as in fsdp=2,tp=4")
+        if not size.isdecimal() or int(size) < 1:
+            raise ConfigError(f"--mesh {text}: {axis}={size} is not a number of devices: 1, 2, ... up to {MAX_DEVICES}")
+        if axis in sizes:
+            raise ConfigError(f"--mesh {text}: {axis} is there twice; write two meshes as --mesh tp=2 tp=4")
         sizes[axis] = int(size)
-    dp, fsdp, tp = sizes.values()
-    return dp, fsdp, tp
+    mesh = sizes.get(DP, 1), sizes.get(FSDP, 1), sizes.get(TP, 1)
+    if mesh == (1, 1, 1):
+        raise ConfigError(f"--mesh {text}: that is the one device which meshes are compared with")
+    return mesh

@@ -29,12 +29,17 @@ def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
     return shrink(config, cases), cases
 
 
+def dtypes(small: TrainConfig) -> list[str]:
+    """The compute dtypes of a check: float32, and the configuration's own if that is another."""
+    return list(dict.fromkeys(("float32", small.model.precision.compute)))
+
+
 def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
     """Runs each case in float32, and in the configuration's compute dtype if that is another.
 
     A generator, so that each result can be shown as it comes.
     """
-    for dtype in dict.fromkeys(("float32", small.model.precision.compute)):
+    for dtype in dtypes(small):
         config = _with_dtype(small, dtype)
         initial = parity.initial_arrays(config)
         expected = _run(config, ONE_DEVICE, initial, dtype)
@@ -84,18 +89,17 @@ def _own(errors: parity.Errors, tolerance: parity.Tolerance) -> str:
 
 def _chosen_cases(config: CheckConfig) -> list[Case]:
     cases = []
-    for text in config.meshes:
-        mesh = parse_mesh(text)
+    for text, mesh in {text: parse_mesh(text) for text in config.meshes}.items():
         sizes = dict(zip(AXES, mesh, strict=True))
-        if problems := list(violations(config.model, sizes)):
-            raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
         if (count := mesh[0] * mesh[1] * mesh[2]) > MAX_DEVICES:
             raise ConfigError(
                 f"--mesh {text}: {describe_mesh(sizes)} is {count} devices, and a check runs on at most {MAX_DEVICES} "
                 "virtual ones; shrink dp or fsdp, whose size changes nothing in kind"
             )
+        if problems := list(violations(config.model, sizes)):
+            raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
         cases += cases_of(config, mesh)
-    return cases
+    return list(dict.fromkeys(cases))
 
 
 def _with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
@@ -105,4 +109,4 @@ def _with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
         precision = dataclasses.replace(
             precision, param="float32", compute="float32", reduce="float32", logits="float32"
         )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, precision=precision, attention="xla"))
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, precision=precision))

@@ -83,6 +83,7 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
         head_dim=_head_dim(config.model, cases),
         d_ff=_like(0, tps, MIN_D_FF),
         rope_theta=ROPE_THETA,
+        attention="xla",  # cudnn needs a GPU
         loss_chunk=chunk,
     )
     return dataclasses.replace(

@@ -180,12 +180,64 @@ def restore_newest(
         except CheckpointError as error:
             damaged.append((step, error))
             continue
-        for bad, error in damaged:
-            warn(f"{error}; moved to {checkpoints.set_aside(bad)}, going on from step {step}")
+        for bad, reason in damaged:
+            warn(f"{reason}; moved to {checkpoints.set_aside(bad)}, going on from step {step}")
         return found
     if damaged:
-        raise CheckpointError("; ".join(str(error) for _, error in damaged) + "; name another --run.dir to start afresh")
+        reasons = "; ".join(str(reason) for _, reason in damaged)
+        raise CheckpointError(f"{reasons}; name another --run.dir to start afresh")
     return None
+
+
+def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
+    """The model's parameters of the newest checkpoint of a run, and nothing else of it.
+
+    Args:
+      run: its folder, or the folder of its checkpoints, or that of one of them.
+      weights: the abstract parameters, which may have another dtype than those stored.
+      mesh: where to put them.
+
+    Returns:
+      The parameters, and the checkpoint that they are from.
+
+    Raises:
+      CheckpointError: there is none, or it is damaged, or its parameters have other names or shapes.
+    """
+    folder = _newest(run)
+    target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
+    try:
+        stored = {name: tuple(array.shape) for name, array in _metadata(folder).items()}
+        wrong = [f"{n} is {stored.get(n)}, not {a.shape}" for n, a in target.items() if stored.get(n) != a.shape]
+        if wrong:
+            raise CheckpointError(f"another model: {'; '.join(wrong[:3])}")
+        restored = ocp.PyTreeCheckpointer().restore(
+            (folder / "state").resolve(),
+            ocp.args.PyTreeRestore(
+                item=target,
+                restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                partial_restore=True,
+            ),
+        )
+    except Exception as error:
+        raise CheckpointError(f"{folder}: its weights cannot be used here ({_reason(error)})") from None
+    return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder
+
+
+def _metadata(folder: Path) -> dict[str, Any]:
+    """Shapes and dtypes of the stored arrays, by name."""
+    found: dict[str, Any] = ocp.PyTreeCheckpointer().metadata((folder / "state").resolve()).item_metadata.tree
+    return found
+
+
+def _newest(run: Path) -> Path:
+    """The folder of the newest checkpoint of a run."""
+    if (run / "state").is_dir():
+        return run
+    for folder in (run / "checkpoints", run):
+        steps = [int(path.parent.name) for path in folder.glob("*/state") if path.parent.name.isdecimal()]
+        if steps:
+            return folder / str(max(steps))
+    raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
 
 
 def _policy(keep: int, keep_every: int, keep_best: bool) -> policies.PreservationPolicy:
@@ -224,5 +276,3 @@ def _compare(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
 def _reason(error: Exception) -> str:
     text = str(error).strip()
     return text.splitlines()[0][:200] if text else type(error).__name__
-
-

@@ -8,19 +8,20 @@ from jax.sharding import PartitionSpec
 from jaxtp.collectives import constrain
 
 
-def dropout(x: Array, rate: float, key: Array | None, spec: PartitionSpec) -> Array:
+def dropout(x: Array, rate: float, keys: Array | None, spec: PartitionSpec) -> Array:
     """Zeroes each element with probability `rate` and scales the others by `1 / (1 - rate)`.
 
-    Each device draws its own part of one global mask: JAX's counter-based generator needs no communication for it
-    (`jax_threefry_partitionable`).
+    Each row of the batch has its own key, so that its mask depends neither on the mesh nor on the micro-batch that the
+    row is in. A device draws its own part of the mask: JAX's counter-based generator needs no communication for it.
 
     Args:
       x: a global activation.
       rate: probability of zero.
-      key: None leaves `x` as it is (evaluation).
+      keys: one for each row, `[B]`; None leaves `x` as it is (evaluation).
       spec: how `x` is split, so that the mask is split alike.
     """
-    if key is None or rate == 0:
+    if keys is None or rate == 0:
         return x
-    keep = constrain(jax.random.bernoulli(key, 1 - rate, x.shape), spec)
+    draw = jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, x.shape[1:]))
+    keep = constrain(draw(keys), spec)
     return jnp.where(keep, x / (1 - rate), 0).astype(x.dtype)

@@ -53,17 +53,17 @@ class DecoderBlock(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x_BTD: Array, dropout_key: Array | None = None) -> Array:
-        """Runs the block on `[B, T, D]`; a key turns dropout on."""
-        keys = (None, None) if dropout_key is None else jax.random.split(dropout_key)
+    def __call__(self, x_BTD: Array, dropout_keys: Array | None = None) -> Array:
+        """Runs the block on `[B, T, D]`; keys, one for each row, turn dropout on."""
+        keys = (None, None) if dropout_keys is None else split_keys(dropout_keys, 2)
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
         with jax.named_scope("attention"):
             x_BTD = x_BTD + self._dropout(self.attention(self.attention_norm(x_BTD)), keys[0])
         with jax.named_scope("mlp"):
             return x_BTD + self._dropout(self.mlp(self.mlp_norm(x_BTD)), keys[1])
 
-    def _dropout(self, y_BTD: Array, key: Array | None) -> Array:
-        return dropout(y_BTD, self.config.dropout, key, _activation_spec(self.config, y_BTD))
+    def _dropout(self, y_BTD: Array, keys: Array | None) -> Array:
+        return dropout(y_BTD, self.config.dropout, keys, _activation_spec(self.config, y_BTD))
 
 
 class Decoder(nnx.Module):
@@ -104,7 +104,7 @@ class Decoder(nnx.Module):
         )
 
     def loss(
-        self, ids_BT: Array, labels_BT: Array, *, z_loss: float = 0.0, dropout_key: Array | None = None
+        self, ids_BT: Array, labels_BT: Array, *, z_loss: float = 0.0, dropout_keys: Array | None = None
     ) -> tuple[Array, Array]:
         """Summed cross-entropy in nats, and the number of labels that count (not -100); float32 scalars.
 
@@ -114,9 +114,9 @@ class Decoder(nnx.Module):
           ids_BT: `[B, T]` integers below V.
           labels_BT: `labels_BT[b, t]` is the token that follows `ids_BT[b, t]`, or -100.
           z_loss: weight of the squared log-normaliser.
-          dropout_key: turns dropout on, for training.
+          dropout_keys: one for each row, `[B]`, turn dropout on, for training.
         """
-        return self.loss_of_hidden(self.hidden(ids_BT, dropout_key), labels_BT, z_loss=z_loss)
+        return self.loss_of_hidden(self.hidden(ids_BT, dropout_keys), labels_BT, z_loss=z_loss)
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
         """As `loss`, from the final hidden states `[B, T, D]`."""
@@ -131,10 +131,10 @@ class Decoder(nnx.Module):
             precision=self.config.precision,
         )
 
-    def hidden(self, ids_BT: Array, dropout_key: Array | None = None) -> Array:
+    def hidden(self, ids_BT: Array, dropout_keys: Array | None = None) -> Array:
         """The final, normalised hidden states `[B, T, D]`."""
         config = self.config
-        keys = None if dropout_key is None else jax.random.split(dropout_key, config.num_layers)
+        keys = None if dropout_keys is None else split_keys(dropout_keys, config.num_layers)
         run = _run_scanned if config.scan_layers else _run_unrolled
         x_BTD = self.embedding(ids_BT)
         return self.norm(run(self.blocks, x_BTD, keys, remat.policy(config.remat)))
@@ -154,8 +154,8 @@ def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
 def _run_scanned(blocks: DecoderBlock, x_BTD: Array, keys: Array | None, policy: Callable[..., bool]) -> Array:
     @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
     @nnx.remat(policy=policy, prevent_cse=False)
-    def run(x_BTD: Array, block: DecoderBlock, key: Array | None) -> Array:
-        return block(x_BTD, key)
+    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None) -> Array:
+        return block(x_BTD, keys)
 
     result: Array = run(x_BTD, blocks, keys)
     return result
@@ -163,8 +163,8 @@ def _run_scanned(blocks: DecoderBlock, x_BTD: Array, keys: Array | None, policy:
 
 def _run_unrolled(blocks: DecoderBlock, x_BTD: Array, keys: Array | None, policy: Callable[..., bool]) -> Array:
     @nnx.remat(policy=policy)
-    def run(x_BTD: Array, block: DecoderBlock, key: Array | None) -> Array:
-        return block(x_BTD, key)
+    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None) -> Array:
+        return block(x_BTD, keys)
 
     for index in range(blocks.config.num_layers):
         with jax.named_scope(f"layer_{index}"):
@@ -180,6 +180,11 @@ def _stack_blocks(config: ModelConfig, rngs: nnx.Rngs) -> DecoderBlock:
 
     stacked: DecoderBlock = create(rngs)
     return stacked
+
+
+def split_keys(keys_B: Array, count: int) -> Array:
+    """`[B] -> [count, B]`: other keys for each of so many uses."""
+    return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(keys_B)
 
 
 def _norm(config: ModelConfig) -> RMSNorm:

@@ -107,8 +107,8 @@ class Audit:
             axes = [axis for axis in holding.unasked if axis != DP]
             if axes and holding.bytes > large:
                 yield (
-                    f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, "
-                    f"{holding.bytes_per_device:,} bytes on each device: it {holding.why}"
+                    f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, each device holds "
+                    f"{holding.bytes_per_device:,} of its {holding.bytes:,} bytes: {holding.declaration}"
                 )
 
     def _weights_over_tp(self) -> Iterator[str]:
@@ -119,15 +119,18 @@ class Audit:
         for collective, times in self.written.items() if self.budget is None else ():
             whole_group = collective.group == math.prod(self.sizes[axis] for axis in collective.axes)
             if whole_group and (weight := self._weight_like(collective)):
-                yield f"{times} x {_describe(collective)}, the shape of {weight}: a weight split over {TP} stays there"
+                yield (
+                    f"{times} x {_describe(collective)}, a weight moves (it has the shape of {weight}): what is split "
+                    f"over {TP} should stay where it is"
+                )
 
     def _unasked_collectives(self) -> Iterator[str]:
         """Sums of scalars are what a global norm needs; anything larger was written by nobody."""
         for collective, times in self.added.items():
             if math.prod(collective.shape) > 1 and collective.module.split("/")[0] not in self.global_view:
                 weight = self._weight_like(collective)
-                shape = f", the shape of {weight}" if weight else ""
-                yield f"{times} x {_describe(collective)}{shape}: no module asked for it, the compiler added it"
+                what = f", a weight moves (it has the shape of {weight})" if weight else ""
+                yield f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler added it"
 
     def _weight_like(self, collective: Collective) -> str | None:
         """The matrix whose shape a collective over tp has."""
@@ -146,7 +149,7 @@ class Audit:
 
 def audit(
     step: Any,
-    state: nnx.State,
+    state: Any,
     *args: Any,
     mesh: Mesh,
     budget: Budget | None = None,
@@ -156,15 +159,24 @@ def audit(
     """Compiles a step and compares what was planned with what came out.
 
     Args:
-      step: a jitted function of `state, *args`; if it returns a new state, that comes first.
-      state: the variables that the step reads, real or abstract (`jax.ShapeDtypeStruct` with a sharding).
+      step: `jax.jit` of a function of `state, *args`; if it returns a new state, that comes first.
+      state: what the step reads, real or abstract (`jax.ShapeDtypeStruct` with a sharding): a pytree of arrays, in
+        which an `nnx.State` has variables that declare how they are split.
       *args: the other arguments, likewise.
       mesh: the mesh that the step runs on; its devices may be virtual ones.
       budget: what each module may send; without one, what the program says is taken as asked for.
       global_view: outermost modules that are written on global arrays, such as an optimizer that multiplies whole
         matrices: there, the compiler's collectives are no problem.
       compiler_options: of XLA.
+
+    Raises:
+      TypeError: the step is not a `jax.jit` function, or its state holds no arrays.
     """
+    if not hasattr(step, "trace") or not jax.tree.leaves(state) or isinstance(state, nnx.Module):
+        raise TypeError(
+            "audit takes a function compiled by jax.jit and the pytree of arrays that is its first argument; of an "
+            "nnx.Module that is graph, state = nnx.split(module), and nnx.merge(graph, state) inside the function"
+        )
     with jax.set_mesh(mesh):
         traced = step.trace(state, *args)
         compiled, text = compile_with_spmd_text(traced.lower(), compiler_options)
@@ -201,8 +213,8 @@ def _describe(collective: Collective) -> str:
 
 
 def _holdings_table(holdings: tuple[Holding, ...]) -> str:
-    rows = [(h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.why) for h in holdings]
-    return columns(("array", "shape", "on a device", "dtype", "bytes on a device", "why"), rows)
+    rows = [(h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.declaration) for h in holdings]
+    return columns(("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), rows)
 
 
 def _collectives_table(realised: Counter[Collective], added: Counter[Collective]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
@@ -51,13 +52,13 @@ class Holding:
         return tuple(a for a in self.replicated_over if self.declared is None or a in _axes(self.declared))
 
     @property
-    def why(self) -> str:
-        """Where its split comes from."""
+    def declaration(self) -> str:
+        """What it declares, in words."""
         if self.declared is None:
-            return "declares no spec"
+            return "no spec declared"
         if self.unasked:
-            return f"declares {self.declared}, which the compiler did not keep"
-        return f"declares {self.declared}"
+            return f"{self.declared}, which the compiler did not keep"
+        return str(self.declared)
 
     def matrices(self) -> set[tuple[int, ...]]:
         """The shapes in which it may travel: each dim whole or as it is held; of stacked ones, also a single layer."""
@@ -66,39 +67,42 @@ class Holding:
         return {shape for choices in [dims, *single] if len(choices) > 1 for shape in itertools.product(*choices)}
 
 
-def read_holdings(compiled: Any, state: nnx.State, mesh: Mesh) -> tuple[Holding, ...]:
+def read_holdings(compiled: Any, state: Any, mesh: Mesh) -> tuple[Holding, ...]:
     """How a compiled step holds its state.
 
     Args:
       compiled: a `jax.stages.Compiled` of `state, ... -> state` or `-> (state, ...)`; of a step that returns no
         state, the one that it takes is read.
-      state: its first argument, real or abstract.
+      state: its first argument, real or abstract: a pytree of arrays, of which `nnx.Variable`s can declare a spec.
       mesh: the mesh that it runs on.
     """
-    realised = dict(nnx.to_flat_state(_state_shardings(compiled, state)))
-    holdings = []
-    for path, variable in nnx.to_flat_state(state):
-        sharding, spec = realised[path].get_value(), variable.get_metadata().get("out_sharding")
-        holding = Holding(
-            name=".".join(map(str, path)),
-            shape=tuple(variable.shape),
-            shard=tuple(sharding.shard_shape(variable.shape)),
-            dtype=str(variable.dtype),
-            itemsize=variable.dtype.itemsize,
-            declared=None if spec is None else PartitionSpec(*spec),
-            replicated_over=tuple(_replicated_over(sharding, variable.shape, mesh)),
-        )
-        holdings.append(holding)
-    return tuple(holdings)
+    leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
+    shardings = jax.tree.leaves(_state_shardings(compiled, state))
+    return tuple(
+        _holding(".".join(map(_name, path)), leaf, sharding, mesh)
+        for (path, leaf), sharding in zip(leaves, shardings, strict=True)
+    )
 
 
-def _state_shardings(compiled: Any, state: nnx.State) -> nnx.State:
+def _holding(name: str, leaf: Any, sharding: Sharding, mesh: Mesh) -> Holding:
+    spec = leaf.get_metadata().get("out_sharding") if _is_variable(leaf) else None
+    return Holding(
+        name=name,
+        shape=tuple(leaf.shape),
+        shard=tuple(sharding.shard_shape(leaf.shape)),
+        dtype=str(leaf.dtype),
+        itemsize=leaf.dtype.itemsize,
+        declared=None if spec is None else PartitionSpec(*spec),
+        replicated_over=tuple(_replicated_over(sharding, leaf.shape, mesh)),
+    )
+
+
+def _state_shardings(compiled: Any, state: Any) -> Any:
     returned = compiled.output_shardings
-    for candidate in (returned, returned[0] if isinstance(returned, tuple) else None):
-        if isinstance(candidate, nnx.State) and _paths(candidate) == _paths(state):
+    for candidate in (returned, returned[0] if isinstance(returned, tuple) and returned else None):
+        if _paths(candidate) == _paths(state):
             return candidate
-    taken: nnx.State = compiled.input_shardings[0][0]
-    return taken
+    return compiled.input_shardings[0][0]
 
 
 def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
@@ -111,8 +115,16 @@ def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> 
             yield axis
 
 
-def _paths(state: nnx.State) -> list[tuple[Any, ...]]:
-    return [path for path, _ in nnx.to_flat_state(state)]
+def _paths(tree: Any) -> list[Any]:
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)]
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
+
+
+def _name(key: Any) -> str:
+    return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
 
 
 def _axes(spec: PartitionSpec) -> set[str]:

@@ -13,7 +13,7 @@ from jaxtp.mesh import MeshError
 from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.folder import RunFolderError
-from jaxtp.train.loop import train
+from jaxtp.train.loop import NonFiniteError, train
 
 PROGRAM = "python -m jaxtp.train"
 DESCRIPTION = """Trains a tensor-parallel decoder.
@@ -36,13 +36,21 @@ MISTAKES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 when interrupted."""
+    """Runs the command.
+
+    Returns:
+      Its exit code: 0, also when a signal stopped it; 1 where a loss or gradient was not finite; 2 for a mistake;
+      130 for a second Ctrl-C.
+    """
     _quieten()
     try:
         launch.join_processes()
         train(configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION))
     except MISTAKES as error:
         return configuration.fail(PROGRAM, error)
+    except NonFiniteError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(
             f"{PROGRAM}: interrupted; the same command goes on from the newest checkpoint, if there is one",

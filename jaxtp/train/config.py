@@ -41,6 +41,10 @@ class RunConfig:
     seed: CountOrZero = 0
     """Of the initial weights and of the order of the data."""
 
+    init_from: UserPath | None = None
+    """Folder of another run of the same model: a new run starts from the weights of its newest checkpoint, and from
+    nothing else of it."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -140,6 +144,16 @@ class LoopConfig:
     log_every: Count = 10
     """Steps between lines of metrics.jsonl; the last step is always logged."""
 
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What a step does whose loss or gradient is not finite. Its update is never applied: stop saves the state and the
+    batch for inspection and ends the run, skip goes on."""
+
+    max_skipped: Count = 10
+    """Steps in a row that skip may leave out before it stops."""
+
+    stall_seconds: NonNegative = 1800.0
+    """A step that takes longer prints the stacks of all Python threads; 0 never does."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EvalConfig:
@@ -161,6 +175,12 @@ class CheckpointConfig:
 
     keep: Count = 2
     """Newest checkpoints to keep."""
+
+    keep_every: CountOrZero = 0
+    """Also keep those at multiples of this step; 0 for none."""
+
+    keep_best: bool = True
+    """Also keep the one with the lowest validation loss, among those saved at a step that was evaluated."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,15 @@
 """The folder of a run: its configuration, its metrics, and whether a checkpoint in it may be resumed."""
 
+import fcntl
 import json
+import math
 import os
+import platform
+import socket
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +22,8 @@ from jaxtp.train.config import TrainConfig
 CONFIG = "config.yaml"
 METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
+NON_FINITE = "non_finite"
+LOCK = ".lock"
 
 
 class RunFolderError(ValueError):
@@ -42,9 +50,10 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, float | int]) -> None:
-        """Appends one object."""
+        """Appends one object; a number that is not finite is null."""
         if self._file is not None:
-            self._file.write(json.dumps(record) + "\n")
+            finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
+            self._file.write(json.dumps(finite) + "\n")
             self._file.flush()
 
     def close(self) -> None:
@@ -66,15 +75,50 @@ def prepare(folder: Path) -> None:
         raise RunFolderError(f"run.dir={folder}: {error.strerror}; name another with --run.dir FOLDER") from None
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other runs out of a folder; the operating system lets go when the process ends, however it ends.
+
+    Raises:
+      RunFolderError: another run holds it.
+    """
+    if jax.process_index() != 0:
+        yield
+        return
+    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            file.seek(0)
+            raise RunFolderError(
+                f"run.dir={folder} is in use by {file.read().strip() or 'another run'}; "
+                "wait until it ends, or name another with --run.dir FOLDER"
+            ) from None
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
 def write_config(config: TrainConfig) -> None:
     """Writes the resolved configuration into the run's folder."""
     if jax.process_index() == 0:
         (config.run.dir / CONFIG).write_text(configuration.to_yaml(config), encoding="utf-8")
 
 
-def checkpoint_info(config: TrainConfig, corpus: Mapping[str, Any], next_sample: int) -> dict[str, Any]:
-    """What a checkpoint stores beside the arrays: the position in the data, and what the run is."""
-    return {"next_sample": next_sample, "corpus": dict(corpus), "config": configuration.to_plain(config)}
+def checkpoint_info(
+    config: TrainConfig, corpus: Mapping[str, Any], next_sample: int, mesh: Mapping[str, int]
+) -> dict[str, Any]:
+    """What a checkpoint stores beside the arrays: the position in the data, what the run is, and who wrote it."""
+    return {
+        "next_sample": next_sample,
+        "corpus": dict(corpus),
+        "config": configuration.to_plain(config),
+        "mesh": dict(mesh),
+        "processes": jax.process_count(),
+        "versions": {name: version(name) for name in ("jaxtp", "jax", "flax", "optax", "orbax-checkpoint")}
+        | {"python": platform.python_version()},
+    }
 
 
 def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:

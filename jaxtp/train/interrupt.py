@@ -1,6 +1,7 @@
 """Stopping when asked: the step is finished and saved at the first signal, and the process ends at the second."""
 
 import signal
+import threading
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -11,7 +12,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Interrupt:
-    """Listens for SIGTERM and SIGINT; use as a context manager, in the main thread."""
+    """Listens for SIGTERM and SIGINT; use as a context manager. Outside the main thread it hears nothing."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -19,7 +20,8 @@ class Interrupt:
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._first) for number in SIGNALS}
+        if threading.current_thread() is threading.main_thread():  # Python's condition for handling signals
+            self._before = {number: signal.signal(number, self._first) for number in SIGNALS}
         return self
 
     def __exit__(

@@ -1,24 +1,30 @@
 """The training loop: prepare a run, then step, log, evaluate and save until it is done."""
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.checkpoint.manager import Checkpoints, load_weights, restore_newest
 from jaxtp.data.corpus import Corpus, load_corpus, require_length
 from jaxtp.data.loader import Batch, abstract_batch, batches, shuffled_samples
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
+from jaxtp.train.interrupt import Interrupt
 from jaxtp.train.report import Report, summary
 from jaxtp.train.state import Blueprint, parameter_names, plan_state
 from jaxtp.train.step import EvalStep, Scalars, StepSettings, TrainStep, make_eval_step, make_train_step
+from jaxtp.train.watchdog import Watchdog
 
 
 @dataclass
@@ -38,13 +44,14 @@ class Run:
     """Global index of the first sample of the next step."""
 
 
-def train(config: TrainConfig) -> float:
-    """Trains until `config.train.steps`, from the newest checkpoint in `config.run.dir` if there is one.
+def train(config: TrainConfig) -> float | None:
+    """Trains until `config.train.steps`, from the newest whole checkpoint in `config.run.dir` if there is one.
 
     Returns:
-      The final validation loss, in nats per token.
+      The final validation loss, in nats per token; None if SIGTERM or SIGINT stopped the run before its end.
 
     Raises:
+      NonFiniteError: a loss or gradient was not finite, and `config.train.non_finite` does not allow it.
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `RunFolderError`,
         `CheckpointError`), before anything in the folder is changed.
     """
@@ -53,38 +60,59 @@ def train(config: TrainConfig) -> float:
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.tp)
     check(config, mesh_sizes(mesh))
     check_platform(config.model, mesh.devices.flat[0].platform)
-    with jax.set_mesh(mesh), Report() as report:
-        run = prepare(config, mesh, report)
+    corpus = load_corpus(config.data.path)
+    require_length(corpus, config.data.sequence_length)
+    folder.prepare(config.run.dir)
+    with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
+        run = prepare(config, mesh, corpus, report)
         try:
-            return Loop(run, report).run_to_end()
+            return Loop(run, report, interrupt).run_to_end()
         finally:
             run.checkpoints.close()
 
 
-def prepare(config: TrainConfig, mesh: Mesh, report: Report) -> Run:
-    """Reads the data, plans the state, and creates or restores it."""
-    corpus = load_corpus(config.data.path)
-    require_length(corpus, config.data.sequence_length)
-    folder.prepare(config.run.dir)
-    checkpoints = Checkpoints(config.run.dir / folder.CHECKPOINTS, keep=config.checkpoint.keep)
-    latest = checkpoints.latest_step()
-    info = {"next_sample": 0} if latest is None else checkpoints.info(latest)
-    changed = [] if latest is None else folder.check_resumable(config, corpus.describe(), info)
-
+def prepare(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> Run:
+    """Plans the state, and creates or restores it."""
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     blueprint = plan_state(config.model, optimizer, mesh)
     optimizers.check_groups(config.optimizer, parameter_names(blueprint))
     report.line(summary(config, mesh, corpus, blueprint))
-    if latest is None:
-        state = blueprint.create(config.run.seed)
-    else:
-        state = checkpoints.restore(latest, blueprint.abstract, mesh)
-        report.line(f"resumed from the checkpoint at step {latest}")
-        for line in changed:
-            report.line(f"  changed since: {line}")
+    keep = config.checkpoint
+    checkpoints = Checkpoints(
+        config.run.dir / folder.CHECKPOINTS, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best
+    )
+    state, step, next_sample = _start_or_resume(config, corpus, blueprint, checkpoints, report)
     folder.write_config(config)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
-    return Run(config, mesh, corpus, blueprint, schedule, checkpoints, state, latest or 0, info["next_sample"])
+    return Run(config, mesh, corpus, blueprint, schedule, checkpoints, state, step, next_sample)
+
+
+def _start_or_resume(
+    config: TrainConfig, corpus: Corpus, blueprint: Blueprint, checkpoints: Checkpoints, report: Report
+) -> tuple[nnx.State, int, int]:
+    """The state to train from, its step, and the sample that comes next."""
+    changed: list[str] = []
+
+    def accept(info: dict[str, Any]) -> None:
+        changed[:] = folder.check_resumable(config, corpus.describe(), info)
+
+    found = restore_newest(checkpoints, blueprint.abstract, blueprint.mesh, accept, report.line)
+    if found is not None:
+        step, state, info = found
+        report.line(f"resumed from the checkpoint at step {step}")
+        for line in changed:
+            report.line(f"  changed since: {line}")
+        return state, step, info["next_sample"]
+    state = blueprint.create(config.run.seed)
+    if config.run.init_from is not None:
+        weights, origin = load_weights(config.run.init_from, blueprint.abstract["model"], blueprint.mesh)
+        state["model"] = weights
+        report.line(f"weights from {origin}")
+    return state, 0, 0
+
+
+class NonFiniteError(ArithmeticError):
+    """A loss or a gradient that is not finite, where the configuration does not allow it."""
 
 
 class Loop:
@@ -97,51 +125,78 @@ class Loop:
     One step is in flight while the numbers of the step before it are read: the devices never wait for the host.
     """
 
-    def __init__(self, run: Run, report: Report):
+    def __init__(self, run: Run, report: Report, interrupt: Interrupt):
         self._run = run
         self._config = run.config
         self._report = report
+        self._interrupt = interrupt
         self._metrics = folder.MetricsFile(run.config.run.dir / folder.METRICS, resumed_at=run.step)
+        self._watchdog = Watchdog(run.config.train.stall_seconds)
         self._clock = StepClock()
         self._in_flight: tuple[int, int, Scalars] | None = None
+        self._recent: dict[int, Batch] = {}
+        self._saved_at = run.step if run.checkpoints.steps() else None
         self._eval_step: EvalStep | None = None
 
-    def run_to_end(self) -> float:
-        """Trains, then evaluates and saves; returns the final validation loss in nats per token."""
+    def run_to_end(self) -> float | None:
+        """Trains, evaluates and saves; returns the final validation loss in nats per token, or None if stopped."""
         run, total = self._run, self._config.train.steps
         try:
             if run.step >= total:
-                self._report.line(f"already at step {run.step} of {total}: raise --train.steps to go on")
-            else:
-                self._train(total)
-            return self._evaluate()
+                self._report.line(f"already at step {run.step}, of {total}: raise --train.steps to go on")
+                return self._evaluate(log=False)
+            return self._train(total)
         finally:
+            self._watchdog.stop()
             self._metrics.close()
 
-    def _train(self, total: int) -> None:
+    def _train(self, total: int) -> float | None:
         run = self._run
         train_step = self._compile()
         self._report.start(run.step, total)
         self._clock.skip()
         for batch in self._batches(total - run.step):
+            self._watchdog.feed()
             run.state, scalars = train_step(run.state, batch)
             run.step += 1
             run.next_sample += self._config.data.global_batch_size
+            self._recent = {run.step - 1: self._recent.get(run.step - 1, batch), run.step: batch}
             self._finish_step()
             self._in_flight = run.step, run.next_sample, scalars
-            self._between_steps(last=run.step == total)
+            if run.step < total:
+                self._between_steps()
+                if self._stop_asked():
+                    self._stop()
+                    return None
+        self._finish_step()
+        loss = self._evaluate()
+        self._save(loss)
+        return loss
 
-    def _between_steps(self, *, last: bool) -> None:
+    def _between_steps(self) -> None:
         """Evaluates and saves where they are due; both wait for the step in flight."""
         evaluation, saving = self._config.eval.every, self._config.checkpoint.every
-        if not last and evaluation and self._run.step % evaluation == 0:
+        loss = None
+        if evaluation and self._run.step % evaluation == 0:
             self._finish_step()
-            self._evaluate()
-            self._clock.skip()
-        if last or (saving and self._run.step % saving == 0):
+            loss = self._evaluate()
+        if saving and self._run.step % saving == 0:
             self._finish_step()
-            self._save()
-            self._clock.skip()
+            self._save(loss)
+
+    def _stop_asked(self) -> bool:
+        """Several processes ask each other, which is a collective, only where a step is logged."""
+        if jax.process_count() > 1 and self._run.step % self._config.train.log_every:
+            return False
+        return self._interrupt.agreed()
+
+    def _stop(self) -> None:
+        self._finish_step()
+        if self._saved_at != self._run.step:
+            self._save(None)
+        self._run.checkpoints.wait()
+        why = self._interrupt.received or "a signal to another process"
+        self._report.line(f"stopped by {why} at step {self._run.step} and saved; the same command goes on from here")
 
     def _finish_step(self) -> None:
         """Waits for the step in flight, shows its loss, and logs it if that is due."""
@@ -150,6 +205,8 @@ class Loop:
         (step, samples, scalars), self._in_flight = self._in_flight, None
         values = {name: float(value) for name, value in scalars.items()}
         self._clock.tick()
+        if skipped := int(values.pop("skipped")):
+            self._skipped(step, skipped, values)
         tokens_per_step = self._config.data.global_batch_size * self._config.data.sequence_length
         total = self._config.train.steps
         self._report.step(step, values["loss"], tokens_per_step / self._clock.step_seconds)
@@ -165,8 +222,41 @@ class Loop:
             self._report.logged(record, total)
             self._clock.restart()
 
-    def _evaluate(self) -> float:
+    def _skipped(self, step: int, skipped: int, values: dict[str, float]) -> None:
+        """Says that a step was not finite, or ends the run because of it."""
+        allowed = self._max_skipped()
+        what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+        if skipped <= allowed:
+            self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
+            return
+        where = self._keep_for_inspection(step)
+        raise NonFiniteError(
+            f"{what}: not finite. Nothing of it entered the weights; they and the batch are in {where}. "
+            "Look for the cause (a learning rate too high, a bad sample), or leave such steps out with "
+            "--train.non-finite skip"
+        )
+
+    def _max_skipped(self) -> int:
+        settings = self._config.train
+        return settings.max_skipped if settings.non_finite == "skip" else 0
+
+    def _keep_for_inspection(self, step: int) -> Path:
+        """The state, which later steps have left as it was before `step`, and the batch of `step`."""
+        run, place = self._run, self._config.run.dir / folder.NON_FINITE
+        kept = Checkpoints(place, keep=1)
+        kept.save(step, run.state, run.mesh, self._info(run.next_sample))
+        kept.close()
+        rows = {
+            f"{name}_{shard.index[0].start or 0}": np.asarray(shard.data)
+            for name, array in self._recent[step].items()
+            for shard in array.addressable_shards
+        }
+        np.savez(place / str(step) / f"batch_{jax.process_index()}.npz", **rows)  # type: ignore[arg-type]
+        return place / str(step)
+
+    def _evaluate(self, *, log: bool = True) -> float:
         """The validation loss of the weights as they are: logged, shown and returned."""
+        self._watchdog.feed()
         run, settings = self._run, self._config.eval
         if self._eval_step is None:
             self._eval_step = make_eval_step(run.blueprint)
@@ -182,14 +272,24 @@ class Loop:
             )
         ]
         loss = sum(float(total) for total, _ in sums) / sum(float(valid) for _, valid in sums)
-        self._metrics.write({"step": run.step, "eval_loss": loss})
+        if log:
+            self._metrics.write({"step": run.step, "eval_loss": loss})
         self._report.line(f"step {run.step}: validation loss {loss:.4f} nats per byte")
+        self._clock.skip()
         return loss
 
-    def _save(self) -> None:
+    def _save(self, eval_loss: float | None) -> None:
         run = self._run
-        info = folder.checkpoint_info(self._config, run.corpus.describe(), run.next_sample)
-        run.checkpoints.save(run.step, run.state, run.mesh, info)
+        self._watchdog.feed()
+        if eval_loss is not None and not math.isfinite(eval_loss):
+            eval_loss = None  # no candidate for the best
+        run.checkpoints.save(run.step, run.state, run.mesh, self._info(run.next_sample), eval_loss=eval_loss)
+        self._saved_at = run.step
+        self._clock.skip()
+
+    def _info(self, next_sample: int) -> dict[str, Any]:
+        run = self._run
+        return folder.checkpoint_info(self._config, run.corpus.describe(), next_sample, mesh_sizes(run.mesh))
 
     def _batches(self, count: int) -> Iterator[Batch]:
         data = self._config.data
@@ -205,7 +305,10 @@ class Loop:
         run, data = self._run, self._config.data
         started = time.perf_counter()
         settings = StepSettings(
-            accumulation=self._config.train.accumulation, z_loss=self._config.train.z_loss, seed=self._config.run.seed
+            accumulation=self._config.train.accumulation,
+            z_loss=self._config.train.z_loss,
+            seed=self._config.run.seed,
+            max_skipped=self._max_skipped(),
         )
         step = make_train_step(run.blueprint, run.schedule, settings)
         batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -14,8 +15,12 @@ from jaxtp.models.decoder import Decoder
 from jaxtp.train.update import Optimizer
 
 
+class Skipped(nnx.Variable[Any]):
+    """Steps in a row whose loss or gradient was not finite."""
+
+
 class TrainState(nnx.Module):
-    """The model, and the optimizer with its moments and its step counter.
+    """The model, the optimizer with its moments and its step counter, and how many steps it has skipped in a row.
 
     Args:
       config: the model's sizes.
@@ -26,6 +31,7 @@ class TrainState(nnx.Module):
     def __init__(self, config: ModelConfig, optimizer: optax.GradientTransformation, seed: int):
         self.model = Decoder(config, rngs=nnx.Rngs(seed))
         self.optimizer = Optimizer(self.model, optimizer)
+        self.skipped = Skipped(jnp.zeros((), jnp.int32))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -41,6 +42,9 @@ class StepSettings:
     seed: int = 0
     """Of dropout's masks, which differ from step to step."""
 
+    max_skipped: int = 0
+    """Steps in a row that may be skipped because they are not finite. After more of them nothing changes any more."""
+
 
 def make_train_step(
     blueprint: Blueprint,
@@ -49,10 +53,11 @@ def make_train_step(
     *,
     with_grads: bool = False,
 ) -> JittedTrainStep:
-    """Compiles `state, batch -> state, {loss, grad_norm, learning_rate}`.
+    """Compiles `state, batch -> state, {loss, grad_norm, learning_rate, skipped}`.
 
     The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
-    whole batch, `grad_norm` the global L2 norm before clipping; both are of the parameters before the update.
+    whole batch, `grad_norm` the global L2 norm before clipping; both are of the parameters before the update. If one of
+    them is not finite, the step leaves the state as it is, and `skipped` counts it.
 
     Args:
       blueprint: of the state.
@@ -64,18 +69,30 @@ def make_train_step(
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
         train_state = nnx.merge(blueprint.graph, state)
         updates = train_state.optimizer.step[...]
-        key = jax.random.fold_in(jax.random.key(settings.seed), updates)
+        key = dropout_key(settings.seed, updates)
         loss, grads = mean_loss_and_grads(train_state.model, batch, settings, key)
         with jax.named_scope("grad_norm"):
             grad_norm = optax.tree.norm(grads)
         scalars = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(schedule(updates))}
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
-        return nnx.state(train_state), scalars, *([grads] if with_grads else [])
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        new, scalars["skipped"] = _guarded(nnx.state(train_state), state, finite, settings.max_skipped)
+        return new, scalars, *([grads] if with_grads else [])
 
     of_grads = [blueprint.shardings["model"]] if with_grads else []
     shardings = (blueprint.shardings, _replicated(blueprint), *of_grads)
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)
+
+
+def _guarded(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) -> tuple[nnx.State, Array]:
+    """The new state, or the old one if the step was not finite or too many before it were not; and how many, now."""
+    before = jnp.asarray(old["skipped"][...])
+    halted = before > max_skipped
+    skipped = jnp.where(halted, before, jnp.where(finite, 0, before + 1))
+    kept = jax.tree.map(lambda n, o: jnp.where(finite & ~halted, n, o), new, old)
+    kept["skipped"] = kept["skipped"].replace(skipped)
+    return kept, skipped
 
 
 def make_eval_step(blueprint: Blueprint) -> EvalStep:
@@ -95,39 +112,51 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, ke
     """
     graph, params = nnx.split(model, nnx.Param)
 
-    def loss_sum(params: nnx.State, micro: Batch, key: Array) -> tuple[Array, Array]:
+    def loss_sum(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, Array]:
         merged: Decoder = nnx.merge(graph, params)
-        dropout_key = key if merged.config.dropout else None
-        return merged.loss(micro["inputs"], micro["labels"], z_loss=settings.z_loss, dropout_key=dropout_key)
+        keys = row_keys(key, rows) if merged.config.dropout else None
+        return merged.loss(micro["inputs"], micro["labels"], z_loss=settings.z_loss, dropout_keys=keys)
 
     grads_of_sum = jax.value_and_grad(loss_sum, has_aux=True)
+    rows = jnp.arange(len(batch["inputs"]))
     if settings.accumulation == 1:
-        (total, count), grads = grads_of_sum(params, batch, key)
+        (total, count), grads = grads_of_sum(params, batch, rows)
     else:
-        total, count, grads = _accumulate(grads_of_sum, params, batch, key, settings.accumulation)
+        total, count, grads = _accumulate(grads_of_sum, params, batch, rows, settings.accumulation)
     return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
 
 
 def _accumulate(
-    grads_of_sum: Callable[..., Any], params: nnx.State, batch: Batch, key: Array, steps: int
+    grads_of_sum: Callable[..., Any], params: nnx.State, batch: Batch, rows: Array, steps: int
 ) -> tuple[Array, Array, nnx.State]:
     def add(sums: Any, micro: tuple[Batch, Array]) -> tuple[Any, None]:
         (total, count), grads = grads_of_sum(params, *micro)
         return jax.tree.map(jnp.add, sums, (total, count, grads)), None
 
     zeros = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    micros = jax.tree.map(lambda rows: _split_rows(rows, steps), batch)
+    micros = jax.tree.map(lambda array: _split_rows(array, steps), (batch, rows))
     sums: tuple[Array, Array, nnx.State]
-    sums, _ = jax.lax.scan(add, zeros, (micros, jax.random.split(key, steps)))
+    sums, _ = jax.lax.scan(add, zeros, micros)
     return sums
 
 
-def _split_rows(rows: Array, steps: int) -> Array:
-    """`[B, T] -> [steps, B / steps, T]`, each device's rows cut on that device: nothing moves."""
+def dropout_key(seed: int, updates: Array | int) -> Array:
+    """The key of a step, after so many updates."""
+    return jax.random.fold_in(jax.random.key(seed), updates)
+
+
+def row_keys(key: Array, rows: Array) -> Array:
+    """A key for each row of the global batch `[B]`, by its index."""
+    return jax.vmap(partial(jax.random.fold_in, key))(rows)
+
+
+def _split_rows(array: Array, steps: int) -> Array:
+    """`[B, ...] -> [steps, B / steps, ...]`, each device's rows cut on that device: nothing moves."""
     sizes = mesh_sizes(jax.sharding.get_abstract_mesh())
     devices = sizes[BATCH[0]] * sizes[BATCH[1]]
-    micro = rows.reshape(devices, steps, -1, rows.shape[-1]).swapaxes(0, 1)
-    return constrain(micro.reshape(steps, -1, rows.shape[-1]), PartitionSpec(None, *batch_spec(None)))
+    rest = array.shape[1:]
+    micro = array.reshape(devices, steps, -1, *rest).swapaxes(0, 1)
+    return constrain(micro.reshape(steps, -1, *rest), PartitionSpec(None, *batch_spec()))
 
 
 def _replicated(blueprint: Blueprint) -> NamedSharding:

@@ -1,7 +1,9 @@
 """Says where a run hangs: a step that takes too long prints the stacks of all Python threads."""
 
 import faulthandler
-import sys
+
+STDERR = 2
+"""The process's own, whatever Python's has been replaced by."""
 
 
 class Watchdog:
@@ -17,7 +19,7 @@ class Watchdog:
     def feed(self) -> None:
         """Starts the time anew."""
         if self._seconds:
-            faulthandler.dump_traceback_later(self._seconds, repeat=True, file=sys.__stderr__)
+            faulthandler.dump_traceback_later(self._seconds, repeat=True, file=STDERR)
 
     def stop(self) -> None:
         """Stops watching."""

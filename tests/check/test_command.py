@@ -110,6 +110,18 @@ class Swapped(nnx.Module):
         return self.down(jax.nn.silu(self.up(x)))
 
 
+def test_shared_kv_heads_are_not_taken_for_a_difference(monkeypatch, capsys):
+    """Their outputs have other shapes on other meshes; dropout draws the same masks while the difference is sought."""
+    project = linear.RowParallelLinear._project
+
+    def counted_twice(self, sequence, x, kernel, *biases):
+        return project(self, sequence, x, doubled_gradient(kernel) if axis_size(jaxtp.TP) > 1 else kernel, *biases)
+
+    monkeypatch.setattr(linear.RowParallelLinear, "_project", counted_twice)
+    out = run_broken(capsys, "--model.num-kv-heads", "2", "--model.dropout", "0.1", "--train.accumulation", "2")
+    assert "kernel: its own gradient, where outputs and their gradients agree" in out
+
+
 def test_swapped_row_and_column_are_named(monkeypatch, capsys):
     monkeypatch.setattr(decoder, "SwiGLU", Swapped)
     out = run_broken(capsys)
@@ -122,8 +134,12 @@ def test_swapped_row_and_column_are_named(monkeypatch, capsys):
     ("flags", "message"),
     [
         ("--mesh tp=3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
-        ("--mesh pp=2", "'pp=2' is not an axis and its size; write it as fsdp=2,tp=4"),
-        ("--mesh tp=0", "'tp=0' is not an axis and its size"),
+        ("--mesh pp=2", "'pp' is not an axis; they are dp, fsdp, tp, as in fsdp=2,tp=4"),
+        ("--mesh tp=0", "tp=0 is not a number of devices"),
+        ("--mesh fsdp=-1,tp=2", "fsdp=-1 is not a number of devices"),
+        ("--mesh tp=2,tp=4", "tp is there twice; write two meshes as --mesh tp=2 tp=4"),
+        ("--mesh tp=1", "that is the one device which meshes are compared with"),
+        ("--mesh tp=2 --json /proc/nothing/check.json", "--json /proc/nothing/check.json: No such file"),
         ("--mesh dp=8,fsdp=8", "is 64 devices, and a check runs on at most 16 virtual ones"),
         ("--mesh.tp 3", "model.num_heads=8 is not divisible by mesh.tp=3"),
         ("--config nothing.yaml", "nothing.yaml: No such file"),

@@ -73,7 +73,7 @@ def test_the_tables_name_everything():
     assert all(holding.name in text for holding in found.holdings)
     kernel = next(h for h in found.holdings if h.name == "model.blocks.mlp.down.kernel")
     assert (kernel.shape, kernel.shard, kernel.bytes_per_device) == ((2, 64, 32), (2, 16, 16), 2 * 16 * 16 * 4)
-    assert "declares P(None, 'tp', 'fsdp')" in text
+    assert "P(None, 'tp', 'fsdp')" in text
     assert "mlp/row_parallel_linear" in text
     assert "the compiler" in text
 
@@ -113,8 +113,8 @@ def audit_dense(spec, *, held_as=P(), out_shardings=None):
 
 def test_a_parameter_that_declares_nothing():
     (problem,) = [p for p in audit_dense(None).problems(large=1024) if "replicated" in p]
-    assert problem.startswith("kernel 64x64 is replicated over fsdp and tp, 16,384 bytes on each device")
-    assert problem.endswith("it declares no spec")
+    assert problem.startswith("kernel 64x64 is replicated over fsdp and tp, each device holds 16,384 of its")
+    assert problem.endswith("16,384 bytes: no spec declared")
     assert not [p for p in audit_dense(None).problems() if "replicated" in p], "under a mebibyte"
 
 
@@ -122,7 +122,7 @@ def test_a_declaration_that_was_not_kept():
     found = audit_dense(P("fsdp", "tp"), out_shardings=P("fsdp"))
     (problem,) = [p for p in found.problems(large=1024) if "replicated" in p]
     assert "replicated over tp" in problem
-    assert "declares P('fsdp', 'tp'), which the compiler did not keep" in problem
+    assert "P('fsdp', 'tp'), which the compiler did not keep" in problem
 
 
 def test_replication_that_is_declared():
@@ -146,7 +146,7 @@ def test_a_written_gather_of_a_weight_over_tp():
         return jax.shard_map(gather, in_specs=P("fsdp", "tp"), out_specs=P("fsdp", "tp"))(state["kernel"][...])
 
     found = audit(jax.jit(step), state, mesh=mesh, compiler_options=QUICK)
-    assert any("the shape of kernel: a weight split over tp stays there" in p for p in found.problems())
+    assert any("a weight moves (it has the shape of kernel)" in p for p in found.problems())
 
 
 def test_over_budget():
@@ -157,3 +157,18 @@ def test_over_budget():
 
 def test_without_a_budget_what_is_written_was_asked_for():
     assert audit_step(MODEL, (1, 2, 4), budget=False).problems() == []
+
+
+def test_any_pytree_of_arrays_is_a_state():
+    mesh = jaxtp.make_mesh(tp=4)
+    arrays = {"w": jnp.ones((8, 8)), "moments": (jnp.ones((8, 8)), jnp.zeros(()))}
+    found = audit(jax.jit(lambda state: jax.tree.map(jnp.cos, state)), arrays, mesh=mesh, compiler_options=QUICK)
+    assert {h.name: h.declared for h in found.holdings} == {"w": None, "moments.0": None, "moments.1": None}
+
+
+@pytest.mark.parametrize(
+    ("step", "state"), [(lambda state: state, {"w": 1.0}), (jax.jit(lambda state: state), {}), (jax.jit(abs), Dense())]
+)
+def test_what_cannot_be_audited_is_said(step, state):
+    with pytest.raises(TypeError, match=r"nnx\.split"):
+        audit(step, state, mesh=jaxtp.make_mesh(tp=2))

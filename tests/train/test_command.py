@@ -1,67 +1,20 @@
 """`python -m jaxtp.train` as its users meet it: runs, resumes, survives a kill, refuses what is wrong."""
 
 import json
-import os
 import random
 import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
+from runs import SMALL, TEXT, contents, finish, mesh, records, wait_for_step
 
 from jaxtp.train.__main__ import main
-
-TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(2000))
-SMALL = [
-    "--model.d-model",
-    "32",
-    "--model.num-layers",
-    "2",
-    "--model.head-dim",
-    "4",
-    "--model.d-ff",
-    "64",
-    "--data.sequence-length",
-    "32",
-    "--data.global-batch-size",
-    "8",
-    "--train.log-every",
-    "1",
-    "--checkpoint.every",
-    "5",
-    "--eval.batches",
-    "2",
-    "--eval.every",
-    "20",
-    "--optimizer.warmup-steps",
-    "2",
-]
 
 
 @pytest.fixture
 def text(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     return ["--data.path", str(tmp_path / "text.txt")]
-
-
-def mesh(dp, fsdp, tp):
-    return ["--mesh.dp", str(dp), "--mesh.fsdp", str(fsdp), "--mesh.tp", str(tp)]
-
-
-def records(folder, key="loss"):
-    """`{step: value}` of the metrics; each step must be there once, in order."""
-    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if key in row]
-    steps = [row["step"] for row in rows]
-    assert steps == sorted(set(steps))
-    return {row["step"]: row[key] for row in rows}
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
@@ -90,6 +43,7 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
         "config.yaml",
         "metrics.jsonl",
         "checkpoints",
+        ".lock",
     }
 
 
@@ -105,7 +59,7 @@ def test_the_same_command_on_a_finished_run_says_so(tmp_path, text, capsys):
     command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "3", *mesh(1, 1, 2)]
     assert main(command) == 0
     assert main(command) == 0
-    assert "already at step 3 of 3: raise --train.steps to go on" in capsys.readouterr().out
+    assert "already at step 3, of 3: raise --train.steps to go on" in capsys.readouterr().out
     assert list(records(tmp_path / "run")) == [1, 2, 3]
 
 
@@ -213,41 +167,6 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path, text, capsys):
     (tmp_path / "text.txt").write_text(TEXT + "more")
     assert main(command) == 2
     assert "data: sha256" in capsys.readouterr().err
-
-
-@pytest.fixture
-def start():
-    """Starts a run in a process of its own; whatever is left of it at the end of the test is killed."""
-    processes = []
-
-    def start_process(command, **environment):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "jaxtp.train", *command],
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        processes.append(process)
-        return process
-
-    yield start_process
-    for process in processes:
-        process.kill()
-        process.communicate()
-
-
-def finish(process):
-    output, _ = process.communicate(timeout=300)
-    assert process.returncode == 0, output
-    return output
-
-
-def wait_for_step(folder, step, process):
-    metrics = Path(folder) / "metrics.jsonl"
-    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.005)
 
 
 def test_killed_at_a_random_step_and_resumed_on_another_mesh(tmp_path, text, start):

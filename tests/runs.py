@@ -1,0 +1,61 @@
+"""Small training runs: their flags, what they leave, and processes of their own."""
+
+import json
+import time
+from pathlib import Path
+
+TEXT = "".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(2000))
+SMALL = [
+    "--model.d-model",
+    "32",
+    "--model.num-layers",
+    "2",
+    "--model.head-dim",
+    "4",
+    "--model.d-ff",
+    "64",
+    "--data.sequence-length",
+    "32",
+    "--data.global-batch-size",
+    "8",
+    "--train.log-every",
+    "1",
+    "--checkpoint.every",
+    "5",
+    "--eval.batches",
+    "2",
+    "--eval.every",
+    "20",
+    "--optimizer.warmup-steps",
+    "2",
+]
+
+
+def mesh(dp, fsdp, tp):
+    return ["--mesh.dp", str(dp), "--mesh.fsdp", str(fsdp), "--mesh.tp", str(tp)]
+
+
+def records(folder, key="loss"):
+    """`{step: value}` of the metrics; each step must be there once, in order."""
+    rows = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if key in row]
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(set(steps))
+    return {row["step"]: row[key] for row in rows}
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def finish(process):
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0, output
+    return output
+
+
+def wait_for_step(folder, step, process):
+    metrics = Path(folder) / "metrics.jsonl"
+    while not (metrics.exists() and f'"step": {step},' in metrics.read_text()):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.005)
