@@ -32,7 +32,7 @@ SHORT = [
 
 def shortened(flags, tmp_path, steps):
     """The command as written, for a few steps of a smaller model."""
-    flags = list(flags)
+    flags = [flag for i, flag in enumerate(flags) if "--run.init-from" not in flags[max(i - 1, 0) : i + 1]]
     for name, value in {"--run.dir": str(tmp_path), "--train.steps": str(steps)}.items():
         flags[flags.index(name) + 1] = value
     return [*flags, *SHORT]
@@ -84,11 +84,14 @@ def test_check_command(flags, tmp_path, capsys):
     assert (tmp_path / "check.json").exists()
 
 
-def test_the_two_commands_that_resume_each_other(tmp_path, capsys):
-    first, second = (flags for flags in TRAIN if "runs/a" in flags)
+def test_the_commands_that_go_on_from_each_other(tmp_path, capsys):
+    first, second = (flags for flags in TRAIN if "runs/a" in flags and "--run.init-from" not in flags)
     assert main(shortened(first, tmp_path, 2)) == 0
     assert main(shortened(second, tmp_path, 3)) == 0
     assert "resumed from the checkpoint at step 2" in capsys.readouterr().out
+    (third,) = (flags for flags in TRAIN if "--run.init-from" in flags)
+    assert main([*shortened(third, tmp_path / "d", 2), "--run.init-from", str(tmp_path)]) == 0
+    assert "weights from" in capsys.readouterr().out
 
 
 def test_set_up_commands_are_what_ci_runs():
