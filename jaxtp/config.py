@@ -10,13 +10,19 @@ import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
 import tyro
 import yaml
 
 T = TypeVar("T")
+
+
+BASE = "base"
+"""The key of a YAML file that includes another."""
+
+PRINT = "--print-config"
 
 
 class ConfigError(ValueError):
@@ -28,15 +34,18 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
 
     Args:
       schema: the dataclass of sections; every field has a default.
-      argv: flags; `--config FILE` names a YAML file whose values replace the defaults.
+      argv: flags; `--config FILE` names a YAML file whose values replace the defaults, `--print-config` prints the
+        result instead of returning.
       prog: how the program is called, for `--help`.
       description: what it does, for `--help`.
 
     Raises:
       ConfigError: unreadable YAML, an unknown key, a value of the wrong type or out of range.
-      SystemExit: `--help` (0), or a flag that does not parse (2), after a message on stderr.
+      SystemExit: `--help` or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
     """
     path, flags = _take_config_flag(argv)
+    show = PRINT in flags
+    flags = [flag for flag in flags if flag != PRINT]
     default = schema() if path is None else from_yaml(schema, path)
     parsed = tyro.cli(
         schema,
@@ -46,22 +55,66 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
         description=description,
         config=(tyro.conf.AvoidSubcommands,),
     )
-    return validate(schema, dataclasses.asdict(parsed), source="command line")  # type: ignore[call-overload]
+    config = validate(schema, dataclasses.asdict(parsed), source="command line")  # type: ignore[call-overload]
+    if show:
+        print(to_yaml(config), end="")
+        raise SystemExit(0)
+    return config
 
 
 def from_yaml(schema: type[T], path: str | Path) -> T:
     """Reads a YAML file; keys that it leaves out keep the schema's defaults.
 
+    `base: other.yaml`, relative to the file, includes another: what this one says replaces what that one says.
+
     Raises:
-      ConfigError: the file cannot be read or parsed, or `validate` refuses it.
+      ConfigError: a file cannot be read or parsed, includes itself, or `validate` refuses it.
     """
+    return validate(schema, _with_base(Path(path), ()), source=str(path))
+
+
+def _with_base(path: Path, including: tuple[Path, ...]) -> Any:
+    if path.resolve() in including:
+        raise ConfigError(f"{path}: includes itself by way of base")
+    values = _read_yaml(path)
+    if not isinstance(values, Mapping) or BASE not in values:
+        return values
+    own = {key: value for key, value in values.items() if key != BASE}
+    if not isinstance(values[BASE], str):
+        raise ConfigError(f"{path}: base = {values[BASE]!r}: should be the name of a YAML file")
+    return _merged(_with_base(path.parent / values[BASE], (*including, path.resolve())), own)
+
+
+def _read_yaml(path: Path) -> Any:
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # a SafeLoader
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}{_nearest_file(Path(path))}") from None
+        raise ConfigError(f"{path}: {error.strerror}{_nearest_file(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
-    return validate(schema, {} if values is None else values, source=str(path))
+    return {} if values is None else values
+
+
+def _merged(below: Any, above: Any) -> Any:
+    """Mappings key by key, anything else replaced."""
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    shared = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()}
+    return {**below, **above, **shared}
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is there twice, of which YAML keeps the last without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} is there twice", key.start_mark
+                )
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
 
 
 def validate(schema: type[T], values: Any, *, source: str) -> T:
@@ -144,6 +197,11 @@ def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterat
             yield f"{prefix}{key}: unknown key; {hint}"
         elif dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
             yield from _unknown_keys(known[key], value, f"{prefix}{key}.")
+        elif get_origin(known[key]) is dict and isinstance(value, Mapping):
+            of = get_args(known[key])[1]
+            for name, inner in value.items():
+                if dataclasses.is_dataclass(of) and isinstance(inner, Mapping):
+                    yield from _unknown_keys(of, inner, f"{prefix}{key}.{name}.")
 
 
 def _nearest_file(path: Path) -> str:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtp.config import ConfigError, differences, from_yaml, to_plain, to_yaml
+from jaxtp.config import ConfigError, differences, from_yaml, load, to_plain, to_yaml
 from jaxtp.train.config import TrainConfig, check
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -112,3 +112,47 @@ def test_differences_name_the_leaves():
         "a.c: 2 -> 3",
         "d: None -> 4",
     ]
+
+
+def test_a_file_can_include_another(tmp_path):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/small.yaml").write_text("model: {d_model: 64, num_layers: 2}\nmesh: {fsdp: 1}\n")
+    (tmp_path / "run.yaml").write_text("base: common/small.yaml\nmodel: {num_layers: 3}\ntrain: {steps: 7}\n")
+    config = from_yaml(TrainConfig, tmp_path / "run.yaml")
+    assert (config.model.d_model, config.model.num_layers, config.mesh.fsdp, config.train.steps) == (64, 3, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: a.yaml\n", "a.yaml: includes itself by way of base"),
+        ("base: 3\n", "base = 3: should be the name of a YAML file"),
+        ("base: other.yaml\n", "other.yaml: No such file"),
+        ("model: {d_model: 64}\nmodel: {d_ff: 64}\n", "the key 'model' is there twice"),
+        (
+            "optimizer: {groups: {head: {learning_rate_scal: 2}}}\n",
+            "did you mean optimizer.groups.head.learning_rate_scale",
+        ),
+        ("optimizer: {groups: {head: {weight_decay: -2}}}\n", "optimizer.groups.head.weight_decay = -2"),
+    ],
+)
+def test_wrong_files(tmp_path, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        from_yaml(TrainConfig, tmp_path / "a.yaml")
+
+
+def test_printing_the_configuration(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text('optimizer: {groups: {"head.*": {learning_rate_scale: 0.5}}}\n')
+    with pytest.raises(SystemExit) as stopped:
+        load(
+            TrainConfig,
+            ["--config", str(tmp_path / "a.yaml"), "--mesh.tp", "2", "--print-config"],
+            prog="x",
+            description="",
+        )
+    assert stopped.value.code == 0
+    (tmp_path / "b.yaml").write_text(capsys.readouterr().out)
+    config = from_yaml(TrainConfig, tmp_path / "b.yaml")
+    assert config.mesh.tp == 2
+    assert config.optimizer.groups["head.*"].learning_rate_scale == 0.5

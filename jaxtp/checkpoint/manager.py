@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtp.checkpoint.checksum import checksums
-from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, spec, to_logical
 
 EVAL_LOSS = "eval_loss"
 _DAMAGED = "damaged"
@@ -75,7 +75,7 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(arrays),
-                    info=ocp.args.JsonSave(_sealed({**info, "checksums": checksums(arrays)})),
+                    info=ocp.args.JsonSave(_sealed({**info, "specs": _specs(state), "checksums": checksums(arrays)})),
                 ),
                 metrics=None if eval_loss is None else {EVAL_LOSS: eval_loss},
             )
@@ -101,7 +101,7 @@ class Checkpoints:
         """
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))
-            return _opened(restored["info"])
+            return open_sealed(restored["info"])
         except Exception as error:
             raise self._unreadable(step, error) from None
 
@@ -203,7 +203,7 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     Raises:
       CheckpointError: there is none, or it is damaged, or its parameters have other names or shapes.
     """
-    folder = _newest(run)
+    folder = newest(run)
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     try:
         stored = {name: tuple(array.shape) for name, array in _metadata(folder).items()}
@@ -229,8 +229,12 @@ def _metadata(folder: Path) -> dict[str, Any]:
     return found
 
 
-def _newest(run: Path) -> Path:
-    """The folder of the newest checkpoint of a run."""
+def newest(run: Path) -> Path:
+    """The folder of the newest checkpoint of a run, or the folder itself if it is one.
+
+    Raises:
+      CheckpointError: there is none.
+    """
     if (run / "state").is_dir():
         return run
     for folder in (run / "checkpoints", run):
@@ -238,6 +242,11 @@ def _newest(run: Path) -> Path:
         if steps:
             return folder / str(max(steps))
     raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
+
+
+def _specs(state: nnx.State) -> dict[str, str]:
+    """How each array is split on the mesh that writes it."""
+    return {name: str(spec(variable)) for name, variable in named_variables(state).items()}
 
 
 def _policy(keep: int, keep_every: int, keep_best: bool) -> policies.PreservationPolicy:
@@ -256,7 +265,12 @@ def _sealed(info: Mapping[str, Any]) -> dict[str, Any]:
     return {**info, "sha256": _digest(info)}
 
 
-def _opened(sealed: Mapping[str, Any]) -> dict[str, Any]:
+def open_sealed(sealed: Mapping[str, Any]) -> dict[str, Any]:
+    """What was stored beside the arrays, if it is as it was stored.
+
+    Raises:
+      CheckpointError: it is not.
+    """
     info = dict(sealed)
     if info.pop("sha256", None) != _digest(info):
         raise CheckpointError("its description was changed")

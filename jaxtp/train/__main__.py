@@ -19,8 +19,9 @@ PROGRAM = "python -m jaxtp.train"
 DESCRIPTION = """Trains a tensor-parallel decoder.
 
 Without flags: a small Llama on the sources of the Python standard library, over eight virtual CPU devices, in a
-minute or two. --config FILE reads a YAML file (see configs/); dotted flags override it. The same command again
-resumes the run in --run.dir, on any mesh.
+minute or two. --config FILE reads a YAML file (see configs/), which may include another (base: other.yaml); dotted
+flags override it; --print-config prints the result and does nothing else. The same command again resumes the run in
+--run.dir, on any mesh.
 """
 
 MISTAKES = (

@@ -1,0 +1,127 @@
+"""Reading a checkpoint without its run: on one device, an array at a time."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+from jax import Array
+from jax.sharding import SingleDeviceSharding
+
+from jaxtp.checkpoint.checksum import checksums
+from jaxtp.checkpoint.manager import CheckpointError, newest, open_sealed
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint on disk."""
+
+    folder: Path
+    """Of this step."""
+
+    info: dict[str, Any]
+    """What was stored beside the arrays."""
+
+    arrays: dict[str, jax.ShapeDtypeStruct]
+    """What is there, by name."""
+
+    def read(self, name: str) -> Array:
+        """One array, whole, on one device.
+
+        Raises:
+          CheckpointError: it cannot be read.
+        """
+        target = {name: self.arrays[name]}
+        try:
+            restored = ocp.PyTreeCheckpointer().restore(
+                (self.folder / "state").resolve(),
+                ocp.args.PyTreeRestore(
+                    item=target,
+                    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+                    partial_restore=True,
+                ),
+            )
+        except Exception as error:
+            raise CheckpointError(f"{name} cannot be read: {str(error).splitlines()[0][:200]}") from None
+        array: Array = restored[name]
+        return array
+
+    def verify(self, name: str) -> str | None:
+        """What is wrong with an array, or None."""
+        expected = self.info["checksums"].get(name)
+        if expected is None:
+            return "was not part of the state that was saved"
+        try:
+            array = self.read(name)
+        except CheckpointError as error:
+            return str(error)
+        if checksums({name: array})[name] != expected:
+            return "its checksum differs from the one saved with it"
+        if jnp.issubdtype(array.dtype, jnp.floating) and not bool(jnp.all(jnp.isfinite(array))):
+            return "has elements that are not finite"
+        return None
+
+    def bytes_on_disk(self) -> int:
+        """Of all files of the checkpoint."""
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
+
+    def summary(self) -> Iterator[str]:
+        """What wrote it, in lines."""
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.info["mesh"].items())
+        yield f"step      {self.folder.name}, next sample {self.info['next_sample']:,}"
+        yield f"written   on mesh {mesh} by {self.info['processes']} process(es)"
+        yield f"versions  {', '.join(f'{name} {version}' for name, version in self.info['versions'].items())}"
+        yield f"data      {json.dumps(self.info['corpus'])}"
+        for section, values in self.info["config"].items():
+            yield f"{section:<10}{json.dumps(values)}"
+
+    def table(self) -> str:
+        """A line for each array: shape, dtype, bytes, and how it was split."""
+        lines = []
+        for name, array in self.arrays.items():
+            shape = "x".join(map(str, array.shape)) or "scalar"
+            split = self.info["specs"].get(name, "")
+            lines.append(f"{name:<60}{shape:<18}{array.dtype!s:<10}{array.size * array.dtype.itemsize:>14,}  {split}")
+        return "\n".join(lines)
+
+
+def open_checkpoint(folder: Path) -> Stored:
+    """Opens the newest checkpoint of a run, or the one whose folder is given.
+
+    Raises:
+      CheckpointError: there is none, or its description is damaged.
+    """
+    folder = newest(folder)
+    try:
+        info = open_sealed(ocp.JsonCheckpointHandler().restore((folder / "info").resolve()))
+        found = ocp.PyTreeCheckpointer().metadata((folder / "state").resolve()).item_metadata.tree
+    except Exception as error:
+        raise CheckpointError(f"{folder}: damaged ({str(error).splitlines()[0][:200]})") from None
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    arrays = {
+        name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
+        for name, array in sorted(found.items())
+    }
+    missing = info["checksums"].keys() - arrays.keys()
+    if missing:
+        raise CheckpointError(f"{folder}: {', '.join(sorted(missing)[:3])} missing of the arrays that were saved")
+    return Stored(folder, info, arrays)
+
+
+def difference(a: Stored, b: Stored, name: str) -> str | None:
+    """How an array differs between two checkpoints, in words; None if it does not."""
+    for present, absent in ((a, b), (b, a)):
+        if name not in absent.arrays:
+            return f"only in {present.folder.name}"
+    if a.arrays[name].shape != b.arrays[name].shape:
+        return f"{a.arrays[name].shape} and {b.arrays[name].shape}"
+    if a.info["checksums"][name] == b.info["checksums"][name]:
+        return None
+    one, other = (np.float64(np.asarray(stored.read(name), dtype=np.float64)) for stored in (a, b))
+    norm = float(np.linalg.norm(one)) or 1.0
+    return f"{float(np.linalg.norm(one - other)) / norm:.3e}"

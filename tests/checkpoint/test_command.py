@@ -1,0 +1,70 @@
+"""`python -m jaxtp.checkpoint`: inspect, verify, diff."""
+
+import shutil
+
+import jax
+import pytest
+
+import jaxtp
+from jaxtp.checkpoint.__main__ import main
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.train import optimizer
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.state import plan_state
+
+MODEL = jaxtp.ModelConfig(vocab_size=19, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=8)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """Two checkpoints of a run on (1, 2, 2); in the second, one array has changed."""
+    folder = tmp_path_factory.mktemp("run")
+    plan = plan_state(MODEL, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(1, 2, 2))
+    state = plan.create(seed=0)
+    checkpoints = Checkpoints(folder / "checkpoints")
+    info = {"next_sample": 8, "mesh": {"dp": 1, "fsdp": 2, "tp": 2}, "processes": 1, "versions": {"jax": "x"}}
+    info |= {"corpus": {"sha256": "abc"}, "config": {"model": {"d_model": 8}}}
+    checkpoints.save(1, state, plan.mesh, info)
+    scale = state["model"]["norm"]["scale"]
+    state["model"]["norm"]["scale"] = scale.replace(jax.device_put(scale[...] * 2, scale[...].sharding))
+    checkpoints.save(2, state, plan.mesh, info)
+    checkpoints.close()
+    return folder
+
+
+def test_inspect(run, capsys):
+    assert main(["inspect", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "step      2, next sample 8" in out
+    assert "written   on mesh dp 1 x fsdp 2 x tp 2 by 1 process(es)" in out
+    line = next(line for line in out.splitlines() if line.startswith("model.embedding.embedding"))
+    assert line.split()[1:4] == ["19x8", "float32", "608"]
+    assert line.endswith("PartitionSpec('tp', 'fsdp')") or line.endswith("P('tp', 'fsdp')")
+
+
+def test_verify(run, tmp_path, capsys):
+    assert main(["verify", str(run / "checkpoints/1")]) == 0
+    assert "no problems" in capsys.readouterr().out
+    shutil.copytree(run, tmp_path / "run")
+    largest = max((tmp_path / "run/checkpoints/2/state").rglob("*"), key=lambda path: path.stat().st_size)
+    data = bytearray(largest.read_bytes())
+    data[len(data) // 2] ^= 1
+    largest.write_bytes(data)
+    assert main(["verify", str(tmp_path / "run")]) in (1, 2)
+    captured = capsys.readouterr()
+    assert "problems" in captured.out or "damaged" in captured.err
+    assert "Traceback" not in captured.out + captured.err
+
+
+def test_diff(run, capsys):
+    first, second = (str(run / "checkpoints" / step) for step in "12")
+    assert main(["diff", first, second]) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out == ["1.000e+00               model.norm.scale", out[-1]]
+    assert out[-1].startswith("1 of ")
+    assert main(["diff", first, first]) == 0
+
+
+def test_mistakes(tmp_path, capsys):
+    assert main(["inspect", str(tmp_path)]) == 2
+    assert "no finished checkpoint there; name the folder of a run" in capsys.readouterr().err
