@@ -156,6 +156,25 @@ class LoopConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MetricsConfig:
+    """Where numbers go beside metrics.jsonl."""
+
+    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
+    """tensorboard writes event files into the run's folder; none with an empty list."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """A trace of a few steps, for XProf and Perfetto."""
+
+    start: CountOrZero = 0
+    """The first step to trace; 0 traces none. Not before step 3 or so, where everything has warmed up."""
+
+    steps: Count = 5
+    """Steps to trace."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalConfig:
     """Evaluation on the held-out split."""
 
@@ -195,6 +214,8 @@ class TrainConfig:
     train: LoopConfig = LoopConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    metrics: MetricsConfig = MetricsConfig()
+    profile: ProfileConfig = ProfileConfig()
 
 
 def check(config: TrainConfig, mesh: dict[str, int]) -> None:

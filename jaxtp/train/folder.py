@@ -1,8 +1,6 @@
-"""The folder of a run: its configuration, its metrics, and whether a checkpoint in it may be resumed."""
+"""The folder of a run: its configuration, its lock, and whether a checkpoint in it may be resumed."""
 
 import fcntl
-import json
-import math
 import os
 import platform
 import socket
@@ -11,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import jax
 
@@ -20,46 +18,14 @@ from jaxtp.models.config import architecture
 from jaxtp.train.config import TrainConfig
 
 CONFIG = "config.yaml"
-METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 NON_FINITE = "non_finite"
+PROFILE = "profile"
 LOCK = ".lock"
 
 
 class RunFolderError(ValueError):
     """A folder that cannot be written, or that holds another run."""
-
-
-class MetricsFile:
-    """`metrics.jsonl`: an object for each logged step or evaluation, each written through at once by process 0.
-
-    Args:
-      path: the file.
-      resumed_at: the step that the run continues from. Records of later steps, written by a run that was killed
-        before its next checkpoint, are dropped: those steps are made, and logged, again.
-    """
-
-    def __init__(self, path: Path, *, resumed_at: int):
-        self._file: TextIO | None = None
-        if jax.process_index() != 0:
-            return
-        kept = [line for line in _lines(path) if _step(line) <= resumed_at]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
-        self._file = path.open("a", encoding="utf-8")
-
-    def write(self, record: Mapping[str, float | int]) -> None:
-        """Appends one object; a number that is not finite is null."""
-        if self._file is not None:
-            finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
-            self._file.write(json.dumps(finite) + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        if self._file is not None:
-            self._file.close()
 
 
 def prepare(folder: Path) -> None:
@@ -151,14 +117,3 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
             + "\nResume it with the stored values, or start afresh with another --run.dir. Nothing was changed."
         )
     return configuration.differences(stored, now)
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-
-def _step(line: str) -> float:
-    try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # cut short by a kill: never kept

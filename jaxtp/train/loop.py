@@ -1,47 +1,29 @@
-"""The training loop: prepare a run, then step, log, evaluate and save until it is done."""
+"""The training loop: step, log, evaluate and save until it is done."""
 
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import optax
-from flax import nnx
-from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import Checkpoints, load_weights, restore_newest
-from jaxtp.data.corpus import Corpus, load_corpus, require_length
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.data.corpus import load_corpus, require_length
 from jaxtp.data.loader import Batch, abstract_batch, batches, shuffled_samples
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
-from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
 from jaxtp.train.interrupt import Interrupt
-from jaxtp.train.report import Report, summary
-from jaxtp.train.state import Blueprint, parameter_names, plan_state
+from jaxtp.train.prepare import Run, prepare
+from jaxtp.train.profiling import Profiler
+from jaxtp.train.report import Report, parameter_count
 from jaxtp.train.step import EvalStep, Scalars, StepSettings, TrainStep, make_eval_step, make_train_step
+from jaxtp.train.timing import Timing
+from jaxtp.train.trackers import Trackers
+from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
 from jaxtp.train.watchdog import Watchdog
-
-
-@dataclass
-class Run:
-    """A prepared run: what the loop needs, with the state on its devices."""
-
-    config: TrainConfig
-    mesh: Mesh
-    corpus: Corpus
-    blueprint: Blueprint
-    schedule: optax.Schedule
-    checkpoints: Checkpoints
-    state: nnx.State
-    step: int
-    """Updates made so far."""
-    next_sample: int
-    """Global index of the first sample of the next step."""
 
 
 def train(config: TrainConfig) -> float | None:
@@ -55,6 +37,7 @@ def train(config: TrainConfig) -> float | None:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `RunFolderError`,
         `CheckpointError`), before anything in the folder is changed.
     """
+    timing = Timing()
     if (sizes := planned_mesh(config.mesh)) is not None:
         check(config, sizes)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.tp)
@@ -64,51 +47,12 @@ def train(config: TrainConfig) -> float | None:
     require_length(corpus, config.data.sequence_length)
     folder.prepare(config.run.dir)
     with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
-        run = prepare(config, mesh, corpus, report)
+        with timing.lost_to("start"):
+            run = prepare(config, mesh, corpus, report)
         try:
-            return Loop(run, report, interrupt).run_to_end()
+            return Loop(run, report, interrupt, timing).run_to_end()
         finally:
             run.checkpoints.close()
-
-
-def prepare(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> Run:
-    """Plans the state, and creates or restores it."""
-    optimizer = optimizers.build(config.optimizer, config.train.steps)
-    blueprint = plan_state(config.model, optimizer, mesh)
-    optimizers.check_groups(config.optimizer, parameter_names(blueprint))
-    report.line(summary(config, mesh, corpus, blueprint))
-    keep = config.checkpoint
-    checkpoints = Checkpoints(
-        config.run.dir / folder.CHECKPOINTS, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best
-    )
-    state, step, next_sample = _start_or_resume(config, corpus, blueprint, checkpoints, report)
-    folder.write_config(config)
-    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
-    return Run(config, mesh, corpus, blueprint, schedule, checkpoints, state, step, next_sample)
-
-
-def _start_or_resume(
-    config: TrainConfig, corpus: Corpus, blueprint: Blueprint, checkpoints: Checkpoints, report: Report
-) -> tuple[nnx.State, int, int]:
-    """The state to train from, its step, and the sample that comes next."""
-    changed: list[str] = []
-
-    def accept(info: dict[str, Any]) -> None:
-        changed[:] = folder.check_resumable(config, corpus.describe(), info)
-
-    found = restore_newest(checkpoints, blueprint.abstract, blueprint.mesh, accept, report.line)
-    if found is not None:
-        step, state, info = found
-        report.line(f"resumed from the checkpoint at step {step}")
-        for line in changed:
-            report.line(f"  changed since: {line}")
-        return state, step, info["next_sample"]
-    state = blueprint.create(config.run.seed)
-    if config.run.init_from is not None:
-        weights, origin = load_weights(config.run.init_from, blueprint.abstract["model"], blueprint.mesh)
-        state["model"] = weights
-        report.line(f"weights from {origin}")
-    return state, 0, 0
 
 
 class NonFiniteError(ArithmeticError):
@@ -125,14 +69,16 @@ class Loop:
     One step is in flight while the numbers of the step before it are read: the devices never wait for the host.
     """
 
-    def __init__(self, run: Run, report: Report, interrupt: Interrupt):
+    def __init__(self, run: Run, report: Report, interrupt: Interrupt, timing: Timing):
         self._run = run
         self._config = run.config
         self._report = report
         self._interrupt = interrupt
-        self._metrics = folder.MetricsFile(run.config.run.dir / folder.METRICS, resumed_at=run.step)
-        self._watchdog = Watchdog(run.config.train.stall_seconds)
-        self._clock = StepClock()
+        self._timing = timing
+        config = run.config
+        self._trackers = Trackers(config.metrics.trackers, config.run.dir, resumed_at=run.step)
+        self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
+        self._watchdog = Watchdog(config.train.stall_seconds)
         self._in_flight: tuple[int, int, Scalars] | None = None
         self._recent: dict[int, Batch] = {}
         self._saved_at = run.step if run.checkpoints.steps() else None
@@ -148,21 +94,27 @@ class Loop:
             return self._train(total)
         finally:
             self._watchdog.stop()
-            self._metrics.close()
+            self._profiler.close()
+            self._trackers.close()
 
     def _train(self, total: int) -> float | None:
         run = self._run
         train_step = self._compile()
         self._report.start(run.step, total)
-        self._clock.skip()
-        for batch in self._batches(total - run.step):
+        batches = self._batches(total - run.step)
+        while run.step < total:
             self._watchdog.feed()
+            with self._timing.waiting_for_data():
+                batch = next(batches)
+            self._profiler.before(run.step + 1)
             run.state, scalars = train_step(run.state, batch)
             run.step += 1
             run.next_sample += self._config.data.global_batch_size
             self._recent = {run.step - 1: self._recent.get(run.step - 1, batch), run.step: batch}
             self._finish_step()
             self._in_flight = run.step, run.next_sample, scalars
+            if profiled := self._profiler.after(run.step, scalars):
+                self._report.line(profiled)
             if run.step < total:
                 self._between_steps()
                 if self._stop_asked():
@@ -204,23 +156,34 @@ class Loop:
             return
         (step, samples, scalars), self._in_flight = self._in_flight, None
         values = {name: float(value) for name, value in scalars.items()}
-        self._clock.tick()
+        self._timing.tick()
         if skipped := int(values.pop("skipped")):
             self._skipped(step, skipped, values)
         tokens_per_step = self._config.data.global_batch_size * self._config.data.sequence_length
         total = self._config.train.steps
-        self._report.step(step, values["loss"], tokens_per_step / self._clock.step_seconds)
+        self._report.step(step, values["loss"], tokens_per_step / self._timing.step_seconds)
         if step % self._config.train.log_every == 0 or step == total:
-            record = {
+            record: dict[str, float | int] = {
                 "step": step,
                 **values,
                 "tokens": samples * self._config.data.sequence_length,
-                "tokens_per_second": tokens_per_step / self._clock.step_seconds,
-                "step_seconds": self._clock.step_seconds,
+                **self._speed(tokens_per_step),
+                **memory_record(self._run.mesh.local_devices[0]),
             }
-            self._metrics.write(record)
+            self._trackers.write(record)
             self._report.logged(record, total)
-            self._clock.restart()
+
+    def _speed(self, tokens_per_step: int) -> dict[str, float]:
+        """Of the steps since the last record."""
+        run, timing = self._run, self._timing.record()
+        rate = tokens_per_step / timing["step_seconds"]
+        speed = {"tokens_per_second": rate, "tokens_per_second_per_device": rate / run.mesh.size, **timing}
+        peak = peak_flops(run.mesh.devices.flat[0])
+        if math.isfinite(peak):
+            model, length = self._config.model, self._config.data.sequence_length
+            needed = flops_per_token(model, parameter_count(run.blueprint), length)
+            speed["mfu"] = rate / run.mesh.size * needed / peak
+        return speed
 
     def _skipped(self, step: int, skipped: int, values: dict[str, float]) -> None:
         """Says that a step was not finite, or ends the run because of it."""
@@ -257,6 +220,15 @@ class Loop:
     def _evaluate(self, *, log: bool = True) -> float:
         """The validation loss of the weights as they are: logged, shown and returned."""
         self._watchdog.feed()
+        with self._timing.lost_to("evaluate"):
+            loss = self._validation_loss()
+        run = self._run
+        if log:
+            self._trackers.write({"step": run.step, "eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700))})
+        self._report.line(f"step {run.step}: validation loss {loss:.4f} nats per byte")
+        return loss
+
+    def _validation_loss(self) -> float:
         run, settings = self._run, self._config.eval
         if self._eval_step is None:
             self._eval_step = make_eval_step(run.blueprint)
@@ -271,21 +243,16 @@ class Loop:
                 count=settings.batches,
             )
         ]
-        loss = sum(float(total) for total, _ in sums) / sum(float(valid) for _, valid in sums)
-        if log:
-            self._metrics.write({"step": run.step, "eval_loss": loss})
-        self._report.line(f"step {run.step}: validation loss {loss:.4f} nats per byte")
-        self._clock.skip()
-        return loss
+        return sum(float(total) for total, _ in sums) / sum(float(valid) for _, valid in sums)
 
     def _save(self, eval_loss: float | None) -> None:
         run = self._run
         self._watchdog.feed()
         if eval_loss is not None and not math.isfinite(eval_loss):
             eval_loss = None  # no candidate for the best
-        run.checkpoints.save(run.step, run.state, run.mesh, self._info(run.next_sample), eval_loss=eval_loss)
+        with self._timing.lost_to("save"):
+            run.checkpoints.save(run.step, run.state, run.mesh, self._info(run.next_sample), eval_loss=eval_loss)
         self._saved_at = run.step
-        self._clock.skip()
 
     def _info(self, next_sample: int) -> dict[str, Any]:
         run = self._run
@@ -312,34 +279,7 @@ class Loop:
         )
         step = make_train_step(run.blueprint, run.schedule, settings)
         batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length)
-        compiled: TrainStep = step.lower(run.state, batch).compile()
+        with self._timing.lost_to("compile"):
+            compiled: TrainStep = step.lower(run.state, batch).compile()
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")
         return compiled
-
-
-class StepClock:
-    """The mean time of a step since `restart`, not counting what is skipped."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self.restart()
-
-    def restart(self) -> None:
-        """Starts a new mean."""
-        self._seconds, self._steps = 0.0, 0
-
-    def skip(self) -> None:
-        """Leaves out the time since the last tick: an evaluation, a save."""
-        self._last = time.perf_counter()
-
-    def tick(self) -> None:
-        """Counts a step that has just finished."""
-        now = time.perf_counter()
-        self._seconds += now - self._last
-        self._steps += 1
-        self._last = now
-
-    @property
-    def step_seconds(self) -> float:
-        """Mean seconds of a step, after at least one tick."""
-        return self._seconds / self._steps

@@ -53,7 +53,7 @@ def make_train_step(
     *,
     with_grads: bool = False,
 ) -> JittedTrainStep:
-    """Compiles `state, batch -> state, {loss, grad_norm, learning_rate, skipped}`.
+    """Compiles `state, batch -> state, {loss, grad_norm, param_norm, learning_rate, skipped}`.
 
     The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
     whole batch, `grad_norm` the global L2 norm before clipping; both are of the parameters before the update. If one of
@@ -73,7 +73,14 @@ def make_train_step(
         loss, grads = mean_loss_and_grads(train_state.model, batch, settings, key)
         with jax.named_scope("grad_norm"):
             grad_norm = optax.tree.norm(grads)
-        scalars = {"loss": loss, "grad_norm": grad_norm, "learning_rate": jnp.asarray(schedule(updates))}
+        with jax.named_scope("param_norm"):
+            param_norm = optax.tree.norm(nnx.state(train_state.model, nnx.Param))
+        scalars = {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "param_norm": param_norm,
+            "learning_rate": jnp.asarray(schedule(updates)),
+        }
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)

@@ -29,20 +29,14 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert losses[40] < losses[1] - 1
     assert list(records(tmp_path / "run", "eval_loss")) == [20, 40]
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
-    assert row.keys() == {
-        "step",
-        "loss",
-        "grad_norm",
-        "learning_rate",
-        "tokens",
-        "tokens_per_second",
-        "step_seconds",
-    }
+    assert row.keys() >= {"step", "loss", "grad_norm", "param_norm", "learning_rate", "tokens", "tokens_per_second"}
+    assert row.keys() >= {"step_seconds", "data_wait_seconds", "goodput", "lost_to_compile"}
     assert row["tokens"] == 8 * 32
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "config.yaml",
         "metrics.jsonl",
         "checkpoints",
+        "tensorboard",
         ".lock",
     }
 

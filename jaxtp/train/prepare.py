@@ -1,0 +1,73 @@
+"""From a configuration to a run that can be stepped: the state planned, created or restored."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.checkpoint.manager import Checkpoints, load_weights, restore_newest
+from jaxtp.data.corpus import Corpus
+from jaxtp.train import folder
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.report import Report, summary
+from jaxtp.train.state import Blueprint, parameter_names, plan_state
+
+
+@dataclass
+class Run:
+    """A prepared run: what the loop needs, with the state on its devices."""
+
+    config: TrainConfig
+    mesh: Mesh
+    corpus: Corpus
+    blueprint: Blueprint
+    schedule: optax.Schedule
+    checkpoints: Checkpoints
+    state: nnx.State
+    step: int
+    """Updates made so far."""
+    next_sample: int
+    """Global index of the first sample of the next step."""
+
+
+def prepare(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> Run:
+    """Plans the state, and creates or restores it."""
+    optimizer = optimizers.build(config.optimizer, config.train.steps)
+    blueprint = plan_state(config.model, optimizer, mesh)
+    optimizers.check_groups(config.optimizer, parameter_names(blueprint))
+    report.line(summary(config, mesh, corpus, blueprint))
+    keep = config.checkpoint
+    checkpoints = Checkpoints(
+        config.run.dir / folder.CHECKPOINTS, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best
+    )
+    state, step, next_sample = _start_or_resume(config, corpus, blueprint, checkpoints, report)
+    folder.write_config(config)
+    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
+    return Run(config, mesh, corpus, blueprint, schedule, checkpoints, state, step, next_sample)
+
+
+def _start_or_resume(
+    config: TrainConfig, corpus: Corpus, blueprint: Blueprint, checkpoints: Checkpoints, report: Report
+) -> tuple[nnx.State, int, int]:
+    """The state to train from, its step, and the sample that comes next."""
+    changed: list[str] = []
+
+    def accept(info: dict[str, Any]) -> None:
+        changed[:] = folder.check_resumable(config, corpus.describe(), info)
+
+    found = restore_newest(checkpoints, blueprint.abstract, blueprint.mesh, accept, report.line)
+    if found is not None:
+        step, state, info = found
+        report.line(f"resumed from the checkpoint at step {step}")
+        for line in changed:
+            report.line(f"  changed since: {line}")
+        return state, step, info["next_sample"]
+    state = blueprint.create(config.run.seed)
+    if config.run.init_from is not None:
+        weights, origin = load_weights(config.run.init_from, blueprint.abstract["model"], blueprint.mesh)
+        state["model"] = weights
+        report.line(f"weights from {origin}")
+    return state, 0, 0
