@@ -1,0 +1,139 @@
+"""What a checkpoint costs: time that training waits, throughput against the disk's own, host memory at a restore.
+
+    python scripts/checkpoint_speed.py
+
+Everything is measured in one run: the disk by writing and reading one plain file of the state's size beside it, with
+fsync and after dropping it from the page cache where the system lets us. Medians of `--repeats`.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+
+import jaxtp
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.train import optimizer
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.state import Blueprint, plan_state
+
+
+def plan(megabytes: int) -> Blueprint:
+    """The state of a decoder of about this size on (1, 2, 4)."""
+    width = 256 * max(1, round((megabytes / 12) ** 0.5 / 3))
+    model = jaxtp.ModelConfig(
+        vocab_size=8192, d_model=width, num_layers=4, num_heads=8, num_kv_heads=8, head_dim=width // 8, d_ff=4 * width
+    )
+    return plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(fsdp=2, tp=4))
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """The time that it takes."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def write_plain(path: Path, data: bytes) -> None:
+    """To the disk itself."""
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def forget(folder: Path) -> None:
+    """Drops a folder's files from the page cache."""
+    os.sync()
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def measure(megabytes: int, repeats: int, folder: Path) -> dict[str, float]:
+    """Median seconds of each action, and the state's bytes."""
+    blueprint = plan(megabytes)
+    state = jax.block_until_ready(blueprint.create(seed=0))
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    plain, data = folder / "plain", os.urandom(size)
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, action: Callable[[], object]) -> None:
+        times.setdefault(name, []).append(seconds(action))
+
+    checkpoints = Checkpoints(folder / "checkpoints", keep=1)
+    for step in range(1, repeats + 2):
+        note("plain write", lambda: write_plain(plain, data))
+        note("save, blocking", lambda step=step: checkpoints.save(step, state, blueprint.mesh, {}))
+        note("save, the rest", checkpoints.wait)
+        forget(folder)
+        note("plain read", plain.read_bytes)
+        note(
+            "restore",
+            lambda step=step: jax.block_until_ready(checkpoints.restore(step, blueprint.abstract, blueprint.mesh)),
+        )
+    checkpoints.close()
+    return {"bytes": size} | {name: statistics.median(found[1:]) for name, found in times.items()}
+
+
+def restore_memory(megabytes: int, folder: Path) -> float:
+    """Bytes that a process of its own grows by at the peak of a restore, the arrays included."""
+    command = [sys.executable, __file__, "--megabytes", str(megabytes), "--restore-from", str(folder / "checkpoints")]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def restore_here(megabytes: int, folder: Path) -> None:
+    """Prints the growth of this process's memory, at its peak, over a restore."""
+    blueprint = plan(megabytes)
+    checkpoints = Checkpoints(folder, keep=1)
+    (step,) = checkpoints.steps()
+    before = resident()
+    state = jax.block_until_ready(checkpoints.restore(step, blueprint.abstract, blueprint.mesh))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    print(peak - before)
+    del state
+    checkpoints.close()
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=1000, help="about the size of the state (default 1000)")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--restore-from", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.restore_from is not None:
+        restore_here(arguments.megabytes, arguments.restore_from)
+        return
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        found = measure(arguments.megabytes, arguments.repeats, folder)
+        peak = restore_memory(arguments.megabytes, folder)
+    size = found.pop("bytes")
+    print(
+        f"jax {jax.__version__}, {os.cpu_count()} cores, state of {size / 1e6:,.0f} MB on fsdp 2 x tp 4 (CPU devices)"
+    )
+    for action, median in found.items():
+        print(f"{action:<16}{median:>8.2f} s{size / 1e6 / median:>10,.0f} MB/s")
+    save = found["save, blocking"] + found["save, the rest"]
+    print(f"save / plain write    {save / found['plain write']:.2f}")
+    print(f"restore / plain read  {found['restore'] / found['plain read']:.2f}")
+    print(f"host memory at the peak of a restore, above the arrays themselves: {(peak - size) / size:.2f} x the state")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Kills a training run again and again, and compares what is left with a run that was never disturbed.
+
+    python scripts/torture.py
+
+Half of the rounds stay on one mesh: the joined metrics must be those of the undisturbed run bit for bit. In the other
+half each round is on another mesh: within 1e-4. A round ends by SIGKILL or SIGTERM at a random instant; checkpoints are
+written every third step, so that many fall into a save. Each step must be there exactly once, with the number of tokens
+that it should have seen.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+MESHES = [(1, 2, 4), (2, 2, 2), (1, 1, 8), (2, 1, 2), (1, 4, 1), (1, 1, 1)]
+SMALL = {
+    "model.d-model": 32,
+    "model.num-layers": 2,
+    "model.head-dim": 4,
+    "model.d-ff": 64,
+    "data.sequence-length": 32,
+    "data.global-batch-size": 8,
+    "train.log-every": 1,
+    "checkpoint.every": 3,
+    "eval.every": 25,
+    "eval.batches": 2,
+    "optimizer.warmup-steps": 2,
+}
+COMPARED = ("loss", "grad_norm", "param_norm", "tokens")
+
+
+@dataclass
+class Round:
+    """How one round ended."""
+
+    mesh: tuple[int, int, int]
+    signal: str
+    reached: int
+    during_save: bool
+
+
+def start(folder: Path, text: Path, steps: int, mesh: tuple[int, int, int]) -> subprocess.Popen:
+    """A training run in a process of its own."""
+    flags = SMALL | {"run.dir": folder, "data.path": text, "train.steps": steps}
+    flags |= dict(zip(("mesh.dp", "mesh.fsdp", "mesh.tp"), mesh, strict=True))
+    command = [sys.executable, "-m", "jaxtp.train", *(str(part) for k, v in flags.items() for part in (f"--{k}", v))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+
+
+def read(folder: Path) -> dict[int, dict]:
+    """The logged steps of a run; each must be there once."""
+    path, steps = folder / "metrics.jsonl", {}
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # being written
+        if "loss" in record:
+            assert record["step"] not in steps, f"step {record['step']} twice"
+            steps[record["step"]] = record
+    return steps
+
+
+def disturb(process: subprocess.Popen, folder: Path, chance: random.Random) -> tuple[str, bool]:
+    """Waits for a step that is new to this run, then a moment, then kills: how, and whether in a save."""
+    before = max(read(folder), default=0)
+    while process.poll() is None and max(read(folder), default=0) <= before:
+        time.sleep(0.01)
+    time.sleep(chance.uniform(0, 0.8))
+    number = chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM])
+    process.send_signal(number)
+    saving = any(".orbax-checkpoint-tmp" in path.name for path in (folder / "checkpoints").glob("*"))
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode in (0, -number), output
+    return signal.Signals(number).name, saving
+
+
+def torture(folder: Path, text: Path, steps: int, rounds: int, same_mesh: bool, chance: random.Random) -> list[Round]:
+    """So many disturbed rounds, then one to the end."""
+    done = []
+    for _ in range(rounds):
+        mesh = MESHES[0] if same_mesh else chance.choice(MESHES)
+        process = start(folder, text, steps, mesh)
+        name, saving = disturb(process, folder, chance)
+        done.append(Round(mesh, name, max(read(folder), default=0), saving))
+        print(f"  {mesh} {name} at step {done[-1].reached}{' in a save' if saving else ''}", flush=True)
+    last = start(folder, text, steps, MESHES[0])
+    output, _ = last.communicate(timeout=900)
+    assert last.returncode == 0, output
+    return done
+
+
+def worst_difference(whole: Path, joined: Path) -> float:
+    """The largest difference of any compared number; the steps must be the same."""
+    expected, actual = read(whole), read(joined)
+    assert list(actual) == list(expected), "steps are missing"
+    return max(abs(actual[step][key] - expected[step][key]) for step in expected for key in COMPARED)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=26, help="in all (default 26)")
+    parser.add_argument("--steps", type=int, default=600, help="of the run (default 600)")
+    parser.add_argument("--seed", type=int, default=0, help="of the instants and meshes")
+    arguments = parser.parse_args(argv)
+    chance = random.Random(arguments.seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = folder / "text.txt"
+        text.write_text("".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(9000)))
+        whole = start(folder / "whole", text, arguments.steps, MESHES[0])
+        output, _ = whole.communicate(timeout=900)
+        assert whole.returncode == 0, output
+        failed = 0
+        for label, same_mesh, allowed in (("the same mesh", True, 0.0), ("changing meshes", False, 1e-4)):
+            print(f"{arguments.rounds // 2} rounds on {label}", flush=True)
+            run = folder / label.replace(" ", "_")
+            torture(run, text, arguments.steps, arguments.rounds // 2, same_mesh, chance)
+            worst = worst_difference(folder / "whole", run)
+            failed += not worst <= allowed
+            print(
+                f"{'ok' if worst <= allowed else 'FAIL'}: worst difference {worst:.2e}, allowed {allowed:g}", flush=True
+            )
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
