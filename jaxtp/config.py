@@ -143,6 +143,11 @@ def validate(schema: type[T], values: Any, *, source: str) -> T:
     return config
 
 
+def allowed(values: str) -> Any:
+    """An annotation that shows the range of a field beside its default in `--help`: `allowed("1 or more")`."""
+    return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
+
+
 def to_plain(config: Any) -> dict[str, Any]:
     """The configuration as plain dicts, lists, strings and numbers."""
     plain: dict[str, Any] = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")

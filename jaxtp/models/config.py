@@ -7,13 +7,14 @@ from typing import Annotated
 
 from pydantic import Field
 
+from jaxtp.config import allowed
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.qk_norm import QKNormKind
 from jaxtp.mesh import FSDP, TP
 from jaxtp.models.remat import RematPolicy
 
-Size = Annotated[int, Field(ge=1, lt=2**31)]
+Size = Annotated[int, Field(ge=1, lt=2**31), allowed("1 or more")]
 MAX_SUGGESTED = 1024
 
 
@@ -36,16 +37,16 @@ class ModelConfig:
     num_kv_heads: Size = 8
     """Key and value heads. Divides mesh.tp or is divisible by it."""
 
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2)] = 16
-    """Width of a head; need not be d_model / num_heads. Even."""
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2), allowed("even")] = 16
+    """Width of a head; need not be d_model / num_heads."""
 
     d_ff: Size = 384
     """Hidden width of the MLP. Divisible by mesh.tp."""
 
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    rope_theta: Annotated[float, Field(gt=0), allowed("above 0")] = 10_000.0
     """Base of the rotary frequencies."""
 
-    norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    norm_eps: Annotated[float, Field(gt=0), allowed("above 0")] = 1e-5
     """Added to the mean square in every RMSNorm."""
 
     tie_embeddings: bool = False
@@ -66,7 +67,7 @@ class ModelConfig:
     attention: Implementation = "xla"
     """Kernel: xla runs everywhere; cudnn needs an NVIDIA GPU and a 16-bit compute dtype."""
 
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.0
     """Probability with which an element of an attention's or MLP's output is zeroed in training."""
 
     remat: RematPolicy = "full"

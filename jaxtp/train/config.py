@@ -8,17 +8,17 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import AfterValidator, Field
 
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, allowed
 from jaxtp.data.corpus import BYTE_VOCAB_SIZE
 from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes
 from jaxtp.models import remat
 from jaxtp.models.config import ModelConfig, not_divisible, violations
 
-Count = Annotated[int, Field(ge=1, lt=2**31)]
-CountOrZero = Annotated[int, Field(ge=0, lt=2**31)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
+Count = Annotated[int, Field(ge=1, lt=2**31), allowed("1 or more")]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31), allowed("0 or more")]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), allowed("above 0")]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
+Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
 UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
@@ -96,7 +96,7 @@ class OptimizerConfig:
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """Learning rate after the warm-up; wsd stays at the peak and decays at the end."""
 
-    decay_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
+    decay_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 0.2
     """Share of all steps in which wsd decays."""
 
     groups: Annotated[dict[str, GroupConfig], tyro.conf.Fixed] = field(default_factory=dict)
@@ -109,7 +109,7 @@ class OptimizerConfig:
     warmup_steps: CountOrZero = 20
     """Steps of linear warm-up from zero."""
 
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.1
+    final_fraction: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.1
     """Learning rate at the last step, as a fraction of the peak; not of the constant schedule."""
 
     beta1: Beta = 0.9

@@ -235,3 +235,30 @@ def test_weights_that_cannot_be_used(written, tmp_path, model, message):
     plan = blueprint((1, 1, 1), dataclasses.replace(MODEL, **model))
     with pytest.raises(CheckpointError, match=message):
         load_weights(written[0] if model else tmp_path, plan.abstract["model"], plan.mesh)
+
+
+RESHARDED = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
+"""19 tokens are padded on some of them, two kv heads are shared on others."""
+
+
+@pytest.fixture(scope="module")
+def muon_plans():
+    """A state with muon's momentum, Adam's moments and factored shapes, planned on every mesh."""
+    rule = optimizer.build(OptimizerConfig(name="muon"), 10)
+    return {mesh: plan_state(MODEL, rule, jaxtp.make_mesh(*mesh)) for mesh in RESHARDED}
+
+
+@pytest.mark.parametrize("origin", RESHARDED, ids=str)
+def test_written_on_any_mesh_and_restored_on_any_other(tmp_path, muon_plans, origin):
+    plan = muon_plans[origin]
+    state = random_state(plan)
+    expected = by_name(state, plan.mesh)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, state, plan.mesh, {})
+    checkpoints.wait()
+    for other in muon_plans.values():
+        restored = by_name(checkpoints.restore(1, other.abstract, other.mesh), other.mesh)
+        assert restored.keys() == expected.keys()
+        for name, array in expected.items():
+            np.testing.assert_array_equal(restored[name], array, err_msg=name)
+    checkpoints.close()

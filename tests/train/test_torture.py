@@ -1,0 +1,47 @@
+"""A short version of scripts/torture.py, and what its checks are worth."""
+
+import json
+import random
+import runpy
+from pathlib import Path
+
+import pytest
+from runs import TEXT
+
+SCRIPT = Path(__file__).parent.parent.parent / "scripts/torture.py"
+
+
+@pytest.fixture(scope="module")
+def torture():
+    return runpy.run_path(str(SCRIPT))
+
+
+def test_killed_again_and_again(torture, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT * 4)
+    whole = torture["start"](tmp_path / "whole", text, 120, torture["MESHES"][0])
+    output, _ = whole.communicate(timeout=300)
+    assert whole.returncode == 0, output
+    rounds = torture["torture"](tmp_path / "run", text, 120, 3, True, random.Random(1))
+    assert len(rounds) == 3
+    assert set(torture["differences"](tmp_path / "whole", tmp_path / "run").values()) == {0}
+
+
+def test_its_checks_see_a_step_that_is_missing_twice_or_different(torture, tmp_path):
+    row = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "param_norm": 1.0, "tokens": 8}
+    rows = [row | {"step": step, "tokens": 8 * step} for step in (1, 2, 3)]
+    for name in ("whole", "run"):
+        (tmp_path / name).mkdir()
+
+    def write(name, rows):
+        (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("whole", rows)
+    write("run", rows)
+    assert set(torture["differences"](tmp_path / "whole", tmp_path / "run").values()) == {0}
+    write("run", [rows[0], rows[1] | {"loss": 1.5}, rows[2]])
+    assert torture["differences"](tmp_path / "whole", tmp_path / "run")["loss"] == 0.5
+    for wrong in ([rows[0], rows[2]], [*rows, rows[2]]):
+        write("run", wrong)
+        with pytest.raises(AssertionError, match=r"missing|twice"):
+            torture["differences"](tmp_path / "whole", tmp_path / "run")
