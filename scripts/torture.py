@@ -3,9 +3,9 @@
     python scripts/torture.py
 
 Half of the rounds stay on one mesh: the joined metrics must be those of the undisturbed run bit for bit. In the other
-half each round is on another mesh: the losses within 1e-4. A round ends by SIGKILL or SIGTERM at a random instant; checkpoints are
-written every third step, so that many fall into a save. Each step must be there exactly once, with the number of tokens
-that it should have seen.
+half each round is on another mesh: the losses within 1e-4. A round ends by SIGKILL or SIGTERM at a random instant;
+checkpoints are written every third step, so that many fall into a save. Each step must be there exactly once, with the
+number of tokens that it should have seen.
 """
 
 import argparse
