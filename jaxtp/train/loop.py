@@ -188,7 +188,10 @@ class Loop:
     def _skipped(self, step: int, skipped: int, values: dict[str, float]) -> None:
         """Says that a step was not finite, or ends the run because of it."""
         allowed = self._max_skipped()
-        what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
+        what = (
+            f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}, "
+            f"norm of the weights that it would give {values['param_norm']:g}"
+        )
         if skipped <= allowed:
             self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
             return

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
 import optax
 from flax import nnx
 from jax.sharding import Mesh
@@ -61,6 +62,9 @@ def _start_or_resume(
     found = restore_newest(checkpoints, blueprint.abstract, blueprint.mesh, accept, report.line)
     if found is not None:
         step, state, info = found
+        # A row of skipped steps ends with the run that skipped them: this one may allow fewer.
+        skipped: Any = state["skipped"]
+        state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
         report.line(f"resumed from the checkpoint at step {step}")
         for line in changed:
             report.line(f"  changed since: {line}")

@@ -56,8 +56,9 @@ def make_train_step(
     """Compiles `state, batch -> state, {loss, grad_norm, param_norm, learning_rate, skipped}`.
 
     The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
-    whole batch, `grad_norm` the global L2 norm before clipping; both are of the parameters before the update. If one of
-    them is not finite, the step leaves the state as it is, and `skipped` counts it.
+    whole batch, `grad_norm` the global L2 norm before clipping, both of the parameters before the update; `param_norm`
+    is that of the parameters after it. If one of them is not finite, the step leaves the state as it is, and `skipped`
+    counts it.
 
     Args:
       blueprint: of the state.
@@ -67,12 +68,15 @@ def make_train_step(
     """
 
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
-        train_state = nnx.merge(blueprint.graph, state)
+        copy = jax.tree.map(lambda array: array, state)  # what is merged shares its variables, and they change
+        train_state = nnx.merge(blueprint.graph, copy)
         updates = train_state.optimizer.step[...]
         key = dropout_key(settings.seed, updates)
         loss, grads = mean_loss_and_grads(train_state.model, batch, settings, key)
         with jax.named_scope("grad_norm"):
             grad_norm = optax.tree.norm(grads)
+        with jax.named_scope(OPTIMIZER_SCOPE):
+            train_state.optimizer.update(train_state.model, grads)
         with jax.named_scope("param_norm"):
             param_norm = optax.tree.norm(nnx.state(train_state.model, nnx.Param))
         scalars = {
@@ -81,9 +85,7 @@ def make_train_step(
             "param_norm": param_norm,
             "learning_rate": jnp.asarray(schedule(updates)),
         }
-        with jax.named_scope(OPTIMIZER_SCOPE):
-            train_state.optimizer.update(train_state.model, grads)
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
+        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
         new, scalars["skipped"] = _guarded(nnx.state(train_state), state, finite, settings.max_skipped)
         return new, scalars, *([grads] if with_grads else [])
 

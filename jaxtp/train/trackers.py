@@ -65,9 +65,9 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=resumed_at + 1, write_to_disk=True)
 
     def write(self, record: Record) -> None:
-        """Adds a scalar for each number."""
+        """Adds a scalar for each number that is finite."""
         for name, value in record.items():
-            if name != "step":
+            if name != "step" and math.isfinite(value):
                 self._writer.add_scalar(name, value, record["step"])
 
     def close(self) -> None:

@@ -141,3 +141,37 @@ def test_bfloat16_compute_stays_near_float32():
     high, _ = train(PLAIN, (1, 1, 1))
     np.testing.assert_allclose(low[:, 0], high[:, 0], rtol=5e-3)
     np.testing.assert_allclose(low[:, 1], high[:, 1], rtol=5e-2)
+
+
+@pytest.mark.parametrize("max_skipped", [0, 1])
+def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
+    """Not even the moments; afterwards a healthy step goes through only if so many may be skipped."""
+    mesh = make_mesh(fsdp=2, tp=2)
+    plan = plan_state(PLAIN, optimizers.build(SETTINGS, 10), mesh)
+    settings = StepSettings(max_skipped=max_skipped)
+    step = make_train_step(plan, optimizers.learning_rate(SETTINGS, 10), settings)
+    tokens = jax.random.randint(jax.random.key(0), (B, T + 1), 0, PLAIN.vocab_size)
+    batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    def with_scale(state, value):
+        scale = state["model"]["norm"]["scale"]
+        state["model"]["norm"]["scale"] = scale.replace(jax.device_put(scale[...] * 0 + value, scale[...].sharding))
+        return state
+
+    with jax.set_mesh(mesh):
+        poisoned = with_scale(plan.create(seed=0), np.nan)
+        before = by_name(poisoned, mesh)
+        state, scalars = step(poisoned, batch)
+        after = by_name(state, mesh)
+        assert (int(scalars["skipped"]), int(after.pop("skipped"))) == (1, 1)
+        del before["skipped"]
+        for name, array in before.items():
+            np.testing.assert_array_equal(after[name], array, err_msg=name)
+        state["model"]["norm"]["scale"] = plan.create(seed=0)["model"]["norm"]["scale"]
+        kernel = np.asarray(state["model"]["blocks"]["mlp"]["down"]["kernel"][...])
+        for _ in range(2):  # the first one's learning rate is zero
+            state, scalars = step(state, batch)
+        assert np.isfinite(scalars["loss"])
+        assert int(scalars["skipped"]) == 1 - max_skipped
+        changed = not np.array_equal(np.asarray(state["model"]["blocks"]["mlp"]["down"]["kernel"][...]), kernel)
+        assert changed == bool(max_skipped)
