@@ -9,27 +9,35 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
-_SEEDS = (0x9E3779B9, 0x7F4A7C15)
+_SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x7F4A7C15))
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
-    """16 hexadecimal digits for each array; of elements of at most 4 bytes."""
-    sums = jax.device_get(_sums(dict(arrays)))
-    return {name: "".join(f"{int(word):08x}" for word in words) for name, words in sums.items()}
+    """16 hexadecimal digits for each array; of elements of at most 4 bytes.
+
+    One array at a time: what a compiler keeps in between is then at most of the size of the largest.
+    """
+    sums = {name: [int(_sum(array, seed)) for seed in _SEEDS] for name, array in arrays.items()}
+    return {name: "".join(f"{word:08x}" for word in words) for name, words in sums.items()}
 
 
 @jax.jit
-def _sums(arrays: dict[str, Array]) -> dict[str, list[Array]]:
-    return {name: [_sum(array, seed) for seed in _SEEDS] for name, array in arrays.items()}
+def _sum(array: Array, seed: np.uint32) -> Array:
+    return _sum_from(array, jnp.asarray(seed))
 
 
-def _sum(array: Array, seed: int) -> Array:
+def _sum_from(array: Array, seed: Array) -> Array:
+    if array.ndim > 2:  # stacked layers, one at a time: less is kept in between
+        layers = jnp.arange(array.shape[0], dtype=jnp.uint32)
+        sums = lax.map(lambda layer: _sum_from(layer[0], _mix(seed + layer[1])), (array, layers))
+        return jnp.sum(sums, dtype=jnp.uint32)
     bits = array.astype(jnp.uint8) if array.dtype == bool else array
     bits = lax.bitcast_convert_type(bits, _UNSIGNED[bits.dtype.itemsize]).astype(jnp.uint32)
-    position = jnp.full(array.shape, seed, jnp.uint32)
+    position = jnp.broadcast_to(seed, array.shape)
     for dim in range(array.ndim):
         position = _mix(position + lax.broadcasted_iota(jnp.uint32, array.shape, dim))
     return jnp.sum(_mix(bits ^ position), dtype=jnp.uint32)
