@@ -135,8 +135,7 @@ def validate(schema: type[T], values: Any, *, source: str) -> T:
         config = pydantic.TypeAdapter(schema).validate_python(values)
     except pydantic.ValidationError as error:
         problems += [
-            f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {item['msg'].removeprefix('Input ')}"
-            for item in error.errors()
+            f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {_complaint(item)}" for item in error.errors()
         ]
     if problems:
         raise ConfigError(f"{source}:\n" + "\n".join(f"  {problem}" for problem in problems))
@@ -192,6 +191,12 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:
     return path, flags
 
 
+def _complaint(item: Mapping[str, Any]) -> str:
+    if item["type"] == "dataclass_type":
+        return "should be a section: keys and their values"
+    return str(item["msg"]).removeprefix("Input ")
+
+
 def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
     types = get_type_hints(schema)
     known = {field.name: types[field.name] for field in dataclasses.fields(schema)}
@@ -200,6 +205,8 @@ def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterat
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(known)}"
             yield f"{prefix}{key}: unknown key; {hint}"
+        elif isinstance(value, bool) and known[key] in (int, float):
+            yield f"{prefix}{key} = {value}: should be a number"  # YAML reads yes and on as true, and true as 1
         elif dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
             yield from _unknown_keys(known[key], value, f"{prefix}{key}.")
         elif get_origin(known[key]) is dict and isinstance(value, Mapping):

@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         print(f"plot_run: {error.name} is missing: pip install 'jaxtp[plot]'", file=sys.stderr)
         return 2
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, ValueError) as error:
         print(f"plot_run: error: {error.args[0] if isinstance(error, KeyError) else error}", file=sys.stderr)
         return 2
     print(arguments.out)

@@ -126,6 +126,8 @@ def test_a_file_can_include_another(tmp_path):
     ("text", "message"),
     [
         ("base: a.yaml\n", "a.yaml: includes itself by way of base"),
+        ("mesh: {tp: yes}\n", "mesh.tp = True: should be a number"),
+        ("train: 10\n", "train = 10: should be a section: keys and their values"),
         ("base: 3\n", "base = 3: should be the name of a YAML file"),
         ("base: other.yaml\n", "other.yaml: No such file"),
         ("model: {d_model: 64}\nmodel: {d_ff: 64}\n", "the key 'model' is there twice"),

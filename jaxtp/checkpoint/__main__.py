@@ -11,6 +11,7 @@ import tyro
 from jaxtp import config as configuration
 from jaxtp.checkpoint import reader
 from jaxtp.checkpoint.manager import CheckpointError
+from jaxtp.checkpoint.quiet import quieten
 
 PROGRAM = "python -m jaxtp.checkpoint"
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -45,6 +46,7 @@ class Diff:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 for arrays that differ, 2 for a user's mistake."""
+    quieten()
     command = tyro.extras.subcommand_cli_from_dict(
         {"inspect": Inspect, "verify": Verify, "diff": Diff}, args=list(argv), prog=PROGRAM, description=__doc__
     )
@@ -80,12 +82,13 @@ def _verify(stored: reader.Stored) -> int:
 
 def _diff(a: reader.Stored, b: reader.Stored) -> int:
     differ = 0
-    for name in dict.fromkeys((*a.arrays, *b.arrays)):
+    names = dict.fromkeys((*a.arrays, *b.arrays))
+    for name in names:
         difference = reader.difference(a, b, name)
         if difference:
             differ += 1
             print(f"{difference:<24}{name}")
-    print(f"{differ or 'none'} of {len(a.arrays)} arrays differ")
+    print(f"{differ or 'none'} of {len(names)} arrays differ")
     return 1 if differ else 0
 
 

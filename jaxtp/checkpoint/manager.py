@@ -288,5 +288,5 @@ def _compare(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    text = str(error).strip()
+    text = str(error).split("See full TensorStore details")[0].strip()
     return text.splitlines()[0][:200] if text else type(error).__name__

@@ -117,7 +117,7 @@ def difference(a: Stored, b: Stored, name: str) -> str | None:
     """How an array differs between two checkpoints, in words; None if it does not."""
     for present, absent in ((a, b), (b, a)):
         if name not in absent.arrays:
-            return f"only in {present.folder.name}"
+            return f"only in {present.folder}"
     if a.arrays[name].shape != b.arrays[name].shape:
         return f"{a.arrays[name].shape} and {b.arrays[name].shape}"
     if a.info["checksums"][name] == b.info["checksums"][name]:

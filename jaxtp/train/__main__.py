@@ -1,6 +1,5 @@
 """`python -m jaxtp.train`."""
 
-import logging
 import sys
 import warnings
 from collections.abc import Sequence
@@ -8,6 +7,7 @@ from collections.abc import Sequence
 from jaxtp import config as configuration
 from jaxtp import launch
 from jaxtp.checkpoint.manager import CheckpointError
+from jaxtp.checkpoint.quiet import quieten
 from jaxtp.data.corpus import CorpusError
 from jaxtp.mesh import MeshError
 from jaxtp.models.remat import RematError
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _quieten() -> None:
     """Keeps the libraries' own log lines and deprecation notices out of a run's output."""
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    quieten()
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
 
 

@@ -261,6 +261,8 @@ def _violations(config: TrainConfig, mesh: dict[str, int]) -> Iterator[str]:
         yield from not_divisible("data.sequence_length", config.data.sequence_length, "mesh.tp", mesh[TP])
     if config.model.vocab_size < BYTE_VOCAB_SIZE:
         yield f"model.vocab_size={config.model.vocab_size} is less than the {BYTE_VOCAB_SIZE} values of a byte"
+    if config.profile.start > config.train.steps:
+        yield f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}"
     if config.optimizer.warmup_steps > config.train.steps:
         yield (
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} is more than train.steps={config.train.steps}; "

@@ -110,10 +110,15 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
         fatal += configuration.differences(
             {field: stored[section].get(field)}, {field: now[section][field]}, f"{section}."
         )
+    for field in ("name", "groups"):  # they decide what the optimizer's state is
+        fatal += configuration.differences(
+            {field: stored["optimizer"].get(field)}, {field: now["optimizer"][field]}, "optimizer."
+        )
     if fatal:
         raise RunFolderError(
             f"{config.run.dir} holds a checkpoint of another run (stored -> asked for):\n"
             + "\n".join(f"  {line}" for line in fatal)
-            + "\nResume it with the stored values, or start afresh with another --run.dir. Nothing was changed."
+            + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
+            "--run.init-from if the model is the same. Nothing was changed."
         )
     return configuration.differences(stored, now)

@@ -16,7 +16,7 @@ from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
 from jaxtp.train.interrupt import Interrupt
-from jaxtp.train.prepare import Run, prepare
+from jaxtp.train.prepare import Run, plan, prepare
 from jaxtp.train.profiling import Profiler
 from jaxtp.train.report import Report, parameter_count
 from jaxtp.train.step import EvalStep, Scalars, StepSettings, TrainStep, make_eval_step, make_train_step
@@ -45,10 +45,11 @@ def train(config: TrainConfig) -> float | None:
     check_platform(config.model, mesh.devices.flat[0].platform)
     corpus = load_corpus(config.data.path)
     require_length(corpus, config.data.sequence_length)
+    blueprint = plan(config, mesh)
     folder.prepare(config.run.dir)
     with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
         with timing.lost_to("start"):
-            run = prepare(config, mesh, corpus, report)
+            run = prepare(config, blueprint, corpus, report)
         try:
             return Loop(run, report, interrupt, timing).run_to_end()
         finally:
@@ -106,15 +107,18 @@ class Loop:
             self._watchdog.feed()
             with self._timing.waiting_for_data():
                 batch = next(batches)
-            self._profiler.before(run.step + 1)
+            if self._profiler.first == run.step + 1:
+                with self._timing.lost_to("profile"):
+                    self._profiler.start()
             run.state, scalars = train_step(run.state, batch)
             run.step += 1
             run.next_sample += self._config.data.global_batch_size
             self._recent = {run.step - 1: self._recent.get(run.step - 1, batch), run.step: batch}
             self._finish_step()
             self._in_flight = run.step, run.next_sample, scalars
-            if profiled := self._profiler.after(run.step, scalars):
-                self._report.line(profiled)
+            if self._profiler.last == run.step:
+                with self._timing.lost_to("profile"):
+                    self._report.line(self._profiler.stop(scalars))
             if run.step < total:
                 self._between_steps()
                 if self._stop_asked():
@@ -198,9 +202,13 @@ class Loop:
         where = self._keep_for_inspection(step)
         raise NonFiniteError(
             f"{what}: not finite. Nothing of it entered the weights; they and the batch are in {where}. "
-            "Look for the cause (a learning rate too high, a bad sample), or leave such steps out with "
-            "--train.non-finite skip"
+            f"Look for the cause (a learning rate too high, a bad sample), or {self._way_out()}"
         )
+
+    def _way_out(self) -> str:
+        if self._config.train.non_finite == "skip":
+            return f"allow more than --train.max-skipped {self._config.train.max_skipped} such steps in a row"
+        return "leave such steps out with --train.non-finite skip"
 
     def _max_skipped(self) -> int:
         settings = self._config.train

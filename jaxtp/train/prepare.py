@@ -1,5 +1,6 @@
 """From a configuration to a run that can be stepped: the state planned, created or restored."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.manager import Checkpoints, load_weights, restore_newest
+from jaxtp.config import ConfigError
 from jaxtp.data.corpus import Corpus
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.report import Report, summary
+from jaxtp.train.report import Report, summary, total_bytes
 from jaxtp.train.state import Blueprint, parameter_names, plan_state
 
 
@@ -34,11 +36,22 @@ class Run:
     """Global index of the first sample of the next step."""
 
 
-def prepare(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> Run:
-    """Plans the state, and creates or restores it."""
+def plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
+    """Describes the state of a run; nothing is allocated or written.
+
+    Raises:
+      ConfigError: a group of parameters that is empty, or more memory than there is.
+    """
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     blueprint = plan_state(config.model, optimizer, mesh)
     optimizers.check_groups(config.optimizer, parameter_names(blueprint))
+    _require_memory(blueprint)
+    return blueprint
+
+
+def prepare(config: TrainConfig, blueprint: Blueprint, corpus: Corpus, report: Report) -> Run:
+    """Creates or restores the state."""
+    mesh = blueprint.mesh
     report.line(summary(config, mesh, corpus, blueprint))
     keep = config.checkpoint
     checkpoints = Checkpoints(
@@ -48,6 +61,16 @@ def prepare(config: TrainConfig, mesh: Mesh, corpus: Corpus, report: Report) -> 
     folder.write_config(config)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
     return Run(config, mesh, corpus, blueprint, schedule, checkpoints, state, step, next_sample)
+
+
+def _require_memory(blueprint: Blueprint) -> None:
+    """On virtual CPU devices, which share the machine's memory, the state must fit into it."""
+    needed, there = total_bytes(blueprint), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if blueprint.mesh.devices.flat[0].platform == "cpu" and needed > there:
+        raise ConfigError(
+            f"the state alone needs {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB and no GPU; "
+            "try the configuration without training by python -m jaxtp.check"
+        )
 
 
 def _start_or_resume(

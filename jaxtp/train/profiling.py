@@ -16,22 +16,19 @@ class Profiler:
 
     def __init__(self, folder: Path, start: int, steps: int):
         self._folder = folder
-        self._first, self._last = start, start + steps - 1
+        self.first, self.last = start, start + steps - 1
         self._tracing = False
 
-    def before(self, step: int) -> None:
-        """Starts the trace, if this is its first step."""
-        if self._first and step == self._first:
-            jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
-            self._tracing = True
+    def start(self) -> None:
+        """Starts the trace, before step `first`."""
+        jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
+        self._tracing = True
 
-    def after(self, step: int, results: object) -> str | None:
-        """Ends the trace once its last step has finished; says where it is."""
-        if not self._tracing or step < self._last:
-            return None
+    def stop(self, results: object) -> str:
+        """Ends the trace once `results`, of step `last`, are there; says where it is."""
         jax.block_until_ready(results)
         self.close()
-        return f"profile of steps {self._first} to {self._last} in {self._folder}"
+        return f"profile of steps {self.first} to {self.last} in {self._folder}"
 
     def close(self) -> None:
         """Ends a trace that a run did not live to finish."""

@@ -30,7 +30,7 @@ class Optimizer(nnx.Module):
 
     def __init__(self, model: nnx.Module, transformation: optax.GradientTransformation):
         self.transformation = transformation
-        self.step = OptimizerState(jnp.zeros((), jnp.uint32))
+        self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
         params = named_variables(nnx.state(model, nnx.Param))
         state = transformation.init({name: jnp.asarray(variable[...]) for name, variable in params.items()})
         self.opt_state = nnx.data(

@@ -102,6 +102,9 @@ MISTAKES = {
         "--data.sequence-length",
     ),
     "infinite rate": ("--optimizer.learning-rate inf", "learning_rate = inf: should be a finite number"),
+    "profile after the end": ("--profile.start 500", "profile.start=500 is after the last step, train.steps=400"),
+    "no such optimizer": ("--optimizer.name sgd", "--optimizer.name"),
+    "more than the machine has": ("--model.d-model 16384 --model.d-ff 65536 --model.num-layers 400", "GB and no GPU"),
     "seed beyond 32 bits": ("--run.seed 99999999999999999999", "run.seed = 99999999999999999999: should be less than"),
     "kernel of another platform": ("--model.attention cudnn", "model.attention=cudnn needs an NVIDIA GPU"),
     "unwritable folder": ("--run.dir /proc/run", "run.dir=/proc/run"),
@@ -130,6 +133,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path, text, capsys, monkey
         ("--model.d-model 64", "model.d_model: 32 -> 64"),
         ("--model.tie-embeddings", "model.tie_embeddings: False -> True"),
         ("--run.seed 1", "run.seed: 0 -> 1"),
+        ("--optimizer.name lion", "optimizer.name: adamw -> lion"),
         ("--data.sequence-length 16", "data.sequence_length: 32 -> 16"),
     ],
 )

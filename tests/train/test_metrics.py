@@ -12,6 +12,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import jaxtp
 from jaxtp.train.__main__ import main
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.timing import Timing
 from jaxtp.train.trackers import Trackers
 from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
@@ -70,6 +72,15 @@ def test_a_profile(tmp_path, command, capsys):
     for module in (b"mlp/row_parallel_linear", b"attention/column_parallel_linear", b"vocab_parallel_cross_entropy"):
         assert module in contents, module
     assert list((tmp_path / "run/profile").rglob("perfetto_trace.json.gz"))
+
+
+@pytest.mark.parametrize("schedule", ["wsd", "linear"])
+def test_the_logged_rate_is_the_schedule_s(tmp_path, command, schedule):
+    flags = ["--train.steps", "20", "--optimizer.schedule", schedule, "--optimizer.learning-rate", "1e-3"]
+    assert main([*command, *flags]) == 0
+    config = OptimizerConfig(schedule=schedule, learning_rate=1e-3, warmup_steps=2)
+    expected = [float(learning_rate(config, 20)(step)) for step in range(20)]
+    np.testing.assert_allclose(list(records(tmp_path / "run", "learning_rate").values()), expected, rtol=1e-6)
 
 
 def test_a_profile_of_a_run_that_ends_first(tmp_path, command):

@@ -1,0 +1,22 @@
+"""Keeps what libraries say of a failed read out of a command's output; its own message says what is damaged."""
+
+import logging
+import sys
+from typing import Any
+
+
+def quieten() -> None:
+    """Silences Orbax's warnings, and TensorStore's futures that outlive the event loop that waited for them."""
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        if not _is_left_over(unraisable):
+            before(unraisable)
+
+    sys.unraisablehook = hook
+
+
+def _is_left_over(unraisable: Any) -> bool:
+    of_a_read = "_read_array_index_and_device_put" in repr(unraisable.object)
+    return of_a_read or "Event loop is closed" in str(unraisable.exc_value)
