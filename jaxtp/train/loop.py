@@ -116,7 +116,7 @@ class Loop:
             self._recent = {run.step - 1: self._recent.get(run.step - 1, batch), run.step: batch}
             self._finish_step()
             self._in_flight = run.step, run.next_sample, scalars
-            if self._profiler.last == run.step:
+            if self._profiler.tracing and self._profiler.last == run.step:
                 with self._timing.lost_to("profile"):
                     self._report.line(self._profiler.stop(scalars))
             if run.step < total:

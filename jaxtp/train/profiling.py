@@ -17,12 +17,12 @@ class Profiler:
     def __init__(self, folder: Path, start: int, steps: int):
         self._folder = folder
         self.first, self.last = start, start + steps - 1
-        self._tracing = False
+        self.tracing = False
 
     def start(self) -> None:
         """Starts the trace, before step `first`."""
         jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
-        self._tracing = True
+        self.tracing = True
 
     def stop(self, results: object) -> str:
         """Ends the trace once `results`, of step `last`, are there; says where it is."""
@@ -32,6 +32,6 @@ class Profiler:
 
     def close(self) -> None:
         """Ends a trace that a run did not live to finish."""
-        if self._tracing:
+        if self.tracing:
             jax.profiler.stop_trace()
-            self._tracing = False
+            self.tracing = False

@@ -23,6 +23,7 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert "dp 1 x fsdp 2 x tp 4 = 8 virtual CPU devices" in out
     assert "blocks.mlp.down.kernel            2x64x32             None, tp, fsdp              2x16x16" in out
     assert "step 40/40" in out
+    assert "profile" not in out
     assert "validation loss" in out
     losses = records(tmp_path / "run")
     assert list(losses) == list(range(1, 41))
