@@ -27,7 +27,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.mesh import BATCH, DP, FSDP, TP, current_mesh
+from jaxtp.mesh import BATCH, DP, FSDP, TP, axes_of, current_mesh
 
 GATHERED = "gathered"
 """`checkpoint_name` of what `enter_parallel` returns: the input of a column layer."""
@@ -103,7 +103,7 @@ def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> Non
       ValueError: one cannot; the message has the sizes and the nearest ones that can.
     """
     for dim, axes in enumerate(spec):
-        names = (axes,) if isinstance(axes, str) else tuple(axes or ())
+        names = axes_of(axes)
         parts = math.prod(axis_size(axis) for axis in names)
         if shape[dim] % parts:
             nearest = sorted({max(shape[dim] // parts, 1) * parts, -(-shape[dim] // parts) * parts})

@@ -91,6 +91,11 @@ def current_mesh() -> jax.sharding.AbstractMesh | None:
     return mesh
 
 
+def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one entry of a `PartitionSpec` names."""
+    return (entry,) if isinstance(entry, str) else tuple(entry or ())
+
+
 def describe_mesh(sizes: Mapping[str, int]) -> str:
     """For messages: `dp 1 x fsdp 2 x tp 4`."""
     return " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)

@@ -21,14 +21,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
+from jaxtp.check.shrink import Case
 from jaxtp.collectives import batch_spec
-from jaxtp.mesh import AXES, TP, mesh_sizes
+from jaxtp.data.loader import abstract_batch
+from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.budget import step_budget
 from jaxtp.parallel.compiling import compile_with_spmd_text
 from jaxtp.parallel.hlo import count_collectives_in_hlo, count_flops_in_hlo
@@ -66,13 +67,8 @@ class Measured:
         plan = plan_state if explicit else plan_without_layers
         self.plan = plan(model, optimizers.build(SETTINGS, 10), self.mesh)
         step = make_train_step(self.plan, optimizers.learning_rate(SETTINGS, 10))
-        state = jax.tree.map(
-            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), self.plan.abstract, self.plan.shardings
-        )
-        row = NamedSharding(self.mesh, batch_spec(None))
-        batch = {k: jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=row) for k in ("inputs", "labels")}
         with jax.set_mesh(self.mesh) if explicit else constraints_only(self.mesh):
-            lowered = step.lower(state, batch)
+            lowered = step.lower(self.plan.sharded, abstract_batch(self.mesh, rows, length))
             started = time.perf_counter()
             self.compiled, self.text = compile_with_spmd_text(lowered)
             self.seconds = time.perf_counter() - started
@@ -182,7 +178,7 @@ def compile_times(model: jaxtp.ModelConfig, rows: int, length: int, repeats: int
 
 def describe(mesh: tuple[int, int, int]) -> str:
     """`fsdp 2 x tp 4`."""
-    return " x ".join(f"{axis} {size}" for axis, size in zip(AXES, mesh, strict=True) if size > 1) or "one device"
+    return str(Case(mesh, sequence_parallel=False))
 
 
 def main(argv: list[str] | None = None) -> None:

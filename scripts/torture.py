@@ -10,7 +10,6 @@ number of tokens that it should have seen.
 
 import argparse
 import json
-import os
 import random
 import signal
 import subprocess
@@ -52,7 +51,7 @@ def start(folder: Path, text: Path, steps: int, mesh: tuple[int, int, int]) -> s
     flags = SMALL | {"run.dir": folder, "data.path": text, "train.steps": steps}
     flags |= dict(zip(("mesh.dp", "mesh.fsdp", "mesh.tp"), mesh, strict=True))
     command = [sys.executable, "-m", "jaxtp.train", *(str(part) for k, v in flags.items() for part in (f"--{k}", v))]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def read(folder: Path) -> dict[int, dict]:

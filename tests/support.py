@@ -6,7 +6,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, to_logical
+from jaxtp.check.parity import on_host, place
+from jaxtp.checkpoint.logical import named_variables
 
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
 TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
@@ -31,9 +32,7 @@ def state_on_mesh(build, weights, mesh):
     """`graph, state` of `build()` on a mesh, holding the given weights."""
     with jax.set_mesh(mesh):
         graph, abstract = nnx.split(nnx.eval_shape(build))
-        targets = abstract_logical(abstract, mesh)
-        placed = {name: jax.device_put(weights[name], targets[name].sharding) for name in targets}
-        return graph, from_logical(placed, abstract, mesh)
+    return graph, place(weights, abstract, mesh)
 
 
 def without_mesh(build, weights):
@@ -43,9 +42,7 @@ def without_mesh(build, weights):
     return graph, nnx.from_flat_state(filled)
 
 
-def by_name(state, mesh):
-    """The arrays of a state without padding, as numpy."""
-    return {name: np.asarray(array) for name, array in to_logical(state, mesh).items()}
+by_name = on_host
 
 
 def relative_error(actual, expected):

@@ -11,8 +11,6 @@ from jaxtp.config import ConfigError
 from jaxtp.mesh import AXES, DP, FSDP, TP
 from jaxtp.train.config import TrainConfig
 
-ALL = -1
-
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig(TrainConfig):

@@ -151,9 +151,9 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
     for batch in placed:
         state, values, grads = step(state, batch)
         scalars.append([float(values["loss"]), float(values["grad_norm"])])
-        gradients = gradients or _on_host(grads, mesh)
+        gradients = gradients or on_host(grads, mesh)
     losses, norms = np.array(scalars).T
-    return Numbers(losses, norms, gradients, _on_host(state, mesh), tuple(problems))
+    return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems))
 
 
 def compare(actual: Numbers, expected: Numbers) -> Errors:
@@ -211,7 +211,8 @@ def _moved(name: str, array: Array) -> np.ndarray:
     return np.asarray(array) + NOISE * random.standard_normal(array.shape).astype(array.dtype)
 
 
-def _on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:
+def on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:
+    """A state's arrays, unpadded and whole."""
     return {name: np.asarray(array) for name, array in to_logical(state, mesh).items()}
 
 

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.layers.parameter import logical_shape
-from jaxtp.mesh import mesh_sizes
+from jaxtp.mesh import axes_of, mesh_sizes
 
 Arrays = dict[str, Array]
 """Arrays by dotted path, such as `model.blocks.mlp.down.kernel`."""
@@ -68,7 +68,7 @@ def spec(variable: nnx.Variable[Any]) -> PartitionSpec:
 def _logical_sharding(variable: nnx.Variable[Any], mesh: Mesh) -> NamedSharding:
     """The variable's own sharding; the axes of a padded dim move to one that they divide."""
     logical, stored = logical_shape(variable), tuple(variable.shape)
-    axes = [_as_tuple(entry) for entry in spec(variable)]
+    axes = [axes_of(entry) for entry in spec(variable)]
     axes += [()] * (len(stored) - len(axes))
     padded = [dim for dim in range(len(stored)) if logical[dim] != stored[dim]]
     sizes = mesh_sizes(mesh)
@@ -79,10 +79,6 @@ def _logical_sharding(variable: nnx.Variable[Any], mesh: Mesh) -> NamedSharding:
                 axes[other] += moving
                 break
     return NamedSharding(mesh, PartitionSpec(*axes))
-
-
-def _as_tuple(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
 def _cut(array: Array, target: jax.ShapeDtypeStruct) -> Array:

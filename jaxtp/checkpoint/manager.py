@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtp.checkpoint.checksum import checksums
-from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, spec, to_logical
+from jaxtp.checkpoint.logical import Arrays, abstract_logical, from_logical, named_variables, spec, to_logical
 
 EVAL_LOSS = "eval_loss"
 _DAMAGED = "damaged"
@@ -143,13 +143,13 @@ class Checkpoints:
 
     def _unreadable(self, step: int, error: Exception) -> CheckpointError:
         return CheckpointError(
-            f"{self.folder / str(step)} is damaged, or does not hold this model's state ({_reason(error)})"
+            f"{self.folder / str(step)} is damaged, or does not hold this model's state ({reason(error)})"
         )
 
     def _unwritable(self, error: Exception) -> CheckpointError:
         last = self.steps()
         left = f"the checkpoint at step {last[-1]} is whole" if last else "there is no checkpoint yet"
-        return CheckpointError(f"{self.folder}: a checkpoint could not be written ({_reason(error)}); {left}")
+        return CheckpointError(f"{self.folder}: a checkpoint could not be written ({reason(error)}); {left}")
 
 
 def restore_newest(
@@ -206,27 +206,30 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     folder = newest(run)
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     try:
-        stored = {name: tuple(array.shape) for name, array in _metadata(folder).items()}
+        stored = {name: tuple(array.shape) for name, array in stored_arrays(folder).items()}
         wrong = [f"{n} is {stored.get(n)}, not {a.shape}" for n, a in target.items() if stored.get(n) != a.shape]
         if wrong:
             raise CheckpointError(f"another model: {'; '.join(wrong[:3])}")
-        restored = ocp.PyTreeCheckpointer().restore(
-            (folder / "state").resolve(),
-            ocp.args.PyTreeRestore(
-                item=target,
-                restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-                partial_restore=True,
-            ),
-        )
+        restored = read_arrays(folder, target)
     except Exception as error:
-        raise CheckpointError(f"{folder}: its weights cannot be used here ({_reason(error)})") from None
+        raise CheckpointError(f"{folder}: its weights cannot be used here ({reason(error)})") from None
     return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder
 
 
-def _metadata(folder: Path) -> dict[str, Any]:
-    """Shapes and dtypes of the stored arrays, by name."""
+def stored_arrays(folder: Path) -> dict[str, Any]:
+    """Shapes and dtypes of the arrays in the folder of a checkpoint, by name."""
     found: dict[str, Any] = ocp.PyTreeCheckpointer().metadata((folder / "state").resolve()).item_metadata.tree
     return found
+
+
+def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct]) -> Arrays:
+    """Some of the arrays in the folder of a checkpoint, in the shardings and dtypes that `target` gives them."""
+    arguments = ocp.checkpoint_utils.construct_restore_args(target)
+    arrays: Arrays = ocp.PyTreeCheckpointer().restore(
+        (folder / "state").resolve(),
+        ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True),
+    )
+    return arrays
 
 
 def newest(run: Path) -> Path:
@@ -287,6 +290,7 @@ def _compare(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
         raise CheckpointError(f"checksums differ: {', '.join(wrong[:3])}" + (", ..." if len(wrong) > 3 else ""))
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """What an error of Orbax or TensorStore says, in one line."""
     text = str(error).split("See full TensorStore details")[0].strip()
     return text.splitlines()[0][:200] if text else type(error).__name__

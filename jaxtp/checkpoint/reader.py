@@ -14,7 +14,8 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 
 from jaxtp.checkpoint.checksum import checksums
-from jaxtp.checkpoint.manager import CheckpointError, newest, open_sealed
+from jaxtp.checkpoint.manager import CheckpointError, newest, open_sealed, read_arrays, reason, stored_arrays
+from jaxtp.mesh import describe_mesh
 
 
 @dataclass(frozen=True)
@@ -36,20 +37,10 @@ class Stored:
         Raises:
           CheckpointError: it cannot be read.
         """
-        target = {name: self.arrays[name]}
         try:
-            restored = ocp.PyTreeCheckpointer().restore(
-                (self.folder / "state").resolve(),
-                ocp.args.PyTreeRestore(
-                    item=target,
-                    restore_args=ocp.checkpoint_utils.construct_restore_args(target),
-                    partial_restore=True,
-                ),
-            )
+            return read_arrays(self.folder, {name: self.arrays[name]})[name]
         except Exception as error:
-            raise CheckpointError(f"{name} cannot be read: {str(error).splitlines()[0][:200]}") from None
-        array: Array = restored[name]
-        return array
+            raise CheckpointError(f"{name} cannot be read: {reason(error)}") from None
 
     def verify(self, name: str) -> str | None:
         """What is wrong with an array, or None."""
@@ -72,9 +63,8 @@ class Stored:
 
     def summary(self) -> Iterator[str]:
         """What wrote it, in lines."""
-        mesh = " x ".join(f"{axis} {size}" for axis, size in self.info["mesh"].items())
         yield f"step      {self.folder.name}, next sample {self.info['next_sample']:,}"
-        yield f"written   on mesh {mesh} by {self.info['processes']} process(es)"
+        yield f"written   on mesh {describe_mesh(self.info['mesh'])} by {self.info['processes']} process(es)"
         yield f"versions  {', '.join(f'{name} {version}' for name, version in self.info['versions'].items())}"
         yield f"data      {json.dumps(self.info['corpus'])}"
         for section, values in self.info["config"].items():
@@ -99,9 +89,9 @@ def open_checkpoint(folder: Path) -> Stored:
     folder = newest(folder)
     try:
         info = open_sealed(ocp.JsonCheckpointHandler().restore((folder / "info").resolve()))
-        found = ocp.PyTreeCheckpointer().metadata((folder / "state").resolve()).item_metadata.tree
+        found = stored_arrays(folder)
     except Exception as error:
-        raise CheckpointError(f"{folder}: damaged ({str(error).splitlines()[0][:200]})") from None
+        raise CheckpointError(f"{folder}: damaged ({reason(error)})") from None
     sharding = SingleDeviceSharding(jax.devices()[0])
     arrays = {
         name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
@@ -122,6 +112,6 @@ def difference(a: Stored, b: Stored, name: str) -> str | None:
         return f"{a.arrays[name].shape} and {b.arrays[name].shape}"
     if a.info["checksums"][name] == b.info["checksums"][name]:
         return None
-    one, other = (np.float64(np.asarray(stored.read(name), dtype=np.float64)) for stored in (a, b))
+    one, other = (np.asarray(stored.read(name), dtype=np.float64) for stored in (a, b))
     norm = float(np.linalg.norm(one)) or 1.0
     return f"{float(np.linalg.norm(one - other)) / norm:.3e}"

@@ -26,7 +26,7 @@ from jaxtp.collectives import (
 from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.parameter import parameter
 from jaxtp.layers.precision import Precision
-from jaxtp.layers.sequence import SequenceParallel, sequence_dim
+from jaxtp.layers.sequence import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.mesh import FSDP, TP
 
 TABLE_SPEC = P(TP, FSDP)
@@ -73,7 +73,7 @@ class VocabParallelEmbedding(nnx.Module):
         chex.assert_rank(ids_BT, 2)
         chex.assert_type(ids_BT, int)
         sequence = sequence_dim(self.sequence_parallel, ids_BT.shape)
-        out = batch_spec(TP if sequence else None, None)
+        out = activation_spec(sequence)
         check_divides("vocab_parallel_embedding", ids_BT.shape, P(*out[:2]))
         look_up = device_view(
             partial(self._look_up, sequence),
@@ -135,7 +135,7 @@ def vocab_parallel_logits(
         x = enter_parallel(x.astype(precision.compute), sequence)
         return jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits)
 
-    activation = batch_spec(TP if sequence else None, None)
+    activation = activation_spec(sequence)
     run = device_view(
         project, "vocab_parallel_logits", in_specs=(activation, TABLE_SPEC), out_specs=batch_spec(None, TP)
     )

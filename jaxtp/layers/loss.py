@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, batch_spec, device_view, enter_parallel
 from jaxtp.layers.embedding import TABLE_SPEC
 from jaxtp.layers.precision import Precision
-from jaxtp.layers.sequence import SequenceParallel, sequence_dim
+from jaxtp.layers.sequence import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.mesh import BATCH, TP
 
 IGNORE = -100
@@ -70,7 +70,7 @@ def vocab_parallel_cross_entropy(
         loss_sum, num_valid = all_reduce(sums, *BATCH)
         return loss_sum, num_valid
 
-    activation = batch_spec(TP if sequence else None, None)
+    activation = activation_spec(sequence)
     run = device_view(
         total,
         "vocab_parallel_cross_entropy",

@@ -8,11 +8,11 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import batch_spec, device_view
+from jaxtp.collectives import device_view
 from jaxtp.layers.parameter import parameter
 from jaxtp.layers.precision import Precision
-from jaxtp.layers.sequence import SequenceParallel, sequence_dim
-from jaxtp.mesh import FSDP, TP
+from jaxtp.layers.sequence import SequenceParallel, activation_spec, sequence_dim
+from jaxtp.mesh import FSDP
 
 
 class RMSNorm(nnx.Module):
@@ -42,9 +42,9 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""
-        split = sequence_dim(self.sequence_parallel, x_BTD.shape) is not None
-        activation = batch_spec(TP if split else None, None)
-        normalise = partial(self._normalise, split)
+        sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
+        activation = activation_spec(sequence)
+        normalise = partial(self._normalise, sequence is not None)
         return device_view(normalise, "rms_norm", in_specs=(activation, P(FSDP)), out_specs=activation)(
             x_BTD, self.scale[...]
         )

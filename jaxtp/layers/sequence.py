@@ -4,7 +4,9 @@ Norms, dropout and residual sums then work on `1/tp` of the tokens; a column lay
 layer leaves its sum split (reduce-scatter). Korthikanti et al., arXiv 2205.05198.
 """
 
-from jaxtp.collectives import axis_size
+from jax.sharding import PartitionSpec
+
+from jaxtp.collectives import axis_size, batch_spec
 from jaxtp.mesh import TP
 
 SEQUENCE_DIM = 1
@@ -20,7 +22,14 @@ def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | Non
       setting: as the layer was told.
       shape: of the global activation or ids, `[B, T, ...]`.
     """
-    if setting is None:
-        tp = axis_size(TP)
-        setting = tp > 1 and shape[SEQUENCE_DIM] % tp == 0
-    return SEQUENCE_DIM if setting else None
+    return SEQUENCE_DIM if is_split(setting, shape[SEQUENCE_DIM], axis_size(TP)) else None
+
+
+def is_split(setting: SequenceParallel, length: int, tp: int) -> bool:
+    """Whether a sequence of so many tokens is split over so many devices."""
+    return tp > 1 and length % tp == 0 if setting is None else setting
+
+
+def activation_spec(sequence: int | None) -> PartitionSpec:
+    """The spec of `[B, T, D]` between layers, of which `sequence_dim` says whether T is split over tp."""
+    return batch_spec(None if sequence is None else TP, None)

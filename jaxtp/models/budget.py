@@ -26,6 +26,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jaxtp.layers.sequence import is_split
 from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.models.config import ModelConfig
 from jaxtp.parallel.audit import Place
@@ -69,9 +70,7 @@ def step_budget(
       accumulation: micro-batches.
     """
     tokens = batch_size // (mesh[DP] * mesh[FSDP] * accumulation) * sequence_length
-    split = config.sequence_parallel
-    if split is None:
-        split = mesh[TP] > 1 and sequence_length % mesh[TP] == 0
+    split = is_split(config.sequence_parallel, sequence_length, mesh[TP])
     budget: Counter[Place] = Counter()
     for module, axes, sent in [
         *_activations(config, mesh, tokens, split),

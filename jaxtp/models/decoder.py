@@ -7,17 +7,14 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
 
-from jaxtp.collectives import batch_spec
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.dropout import dropout
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.loss import vocab_parallel_cross_entropy
 from jaxtp.layers.mlp import SwiGLU
 from jaxtp.layers.norm import RMSNorm
-from jaxtp.layers.sequence import sequence_dim
-from jaxtp.mesh import TP
+from jaxtp.layers.sequence import activation_spec, sequence_dim
 from jaxtp.models import remat
 from jaxtp.models.config import ModelConfig
 
@@ -63,7 +60,8 @@ class DecoderBlock(nnx.Module):
             return x_BTD + self._dropout(self.mlp(self.mlp_norm(x_BTD)), keys[1])
 
     def _dropout(self, y_BTD: Array, keys: Array | None) -> Array:
-        return dropout(y_BTD, self.config.dropout, keys, _activation_spec(self.config, y_BTD))
+        spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
+        return dropout(y_BTD, self.config.dropout, keys, spec)
 
 
 class Decoder(nnx.Module):
@@ -191,8 +189,3 @@ def _norm(config: ModelConfig) -> RMSNorm:
     return RMSNorm(
         config.d_model, eps=config.norm_eps, sequence_parallel=config.sequence_parallel, precision=config.precision
     )
-
-
-def _activation_spec(config: ModelConfig, x_BTD: Array) -> PartitionSpec:
-    split = sequence_dim(config.sequence_parallel, x_BTD.shape) is not None
-    return batch_spec(TP if split else None, None)

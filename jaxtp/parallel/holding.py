@@ -10,6 +10,8 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, PartitionSpec, Sharding
 
+from jaxtp.mesh import axes_of
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -128,4 +130,4 @@ def _name(key: Any) -> str:
 
 
 def _axes(spec: PartitionSpec) -> set[str]:
-    return {axis for entry in spec for axis in ((entry,) if isinstance(entry, str) else entry or ())}
+    return {axis for entry in spec for axis in axes_of(entry)}

@@ -13,8 +13,5 @@ def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _align(cell: str, width: int) -> str:
-    return (
-        cell.rjust(width)
-        if cell[:1].isdigit() and cell.replace(",", "").replace(".", "").isdigit()
-        else cell.ljust(width)
-    )
+    is_number = cell.replace(",", "").replace(".", "").isdigit()
+    return cell.rjust(width) if is_number else cell.ljust(width)

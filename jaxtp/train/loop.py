@@ -18,7 +18,8 @@ from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
 from jaxtp.train.interrupt import Interrupt
 from jaxtp.train.prepare import Run, plan, prepare
 from jaxtp.train.profiling import Profiler
-from jaxtp.train.report import Report, parameter_count
+from jaxtp.train.report import Report
+from jaxtp.train.state import parameter_count
 from jaxtp.train.step import EvalStep, Scalars, StepSettings, TrainStep, make_eval_step, make_train_step
 from jaxtp.train.timing import Timing
 from jaxtp.train.trackers import Trackers

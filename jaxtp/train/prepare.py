@@ -15,8 +15,8 @@ from jaxtp.data.corpus import Corpus
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.report import Report, summary, total_bytes
-from jaxtp.train.state import Blueprint, parameter_names, plan_state
+from jaxtp.train.report import Report, summary
+from jaxtp.train.state import Blueprint, parameters, plan_state, total_bytes
 
 
 @dataclass
@@ -44,7 +44,7 @@ def plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     """
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     blueprint = plan_state(config.model, optimizer, mesh)
-    optimizers.check_groups(config.optimizer, parameter_names(blueprint))
+    optimizers.check_groups(config.optimizer, list(parameters(blueprint)))
     _require_memory(blueprint)
     return blueprint
 

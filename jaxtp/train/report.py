@@ -1,24 +1,22 @@
 """What a run shows: a summary at its start, then a progress bar, or plain lines where there is no terminal."""
 
-import math
 import platform
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 import jaxtp
-from jaxtp.checkpoint.logical import named_variables, spec
+from jaxtp.checkpoint.logical import spec
 from jaxtp.data.corpus import Corpus
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import DP, FSDP, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import Blueprint, bytes_per_device
+from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 
 
 class Report:
@@ -115,28 +113,12 @@ def _describe_model(model: ModelConfig) -> str:
 def sharding_table(blueprint: Blueprint) -> list[str]:
     """A line for each parameter: its shape, how it is split, and its share per device."""
     lines = [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device"]
-    for name, variable in _parameters(blueprint).items():
+    for name, variable in parameters(blueprint).items():
         sharding = jax.sharding.NamedSharding(blueprint.mesh, spec(variable))
         shard = sharding.shard_shape(variable.shape)
         split = ", ".join(str(entry) for entry in spec(variable)) if any(spec(variable)) else "replicated"
         lines.append(f"{name:<34}{_shape(logical_shape(variable)):<20}{split:<28}{_shape(shard)}")
     return lines
-
-
-def parameter_count(blueprint: Blueprint) -> int:
-    """Parameters of the model, padding not counted."""
-    return sum(math.prod(logical_shape(variable)) for variable in _parameters(blueprint).values())
-
-
-def total_bytes(blueprint: Blueprint) -> int:
-    """Bytes of parameters and optimizer state, counted once."""
-    return sum(math.prod(v.shape) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values())
-
-
-def _parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
-    prefix = "model."
-    named = named_variables(blueprint.abstract)
-    return {name.removeprefix(prefix): variable for name, variable in named.items() if name.startswith(prefix)}
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -1,5 +1,6 @@
 """Everything that a training step changes, born sharded."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.layers.parameter import logical_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.update import Optimizer
@@ -59,6 +61,16 @@ class Blueprint:
             state: nnx.State = jax.jit(init, out_shardings=self.shardings)()
         return state
 
+    @property
+    def sharded(self) -> nnx.State:
+        """`abstract`, each array with its sharding: what a step can be compiled for before there is a state."""
+
+        def with_sharding(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+        state: nnx.State = jax.tree.map(with_sharding, self.abstract, self.shardings)
+        return state
+
 
 def plan_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> Blueprint:
     """Traces the construction of a `TrainState` on a mesh; nothing is computed."""
@@ -69,9 +81,19 @@ def plan_state(config: ModelConfig, optimizer: optax.GradientTransformation, mes
     return Blueprint(graph, abstract, shardings, mesh, config, optimizer)
 
 
-def parameter_names(blueprint: Blueprint) -> list[str]:
-    """The dotted paths of the model's parameters, such as `blocks.mlp.down.kernel`."""
-    return list(named_variables(blueprint.abstract["model"]))
+def parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
+    """The model's abstract parameters by dotted path, such as `blocks.mlp.down.kernel`."""
+    return named_variables(blueprint.abstract["model"])
+
+
+def parameter_count(blueprint: Blueprint) -> int:
+    """Parameters of the model, padding not counted."""
+    return sum(math.prod(logical_shape(variable)) for variable in parameters(blueprint).values())
+
+
+def total_bytes(blueprint: Blueprint) -> int:
+    """Bytes of parameters and optimizer state, counted once."""
+    return sum(math.prod(v.shape) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values())
 
 
 def bytes_per_device(blueprint: Blueprint) -> int:

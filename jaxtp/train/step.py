@@ -68,8 +68,7 @@ def make_train_step(
     """
 
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
-        copy = jax.tree.map(lambda array: array, state)  # what is merged shares its variables, and they change
-        train_state = nnx.merge(blueprint.graph, copy)
+        train_state = nnx.merge(blueprint.graph, state, copy=True)  # else its variables would be the state's own
         updates = train_state.optimizer.step[...]
         key = dropout_key(settings.seed, updates)
         loss, grads = mean_loss_and_grads(train_state.model, batch, settings, key)

@@ -31,22 +31,21 @@ class Optimizer(nnx.Module):
     def __init__(self, model: nnx.Module, transformation: optax.GradientTransformation):
         self.transformation = transformation
         self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
-        params = named_variables(nnx.state(model, nnx.Param))
-        state = transformation.init({name: jnp.asarray(variable[...]) for name, variable in params.items()})
+        params = _parameters(model)
+        state = transformation.init(_arrays(params))
         self.opt_state = nnx.data(
             jax.tree_util.tree_map_with_path(lambda path, leaf: _variable(leaf, _owner(path, params)), state)
         )
 
     def update(self, model: nnx.Module, grads: nnx.State) -> None:
         """Applies gradients, a state like the model's parameters, to the model and to this state."""
-        variables = named_variables(nnx.state(model, nnx.Param))
-        params = {name: jnp.asarray(variable[...]) for name, variable in variables.items()}
-        by_name = {name: jnp.asarray(variable[...]) for name, variable in named_variables(grads).items()}
+        variables = _parameters(model)
+        params = _arrays(variables)
         state = jax.tree.map(lambda v: v[...], self.opt_state, is_leaf=_is_variable)
-        updates, state = self.transformation.update(by_name, state, params)
+        updates, state = self.transformation.update(_arrays(named_variables(grads)), state, params)
         jax.tree.map(lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable)
         updated = optax.apply_updates(params, updates)
-        for name, variable in _live_variables(model).items():
+        for name, variable in variables.items():
             variable.set_value(updated[name])
         self.step.set_value(self.step[...] + 1)
 
@@ -55,8 +54,12 @@ def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, OptimizerState)
 
 
-def _live_variables(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
-    """The model's own parameters, by dotted path."""
+def _arrays(variables: dict[str, nnx.Variable[Any]]) -> Arrays:
+    return {name: jnp.asarray(variable[...]) for name, variable in variables.items()}
+
+
+def _parameters(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
+    """The model's own parameters, not copies of them, by dotted path."""
     return {
         ".".join(map(str, path)): variable
         for path, variable in nnx.iter_graph(model)

@@ -89,13 +89,18 @@ def test_a_gradient_counted_twice_is_named(monkeypatch, capsys):
     assert "first difference: blocks.1.mlp.gate_up: its backward pass is off by 1.0e+00" in run_broken(capsys)
 
 
-def test_a_weight_gradient_counted_twice_is_named(monkeypatch, capsys):
+@pytest.fixture
+def row_kernel_gradient_counted_twice(monkeypatch):
     project = linear.RowParallelLinear._project
 
     def counted_twice(self, sequence, x, kernel, *biases):
         return project(self, sequence, x, doubled_gradient(kernel) if axis_size(jaxtp.TP) > 1 else kernel, *biases)
 
     monkeypatch.setattr(linear.RowParallelLinear, "_project", counted_twice)
+
+
+@pytest.mark.usefixtures("row_kernel_gradient_counted_twice")
+def test_a_weight_gradient_counted_twice_is_named(capsys):
     assert "kernel: its own gradient, where outputs and their gradients agree" in run_broken(capsys)
 
 
@@ -110,14 +115,9 @@ class Swapped(nnx.Module):
         return self.down(jax.nn.silu(self.up(x)))
 
 
-def test_shared_kv_heads_are_not_taken_for_a_difference(monkeypatch, capsys):
+@pytest.mark.usefixtures("row_kernel_gradient_counted_twice")
+def test_shared_kv_heads_are_not_taken_for_a_difference(capsys):
     """Their outputs have other shapes on other meshes; dropout draws the same masks while the difference is sought."""
-    project = linear.RowParallelLinear._project
-
-    def counted_twice(self, sequence, x, kernel, *biases):
-        return project(self, sequence, x, doubled_gradient(kernel) if axis_size(jaxtp.TP) > 1 else kernel, *biases)
-
-    monkeypatch.setattr(linear.RowParallelLinear, "_project", counted_twice)
     out = run_broken(capsys, "--model.num-kv-heads", "2", "--model.dropout", "0.1", "--train.accumulation", "2")
     assert "kernel: its own gradient, where outputs and their gradients agree" in out
 

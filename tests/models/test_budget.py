@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import jaxtp
+from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models import remat
 from jaxtp.models.budget import step_budget
@@ -109,9 +110,8 @@ def step_bytes(config, mesh, accumulation=1):
     settings = OptimizerConfig()
     plan = plan_state(config, optimizers.build(settings, 10), mesh)
     step = make_train_step(plan, optimizers.learning_rate(settings, 10), StepSettings(accumulation))
-    batch = {name: jax.ShapeDtypeStruct((STEP_B, T), jnp.int32) for name in ("inputs", "labels")}
     with jax.set_mesh(mesh):
-        jaxpr = step.trace(plan.abstract, batch).jaxpr
+        jaxpr = step.trace(plan.abstract, abstract_batch(mesh, STEP_B, T)).jaxpr
     sizes = mesh_sizes(mesh)
     budget = step_budget(config, sizes, batch_size=STEP_B, sequence_length=T, accumulation=accumulation)
     return bytes_by_place(count_collectives(jaxpr, sizes)), budget

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.collectives import batch_spec
+from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.budget import step_budget
 from jaxtp.parallel.audit import AuditError, audit, bytes_by_place
@@ -30,11 +30,9 @@ def audit_step(model, mesh, budget=True):
     mesh = jaxtp.make_mesh(*mesh)
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), mesh)
     step = make_train_step(plan, optimizers.learning_rate(OptimizerConfig(), 10))
-    sharding = NamedSharding(mesh, batch_spec(None))
-    batch = {name: jax.ShapeDtypeStruct((B, T), jnp.int32, sharding=sharding) for name in ("inputs", "labels")}
+    batch = abstract_batch(mesh, B, T)
     allowed = step_budget(model, mesh_sizes(mesh), batch_size=B, sequence_length=T) if budget else None
-    state = jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), plan.abstract, plan.shardings)
-    return audit(step, state, batch, mesh=mesh, budget=allowed, compiler_options=QUICK)
+    return audit(step, plan.sharded, batch, mesh=mesh, budget=allowed, compiler_options=QUICK)
 
 
 VARIANTS = {

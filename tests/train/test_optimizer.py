@@ -15,7 +15,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config import ConfigError
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig
-from jaxtp.train.state import parameter_names, plan_state
+from jaxtp.train.state import parameters, plan_state
 
 SMALL = jaxtp.ModelConfig(
     vocab_size=61, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=12, d_ff=24, rope_theta=2.0
@@ -136,7 +136,7 @@ def test_groups():
 
 def test_patterns_that_do_nothing_are_refused():
     plan = plan_state(SMALL, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh())
-    names = parameter_names(plan)
+    names = list(parameters(plan))
     for pattern, message in {
         "blocks.mpl.*": "matches no parameter",
         "blocks.mlp.*": "is taken by patterns before",
