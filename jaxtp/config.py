@@ -76,7 +76,7 @@ def from_yaml(schema: type[T], path: str | Path) -> T:
 def _with_base(path: Path, including: tuple[Path, ...]) -> Any:
     if path.resolve() in including:
         raise ConfigError(f"{path}: includes itself by way of base")
-    values = _read_yaml(path)
+    values = _read_yaml(path, including)
     if not isinstance(values, Mapping) or BASE not in values:
         return values
     own = {key: value for key, value in values.items() if key != BASE}
@@ -85,11 +85,13 @@ def _with_base(path: Path, including: tuple[Path, ...]) -> Any:
     return _merged(_with_base(path.parent / values[BASE], (*including, path.resolve())), own)
 
 
-def _read_yaml(path: Path) -> Any:
+def _read_yaml(path: Path, including: tuple[Path, ...]) -> Any:
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # a SafeLoader
+        with path.open(encoding="utf-8") as file:
+            values = yaml.load(file, Loader=_UniqueKeys)  # a SafeLoader
     except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}{_nearest_file(path)}") from None
+        asked = f" (the base of {including[-1]})" if including else ""
+        raise ConfigError(f"{path}{asked}: {error.strerror}{_nearest_file(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
     return {} if values is None else values

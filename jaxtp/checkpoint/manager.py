@@ -110,7 +110,7 @@ class Checkpoints:
 
         Args:
           step: which checkpoint.
-          state: an abstract (or real) state of the same model.
+          state: an abstract (or real) state of the same model; its dtypes may be others than those stored.
           mesh: any mesh, whichever one wrote the checkpoint.
 
         Raises:
@@ -119,11 +119,12 @@ class Checkpoints:
         expected = self.info(step)["checksums"]
         target = abstract_logical(state, mesh)
         try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(target)))
-            _compare(checksums(restored["state"]), expected)
+            if extra := expected.keys() - target.keys():
+                raise CheckpointError(f"it also holds {', '.join(sorted(extra)[:3])}")
+            restored = _read_verified(self.folder / str(step), target, expected)
         except Exception as error:
             raise self._unreadable(step, error) from None
-        return from_logical(restored["state"], state, mesh)
+        return from_logical(restored, state, mesh)
 
     def set_aside(self, step: int) -> Path:
         """Moves a damaged checkpoint out of the way, to `damaged/` beside the folder; returns where it is."""
@@ -206,14 +207,36 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     folder = newest(run)
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     try:
-        stored = {name: tuple(array.shape) for name, array in stored_arrays(folder).items()}
-        wrong = [f"{n} is {stored.get(n)}, not {a.shape}" for n, a in target.items() if stored.get(n) != a.shape]
-        if wrong:
-            raise CheckpointError(f"another model: {'; '.join(wrong[:3])}")
-        restored = read_arrays(folder, target)
+        restored = _read_verified(folder, target, stored_info(folder)["checksums"])
     except Exception as error:
         raise CheckpointError(f"{folder}: its weights cannot be used here ({reason(error)})") from None
     return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder
+
+
+def _read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], expected: Mapping[str, str]) -> Arrays:
+    """Some of the arrays of a checkpoint: read in the dtypes that they are stored in, checked, and cast.
+
+    Raises:
+      CheckpointError: there are none of that name or shape, or they are not what was written.
+    """
+    stored = stored_arrays(folder)
+    shapes = {name: tuple(array.shape) for name, array in stored.items()}
+    wrong = [f"{n} is {shapes.get(n)}, not {a.shape}" for n, a in target.items() if shapes.get(n) != a.shape]
+    if wrong:
+        raise CheckpointError(f"another model: {'; '.join(wrong[:3])}")
+    as_stored = {n: jax.ShapeDtypeStruct(a.shape, stored[n].dtype, sharding=a.sharding) for n, a in target.items()}
+    arrays = read_arrays(folder, as_stored)
+    _compare(checksums(arrays), expected)
+    return {name: arrays.pop(name).astype(array.dtype) for name, array in target.items()}
+
+
+def stored_info(folder: Path) -> dict[str, Any]:
+    """What was stored beside the arrays in the folder of a checkpoint.
+
+    Raises:
+      CheckpointError: it was changed since.
+    """
+    return open_sealed(ocp.JsonCheckpointHandler().restore((folder / "info").resolve()))
 
 
 def stored_arrays(folder: Path) -> dict[str, Any]:

@@ -9,12 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 from jax import Array
 from jax.sharding import SingleDeviceSharding
 
 from jaxtp.checkpoint.checksum import checksums
-from jaxtp.checkpoint.manager import CheckpointError, newest, open_sealed, read_arrays, reason, stored_arrays
+from jaxtp.checkpoint.manager import CheckpointError, newest, read_arrays, reason, stored_arrays, stored_info
 from jaxtp.mesh import describe_mesh
 
 
@@ -88,7 +87,7 @@ def open_checkpoint(folder: Path) -> Stored:
     """
     folder = newest(folder)
     try:
-        info = open_sealed(ocp.JsonCheckpointHandler().restore((folder / "info").resolve()))
+        info = stored_info(folder)
         found = stored_arrays(folder)
     except Exception as error:
         raise CheckpointError(f"{folder}: damaged ({reason(error)})") from None

@@ -159,8 +159,16 @@ class LoopConfig:
 class MetricsConfig:
     """Where numbers go beside metrics.jsonl."""
 
-    trackers: tuple[Literal["tensorboard"], ...] = ("tensorboard",)
-    """tensorboard writes event files into the run's folder; none with an empty list."""
+    trackers: tuple[Literal["tensorboard", "wandb", "aim"], ...] = ("tensorboard",)
+    """tensorboard writes event files into the run's folder; wandb and aim are extras of those names. A flag takes
+    several (--metrics.trackers tensorboard wandb); none with an empty list in a YAML file."""
+
+    project: str = "jaxtp"
+    """Of W&B, or experiment of Aim, that the run belongs to."""
+
+    norm_groups: tuple[str, ...] = ()
+    """Patterns of parameter path, such as "blocks.mlp.*": the norms of the gradients and of the parameters that each
+    matches are logged too. One that matches nothing is an error."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """The folder of a run: its configuration, its lock, and whether a checkpoint in it may be resumed."""
 
 import fcntl
+import fnmatch
 import os
 import platform
 import socket
@@ -22,6 +23,14 @@ CHECKPOINTS = "checkpoints"
 NON_FINITE = "non_finite"
 PROFILE = "profile"
 LOCK = ".lock"
+
+
+_HARMLESS = (
+    *("run.*", "mesh.*", "eval.*", "checkpoint.*", "metrics.*", "profile.*"),
+    *("model.remat", "model.sequence_parallel", "model.scan_layers", "model.loss_chunk", "model.attention"),
+    *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped", "train.stall_seconds"),
+)
+"""Settings that leave the numbers as they are, up to the order of sums."""
 
 
 class RunFolderError(ValueError):
@@ -96,7 +105,7 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
       info: what the checkpoint stored.
 
     Returns:
-      The settings that differ and may, for the log.
+      The settings that differ and may, for the log; those first that make the run go on otherwise than it would have.
 
     Raises:
       RunFolderError: the model, the data or its order is another.
@@ -121,4 +130,13 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
             + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
             "--run.init-from if the model is the same. Nothing was changed."
         )
-    return configuration.differences(stored, now)
+    lines = configuration.differences(stored, now)
+    matter = [line for line in lines if not _is_harmless(line.partition(":")[0])]
+    return [
+        *(f"changed since: {line}" for line in matter),
+        *(f"changed since, without effect on the numbers: {line}" for line in lines if line not in matter),
+    ]
+
+
+def _is_harmless(setting: str) -> bool:
+    return any(fnmatch.fnmatchcase(setting, pattern) for pattern in _HARMLESS)

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp import config as configuration
+from jaxtp.checkpoint.manager import Checkpoints, newest
 from jaxtp.data.corpus import load_corpus, require_length
 from jaxtp.data.loader import Batch, abstract_batch, batches, shuffled_samples
 from jaxtp.mesh import make_mesh, mesh_sizes
@@ -22,7 +23,7 @@ from jaxtp.train.report import Report
 from jaxtp.train.state import parameter_count
 from jaxtp.train.step import EvalStep, Scalars, StepSettings, TrainStep, make_eval_step, make_train_step
 from jaxtp.train.timing import Timing
-from jaxtp.train.trackers import Trackers
+from jaxtp.train.trackers import Tracked, Trackers, check_installed
 from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
 from jaxtp.train.watchdog import Watchdog
 
@@ -44,9 +45,12 @@ def train(config: TrainConfig) -> float | None:
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.tp)
     check(config, mesh_sizes(mesh))
     check_platform(config.model, mesh.devices.flat[0].platform)
+    check_installed(config.metrics.trackers)
     corpus = load_corpus(config.data.path)
     require_length(corpus, config.data.sequence_length)
     blueprint = plan(config, mesh)
+    if config.run.init_from is not None:
+        newest(config.run.init_from)
     folder.prepare(config.run.dir)
     with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
         with timing.lost_to("start"):
@@ -78,7 +82,8 @@ class Loop:
         self._interrupt = interrupt
         self._timing = timing
         config = run.config
-        self._trackers = Trackers(config.metrics.trackers, config.run.dir, resumed_at=run.step)
+        tracked = Tracked(config.run.dir, run.step, config.metrics.project, configuration.to_plain(config))
+        self._trackers = Trackers(config.metrics.trackers, tracked)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds)
         self._in_flight: tuple[int, int, Scalars] | None = None
@@ -288,6 +293,7 @@ class Loop:
             z_loss=self._config.train.z_loss,
             seed=self._config.run.seed,
             max_skipped=self._max_skipped(),
+            norm_groups=self._config.metrics.norm_groups,
         )
         step = make_train_step(run.blueprint, run.schedule, settings)
         batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length)

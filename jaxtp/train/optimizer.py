@@ -65,17 +65,26 @@ def check_groups(config: OptimizerConfig, parameters: list[str]) -> None:
       ConfigError: one is not; the message lists what there is.
     """
     for pattern in config.groups:
-        matched = [path for path in parameters if fnmatch.fnmatchcase(path, pattern)]
-        if not matched:
-            raise ConfigError(
-                f"optimizer.groups: the pattern {pattern!r} matches no parameter; there are:\n  "
-                + "\n  ".join(parameters)
-            )
+        matched = matching("optimizer.groups", pattern, parameters)
         if all(_group_of(config, path) != pattern for path in matched):
             raise ConfigError(
                 f"optimizer.groups: what the pattern {pattern!r} matches is taken by patterns before it; "
                 "the first that matches a parameter holds, so put it earlier"
             )
+
+
+def matching(setting: str, pattern: str, parameters: list[str]) -> list[str]:
+    """The paths that a pattern matches.
+
+    Raises:
+      ConfigError: none; the message lists what there is.
+    """
+    matched = [path for path in parameters if fnmatch.fnmatchcase(path, pattern)]
+    if not matched:
+        raise ConfigError(
+            f"{setting}: the pattern {pattern!r} matches no parameter; there are:\n  " + "\n  ".join(parameters)
+        )
+    return matched
 
 
 def is_matrix(path: str) -> bool:

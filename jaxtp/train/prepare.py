@@ -40,11 +40,14 @@ def plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     """Describes the state of a run; nothing is allocated or written.
 
     Raises:
-      ConfigError: a group of parameters that is empty, or more memory than there is.
+      ConfigError: a pattern that matches no parameter, or more memory than there is.
     """
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     blueprint = plan_state(config.model, optimizer, mesh)
-    optimizers.check_groups(config.optimizer, list(parameters(blueprint)))
+    paths = list(parameters(blueprint))
+    optimizers.check_groups(config.optimizer, paths)
+    for pattern in config.metrics.norm_groups:
+        optimizers.matching("metrics.norm_groups", pattern, paths)
     _require_memory(blueprint)
     return blueprint
 
@@ -58,7 +61,8 @@ def prepare(config: TrainConfig, blueprint: Blueprint, corpus: Corpus, report: R
         config.run.dir / folder.CHECKPOINTS, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best
     )
     state, step, next_sample = _start_or_resume(config, corpus, blueprint, checkpoints, report)
-    folder.write_config(config)
+    if step < config.train.steps:
+        folder.write_config(config)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
     return Run(config, mesh, corpus, blueprint, schedule, checkpoints, state, step, next_sample)
 
@@ -90,7 +94,7 @@ def _start_or_resume(
         state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
         report.line(f"resumed from the checkpoint at step {step}")
         for line in changed:
-            report.line(f"  changed since: {line}")
+            report.line(f"  {line}")
         return state, step, info["next_sample"]
     state = blueprint.create(config.run.seed)
     if config.run.init_from is not None:

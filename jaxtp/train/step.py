@@ -1,5 +1,6 @@
 """One update, and one evaluation, compiled."""
 
+import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch
 from jaxtp.mesh import BATCH, mesh_sizes
@@ -45,6 +47,9 @@ class StepSettings:
     max_skipped: int = 0
     """Steps in a row that may be skipped because they are not finite. After more of them nothing changes any more."""
 
+    norm_groups: tuple[str, ...] = ()
+    """Patterns of parameter path whose gradients' and parameters' norms are given too."""
+
 
 def make_train_step(
     blueprint: Blueprint,
@@ -53,7 +58,8 @@ def make_train_step(
     *,
     with_grads: bool = False,
 ) -> JittedTrainStep:
-    """Compiles `state, batch -> state, {loss, grad_norm, param_norm, learning_rate, skipped}`.
+    """Compiles `state, batch -> state, {loss, grad_norm, param_norm, learning_rate, skipped}`, with a norm more of
+    each kind, such as `grad_norm/blocks.mlp.*`, for each of `settings.norm_groups`.
 
     The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
     whole batch, `grad_norm` the global L2 norm before clipping, both of the parameters before the update; `param_norm`
@@ -74,15 +80,20 @@ def make_train_step(
         loss, grads = mean_loss_and_grads(train_state.model, batch, settings, key)
         with jax.named_scope("grad_norm"):
             grad_norm = optax.tree.norm(grads)
+            grad_norms = _norms_by_group("grad_norm", grads, settings.norm_groups)
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
         with jax.named_scope("param_norm"):
-            param_norm = optax.tree.norm(nnx.state(train_state.model, nnx.Param))
+            updated = nnx.state(train_state.model, nnx.Param)
+            param_norm = optax.tree.norm(updated)
+            param_norms = _norms_by_group("param_norm", updated, settings.norm_groups)
         scalars = {
             "loss": loss,
             "grad_norm": grad_norm,
             "param_norm": param_norm,
             "learning_rate": jnp.asarray(schedule(updates)),
+            **grad_norms,
+            **param_norms,
         }
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
         new, scalars["skipped"] = _guarded(nnx.state(train_state), state, finite, settings.max_skipped)
@@ -91,6 +102,15 @@ def make_train_step(
     of_grads = [blueprint.shardings["model"]] if with_grads else []
     shardings = (blueprint.shardings, _replicated(blueprint), *of_grads)
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)
+
+
+def _norms_by_group(name: str, state: nnx.State, groups: tuple[str, ...]) -> Scalars:
+    """The L2 norm of what each pattern of parameter path matches."""
+    variables = named_variables(state)
+    matches = {group: fnmatch.filter(variables, group) for group in groups}
+    return {
+        f"{name}/{group}": optax.tree.norm([variables[path][...] for path in paths]) for group, paths in matches.items()
+    }
 
 
 def _guarded(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) -> tuple[nnx.State, Array]:

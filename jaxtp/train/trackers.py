@@ -1,20 +1,27 @@
 """Where the numbers of a run go: `metrics.jsonl` always, and whatever else the configuration names."""
 
+import importlib
+import importlib.util
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import jax
 from tensorboardX import SummaryWriter
+
+from jaxtp.config import ConfigError
 
 Record = Mapping[str, float | int]
 """Numbers by name; `step` is the one that they belong to."""
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
+_IDENTITIES = "trackers.json"
 
 
 class Tracker(Protocol):
@@ -27,18 +34,29 @@ class Tracker(Protocol):
         """Makes sure that all of them are written."""
 
 
+@dataclass(frozen=True)
+class Tracked:
+    """The run that a tracker is told about."""
+
+    folder: Path
+
+    resumed_at: int = 0
+    """The step that the run continues from. Later steps, logged by a run that was killed before its next checkpoint,
+    are made, and logged, again: a tracker that can forgets the first record of them."""
+
+    project: str = "jaxtp"
+    """What W&B and Aim file the run under; its name there is that of its folder."""
+
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved configuration, as plain values."""
+
+
 class Jsonl:
-    """`metrics.jsonl`: an object for each record, written through at once; a number that is not finite is null.
+    """`metrics.jsonl`: an object for each record, written through at once; a number that is not finite is null."""
 
-    Args:
-      folder: of the run.
-      resumed_at: the step that the run continues from. Records of later steps, written by a run that was killed
-        before its next checkpoint, are dropped: those steps are made, and logged, again.
-    """
-
-    def __init__(self, folder: Path, resumed_at: int):
-        path = folder / METRICS
-        kept = [line for line in _lines(path) if _step(line) <= resumed_at]
+    def __init__(self, run: Tracked):
+        path = run.folder / METRICS
+        kept = [line for line in _lines(path) if _step(line) <= run.resumed_at]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)
@@ -56,13 +74,10 @@ class Jsonl:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`; steps after `resumed_at` are marked to be forgotten.
+    """Event files in `tensorboard/`; steps that are made again are marked to be forgotten."""
 
-    Args: as `Jsonl`.
-    """
-
-    def __init__(self, folder: Path, resumed_at: int):
-        self._writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=resumed_at + 1, write_to_disk=True)
+    def __init__(self, run: Tracked):
+        self._writer = SummaryWriter(str(run.folder / TENSORBOARD), purge_step=run.resumed_at + 1, write_to_disk=True)
 
     def write(self, record: Record) -> None:
         """Adds a scalar for each number that is finite."""
@@ -75,7 +90,89 @@ class TensorBoard:
         self._writer.close()
 
 
-BY_NAME: dict[str, Callable[[Path, int], Tracker]] = {"tensorboard": TensorBoard}
+class WeightsAndBiases:
+    """A run of W&B, continued when this one resumes; `WANDB_MODE=offline` keeps it in the run's folder.
+
+    Raises:
+      ConfigError: W&B refuses to start, as without an account.
+    """
+
+    def __init__(self, run: Tracked):
+        wandb = importlib.import_module("wandb")
+        try:
+            self._run = wandb.init(
+                project=run.project,
+                name=run.folder.name,
+                id=_identity(run.folder, "wandb", uuid.uuid4().hex[:12]),
+                resume="allow",
+                dir=run.folder,
+                config=dict(run.config),
+            )
+        except wandb.Error as error:
+            raise ConfigError(
+                f"metrics.trackers: wandb cannot start ({error}); run 'wandb login' first, or set WANDB_MODE=offline"
+            ) from None
+        self._run.define_metric("*", step_metric="step")  # its own step only counts up: a repeated one would be lost
+
+    def write(self, record: Record) -> None:
+        """Adds a row of history."""
+        self._run.log(dict(record))
+
+    def close(self) -> None:
+        """Ends the run; waits for the upload."""
+        self._run.finish()
+
+
+class Aim:
+    """A run in the Aim repository beside the run's folder, which `aim up --repo` shows; continued when it resumes."""
+
+    def __init__(self, run: Tracked):
+        aim = importlib.import_module("aim")
+        self._run = aim.Run(
+            run_hash=_identity(run.folder, "aim", None),
+            repo=str(run.folder.parent),
+            experiment=run.project,
+            system_tracking_interval=None,
+            capture_terminal_logs=False,
+        )
+        _identity(run.folder, "aim", self._run.hash)
+        self._run.name = run.folder.name
+        self._run["config"] = dict(run.config)
+
+    def write(self, record: Record) -> None:
+        """Tracks each number that is finite; Aim replaces what it has of the same step."""
+        for name, value in record.items():
+            if name != "step" and math.isfinite(value):
+                self._run.track(value, name=name, step=record["step"])
+
+    def close(self) -> None:
+        """Writes what is pending."""
+        self._run.close()
+
+
+@dataclass(frozen=True)
+class _Kind:
+    make: Callable[[Tracked], Tracker]
+    extra: str | None = None
+    """Of pip; also the package that it installs."""
+
+
+_BY_NAME = {
+    "tensorboard": _Kind(TensorBoard),
+    "wandb": _Kind(WeightsAndBiases, "wandb"),
+    "aim": _Kind(Aim, "aim"),
+}
+
+
+def check_installed(names: Sequence[str]) -> None:
+    """Checks, importing nothing, that every tracker can be had.
+
+    Raises:
+      ConfigError: one needs an extra.
+    """
+    for extra in (_BY_NAME[name].extra for name in names):
+        if extra and importlib.util.find_spec(extra) is None:
+            raise ConfigError(f"metrics.trackers: {extra} is not installed; pip install 'jaxtp[{extra}]'")
 
 
 class Trackers:
@@ -83,14 +180,13 @@ class Trackers:
 
     Args:
       names: of the others.
-      folder: of the run.
-      resumed_at: the step that the run continues from.
+      run: what they are told of it.
     """
 
-    def __init__(self, names: tuple[str, ...], folder: Path, resumed_at: int):
+    def __init__(self, names: Sequence[str], run: Tracked):
         first = jax.process_index() == 0
-        makers = [Jsonl, *(BY_NAME[name] for name in dict.fromkeys(names))] if first else []
-        self._trackers: list[Tracker] = [make(folder, resumed_at) for make in makers]
+        makers = [Jsonl, *(_BY_NAME[name].make for name in dict.fromkeys(names))] if first else []
+        self._trackers: list[Tracker] = [make(run) for make in makers]
 
     def write(self, record: Record) -> None:
         """To each of them."""
@@ -101,6 +197,16 @@ class Trackers:
         """Each of them."""
         for tracker in self._trackers:
             tracker.close()
+
+
+def _identity(folder: Path, name: str, new: str | None) -> str | None:
+    """What a service calls the run in this folder: as it was stored there, or `new`, which is then stored."""
+    path = folder / _IDENTITIES
+    stored: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    if name not in stored and new is not None:
+        stored[name] = new
+        path.write_text(json.dumps(stored), encoding="utf-8")
+    return stored.get(name)
 
 
 def _lines(path: Path) -> list[str]:

@@ -102,6 +102,17 @@ def test_padding_is_zero_after_a_restore(written):
     assert not table[19:].any()
 
 
+def test_restored_in_another_dtype(written):
+    folder, expected = written
+    plan = blueprint((1, 2, 4), dataclasses.replace(MODEL, precision=jaxtp.Precision(param="bfloat16")))
+    checkpoints = Checkpoints(folder)
+    actual = by_name(checkpoints.restore(3, plan.abstract, plan.mesh), plan.mesh)
+    checkpoints.close()
+    assert {array.dtype for name, array in actual.items() if name.startswith("model.")} == {jax.numpy.dtype("bfloat16")}
+    for name, array in actual.items():
+        np.testing.assert_array_equal(array, expected[name].astype(array.dtype), err_msg=name)
+
+
 def test_another_models_checkpoint_is_refused(written):
     folder, _ = written
     plan = blueprint((1, 1, 1), dataclasses.replace(MODEL, tie_embeddings=True))
@@ -165,7 +176,7 @@ def test_every_damage_is_found_or_harmless(tmp_path):
     expected = {step: by_name(state, plan.mesh) for step, state in states.items()}
     files = sorted(p.relative_to(tmp_path / "good") for p in (tmp_path / "good/2").rglob("*") if p.is_file())
     assert len(files) > 4
-    outcomes = set()
+    outcomes, alone = set(), set()
     for file in files:
         work = tmp_path / "work"
         for damage in damages(tmp_path / "good" / file):
@@ -179,7 +190,23 @@ def test_every_damage_is_found_or_harmless(tmp_path):
             for name, array in by_name(state, plan.mesh).items():
                 np.testing.assert_array_equal(array, expected[step][name], err_msg=f"{damage}: {name}")
             outcomes.add(step)
+            if step == 1:
+                shutil.move(work / "damaged/2", work / "checkpoints/2")
+            weights = weights_or_none(work, plan)
+            for name, array in (weights or {}).items():
+                np.testing.assert_array_equal(array, expected[2][f"model.{name}"], err_msg=f"{damage}: {name}")
+            alone.add(weights is None)
     assert outcomes == {1, 2}
+    assert alone == {True, False}
+
+
+def weights_or_none(run, plan):
+    """What a new run would start from, unless it is refused."""
+    try:
+        weights, _ = load_weights(run, plan.abstract["model"], plan.mesh)
+    except CheckpointError:
+        return None
+    return by_name(weights, plan.mesh)
 
 
 def test_if_all_are_damaged_nothing_is_touched(tmp_path):

@@ -1,8 +1,12 @@
 """What a run measures of itself, and where it writes it."""
 
+import importlib.util
 import json
 import math
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +19,7 @@ from jaxtp.train.__main__ import main
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.timing import Timing
-from jaxtp.train.trackers import Trackers
+from jaxtp.train.trackers import Tracked, Trackers
 from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
 
 
@@ -43,12 +47,12 @@ def test_tensorboard_says_what_the_jsonl_says_also_after_a_resume(tmp_path, comm
 
 
 def test_steps_that_a_killed_run_had_logged_are_forgotten(tmp_path):
-    first = Trackers(("tensorboard",), tmp_path, resumed_at=0)
+    first = Trackers(("tensorboard",), Tracked(tmp_path))
     for step in range(1, 6):
         first.write({"step": step, "loss": float(step)})
     first.close()
     time.sleep(1.1)  # event files are told apart by the second in which they were opened
-    again = Trackers(("tensorboard",), tmp_path, resumed_at=3)
+    again = Trackers(("tensorboard",), Tracked(tmp_path, resumed_at=3))
     again.write({"step": 4, "loss": 40.0})
     again.write({"step": 5, "loss": math.nan})
     again.close()
@@ -136,3 +140,65 @@ class FakeGPU:
 def test_what_a_gpu_says():
     assert peak_flops(FakeGPU()) == 989.4e12
     assert memory_record(FakeGPU()) == {"memory_bytes": 5, "memory_peak_bytes": 7}
+
+
+def test_norms_by_group(tmp_path, command):
+    groups = ["blocks.attention.*", "blocks.mlp.*", "embedding.*", "head.*", "*norm.scale"]
+    assert main([*command, "--train.steps", "2", "--metrics.norm-groups", *groups]) == 0
+    for kind in ("grad_norm", "param_norm"):
+        whole = records(tmp_path / "run", kind)
+        parts = [records(tmp_path / "run", f"{kind}/{group}") for group in groups]
+        for step, norm in whole.items():
+            assert math.hypot(*(part[step] for part in parts)) == pytest.approx(norm, rel=1e-6)
+
+
+def wandb_history(path):
+    """`{step: row}` of an offline run, through W&B's own records: LevelDB's log format around protocol buffers."""
+    pb = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    data, at, rows, pending = path.read_bytes(), 7, {}, b""
+    while at + 7 <= len(data):
+        if 32768 - at % 32768 < 7:  # no header fits in the rest of a block
+            at += 32768 - at % 32768
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        pending += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # a whole record, or the last part of one
+            record, pending = pb.Record.FromString(pending), b""
+            items = {".".join(i.nested_key) or i.key: json.loads(i.value_json) for i in record.history.item}
+            if items:
+                rows.setdefault(items["step"], {}).update(items)
+    return rows
+
+
+def test_weights_and_biases_holds_what_the_jsonl_says_also_after_a_resume(tmp_path, monkeypatch, command):
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    for steps in ("3", "5"):
+        assert main([*command, "--train.steps", steps, "--metrics.trackers", "tensorboard", "wandb"]) == 0
+        time.sleep(1.1)  # its folders are told apart by the second
+    histories = sorted((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({path.name for path in histories}) == 1, "one run, continued"
+    shown = {step: row["loss"] for path in histories for step, row in wandb_history(path).items()}
+    assert shown == records(tmp_path / "run")
+
+
+def test_aim_holds_what_the_jsonl_says_also_after_a_resume(tmp_path, command):
+    aim = pytest.importorskip("aim")
+    for steps in ("3", "5"):
+        assert main([*command, "--train.steps", steps, "--metrics.trackers", "aim"]) == 0
+    index = [Path(sys.executable).with_name("aim"), "storage", "--repo", str(tmp_path), "reindex"]
+    subprocess.run(index, input="y\n", text=True, check=True, capture_output=True)
+    (run,) = aim.Repo(str(tmp_path)).iter_runs()
+    (loss,) = (metric for metric in run.metrics() if metric.name == "loss")
+    assert run["config"]["train"]["steps"] == 5
+    steps, (values, *_) = loss.data.numpy()
+    assert dict(zip(steps.tolist(), values.tolist(), strict=True)) == records(tmp_path / "run")
+
+
+def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aim" else find(name))
+    assert main([*command, "--metrics.trackers", "aim"]) == 2
+    assert "metrics.trackers: aim is not installed; pip install 'jaxtp[aim]'" in capsys.readouterr().err
