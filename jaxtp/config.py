@@ -91,7 +91,7 @@ def _read_yaml(path: Path, including: tuple[Path, ...]) -> Any:
             values = yaml.load(file, Loader=_UniqueKeys)  # a SafeLoader
     except OSError as error:
         asked = f" (the base of {including[-1]})" if including else ""
-        raise ConfigError(f"{path}{asked}: {error.strerror}{_nearest_file(path)}") from None
+        raise ConfigError(f"{path}{asked}: {error.strerror}{nearest_file(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
     return {} if values is None else values
@@ -172,6 +172,16 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return lines
 
 
+def nearest_file(path: Path) -> str:
+    """Names the file beside a missing one that is spelled most like it: `; did you mean data/a.txt?`, or nothing."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=1)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
 def fail(program: str, error: Exception) -> int:
     """Prints a user's mistake on stderr; returns the exit code, 2."""
     print(f"{program}: error: {error}", file=sys.stderr)
@@ -216,12 +226,3 @@ def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterat
             for name, inner in value.items():
                 if dataclasses.is_dataclass(of) and isinstance(inner, Mapping):
                     yield from _unknown_keys(of, inner, f"{prefix}{key}.{name}.")
-
-
-def _nearest_file(path: Path) -> str:
-    try:
-        names = [entry.name for entry in path.parent.iterdir()]
-    except OSError:
-        return ""
-    close = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {path.parent / close[0]}?" if close else ""

@@ -12,7 +12,7 @@ LEVELS = [
     {"mesh", "collectives", "config", "launch"},
     {"layers", "parallel", "data"},
     {"models", "checkpoint"},
-    {"train", "generate"},
+    {"train", "generate", "prepare"},
     {"check", "estimate", "convert"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}

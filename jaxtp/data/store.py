@@ -1,0 +1,258 @@
+"""Datasets of tokens on disk, memory-mapped; `python -m jaxtp.prepare` writes them.
+
+The format, version 1. A dataset is a folder:
+
+- `dataset.json`: the manifest, written last and atomically; without it the folder is unfinished. JSON: the format's
+  version; of the tokenizer its kind, the sha256 of its file, the vocabulary size and the id of the end token; whether
+  documents have prompts; for each split its totals and shards; of each shard its documents, tokens, bytes of text,
+  longest document and the sha256 of its files; what was left out and why; the inputs and arguments.
+- `tokenizer.json`: the tokenizer in the format of Hugging Face; not there for bytes.
+- For each split (`train`, `validation`) shards, numbered from 0, in order:
+  - `train-00000.tokens`: the documents one after the other, little-endian uint8 for a vocabulary of up to 256, uint16
+    up to 65,536, else uint32. A document ends in the end token, if there is one.
+  - `train-00000.documents`: little-endian uint64 `[n + 1]`: document i of the n is the tokens from entry i up to entry
+    i + 1. The first entry is 0, the last the number of tokens, and no document is empty or straddles shards.
+  - `train-00000.prompts`, of instruction data only: little-endian uint32 `[n]`: how many tokens at the beginning of a
+    document are prompt.
+- `inputs.jsonl`: what was read (path, bytes, time of modification), for `jaxtp.prepare` alone.
+"""
+
+import hashlib
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtp.data.manifest import (
+    DOCUMENTS,
+    OFFSET,
+    PROMPT,
+    PROMPTS,
+    TOKENIZER,
+    TOKENS,
+    DatasetError,
+    Shard,
+    TokenizerInfo,
+    read_manifest,
+    shard_file,
+)
+
+__all__ = ["Dataset", "DatasetError", "Split", "TokenizerInfo", "open_dataset", "verify"]
+
+_BLOCK = 2**22
+"""Entries of a file that `verify` holds in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """An opened dataset."""
+
+    folder: Path
+    tokenizer: TokenizerInfo
+    splits: dict[str, "Split"]
+
+
+def open_dataset(folder: Path) -> Dataset:
+    """Opens a dataset: checks the manifest, and that every file has the size that it says; reads no data.
+
+    Raises:
+      DatasetError: an unfinished, damaged or foreign folder; the message names the file.
+    """
+    manifest = read_manifest(folder)
+    splits = {
+        name: Split(folder, name, shards, manifest.tokenizer.dtype, manifest.prompts)
+        for name, shards in manifest.splits.items()
+    }
+    for name, shards in manifest.splits.items():
+        for index, shard in enumerate(shards):
+            for suffix, size in shard.file_sizes(manifest.tokenizer.dtype).items():
+                _require_size(shard_file(folder, name, index, suffix), size)
+    return Dataset(folder, manifest.tokenizer, splits)
+
+
+def _require_size(path: Path, expected: int) -> None:
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise DatasetError(f"{path}: damaged dataset: {error.strerror}") from None
+    if found != expected:
+        how = "cut short" if found < expected else "too long"
+        raise DatasetError(f"{path}: damaged dataset: {how}: {found:,} bytes of {expected:,}")
+
+
+class Split:
+    """The documents of one split, in order, over all its shards.
+
+    Nothing is read before it is asked for, and what is read stays the operating system's to drop: memory does not grow
+    with the data. Any number of threads may read; a pickled split opens its files anew.
+    """
+
+    def __init__(self, folder: Path, name: str, shards: tuple[Shard, ...], dtype: np.dtype[Any], has_prompts: bool):
+        self._folder, self._name, self._shards, self._dtype = folder, name, shards, dtype
+        self.has_prompts = has_prompts
+        """Whether `prompt_length` says more than 0."""
+        # Of each shard the first document and the first token, and at the end how many there are.
+        self._first_document = list(accumulate((shard.documents for shard in shards), initial=0))
+        self._first_token = list(accumulate((shard.tokens for shard in shards), initial=0))
+        self.num_documents, self.num_tokens = self._first_document[-1], self._first_token[-1]
+        self.longest = max((shard.longest for shard in shards), default=0)
+        """Tokens of the longest document."""
+        self._maps: dict[tuple[int, str], NDArray[Any]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_maps": {}}
+
+    def __repr__(self) -> str:
+        return f"Split({self._folder / self._name}: {self.num_documents} documents, {self.num_tokens} tokens)"
+
+    @property
+    def num_text_bytes(self) -> int:
+        """Bytes of the documents as UTF-8: what a loss per byte divides by."""
+        return sum(shard.text_bytes for shard in self._shards)
+
+    @cached_property
+    def identity(self) -> str:
+        """sha256 over the checksums of the shards: another one is other data."""
+        sums = "".join(shard.sha256[suffix] for shard in self._shards for suffix in sorted(shard.sha256))
+        return hashlib.sha256(sums.encode()).hexdigest()
+
+    def lengths(self) -> Iterator[NDArray[np.int64]]:
+        """Tokens of each document, an array for each shard."""
+        for shard in range(len(self._shards)):
+            yield np.diff(self._map(shard, DOCUMENTS))
+
+    def document(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
+        """The tokens `[start:stop]` of a document, neither negative: a view of the file.
+
+        Raises:
+          IndexError: there is no such document.
+        """
+        shard, row = self._locate(index)
+        offsets = self._map(shard, DOCUMENTS)
+        first, last = int(offsets[row]), int(offsets[row + 1])
+        if stop is not None:
+            last = min(last, first + stop)
+        return self._map(shard, TOKENS)[first + start : last]
+
+    def prompt_length(self, index: int) -> int:
+        """How many tokens at a document's beginning are prompt: 0 where the data are no instructions.
+
+        Raises:
+          IndexError: there is no such document.
+        """
+        shard, row = self._locate(index)
+        return int(self._map(shard, PROMPTS)[row]) if self.has_prompts else 0
+
+    def tokens(self, start: int, stop: int) -> NDArray[Any]:
+        """Tokens by their position in the whole split; a view where they lie in one shard.
+
+        Raises:
+          IndexError: the range goes beyond the split.
+        """
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+        parts = []
+        shard = bisect_right(self._first_token, start) - 1
+        while start < stop:
+            first, end = self._first_token[shard], min(stop, self._first_token[shard + 1])
+            parts.append(self._map(shard, TOKENS)[start - first : end - first])
+            shard, start = shard + 1, end
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
+
+    def document_at(self, position: int) -> int:
+        """The document that the token at a position of the whole split belongs to.
+
+        Raises:
+          IndexError: there is no such token.
+        """
+        if not 0 <= position < self.num_tokens:
+            raise IndexError(f"token {position} of {self.num_tokens}")
+        shard = bisect_right(self._first_token, position) - 1
+        offsets = self._map(shard, DOCUMENTS)
+        row = int(np.searchsorted(offsets, position - self._first_token[shard], side="right")) - 1
+        return self._first_document[shard] + row
+
+    def place(self, index: int) -> str:
+        """Where a document lies, for messages: `data/x/train-00003.tokens, document 17`."""
+        shard, row = self._locate(index)
+        return f"{shard_file(self._folder, self._name, shard, TOKENS)}, document {row}"
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """The shard of a document, and its index there."""
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
+        shard = bisect_right(self._first_document, index) - 1
+        return shard, index - self._first_document[shard]
+
+    def _map(self, shard: int, suffix: str) -> NDArray[Any]:
+        """A file as an array; two threads that come first both map it, and either map will do."""
+        found = self._maps.get((shard, suffix))
+        if found is None:
+            path = shard_file(self._folder, self._name, shard, suffix)
+            try:
+                # Offsets as signed integers: numpy would make float64 of uint64 and an index together.
+                dtypes = {TOKENS: self._dtype, DOCUMENTS: np.dtype("<i8"), PROMPTS: PROMPT}
+                found = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
+            except (OSError, ValueError) as error:  # of an empty file or one whose size is no multiple
+                raise DatasetError(f"{path}: damaged dataset: {error}") from None
+            self._maps[shard, suffix] = found
+        return found
+
+
+def verify(dataset: Dataset) -> Iterator[str]:
+    """Reads all of a dataset, a few MB at a time, and says what is not as it was written."""
+    tokenizer = dataset.tokenizer
+    if tokenizer.sha256 is not None:
+        yield from _verify_sum(dataset.folder / TOKENIZER, tokenizer.sha256)
+    for name, split in dataset.splits.items():
+        for index, shard in enumerate(split._shards):
+            for suffix, expected in shard.sha256.items():
+                yield from _verify_sum(shard_file(dataset.folder, name, index, suffix), expected)
+            tokens = shard_file(dataset.folder, name, index, TOKENS)
+            most = max((int(block.max()) for block in _blocks(tokens, tokenizer.dtype)), default=0)
+            if most >= tokenizer.vocab_size:
+                yield f"{tokens}: id {most} is beyond the vocabulary of {tokenizer.vocab_size}"
+            yield from _verify_offsets(shard_file(dataset.folder, name, index, DOCUMENTS), shard)
+
+
+def _verify_sum(path: Path, expected: str) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        yield f"{path}: {error.strerror}"
+        return
+    if found != expected:
+        yield f"{path}: its sha256 is {found[:12]}, and was {expected[:12]}"
+
+
+def _verify_offsets(path: Path, shard: Shard) -> Iterator[str]:
+    """That they ascend from 0 to the number of tokens, and the longest document is what the manifest says."""
+    last, longest = np.zeros(1, np.int64), 0
+    for number, block in enumerate(_blocks(path, OFFSET)):
+        offsets = block.view(np.int64)
+        lengths = np.diff(offsets, prepend=last if number else offsets[:1])[0 if number else 1 :]
+        if (number == 0 and offsets[0] != 0) or (lengths.size and lengths.min() < 1):
+            yield f"{path}: the offsets do not ascend from 0"
+            return
+        last, longest = offsets[-1:], max(longest, int(lengths.max(initial=0)))
+    if int(last[0]) != shard.tokens:
+        yield f"{path}: the last offset is {int(last[0])} of {shard.tokens} tokens"
+    if longest != shard.longest:
+        yield f"{path}: the longest document has {longest} tokens, and had {shard.longest}"
+
+
+def _blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+    """A file in pieces; nothing where it cannot be read, of which `_verify_sum` has told."""
+    try:
+        with path.open("rb") as file:
+            while (block := np.fromfile(file, dtype, _BLOCK)).size:
+                yield block
+    except OSError:
+        return

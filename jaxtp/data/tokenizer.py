@@ -1,0 +1,267 @@
+"""Text into tokens and back: bytes, or any `tokenizer.json` of Hugging Face.
+
+Nothing is added on encoding: no special tokens, no truncation, no padding, no dropout. Unless told otherwise, text that
+spells a special token, such as `<|endoftext|>`, is text.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtp.data.corpus import BYTE_VOCAB_SIZE
+from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
+
+END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "[EOS]",
+    "<|eos|>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>",
+)
+"""Names of the token that ends a document, in the tokenizers that people use."""
+
+_PIECE = 2**20
+"""Characters after which a long text is cut, where that changes nothing: so one text keeps all cores busy."""
+_GROUP = 2**24
+"""Characters that are encoded at a time; the library holds about 100 bytes for each token until it is done."""
+_CUT = re.compile(r"(?<=\S)\n")
+
+
+class TokenizerError(ValueError):
+    """A tokenizer that cannot be read, or that cannot do what is asked of it."""
+
+
+class Tokenizer(Protocol):
+    """Text into tokens and back."""
+
+    @property
+    def info(self) -> TokenizerInfo:
+        """What a dataset says of it."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The ids of each text, without an end token."""
+
+    def decode(self, ids: NDArray[Any]) -> bytes:
+        """The text of ids, as UTF-8; the end token has none. Ids may begin or end within a character."""
+
+
+class ByteTokenizer:
+    """A token is a byte of UTF-8."""
+
+    info = TokenizerInfo(BYTES, None, BYTE_VOCAB_SIZE, None)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The bytes of each text."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: NDArray[Any]) -> bytes:
+        """The bytes."""
+        return np.asarray(ids).astype(np.uint8).tobytes()
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json`.
+
+    Args:
+      content: the file.
+      name: what it is called in messages.
+      eos: the end token; None to find it by the names that are in use.
+      has_eos: whether documents end in it.
+      special_tokens: whether text that spells a special token becomes that token.
+
+    Raises:
+      TokenizerError: it is not a tokenizer, or has no such end token.
+    """
+
+    def __init__(
+        self,
+        content: bytes,
+        name: str,
+        *,
+        eos: str | None = None,
+        has_eos: bool = True,
+        special_tokens: bool = False,
+    ):
+        self._name = name
+        self._tokenizer = _load(content, name)
+        self._tokenizer.encode_special_tokens = not special_tokens
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        if not ids:
+            raise TokenizerError(f"{name}: a tokenizer without a vocabulary")
+        size = max(ids.values()) + 1  # not their number: there may be gaps
+        eos_id = _end_token(ids, name, eos) if has_eos else None
+        self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
+        """Kind, checksum, sizes."""
+        file = json.loads(content)
+        self._added = self._tokenizer.get_added_tokens_decoder()
+        self._cuts_at_lines = _splits_like_gpt2(file) and not any(
+            token.lstrip or "\n" in token.content for token in self._added.values()
+        )
+        self._is_byte_level = _type(file, "decoder") == "ByteLevel"
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+        """The ids of each text, on all cores.
+
+        Raises:
+          TokenizerError: the tokenizer has no token for something in them.
+        """
+        pieces = [(index, piece) for index, text in enumerate(texts) for piece in self._pieces(text)]
+        ids: list[list[NDArray[Any]]] = [[] for _ in texts]
+        for group in _groups(pieces):
+            for (index, _), encoded in zip(group, self._encode([piece for _, piece in group]), strict=True):
+                ids[index].append(encoded)
+        return [found[0] if len(found) == 1 else np.concatenate(found) for found in ids]
+
+    def decode(self, ids: NDArray[Any]) -> bytes:
+        """The text of ids, as UTF-8; special tokens are spelled out, but for the end token.
+
+        Raises:
+          TokenizerError: an id that is not in the vocabulary.
+        """
+        kept = [token for token in np.asarray(ids).tolist() if token != self.info.eos_id]
+        try:
+            if self._is_byte_level:
+                return b"".join([self._bytes_of[token] for token in kept])
+            return str(self._tokenizer.decode(kept, skip_special_tokens=False)).encode()
+        except KeyError as error:
+            raise TokenizerError(f"{self._name}: no token has the id {error}") from None
+        except BaseException as error:
+            raise _understood(error, f"{self._name}: cannot decode") from None
+
+    @cached_property
+    def _bytes_of(self) -> dict[int, bytes]:
+        """What each token of a byte-level tokenizer stands for."""
+        byte_of = _byte_of_character()
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        return {
+            token: text.encode()
+            if token in self._added or set(text) - byte_of.keys()
+            else bytes(byte_of[c] for c in text)
+            for text, token in vocabulary.items()
+        }
+
+    def _encode(self, texts: list[str]) -> list[NDArray[Any]]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        except BaseException as error:
+            raise _understood(error, f"{self._name}: cannot encode a text") from None
+        return [np.array(encoding.ids, self.info.dtype) for encoding in encodings]
+
+    def _pieces(self, text: str) -> Iterator[str]:
+        """Cuts before a line break after something visible: there GPT-2's pattern splits, whatever comes next."""
+        start = 0
+        while self._cuts_at_lines and len(text) - start > _PIECE and (cut := _CUT.search(text, start + _PIECE)):
+            yield text[start : cut.start()]
+            start = cut.start()
+        yield text[start:]
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a dataset.
+
+    Raises:
+      DatasetError: the folder is no dataset.
+      TokenizerError: its tokenizer is missing or is not the one that made the tokens.
+    """
+    info = read_manifest(folder).tokenizer
+    if info.kind == BYTES:
+        return ByteTokenizer()
+    path = folder / TOKENIZER
+    content = read_tokenizer(path)
+    if hashlib.sha256(content).hexdigest() != info.sha256:
+        raise TokenizerError(f"{path} is not the tokenizer that made the dataset: its sha256 is another")
+    tokenizer = HuggingFaceTokenizer(content, str(path), has_eos=False)
+    tokenizer.info = info
+    return tokenizer
+
+
+def read_tokenizer(path: Path) -> bytes:
+    """The content of a tokenizer's file.
+
+    Raises:
+      TokenizerError: it cannot be read.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise TokenizerError(f"{path}: {error.strerror}") from None
+
+
+def _load(content: bytes, name: str) -> Any:
+    try:
+        from tokenizers import Tokenizer as Library
+    except ImportError:
+        raise TokenizerError(f"{name} needs the library tokenizers: pip install 'jaxtp[data]'") from None
+    try:
+        tokenizer = Library.from_str(content.decode())
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        if getattr(tokenizer.model, "dropout", None) is not None:
+            tokenizer.model.dropout = None
+    except BaseException as error:
+        raise _understood(error, f"{name}: not a tokenizer.json") from None
+    return tokenizer
+
+
+def _understood(error: BaseException, what: str) -> BaseException:
+    """The library raises plain `Exception`, and where it panics something that is not even that."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        return TokenizerError(f"{what}: {str(error)[:300]}")
+    return error
+
+
+def _end_token(ids: dict[str, int], name: str, eos: str | None) -> int:
+    if eos is not None:
+        if eos not in ids:
+            raise TokenizerError(f"{name}: has no token {eos!r}; {_end_like(ids)}")
+        return ids[eos]
+    for token in END_TOKENS:
+        if token in ids:
+            return ids[token]
+    raise TokenizerError(f"{name}: which token ends a document? Name it by --eos TOKEN, or give --no-eos")
+
+
+def _end_like(ids: dict[str, int]) -> str:
+    special = [token for token in ids if token.startswith(("<", "["))][:8]
+    return f"it has {', '.join(special)}" if special else "it has none that looks like an end"
+
+
+def _splits_like_gpt2(file: dict[str, Any]) -> bool:
+    if file.get("normalizer") is not None or _type(file, "pre_tokenizer") != "ByteLevel":
+        return False
+    settings = file["pre_tokenizer"]
+    return settings.get("use_regex", True) is True and settings.get("add_prefix_space") is False
+
+
+def _type(file: dict[str, Any], part: str) -> Any:
+    found = file.get(part)
+    return found.get("type") if isinstance(found, dict) else None
+
+
+def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    group: list[tuple[int, str]] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece[1])
+        if size >= _GROUP:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's alphabet: a printable byte of Latin-1 stands for itself, the others for characters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,0 +1,104 @@
+"""Documents in batches, each document with its hash, read ahead while the batch before is made into tokens."""
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from jaxtp.data.manifest import TRAIN, VALIDATION
+from jaxtp.prepare.config import PrepareConfig
+from jaxtp.prepare.errors import Document, PrepareError, Problem
+from jaxtp.prepare.formats import Source
+from jaxtp.prepare.sources import Position, read
+
+BATCH_BYTES = 2**22
+BATCH_DOCUMENTS = 2**13
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """A document on its way into the dataset."""
+
+    prompt: str | None
+    text: str
+    digest: bytes
+    """sha256 of prompt and text."""
+    size: int
+    """Bytes as UTF-8, of prompt and text."""
+
+
+@dataclass
+class Batch:
+    """Documents in the order of the inputs, and what was left out between them."""
+
+    position: Position
+    """Of the inputs, after it."""
+    done: int = 0
+    """Bytes of the inputs that have been read, about."""
+    entries: list[Entry] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    size: int = 0
+    """Bytes of its documents."""
+
+    def is_full(self) -> bool:
+        """Whether it is worth the while of all cores."""
+        return self.size >= BATCH_BYTES or len(self.entries) + len(self.problems) >= BATCH_DOCUMENTS
+
+
+def batches(sources: list[Source], start: Position, config: PrepareConfig) -> Iterator[Batch]:
+    """All documents from a position on.
+
+    Raises:
+      PrepareError: something cannot be read and `on_error` is stop; after the batch of all that comes before it.
+    """
+    before = [0]  # bytes of the sources before each
+    for source in sources:
+        before.append(before[-1] + source.size)
+    batch = Batch(start)
+    for event, position in read(sources, start, config):
+        if isinstance(event, Problem) and config.on_error == "stop" and not event.harmless:
+            yield batch
+            raise PrepareError(event.message)
+        if isinstance(event, Problem):
+            batch.problems.append(event)
+        else:
+            batch.entries.append(entry(event))
+            batch.size += batch.entries[-1].size
+        batch.position = position
+        batch.done = before[position.source] + (event.done if position.item else 0)
+        if batch.is_full():
+            yield batch
+            batch = Batch(position)
+    yield batch
+
+
+def entry(document: Document) -> Entry:
+    """Hashes a document. The length of a prompt is hashed too: another boundary is another document."""
+    text = document.text.encode()
+    if document.prompt is None:
+        return Entry(None, document.text, hashlib.sha256(text).digest(), len(text))
+    prompt = document.prompt.encode()
+    digest = hashlib.sha256(len(prompt).to_bytes(8, "little") + prompt + text).digest()
+    return Entry(document.prompt, document.text, digest, len(prompt) + len(text))
+
+
+def fraction(digest: bytes) -> float:
+    """A number from 0 to below 1 that depends on the text alone."""
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def split_of(digest: bytes, held_out: float) -> str:
+    """The split of a document."""
+    return VALIDATION if fraction(digest) < held_out else TRAIN
+
+
+def ahead(items: Iterator[T]) -> Iterator[T]:
+    """The same items, of which the next is made by a thread while one is used."""
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="read") as pool:
+        future = pool.submit(next, items, end)
+        while (item := future.result()) is not end:
+            future = pool.submit(next, items, end)
+            yield item  # type: ignore[misc]

@@ -1,0 +1,141 @@
+"""The command line of `python -m jaxtp.prepare`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+from pydantic import AfterValidator, Field
+
+from jaxtp.config import ConfigError, allowed, to_plain
+from jaxtp.prepare.formats import Fields
+
+Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN")]
+Switch = tyro.conf.FlagCreatePairsOff[bool]
+
+MIN_VOCAB_SIZE = 257
+"""256 bytes and the end token."""
+TEXT_FIELD = "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """What to read, how to make tokens of it, and where they go."""
+
+    inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")] = ()
+    """Text, .jsonl and .parquet files, all but the last also as .gz and .zst; folders of them, or of source files; of
+    Hugging Face datasets hf:FOLDER[:SPLIT] as save_to_disk wrote it, or hf:NAME:SPLIT."""
+
+    out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of the dataset. The same command again goes on where it was interrupted."""
+
+    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """A tokenizer.json of Hugging Face; by default a token is a byte."""
+
+    train_bpe: Annotated[int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), tyro.conf.arg(metavar="SIZE")] = None
+    """Trains a byte-level BPE tokenizer with this vocabulary (257 or more) on the inputs, without the held-out part."""
+
+    bpe_sample: Count = 2**28
+    """Bytes of text that --train-bpe learns from, about, chosen by a hash of each document."""
+
+    eos: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
+    """The token that ends each document; found by the names in use, and <|endoftext|> of a tokenizer trained here."""
+
+    no_eos: Switch = False
+    """Documents end in no token of their own."""
+
+    special_tokens: Switch = False
+    """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it stays text."""
+
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """Of all input files; by default as the suffix says, and text where it says nothing."""
+
+    field: str = TEXT_FIELD
+    """Field of a JSONL or Parquet row that is a document."""
+
+    prompt_field: str | None = None
+    """With --completion-field: a document is prompt and completion, and the dataset knows where the prompt ends."""
+
+    completion_field: str | None = None
+    """See --prompt-field."""
+
+    include: Patterns = ()
+    """Files to read in folders, such as '*.py'; all, if not given. It is the name that matches, or the path in the
+    folder where the pattern has a /. Can be given several times."""
+
+    exclude: Patterns = ()
+    """Files and folders to leave out in folders, such as site-packages. Can be given several times."""
+
+    held_out: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.01
+    """Share of the documents for validation: those that a hash of their text picks, whatever else there is."""
+
+    dedup: Switch = False
+    """Leaves out documents that were there before, to the byte; takes about 100 bytes of memory for each document."""
+
+    on_error: Literal["stop", "skip"] = "stop"
+    """What to do with what cannot be read: stop says what and where, skip counts it and goes on."""
+
+    shard_tokens: Count = 2**26
+    """Tokens after which a shard is full; a document is never split over two."""
+
+    save_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False), allowed("0 or more")] = 5.0
+    """Seconds between the points from which an interrupted command goes on."""
+
+    overwrite: Switch = False
+    """Starts afresh where --out holds another dataset, which is deleted."""
+
+    verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Instead: reads a dataset and compares it with its checksums; exit code 1 if it is damaged. Alone on the line."""
+
+    @property
+    def fields(self) -> Fields:
+        """The columns of a row that make a document."""
+        if self.completion_field is None:
+            return Fields(self.field)
+        return Fields(self.completion_field, self.prompt_field)
+
+
+_NOT_OF_THE_RESULT = {"out", "tokenizer", "on_error", "save_seconds", "overwrite", "verify"}
+"""Settings that may change when a command is resumed. The tokenizer is compared by its content."""
+
+
+def arguments(config: PrepareConfig) -> dict[str, Any]:
+    """The settings that decide what the dataset holds, as plain values."""
+    return {key: value for key, value in to_plain(config).items() if key not in _NOT_OF_THE_RESULT}
+
+
+def check(config: PrepareConfig) -> None:
+    """Checks what no single setting can.
+
+    Raises:
+      ConfigError: with every contradiction.
+    """
+    problems = list(_contradictions(config))
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _contradictions(config: PrepareConfig) -> Iterator[str]:
+    if config.verify is not None:
+        if config.inputs or config.out is not None:
+            yield "--verify DIR reads a dataset and does nothing else: give no inputs and no --out"
+        return
+    if not config.inputs:
+        yield "name at least one INPUT: a file or a folder"
+    if config.out is None:
+        yield "name the folder of the dataset by --out DIR"
+    if config.tokenizer is not None and config.train_bpe is not None:
+        yield "--tokenizer and --train-bpe are two tokenizers; give one"
+    if config.tokenizer is None and config.train_bpe is None and (config.eos is not None or config.special_tokens):
+        yield "bytes have no special tokens; --eos and --special-tokens go with --tokenizer or --train-bpe"
+    if config.eos is not None and config.no_eos:
+        yield "--eos and --no-eos contradict each other"
+    if config.eos == "":
+        yield "--eos is empty"
+    if (config.prompt_field is None) != (config.completion_field is None):
+        yield "--prompt-field and --completion-field go together"
+    elif config.prompt_field is not None and config.field != TEXT_FIELD:
+        yield "--field is for documents without a prompt; give it or --prompt-field and --completion-field"

@@ -1,0 +1,42 @@
+"""What can be wrong with inputs: an item that cannot be read, and a mistake that ends the command."""
+
+from typing import NamedTuple
+
+END = -1
+"""As the `item` of an event: the rest of its source cannot be read."""
+
+EMPTY_FILE, EMPTY_DOCUMENT, BINARY_FILE, DUPLICATE = "empty file", "empty document", "binary file", "duplicate"
+UNREADABLE, BROKEN_FILE, NOT_UTF8 = "unreadable file", "broken file", "not UTF-8"
+NOT_JSON, NO_FIELD, NOT_A_STRING = "not JSON", "no such field", "not a string"
+"""Reasons to leave something out, as `dataset.json` counts them."""
+
+
+class PrepareError(ValueError):
+    """A user's mistake or a bad input, complete in its message."""
+
+
+class Document(NamedTuple):
+    """A document as it was read."""
+
+    text: str
+    """All of it, or of instruction data what comes after the prompt."""
+
+    prompt: str | None
+    """None but for instruction data."""
+
+    item: int
+    """How many items (lines, rows) of its source have been read, this one included."""
+
+    done: int
+    """How many bytes of its source have been read; approximate."""
+
+
+class Problem(NamedTuple):
+    """A source or an item of it that gives no document."""
+
+    kind: str
+    message: str
+    item: int
+    done: int
+    harmless: bool = False
+    """Left out and counted, whatever `--on-error` says."""

@@ -1,0 +1,128 @@
+"""The folder of a dataset while it is made: its lock, its journal, and whose it is.
+
+`journal.json` is there from the first moment until `dataset.json` is. It says how far the inputs have been read and
+how long each file was then; what is longer or not in it was written later and is dropped when the command goes on. A
+journal is written when all that it speaks of is on disk.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jaxtp.data.manifest import DOCUMENTS, MANIFEST, PROMPTS, SPLITS, TOKENIZER, TOKENS
+from jaxtp.prepare.errors import PrepareError
+
+JOURNAL = "journal.json"
+INPUTS = "inputs.jsonl"
+SEEN = "seen.sha256"
+"""With --dedup: the first 16 bytes of the hash of each document so far."""
+_PARTIAL = ".partial"
+
+_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
+_OURS = {MANIFEST, TOKENIZER, JOURNAL, INPUTS, SEEN}
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Creates the folder, and keeps other commands out until the process ends, however it ends.
+
+    Raises:
+      PrepareError: another command is at work there, or it cannot be created.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError as error:
+        raise PrepareError(f"{folder}: {error.strerror}; name another folder by --out DIR") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise PrepareError(f"{folder} is being written by another command; wait until it ends") from None
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all, whatever happens; on disk when this returns."""
+    partial = path.with_name(path.name + _PARTIAL)
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    descriptor = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_journal(folder: Path, record: dict[str, Any]) -> None:
+    """Replaces the journal."""
+    write_atomically(folder / JOURNAL, json.dumps(record).encode())
+
+
+def read_journal(folder: Path) -> dict[str, Any] | None:
+    """The journal; None where there is none.
+
+    Raises:
+      PrepareError: it is not one.
+    """
+    try:
+        record = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(folder / JOURNAL, str(error)) from None
+    if not isinstance(record, dict):
+        raise damaged(folder / JOURNAL, "not an object")
+    return record
+
+
+def damaged(path: Path, how: str) -> PrepareError:
+    """Of an unfinished dataset that cannot be gone on with."""
+    return PrepareError(f"{path}: damaged, so the command cannot go on: {how}; --overwrite starts afresh")
+
+
+def require_ours(folder: Path) -> None:
+    """Checks that a folder without journal and manifest is empty, so that nothing of others is mixed or deleted.
+
+    Raises:
+      PrepareError: it is not.
+    """
+    foreign = sorted(path.name for path in folder.iterdir() if not path.name.endswith(_PARTIAL))
+    if foreign:
+        raise PrepareError(
+            f"{folder} holds other files ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no "
+            "dataset; name a folder of its own by --out DIR"
+        )
+
+
+def clear(folder: Path) -> None:
+    """Deletes a dataset, the manifest first, and the journal last; files of others stay."""
+    for name in (MANIFEST, *(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))):
+        (folder / name).unlink(missing_ok=True)
+    for name in sorted(_OURS - {JOURNAL}):
+        (folder / name).unlink(missing_ok=True)
+    clear_leftovers(folder)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Deletes what a finished dataset has no use for."""
+    for path in folder.glob(f"*{_PARTIAL}"):
+        path.unlink()
+    for name in (SEEN, JOURNAL):
+        (folder / name).unlink(missing_ok=True)
+
+
+def drop_unknown(folder: Path, known: set[str]) -> None:
+    """Deletes the files of shards that the journal does not know."""
+    for path in folder.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in known:
+            path.unlink()

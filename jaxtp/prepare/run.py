@@ -1,0 +1,202 @@
+"""From inputs to a finished dataset."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtp.data.manifest import MANIFEST, SPLITS, TRAIN, VALIDATION, Manifest, totals
+from jaxtp.data.tokenizer import Tokenizer
+from jaxtp.prepare import errors, folder
+from jaxtp.prepare.batches import Batch, Entry, ahead, batches, split_of
+from jaxtp.prepare.config import PrepareConfig
+from jaxtp.prepare.errors import PrepareError
+from jaxtp.prepare.formats import Source
+from jaxtp.prepare.journal import Seen, State
+from jaxtp.prepare.report import Report
+from jaxtp.prepare.session import begin, given_tokenizer, tokenizer_for
+from jaxtp.prepare.sources import find_sources
+from jaxtp.prepare.writer import SplitWriter
+
+
+def prepare(out: Path, config: PrepareConfig) -> None:
+    """Makes a dataset, or goes on with it, or finds that it is done.
+
+    Raises:
+      PrepareError: a bad input, a folder that cannot be written or holds something else.
+      TokenizerError: a tokenizer that cannot be used.
+    """
+    given = given_tokenizer(config)
+    sources = find_sources(config)
+    try:
+        with folder.locked(out), Report(sum(source.size for source in sources)) as report:
+            state = begin(out, config, sources, given)
+            if state is None:
+                report.line(f"{out} is finished; there is nothing to do")
+                return
+            tokenizer = tokenizer_for(out, config, sources, given, state, report)
+            with ExitStack() as stack:
+                _Work(out, config, sources, tokenizer, state, report, stack).finish()
+    except OSError as error:  # of an output: those of inputs are told by what reads them
+        raise PrepareError(
+            f"{error.filename or out}: {error.strerror}; when that is mended the same command goes on"
+        ) from None
+
+
+@dataclass
+class _Counts:
+    """For the progress bar."""
+
+    documents: int = 0
+    tokens: int = 0
+
+
+class _Work:
+    """A dataset being made: its open files, and the state that the journal gets."""
+
+    def __init__(
+        self,
+        out: Path,
+        config: PrepareConfig,
+        sources: list[Source],
+        tokenizer: Tokenizer,
+        state: State,
+        report: Report,
+        stack: ExitStack,
+    ):
+        self._out, self._config, self._sources = out, config, sources
+        self._tokenizer, self._state, self._report = tokenizer, state, report
+        self._prompts = config.prompt_field is not None
+        self._end = _end_of(tokenizer)
+        self._writers = {name: stack.enter_context(closing(self._writer(name))) for name in SPLITS}
+        folder.drop_unknown(out, {name for writer in self._writers.values() for name in writer.files()})
+        self._seen = stack.enter_context(closing(Seen(out / folder.SEEN, state.seen))) if config.dedup else None
+        self._counts, self._started = _Counts(), time.monotonic()
+
+    def finish(self) -> None:
+        """Reads what is left of the inputs, and writes the manifest."""
+        if self._state.position != (0, 0):
+            self._report.line(f"going on after {self._describe_position()}")
+        saved = time.monotonic()
+        try:
+            for batch in ahead(batches(self._sources, self._state.position, self._config)):
+                self._take(batch)
+                if time.monotonic() - saved >= self._config.save_seconds:
+                    self._save()
+                    saved = time.monotonic()
+        except PrepareError as error:  # what comes before the bad input is kept
+            self._save()
+            raise PrepareError(f"{error}\n{self._remedy()}") from None
+        self._write_manifest()
+
+    def _writer(self, split: str) -> SplitWriter:
+        dtype = self._tokenizer.info.dtype
+        progress = self._state.splits[split]
+        return SplitWriter(self._out, split, dtype, self._prompts, self._config.shard_tokens, progress)
+
+    def _take(self, batch: Batch) -> None:
+        entries = batch.entries
+        if self._seen is not None:
+            entries = [entry for entry in entries if self._seen.is_new(entry.digest)]
+        for entry, ids in zip(entries, self._encode(entries), strict=True):
+            self._append(entry, ids)
+        for problem in batch.problems:
+            self._state.skip(problem.kind)
+            self._report.left_out(problem)
+        if len(entries) < len(batch.entries):
+            self._state.skip(errors.DUPLICATE, len(batch.entries) - len(entries))
+        self._state.position = batch.position
+        self._report.moved(batch.done, self._describe_speed())
+
+    def _encode(self, entries: list[Entry]) -> Iterator[list[NDArray[Any]]]:
+        """The ids of each document, of instruction data those of the prompt and of the rest."""
+        if not self._prompts:
+            return ([ids] for ids in self._tokenizer.encode_batch([entry.text for entry in entries]))
+        ids = self._tokenizer.encode_batch([text for entry in entries for text in (entry.prompt or "", entry.text)])
+        return ([ids[i], ids[i + 1]] for i in range(0, len(ids), 2))
+
+    def _append(self, entry: Entry, ids: list[NDArray[Any]]) -> None:
+        parts = [*ids, self._end]
+        if not any(len(part) for part in parts):  # a tokenizer may have nothing for white space
+            self._state.skip(errors.EMPTY_DOCUMENT)
+            return
+        writer = self._writers[split_of(entry.digest, self._config.held_out)]
+        self._counts.tokens += writer.append(parts, len(ids[0]) if self._prompts else 0, entry.size)
+        self._counts.documents += 1
+
+    def _save(self) -> None:
+        for name, writer in self._writers.items():
+            writer.save()
+            self._state.splits[name] = writer.progress
+        if self._seen is not None:
+            self._seen.save()
+            self._state.seen = len(self._seen)
+        self._state.save(self._out)
+
+    def _write_manifest(self) -> None:
+        for writer in self._writers.values():
+            writer.end_shard()
+        self._save()
+        shards = {name: tuple(writer.progress.shards) for name, writer in self._writers.items()}
+        if not any(shards.values()):
+            raise PrepareError(f"no document in {len(self._sources)} files{self._left_out()}")
+        manifest = Manifest(
+            self._tokenizer.info,
+            shards,
+            self._prompts,
+            dict(sorted(self._state.skipped.items())),
+            self._state.arguments,
+            {"files": len(self._sources), "bytes": sum(source.size for source in self._sources)},
+        )
+        folder.write_atomically(self._out / MANIFEST, manifest.to_json().encode())
+        folder.clear_leftovers(self._out)
+        for line in self._summary(manifest):
+            self._report.line(line)
+
+    def _summary(self, manifest: Manifest) -> Iterator[str]:
+        info = manifest.tokenizer
+        yield f"{'dataset':<12}{self._out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}"
+        for name in (TRAIN, VALIDATION):
+            of = totals(manifest.splits[name])
+            yield (
+                f"{name:<12}{of['documents']:,} documents, {of['tokens']:,} tokens in "
+                f"{len(manifest.splits[name])} shards, the longest document {of['longest']:,}"
+            )
+        if manifest.skipped:
+            yield f"{'left out':<12}{_listed(manifest.skipped)}"
+
+    def _left_out(self) -> str:
+        return f"; left out: {_listed(self._state.skipped)}" if self._state.skipped else ""
+
+    def _remedy(self) -> str:
+        done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
+        return (
+            f"{done:,} documents before it are done and stay. The same command goes on when that is mended, or leaves "
+            "out what cannot be read with --on-error skip"
+        )
+
+    def _describe_position(self) -> str:
+        source, item = self._state.position
+        if source >= len(self._sources):
+            return "the last input"
+        return f"{source:,} of {len(self._sources):,} inputs" + (f", item {item:,} of the next" if item else "")
+
+    def _describe_speed(self) -> str:
+        seconds = max(time.monotonic() - self._started, 1e-9)
+        counts = self._counts
+        return f"{counts.documents:,} documents  {counts.tokens:,} tokens  {counts.tokens / seconds:,.0f} tokens/s"
+
+
+def _end_of(tokenizer: Tokenizer) -> NDArray[Any]:
+    """What comes after each document: `[1]` with the end token, or `[0]`."""
+    eos = tokenizer.info.eos_id
+    return np.array([] if eos is None else [eos], tokenizer.info.dtype)
+
+
+def _listed(skipped: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} x {kind}" for kind, count in sorted(skipped.items()))

@@ -1,0 +1,143 @@
+"""Whether a command starts a dataset, goes on with one, finds it done, or must leave it alone."""
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jaxtp import config as configuration
+from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo, read_manifest
+from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer
+from jaxtp.prepare import bpe, folder, journal
+from jaxtp.prepare.config import PrepareConfig, arguments
+from jaxtp.prepare.errors import PrepareError
+from jaxtp.prepare.formats import Source
+from jaxtp.prepare.journal import State
+from jaxtp.prepare.report import Report
+from jaxtp.prepare.sources import differences, listing, parse_listing
+
+_SHOWN = 10
+"""Differences in a message."""
+
+
+def given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
+    """The tokenizer that a command names; None where it is to be trained.
+
+    Raises:
+      TokenizerError: its file cannot be used.
+    """
+    if config.train_bpe is not None:
+        return None
+    if config.tokenizer is None:
+        return ByteTokenizer()
+    return _hugging_face(read_tokenizer(config.tokenizer), str(config.tokenizer), config)
+
+
+def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None) -> State | None:
+    """Where to go on; None where the dataset is finished.
+
+    Raises:
+      PrepareError: the folder holds something else.
+    """
+    if config.overwrite and ((out / MANIFEST).exists() or (out / folder.JOURNAL).exists()):
+        folder.clear(out)
+    if (out / MANIFEST).exists():
+        _require_same_finished(out, config, sources, given)
+        folder.clear_leftovers(out)
+        return None
+    state = journal.load(out, config.prompt_field is not None)
+    if state is None:
+        folder.require_ours(out)
+        state = State(arguments(config))
+        state.save(out)
+    else:
+        _require_same_unfinished(out, config, sources, given, state)
+    lines = [json.dumps(record) + "\n" for record in listing(sources)]
+    folder.write_atomically(out / folder.INPUTS, "".join(lines).encode())
+    return state
+
+
+def tokenizer_for(
+    out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None, state: State, report: Report
+) -> Tokenizer:
+    """The tokenizer of the dataset, its file in the folder; trained now if it has to be.
+
+    Raises:
+      PrepareError: the one in the folder is damaged.
+    """
+    path = out / TOKENIZER
+    if given is not None:
+        if config.tokenizer is not None and state.tokenizer is None:
+            folder.write_atomically(path, read_tokenizer(config.tokenizer))
+        tokenizer = given
+    elif config.train_bpe is not None and state.tokenizer is None:
+        folder.write_atomically(path, bpe.train(config.train_bpe, sources, config, report))
+        tokenizer = _hugging_face(path.read_bytes(), str(path), config)
+    else:
+        tokenizer = _hugging_face(read_tokenizer(path), str(path), config)
+    if state.tokenizer is None:
+        state.tokenizer = tokenizer.info
+        state.save(out)
+    elif state.tokenizer.sha256 is not None and _sha256(path) != state.tokenizer.sha256:
+        raise folder.damaged(path, "it is not the tokenizer that made the tokens so far")
+    return tokenizer
+
+
+def _hugging_face(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
+    eos = config.eos if config.train_bpe is None else config.eos or bpe.END_TOKEN
+    return HuggingFaceTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=config.special_tokens)
+
+
+def _require_same_finished(out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None) -> None:
+    try:
+        manifest = read_manifest(out)
+    except DatasetError as error:
+        raise PrepareError(f"{error}; --overwrite starts afresh") from None
+    changed = configuration.differences(manifest.arguments, arguments(config))
+    changed += _other_tokenizer(manifest.tokenizer, given)
+    _refuse(out, "a dataset", changed or differences(_listed(out), listing(sources)))
+
+
+def _require_same_unfinished(
+    out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None, state: State
+) -> None:
+    """Inputs that have not been read yet may change, unless the tokenizer has learnt from them."""
+    changed = configuration.differences(state.arguments, arguments(config))
+    if state.tokenizer is not None:
+        changed += _other_tokenizer(state.tokenizer, given)
+    read = state.position.source + (state.position.item > 0)
+    if config.train_bpe is not None and state.tokenizer is not None:
+        read = max(len(sources), read) + 1
+    _refuse(out, "an unfinished dataset", changed or differences(_listed(out)[:read], listing(sources)[:read]))
+
+
+def _refuse(out: Path, what: str, changed: list[str]) -> None:
+    if changed:
+        more = [f"and {len(changed) - _SHOWN} more"] if len(changed) > _SHOWN else []
+        lines = "\n".join(f"  {line}" for line in [*changed[:_SHOWN], *more])
+        raise PrepareError(
+            f"{out} holds {what} that was made otherwise (there -> asked for):\n{lines}\n"
+            "--overwrite starts afresh; another --out DIR keeps it. Nothing was changed."
+        )
+
+
+def _other_tokenizer(before: TokenizerInfo, given: Tokenizer | None) -> list[str]:
+    if given is None or given.info == before:
+        return []
+    return configuration.differences({"tokenizer": asdict(before)}, {"tokenizer": asdict(given.info)})
+
+
+def _listed(out: Path) -> list[dict[str, Any]]:
+    """The inputs that the dataset was made of; none where a command ended before it wrote them down."""
+    path = out / folder.INPUTS
+    try:
+        return parse_listing(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (ValueError, RecursionError) as error:
+        raise folder.damaged(path, str(error)) from None
+
+
+def _sha256(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None

@@ -1,0 +1,176 @@
+"""Documents into the shards of a split, appended, so that a journal need only know how long each file was."""
+
+import hashlib
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtp.data.manifest import (
+    DOCUMENTS,
+    OFFSET,
+    PROMPT,
+    PROMPTS,
+    TOKENS,
+    DatasetError,
+    Shard,
+    read_shard,
+    shard_file,
+)
+from jaxtp.prepare.folder import damaged
+
+_BUFFER = 2**20
+
+
+@dataclass
+class Progress:
+    """How far a split has been written."""
+
+    shards: list[Shard] = field(default_factory=list)
+    """The full ones."""
+    documents: int = 0
+    """Of the open one, as are the following."""
+    tokens: int = 0
+    text_bytes: int = 0
+    longest: int = 0
+
+    def record(self) -> dict[str, Any]:
+        """For the journal."""
+        return asdict(self)
+
+
+def parse_progress(record: dict[str, Any], prompts: bool) -> Progress:
+    """What `Progress.record` gave.
+
+    Raises:
+      DatasetError, KeyError, TypeError: it is damaged.
+    """
+    shards = [read_shard(shard, prompts) for shard in record["shards"]]
+    counts = [record[name] for name in ("documents", "tokens", "text_bytes", "longest")]
+    if not all(isinstance(count, int) and count >= 0 for count in counts):
+        raise DatasetError("counts that are none")
+    return Progress(shards, *counts)
+
+
+class SplitWriter:
+    """Appends documents to a split.
+
+    Args:
+      folder: of the dataset.
+      split: its name.
+      dtype: of the tokens.
+      prompts: whether the documents have prompts.
+      shard_tokens: tokens after which a shard is full.
+      progress: how far it was written; whatever lies beyond is cut off.
+
+    Raises:
+      PrepareError: a file is shorter than it was.
+    """
+
+    def __init__(
+        self, folder: Path, split: str, dtype: np.dtype[Any], prompts: bool, shard_tokens: int, progress: Progress
+    ):
+        self._folder, self._split, self._dtype, self._shard_tokens = folder, split, dtype, shard_tokens
+        self._suffixes = (TOKENS, DOCUMENTS, PROMPTS) if prompts else (TOKENS, DOCUMENTS)
+        self.progress = progress
+        self._files: dict[str, BinaryIO] = {}
+        for index, shard in enumerate(progress.shards):
+            for suffix, size in shard.file_sizes(dtype).items():
+                _require_size(self._path(index, suffix), size)
+        if progress.documents:
+            self._reopen()
+
+    def append(self, parts: Iterable[NDArray[Any]], prompt: int, text_bytes: int) -> int:
+        """Writes one document.
+
+        Args:
+          parts: its tokens, one array after the other; not all of them empty.
+          prompt: how many of them are prompt.
+          text_bytes: its length as UTF-8.
+
+        Returns:
+          How many tokens it has.
+        """
+        if not self._files:
+            self._begin()
+        length, progress = 0, self.progress
+        for part in parts:
+            length += len(part)
+            self._files[TOKENS].write(part.astype(self._dtype, copy=False).tobytes())
+        progress.documents += 1
+        progress.tokens += length
+        progress.text_bytes += text_bytes
+        progress.longest = max(progress.longest, length)
+        self._files[DOCUMENTS].write(progress.tokens.to_bytes(OFFSET.itemsize, "little"))
+        if PROMPTS in self._suffixes:
+            self._files[PROMPTS].write(prompt.to_bytes(PROMPT.itemsize, "little"))
+        if progress.tokens >= self._shard_tokens:
+            self.end_shard()
+        return length
+
+    def save(self) -> None:
+        """Brings the open shard to the disk."""
+        for file in self._files.values():
+            file.flush()
+            os.fsync(file.fileno())
+
+    def end_shard(self) -> None:
+        """Closes the open shard, if there is one; the next document begins another."""
+        if not self._files:
+            return
+        self.close()
+        index, progress = len(self.progress.shards), self.progress
+        sums = {suffix: _sha256(self._path(index, suffix)) for suffix in self._suffixes}
+        shard = Shard(progress.documents, progress.tokens, progress.text_bytes, progress.longest, sums)
+        self.progress = Progress([*progress.shards, shard])
+
+    def close(self) -> None:
+        """Brings the files to the disk and closes them."""
+        try:
+            self.save()
+        finally:
+            files, self._files = self._files, {}
+            for file in files.values():
+                file.close()
+
+    def files(self) -> set[str]:
+        """Names of the files of all shards."""
+        count = len(self.progress.shards) + bool(self.progress.documents)
+        return {self._path(index, suffix).name for index in range(count) for suffix in self._suffixes}
+
+    def _path(self, shard: int, suffix: str) -> Path:
+        return shard_file(self._folder, self._split, shard, suffix)
+
+    def _begin(self) -> None:
+        index = len(self.progress.shards)
+        for suffix in self._suffixes:
+            self._files[suffix] = self._path(index, suffix).open("wb", _BUFFER)
+        self._files[DOCUMENTS].write(bytes(OFFSET.itemsize))
+
+    def _reopen(self) -> None:
+        progress = self.progress
+        sizes = Shard(progress.documents, progress.tokens, 0, 0, dict.fromkeys(self._suffixes, "")).file_sizes(
+            self._dtype
+        )
+        for suffix, size in sizes.items():
+            path = self._path(len(progress.shards), suffix)
+            if not path.exists() or path.stat().st_size < size:
+                raise damaged(path, "it is shorter than it was")
+            file = path.open("r+b", _BUFFER)
+            file.truncate(size)
+            file.seek(size)
+            self._files[suffix] = file
+
+
+def _require_size(path: Path, size: int) -> None:
+    if not path.exists() or path.stat().st_size != size:
+        raise damaged(path, f"it should have {size:,} bytes")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
