@@ -178,7 +178,8 @@ def nearest_file(path: Path) -> str:
         names = [entry.name for entry in path.parent.iterdir()]
     except OSError:
         return ""
-    close = difflib.get_close_matches(path.name, names, n=1)
+    others = [name for name in names if name != path.name]
+    close = difflib.get_close_matches(path.name, others, n=1, cutoff=0.75)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
@@ -204,6 +205,10 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _complaint(item: Mapping[str, Any]) -> str:
+    if item["type"] == "tuple_type":
+        return "should be a list, such as [a, b]"
+    if item["type"] == "path_type":
+        return "should be a path"
     if item["type"] == "dataclass_type":
         return "should be a section: keys and their values"
     return str(item["msg"]).removeprefix("Input ")

@@ -42,9 +42,10 @@ def draw(runs: list[Path], metrics: list[str], x: str, out: Path) -> None:
         for panel, metric in zip(axes.flat, metrics, strict=False):
             points = [(r[x], r[metric]) for r in records if r.get(metric) is not None and x in r]
             panel.plot(*zip(*points, strict=True), label=run.name, linewidth=1.2) if points else None
+    for name in (x, *metrics):
+        if name not in known:
+            raise KeyError(f"no run has {name!r}; there are {', '.join(sorted(known))}")
     for panel, metric in zip(axes.flat, metrics, strict=False):
-        if metric not in known:
-            raise KeyError(f"no run has {metric!r}; there are {', '.join(sorted(known))}")
         panel.set_title(metric)
         panel.set_xlabel(x)
         panel.grid(alpha=0.3)

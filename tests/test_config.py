@@ -95,7 +95,7 @@ def test_violations_come_together_with_values_that_work():
     ("section", "change", "message"),
     [
         ("model", {"num_kv_heads": 3}, "num_kv_heads can be 1, 2, 4, 8"),
-        ("model", {"vocab_size": 100}, "less than the 256 values of a byte"),
+        ("data", {"path": Path("a"), "mixture": {"b": 1.0}}, "data.path=a and data.mixture exclude each other"),
         ("optimizer", {"warmup_steps": 500}, "more than train.steps=400; at most 400"),
     ],
 )

@@ -17,6 +17,7 @@ from jax import Array
 
 from jaxtp.check.parity import Arrays, batches, on_case, place, relative_error
 from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.data.rows import SEGMENTS
 from jaxtp.mesh import make_mesh
 from jaxtp.models.decoder import Decoder, layer, split_keys
 from jaxtp.train.config import TrainConfig
@@ -151,7 +152,7 @@ def _run(model: Decoder, batch: dict[str, Any], seed: int, watch: _Watch) -> Arr
         block = layer(model.blocks, index)
         layer_keys = None if keys is None else keys[index]
         with watch.on(block, f"blocks.{index}"):
-            x_BTD = block(x_BTD, layer_keys)
+            x_BTD = block(x_BTD, layer_keys, batch.get(SEGMENTS))
     with watch.on(model.norm, "norm"):
         x_BTD = model.norm(x_BTD)
     total, count = model.loss_of_hidden(x_BTD, jnp.asarray(batch["labels"]))

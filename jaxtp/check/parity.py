@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtp.check.shrink import UPDATES, Case
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
+from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.models.budget import step_budget
@@ -26,6 +27,9 @@ from jaxtp.train.step import OPTIMIZER_SCOPE, StepSettings, make_train_step
 
 NOISE = 0.1
 """Added to every weight: initial values are special (zero biases, equal scales), and hide mistakes."""
+
+DOCUMENTS = 4
+"""In a row of a packed batch, about."""
 
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
 """For virtual CPU devices: the same program compiles in less than half the time."""
@@ -102,7 +106,7 @@ def initial_arrays(config: TrainConfig) -> Arrays:
 
 
 def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
-    """A batch of random tokens for each update, some labels masked, unevenly over the rows."""
+    """A batch of random tokens for each update, some labels masked, unevenly over the rows; packed as in the run."""
     made = []
     shape = (config.data.global_batch_size, config.data.sequence_length + 1)
     for update in range(UPDATES):
@@ -110,7 +114,12 @@ def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
         tokens = random.integers(config.model.vocab_size, size=shape, dtype=np.int32)
         masked = random.random(shape) < np.linspace(0, 0.5, shape[0])[:, None]
         labels = np.where(masked, IGNORE, tokens)[:, 1:]
-        made.append({"inputs": tokens[:, :-1], "labels": labels})
+        batch = {"inputs": tokens[:, :-1], "labels": labels}
+        if config.data.packing == "documents":
+            batch[SEGMENTS] = np.cumsum(
+                random.random(labels.shape) < DOCUMENTS / labels.shape[1], axis=1, dtype=np.int32
+            )
+        made.append(batch)
     return made
 
 

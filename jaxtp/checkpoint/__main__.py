@@ -1,5 +1,6 @@
 """`python -m jaxtp.checkpoint`: what is in a checkpoint, whether it is whole, how two differ."""
 
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,10 +88,11 @@ def _diff(a: reader.Stored, b: reader.Stored) -> int:
         difference = reader.difference(a, b, name)
         if difference:
             differ += 1
-            print(f"{difference:<24}{name}")
+            print(f"{difference:<24} {name}")
     print(f"{differ or 'none'} of {len(names)} arrays differ")
     return 1 if differ else 0
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main(sys.argv[1:]))

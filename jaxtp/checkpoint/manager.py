@@ -209,7 +209,7 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     try:
         restored = _read_verified(folder, target, stored_info(folder)["checksums"])
     except Exception as error:
-        raise CheckpointError(f"{folder}: its weights cannot be used here ({reason(error)})") from None
+        raise CheckpointError(f"{folder} is damaged, or of another model ({reason(error)})") from None
     return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder
 
 
@@ -316,4 +316,4 @@ def _compare(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
 def reason(error: Exception) -> str:
     """What an error of Orbax or TensorStore says, in one line."""
     text = str(error).split("See full TensorStore details")[0].strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__
+    return text.splitlines()[0][:400] if text else type(error).__name__

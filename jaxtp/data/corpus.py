@@ -1,19 +1,20 @@
-"""Byte-level corpora that need no download.
-
-A token is a byte, so that the vocabulary is 256 and the loss is nats per byte.
-"""
+"""What a run is trained on and evaluated on: prepared datasets, a text file, or the sources of the standard library."""
 
 import hashlib
 import platform
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-BYTE_VOCAB_SIZE = 256
+from jaxtp.data.documents import Documents, InMemory, Tokens
+from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
+from jaxtp.data.store import Dataset, open_dataset
+
+BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 _SKIPPED_FOLDERS = {
     "test",
     "tests",
@@ -25,52 +26,104 @@ _SKIPPED_FOLDERS = {
 }
 _HELD_OUT_ONE_IN = 20
 
-Tokens = NDArray[np.uint8]
-
 
 class CorpusError(ValueError):
-    """A corpus that is missing, unreadable or too small."""
+    """A corpus that is missing, unreadable or too small, or of parts that do not fit each other."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """One part of a mixture."""
+
+    name: str
+    weight: float
+    train: Documents
+    validation: Documents
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training and validation bytes, and where they come from."""
+    """What a run reads."""
 
-    train: Tokens
-    """`[num_bytes]`."""
+    sources: tuple[Source, ...]
+    """One, or those of a mixture; all by one tokenizer."""
 
-    validation: Tokens
-    """`[num_bytes]`, held out."""
+    tokenizer: TokenizerInfo
 
-    source: str
+    description: str
     """For people: what was read."""
 
-    @cached_property  # the loop asks at every save
-    def sha256(self) -> str:
-        """Of the training bytes followed by the validation bytes."""
-        return hashlib.sha256(self.train.tobytes() + self.validation.tobytes()).hexdigest()
+    @property
+    def unit(self) -> str:
+        """What a token is: bytes or tokens."""
+        return "bytes" if self.tokenizer.kind == BYTES else "tokens"
 
-    def describe(self) -> dict[str, str | int]:
+    @property
+    def train_tokens(self) -> int:
+        """Tokens of all sources to train on."""
+        return sum(source.train.num_tokens for source in self.sources)
+
+    @property
+    def validation_tokens(self) -> int:
+        """Tokens of all sources that are held out."""
+        return sum(source.validation.num_tokens for source in self.sources)
+
+    @cached_property  # the loop asks at every save
+    def identity(self) -> str:
+        """A hash of all that is read, and of the weights."""
+        parts = [f"{s.weight} {s.train.identity} {s.validation.identity}" for s in self.sources]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+    def describe(self) -> dict[str, str | int | None]:
         """What a run stores of it, to notice when the data changes under a resumed run."""
         return {
-            "source": self.source,
-            "train_bytes": self.train.size,
-            "validation_bytes": self.validation.size,
-            "sha256": self.sha256,
+            "source": self.description,
+            "train_tokens": self.train_tokens,
+            "validation_tokens": self.validation_tokens,
+            "tokenizer": self.tokenizer.sha256 or self.tokenizer.kind,
+            "sha256": self.identity,
         }
 
 
-def load_corpus(path: Path | None) -> Corpus:
-    """The user's text file, or the Python standard library if `path` is None.
+def load_corpus(
+    path: Path | None, mixture: Mapping[str, float] | None = None, validation: Path | None = None
+) -> Corpus:
+    """Opens what a run reads; of prepared datasets nothing but their sizes is read here.
+
+    Args:
+      path: a dataset that `python -m jaxtp.prepare` made, or a text file; None for the standard library.
+      mixture: instead of `path`, weights of several such, by path.
+      validation: what to evaluate on instead of the parts that are held out of them: a dataset (its validation split,
+        or all of it if it has none) or a text file.
 
     Raises:
-      CorpusError: nothing readable there.
+      CorpusError: nothing readable there, parts by different tokenizers, or nothing to evaluate on.
+      DatasetError: a dataset is unfinished or damaged.
     """
-    return standard_library() if path is None else text_file(path)
+    if mixture:
+        parts = {name: _open(Path(name).expanduser()) for name in mixture}
+    else:
+        parts = {"": _open(path) if path else standard_library()}
+    held_out = _whole(_open(validation)) if validation else None
+    _require_one_tokenizer({**parts, **({str(validation): held_out} if held_out else {})})
+    sources = tuple(_source(name, (mixture or {}).get(name, 1.0), part, held_out) for name, part in parts.items())
+    tokenizer = next(iter(parts.values())).tokenizer
+    description = " + ".join(f"{weight:g} x {name}" for name, weight in (mixture or {}).items())
+    return Corpus(sources, tokenizer, description or next(iter(parts.values())).description)
 
 
-def standard_library(root: Path | None = None) -> Corpus:
-    """The sources of the standard library of this Python, in the order of their paths.
+@dataclass(frozen=True)
+class Part:
+    """What is read from one place."""
+
+    train: Documents | None
+    validation: Documents | None
+    tokenizer: TokenizerInfo
+    description: str
+
+
+def standard_library(root: Path | None = None) -> Part:
+    """The sources of the standard library of this Python, in the order of their paths; a file is a document.
 
     Without test folders, site-packages and `encodings` (tables, not prose). A file is held out if a hash of its
     path says so, about one in twenty.
@@ -84,44 +137,73 @@ def standard_library(root: Path | None = None) -> Corpus:
     root = root or Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     kept = [path for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts)]
-    parts: dict[bool, list[bytes]] = {True: [], False: []}
+    files: dict[bool, list[bytes]] = {True: [], False: []}
     for path in kept:
-        parts[_held_out(path)].append(_read(root / path))
-    source = f"standard library of Python {platform.python_version()}, {len(kept)} files"
-    corpus = Corpus(_tokens(parts[False]), _tokens(parts[True]), source)
-    if not corpus.train.size or not corpus.validation.size:
+        files[_held_out(path)].append(_read(root / path))
+    if not any(files[False]) or not any(files[True]):
         raise CorpusError(f"{root}: no Python sources to train on; name a text file of your own with --data.path FILE")
-    return corpus
+    source = f"standard library of Python {platform.python_version()}, {len(kept)} files"
+    return Part(_in_memory(files[False], str(root)), _in_memory(files[True], str(root)), BYTE_TOKENIZER, source)
 
 
-def text_file(path: Path) -> Corpus:
-    """Any file, as bytes; the last twentieth is held out.
+def text_file(path: Path) -> Part:
+    """Any file, as the bytes of one document; the last twentieth is held out.
 
     Raises:
-      CorpusError: the file is missing, a folder, unreadable or empty.
+      CorpusError: the file is missing, unreadable or empty.
     """
-    if path.is_dir():
-        raise CorpusError(f"data.path={path} is a folder; name one text file in it")
     content = _read(path)
     if len(content) < _HELD_OUT_ONE_IN:
         raise CorpusError(f"data.path={path} has {len(content)} bytes: too few to train on")
     split = len(content) - len(content) // _HELD_OUT_ONE_IN
-    return Corpus(_tokens([content[:split]]), _tokens([content[split:]]), str(path))
+    train, validation = (_in_memory([part], str(path)) for part in (content[:split], content[split:]))
+    return Part(train, validation, BYTE_TOKENIZER, str(path))
 
 
-def require_length(corpus: Corpus, sequence_length: int) -> None:
-    """Checks that both splits hold at least one sequence.
+def _open(path: Path) -> Part:
+    if not path.is_dir():
+        return text_file(path)
+    dataset = open_dataset(path)
+    train, validation = (_documents(dataset, name) for name in (TRAIN, VALIDATION))
+    return Part(train, validation, dataset.tokenizer, str(path))
 
-    Raises:
-      CorpusError: one is shorter than `sequence_length + 1` bytes.
-    """
-    for split in ("train", "validation"):
-        size = getattr(corpus, split).size
-        if size <= sequence_length:
+
+def _documents(dataset: Dataset, name: str) -> Documents | None:
+    split = dataset.splits.get(name)
+    return split if split is not None and split.num_tokens else None
+
+
+def _whole(part: Part) -> Part:
+    """Everything of a dataset that was prepared for evaluation and holds nothing out itself."""
+    return Part(None, part.validation or part.train, part.tokenizer, part.description)
+
+
+def _source(name: str, weight: float, part: Part, held_out: Part | None) -> Source:
+    validation = held_out.validation if held_out else part.validation
+    if part.train is None:
+        raise CorpusError(f"{part.description} has no documents to train on; prepare it with a smaller --held-out")
+    if validation is None:
+        raise CorpusError(
+            f"{part.description} has no documents to evaluate on; name others with --data.validation, or prepare it "
+            "with --held-out 0.01"
+        )
+    return Source(name, weight, part.train, validation)
+
+
+def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
+    first, *others = parts.items()
+    for name, part in others:
+        if part.tokenizer != first[1].tokenizer:
             raise CorpusError(
-                f"{corpus.source}: the {split} split has {size} bytes, and data.sequence_length={sequence_length} "
-                f"needs {sequence_length + 1}; use a larger file or --data.sequence-length {max(size - 1, 1)}"
+                f"{first[0] or first[1].description} and {name} were not made by the same tokenizer: prepare one of "
+                "them again, with --tokenizer FOLDER/tokenizer.json of the other"
             )
+
+
+def _in_memory(contents: list[bytes], source: str) -> InMemory:
+    kept = [content for content in contents if content]
+    tokens: Tokens = np.frombuffer(b"".join(kept), dtype=np.uint8)
+    return InMemory(tokens, np.array([len(content) for content in kept], np.int64), source)
 
 
 def _held_out(path: Path) -> bool:
@@ -134,7 +216,3 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise CorpusError(f"{path}: {error.strerror}") from None
-
-
-def _tokens(contents: list[bytes]) -> Tokens:
-    return np.frombuffer(b"".join(contents), dtype=np.uint8)

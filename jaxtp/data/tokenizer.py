@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.data.corpus import BYTE_VOCAB_SIZE
+from jaxtp.data.corpus import BYTE_TOKENIZER
 from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
 
 END_TOKENS = (
@@ -57,7 +57,7 @@ class Tokenizer(Protocol):
 class ByteTokenizer:
     """A token is a byte of UTF-8."""
 
-    info = TokenizerInfo(BYTES, None, BYTE_VOCAB_SIZE, None)
+    info = BYTE_TOKENIZER
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """The bytes of each text."""

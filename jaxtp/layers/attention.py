@@ -12,6 +12,7 @@ from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.qk_norm import QKNorm, QKNormKind
 from jaxtp.layers.rope import apply_rope
+from jaxtp.layers.segments import segment_mask, segment_positions
 from jaxtp.layers.sequence import SequenceParallel
 from jaxtp.mesh import TP
 
@@ -38,8 +39,8 @@ class CausalSelfAttention(nnx.Module):
       precision: the dtypes.
       rngs: source of the `params` key.
 
-    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1, 2) and out
-    `[N*H, D]`, heads contiguous.
+    Shapes: `[B, T, D] -> [B, T, D]`; segments `[B, T]`, see `layers/segments.py`. Kernels: q `[D, N*H]`, k and v
+    `[D, K*H]` (`qkv.kernels` 0, 1, 2) and out `[N*H, D]`, heads contiguous.
     """
 
     def __init__(
@@ -85,18 +86,22 @@ class CausalSelfAttention(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x_BTD: Array) -> Array:
-        """Attends from each position of `[B, T, D]` to itself and those before it."""
+    def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
+        """Attends from each position of `[B, T, D]` to itself and those before it, of its segment if there are any."""
         heads = batch_spec(None, TP)
-        norm_specs = tuple(norm.spec for norm in self.qk_norms)
-        attend = device_view(self._attend, "attend", in_specs=(heads,) * 3 + norm_specs, out_specs=heads)
-        return self.out(attend(*self.qkv(x_BTD), *(norm.scale[...] for norm in self.qk_norms)))
+        scales = [norm.scale[...] for norm in self.qk_norms]
+        segments = [] if segments_BT is None else [segments_BT]
+        specs = [heads] * 3 + [norm.spec for norm in self.qk_norms] + [batch_spec(None) for _ in segments]
+        attend = device_view(self._attend, "attend", in_specs=tuple(specs), out_specs=heads)
+        return self.out(attend(*self.qkv(x_BTD), *scales, *segments))
 
-    def _attend(self, q: Array, k: Array, v: Array, *scales: Array) -> Array:
+    def _attend(self, q: Array, k: Array, v: Array, *rest: Array) -> Array:
         q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T, N/tp, H]
+        scales, segments = rest[: len(self.qk_norms)], next(iter(rest[len(self.qk_norms) :]), None)
         if scales:
             q, k = (norm(x, scale) for norm, x, scale in zip(self.qk_norms, (q, k), scales, strict=True))
-        positions = jnp.arange(q.shape[1])
+        positions = jnp.arange(q.shape[1]) if segments is None else segment_positions(segments)
         q, k = apply_rope(q, positions, self.rope_theta), apply_rope(k, positions, self.rope_theta)
-        y = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=self.implementation)
+        mask = None if segments is None else segment_mask(segments)
+        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=self.implementation)
         return y.reshape(*y.shape[:2], -1)

@@ -50,12 +50,12 @@ class DecoderBlock(nnx.Module):
             rngs=rngs,
         )
 
-    def __call__(self, x_BTD: Array, dropout_keys: Array | None = None) -> Array:
+    def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, segments_BT: Array | None = None) -> Array:
         """Runs the block on `[B, T, D]`; keys, one for each row, turn dropout on."""
         keys = (None, None) if dropout_keys is None else split_keys(dropout_keys, 2)
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
         with jax.named_scope("attention"):
-            x_BTD = x_BTD + self._dropout(self.attention(self.attention_norm(x_BTD)), keys[0])
+            x_BTD = x_BTD + self._dropout(self.attention(self.attention_norm(x_BTD), segments_BT), keys[0])
         with jax.named_scope("mlp"):
             return x_BTD + self._dropout(self.mlp(self.mlp_norm(x_BTD)), keys[1])
 
@@ -91,10 +91,13 @@ class Decoder(nnx.Module):
             else VocabParallelHead(config.vocab_size, config.d_model, precision=config.precision, rngs=rngs)
         )
 
-    def __call__(self, ids_BT: Array) -> Array:
-        """Logits `[B, T, V]` of the token after each position; `ids_BT` are integers below V."""
+    def __call__(self, ids_BT: Array, segments_BT: Array | None = None) -> Array:
+        """Logits `[B, T, V]` of the token after each position; `ids_BT` are integers below V.
+
+        `segments_BT` tell apart the documents of a row (`layers/segments.py`): none sees another.
+        """
         return vocab_parallel_logits(
-            self.hidden(ids_BT),
+            self.hidden(ids_BT, segments_BT=segments_BT),
             self._head_table(),
             self.config.vocab_size,
             sequence_parallel=self.config.sequence_parallel,
@@ -102,7 +105,13 @@ class Decoder(nnx.Module):
         )
 
     def loss(
-        self, ids_BT: Array, labels_BT: Array, *, z_loss: float = 0.0, dropout_keys: Array | None = None
+        self,
+        ids_BT: Array,
+        labels_BT: Array,
+        *,
+        segments_BT: Array | None = None,
+        z_loss: float = 0.0,
+        dropout_keys: Array | None = None,
     ) -> tuple[Array, Array]:
         """Summed cross-entropy in nats, and the number of labels that count (not -100); float32 scalars.
 
@@ -111,10 +120,11 @@ class Decoder(nnx.Module):
         Args:
           ids_BT: `[B, T]` integers below V.
           labels_BT: `labels_BT[b, t]` is the token that follows `ids_BT[b, t]`, or -100.
+          segments_BT: tell apart the documents of a row.
           z_loss: weight of the squared log-normaliser.
           dropout_keys: one for each row, `[B]`, turn dropout on, for training.
         """
-        return self.loss_of_hidden(self.hidden(ids_BT, dropout_keys), labels_BT, z_loss=z_loss)
+        return self.loss_of_hidden(self.hidden(ids_BT, dropout_keys, segments_BT), labels_BT, z_loss=z_loss)
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
         """As `loss`, from the final hidden states `[B, T, D]`."""
@@ -129,13 +139,13 @@ class Decoder(nnx.Module):
             precision=self.config.precision,
         )
 
-    def hidden(self, ids_BT: Array, dropout_keys: Array | None = None) -> Array:
+    def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, segments_BT: Array | None = None) -> Array:
         """The final, normalised hidden states `[B, T, D]`."""
         config = self.config
         keys = None if dropout_keys is None else split_keys(dropout_keys, config.num_layers)
         run = _run_scanned if config.scan_layers else _run_unrolled
         x_BTD = self.embedding(ids_BT)
-        return self.norm(run(self.blocks, x_BTD, keys, remat.policy(config.remat)))
+        return self.norm(run(self.blocks, x_BTD, keys, segments_BT, remat.policy(config.remat)))
 
     def _head_table(self) -> Array:
         table = self.embedding.embedding if self.head is None else self.head.kernel
@@ -149,24 +159,28 @@ def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
     return block
 
 
-def _run_scanned(blocks: DecoderBlock, x_BTD: Array, keys: Array | None, policy: Callable[..., bool]) -> Array:
-    @nnx.scan(in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)
+def _run_scanned(
+    blocks: DecoderBlock, x_BTD: Array, keys: Array | None, segments: Array | None, policy: Callable[..., bool]
+) -> Array:
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None), out_axes=nnx.Carry)
     @nnx.remat(policy=policy, prevent_cse=False)
-    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None) -> Array:
-        return block(x_BTD, keys)
+    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None, segments: Array | None) -> Array:
+        return block(x_BTD, keys, segments)
 
-    result: Array = run(x_BTD, blocks, keys)
+    result: Array = run(x_BTD, blocks, keys, segments)
     return result
 
 
-def _run_unrolled(blocks: DecoderBlock, x_BTD: Array, keys: Array | None, policy: Callable[..., bool]) -> Array:
+def _run_unrolled(
+    blocks: DecoderBlock, x_BTD: Array, keys: Array | None, segments: Array | None, policy: Callable[..., bool]
+) -> Array:
     @nnx.remat(policy=policy)
-    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None) -> Array:
-        return block(x_BTD, keys)
+    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None, segments: Array | None) -> Array:
+        return block(x_BTD, keys, segments)
 
     for index in range(blocks.config.num_layers):
         with jax.named_scope(f"layer_{index}"):
-            x_BTD = run(x_BTD, layer(blocks, index), None if keys is None else keys[index])
+            x_BTD = run(x_BTD, layer(blocks, index), None if keys is None else keys[index], segments)
     return x_BTD
 
 

@@ -9,6 +9,9 @@ from jaxtp import launch
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
 from jaxtp.data.corpus import CorpusError
+from jaxtp.data.manifest import DatasetError
+from jaxtp.data.packing import LongDocumentError
+from jaxtp.data.rows import TokenError
 from jaxtp.mesh import MeshError
 from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
@@ -28,6 +31,9 @@ MISTAKES = (
     configuration.ConfigError,
     MeshError,
     CorpusError,
+    DatasetError,
+    LongDocumentError,
+    TokenError,
     RunFolderError,
     CheckpointError,
     RematError,

@@ -9,7 +9,7 @@ import tyro
 from pydantic import AfterValidator, Field
 
 from jaxtp.config import ConfigError, allowed
-from jaxtp.data.corpus import BYTE_VOCAB_SIZE
+from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes
 from jaxtp.models import remat
 from jaxtp.models.config import ModelConfig, not_divisible, violations
@@ -62,13 +62,27 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on, in bytes."""
+    """What to train on."""
 
     path: UserPath | None = None
-    """A text file; by default the sources of the running Python's standard library."""
+    """A folder that python -m jaxtp.prepare made, or a text file, whose bytes are the tokens; by default the sources of
+    the running Python's standard library."""
+
+    mixture: Annotated[dict[str, Positive], tyro.conf.Fixed] = field(default_factory=dict)
+    """In a YAML file, instead of path: weights of several, such as {data/code: 0.7, data/prose: 0.3}."""
+
+    validation: UserPath | None = None
+    """A folder or text file to evaluate on; by default what is held out of the data to train on."""
+
+    packing: Packing = "documents"
+    """documents: each whole and by itself, several in a sequence, attention within each only. concatenated: all one
+    after the other, cut wherever a sequence is full, attention across."""
+
+    long_documents: LongDocuments = "split"
+    """A document longer than a sequence, where they are packed: split cuts it, drop leaves it out, stop refuses it."""
 
     sequence_length: Count = 128
-    """Bytes in a sequence."""
+    """Tokens in a sequence."""
 
     global_batch_size: Count = 16
     """Sequences in a step, over all devices. Divisible by mesh.dp * mesh.fsdp * train.accumulation."""
@@ -241,6 +255,19 @@ def check(config: TrainConfig, mesh: dict[str, int]) -> None:
         raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {p}" for p in problems))
 
 
+def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
+    """Checks that the model has every token of the data.
+
+    Raises:
+      ConfigError: it has not.
+    """
+    if model.vocab_size < needed:
+        raise ConfigError(
+            f"model.vocab_size={model.vocab_size} is less than the {needed} values of a token of the {source}; "
+            f"at least --model.vocab-size {needed}"
+        )
+
+
 def check_platform(model: ModelConfig, platform: str) -> None:
     """Checks that the devices can do what the model asks of them.
 
@@ -267,8 +294,8 @@ def _violations(config: TrainConfig, mesh: dict[str, int]) -> Iterator[str]:
     yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp * train.accumulation", parts)
     if config.model.sequence_parallel:
         yield from not_divisible("data.sequence_length", config.data.sequence_length, "mesh.tp", mesh[TP])
-    if config.model.vocab_size < BYTE_VOCAB_SIZE:
-        yield f"model.vocab_size={config.model.vocab_size} is less than the {BYTE_VOCAB_SIZE} values of a byte"
+    if config.data.path is not None and config.data.mixture:
+        yield f"data.path={config.data.path} and data.mixture exclude each other: leave one of them out"
     if config.profile.start > config.train.steps:
         yield f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}"
     if config.optimizer.warmup_steps > config.train.steps:

@@ -115,7 +115,12 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
     model = architecture(config.model)
     fatal = configuration.differences({name: stored["model"].get(name) for name in model}, model, "model.")
     fatal += configuration.differences(info["corpus"], corpus, "data: ")
-    for section, field in (("run", "seed"), ("data", "sequence_length")):
+    for section, field in (
+        ("run", "seed"),
+        ("data", "sequence_length"),
+        ("data", "packing"),
+        ("data", "long_documents"),
+    ):
         fatal += configuration.differences(
             {field: stored[section].get(field)}, {field: now[section][field]}, f"{section}."
         )
@@ -130,7 +135,7 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
             + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
             "--run.init-from if the model is the same. Nothing was changed."
         )
-    lines = configuration.differences(stored, now)
+    lines = [line for line in configuration.differences(stored, now) if not line.startswith("run.init_from")]
     matter = [line for line in lines if not _is_harmless(line.partition(":")[0])]
     return [
         *(f"changed since: {line}" for line in matter),

@@ -8,11 +8,12 @@ from typing import Self
 import jax
 from jax.experimental import multihost_utils
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""SIGHUP is that of a terminal that is closed."""
 
 
 class Interrupt:
-    """Listens for SIGTERM and SIGINT; use as a context manager. Outside the main thread it hears nothing."""
+    """Listens for `SIGNALS`; use as a context manager. Outside the main thread it hears nothing."""
 
     def __init__(self) -> None:
         self.received: str | None = None
@@ -39,4 +40,4 @@ class Interrupt:
     def _first(self, number: int, _: FrameType | None) -> None:
         self.received = signal.Signals(number).name
         for each in SIGNALS:
-            signal.signal(each, signal.SIG_DFL if each == signal.SIGTERM else signal.default_int_handler)
+            signal.signal(each, signal.default_int_handler if each == signal.SIGINT else signal.SIG_DFL)

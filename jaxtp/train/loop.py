@@ -11,13 +11,12 @@ import numpy as np
 
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints, newest
-from jaxtp.data.corpus import load_corpus, require_length
-from jaxtp.data.loader import Batch, abstract_batch, batches, shuffled_samples
+from jaxtp.data.loader import Batch, abstract_batch, batches
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
 from jaxtp.train.interrupt import Interrupt
-from jaxtp.train.prepare import Run, plan, prepare
+from jaxtp.train.prepare import Run, load_data, plan, prepare
 from jaxtp.train.profiling import Profiler
 from jaxtp.train.report import Report
 from jaxtp.train.state import parameter_count
@@ -36,8 +35,8 @@ def train(config: TrainConfig) -> float | None:
 
     Raises:
       NonFiniteError: a loss or gradient was not finite, and `config.train.non_finite` does not allow it.
-      ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `RunFolderError`,
-        `CheckpointError`), before anything in the folder is changed.
+      ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `DatasetError`, `RunFolderError`,
+        `CheckpointError`), before anything in the folder is changed; a `TokenError` while it trains.
     """
     timing = Timing()
     if (sizes := planned_mesh(config.mesh)) is not None:
@@ -46,15 +45,14 @@ def train(config: TrainConfig) -> float | None:
     check(config, mesh_sizes(mesh))
     check_platform(config.model, mesh.devices.flat[0].platform)
     check_installed(config.metrics.trackers)
-    corpus = load_corpus(config.data.path)
-    require_length(corpus, config.data.sequence_length)
+    data = load_data(config)
     blueprint = plan(config, mesh)
     if config.run.init_from is not None:
         newest(config.run.init_from)
     folder.prepare(config.run.dir)
     with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
-        with timing.lost_to("start"):
-            run = prepare(config, blueprint, corpus, report)
+        run = prepare(config, blueprint, data, report)
+        timing.begun()
         try:
             return Loop(run, report, interrupt, timing).run_to_end()
         finally:
@@ -96,7 +94,7 @@ class Loop:
         run, total = self._run, self._config.train.steps
         try:
             if run.step >= total:
-                self._report.line(f"already at step {run.step}, of {total}: raise --train.steps to go on")
+                self._report.line(f"already at step {run.step}, and train.steps={total}: raise it to go on")
                 return self._evaluate(log=False)
             return self._train(total)
         finally:
@@ -207,9 +205,14 @@ class Loop:
             return
         where = self._keep_for_inspection(step)
         raise NonFiniteError(
-            f"{what}: not finite. Nothing of it entered the weights; they and the batch are in {where}. "
-            f"Look for the cause (a learning rate too high, a bad sample), or {self._way_out()}"
+            f"{what}: not finite. Nothing of it entered the weights; they and the batch are in {where}, from which a "
+            f"new run can start (--run.init-from). This one goes on {self._resumes_from()}. Look for the cause (a "
+            f"learning rate too high, a bad sample), or {self._way_out()}"
         )
+
+    def _resumes_from(self) -> str:
+        saved = self._run.checkpoints.steps()
+        return f"from the checkpoint at step {saved[-1]}" if saved else "from its beginning: there is no checkpoint yet"
 
     def _way_out(self) -> str:
         if self._config.train.non_finite == "skip":
@@ -240,20 +243,21 @@ class Loop:
         with self._timing.lost_to("evaluate"):
             loss = self._validation_loss()
         run = self._run
+        perplexity = math.exp(min(loss, 700))
         if log:
-            self._trackers.write({"step": run.step, "eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700))})
-        self._report.line(f"step {run.step}: validation loss {loss:.4f} nats per byte")
+            self._trackers.write({"step": run.step, "eval_loss": loss, "eval_perplexity": perplexity})
+        unit = run.data.corpus.unit.removesuffix("s")
+        self._report.line(f"step {run.step}: validation loss {loss:.4f} nats per {unit}, perplexity {perplexity:.4g}")
         return loss
 
     def _validation_loss(self) -> float:
         run, settings = self._run, self._config.eval
         if self._eval_step is None:
             self._eval_step = make_eval_step(run.blueprint)
-        samples = shuffled_samples(run.corpus.validation, self._config.data.sequence_length, seed=0)
         sums = [
             self._eval_step(run.state, batch)
             for batch in batches(
-                samples,
+                run.data.validation,
                 run.mesh,
                 global_batch_size=self._config.data.global_batch_size,
                 start=0,
@@ -273,14 +277,13 @@ class Loop:
 
     def _info(self, next_sample: int) -> dict[str, Any]:
         run = self._run
-        return folder.checkpoint_info(self._config, run.corpus.describe(), next_sample, mesh_sizes(run.mesh))
+        return folder.checkpoint_info(self._config, run.data.corpus.describe(), next_sample, mesh_sizes(run.mesh))
 
     def _batches(self, count: int) -> Iterator[Batch]:
-        data = self._config.data
         return batches(
-            shuffled_samples(self._run.corpus.train, data.sequence_length, self._config.run.seed),
+            self._run.data.train,
             self._run.mesh,
-            global_batch_size=data.global_batch_size,
+            global_batch_size=self._config.data.global_batch_size,
             start=self._run.next_sample,
             count=count,
         )
@@ -296,7 +299,8 @@ class Loop:
             norm_groups=self._config.metrics.norm_groups,
         )
         step = make_train_step(run.blueprint, run.schedule, settings)
-        batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length)
+        packed = data.packing == "documents"
+        batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length, packed=packed)
         with self._timing.lost_to("compile"):
             compiled: TrainStep = step.lower(run.state, batch).compile()
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")

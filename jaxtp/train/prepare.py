@@ -1,7 +1,9 @@
 """From a configuration to a run that can be stepped: the state planned, created or restored."""
 
+import dataclasses
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -11,10 +13,11 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.manager import Checkpoints, load_weights, restore_newest
 from jaxtp.config import ConfigError
-from jaxtp.data.corpus import Corpus
+from jaxtp.data.corpus import Corpus, load_corpus
+from jaxtp.data.samples import Data, RowSettings
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import TrainConfig, check_vocabulary
 from jaxtp.train.report import Report, summary
 from jaxtp.train.state import Blueprint, parameters, plan_state, total_bytes
 
@@ -25,7 +28,7 @@ class Run:
 
     config: TrainConfig
     mesh: Mesh
-    corpus: Corpus
+    data: Data
     blueprint: Blueprint
     schedule: optax.Schedule
     checkpoints: Checkpoints
@@ -52,19 +55,32 @@ def plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     return blueprint
 
 
-def prepare(config: TrainConfig, blueprint: Blueprint, corpus: Corpus, report: Report) -> Run:
+def load_data(config: TrainConfig) -> Data:
+    """Opens the data of a run and lays out its rows.
+
+    Raises:
+      ValueError: a user's mistake (`CorpusError`, `DatasetError`, `LongDocumentError`, `ConfigError`).
+    """
+    data = config.data
+    corpus = load_corpus(data.path, data.mixture, data.validation)
+    check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
+    settings = RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
+    return Data(corpus, settings, config.run.seed)
+
+
+def prepare(config: TrainConfig, blueprint: Blueprint, data: Data, report: Report) -> Run:
     """Creates or restores the state."""
     mesh = blueprint.mesh
-    report.line(summary(config, mesh, corpus, blueprint))
+    report.line(summary(config, mesh, data, blueprint))
     keep = config.checkpoint
     checkpoints = Checkpoints(
         config.run.dir / folder.CHECKPOINTS, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best
     )
-    state, step, next_sample = _start_or_resume(config, corpus, blueprint, checkpoints, report)
+    state, step, next_sample, config = _start_or_resume(config, data.corpus, blueprint, checkpoints, report)
     if step < config.train.steps:
         folder.write_config(config)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
-    return Run(config, mesh, corpus, blueprint, schedule, checkpoints, state, step, next_sample)
+    return Run(config, mesh, data, blueprint, schedule, checkpoints, state, step, next_sample)
 
 
 def _require_memory(blueprint: Blueprint) -> None:
@@ -79,8 +95,8 @@ def _require_memory(blueprint: Blueprint) -> None:
 
 def _start_or_resume(
     config: TrainConfig, corpus: Corpus, blueprint: Blueprint, checkpoints: Checkpoints, report: Report
-) -> tuple[nnx.State, int, int]:
-    """The state to train from, its step, and the sample that comes next."""
+) -> tuple[nnx.State, int, int, TrainConfig]:
+    """The state to train from, its step, the sample that comes next, and the configuration with its true origin."""
     changed: list[str] = []
 
     def accept(info: dict[str, Any]) -> None:
@@ -95,10 +111,16 @@ def _start_or_resume(
         report.line(f"resumed from the checkpoint at step {step}")
         for line in changed:
             report.line(f"  {line}")
-        return state, step, info["next_sample"]
+        return state, step, info["next_sample"], _with_origin(config, info["config"]["run"]["init_from"])
     state = blueprint.create(config.run.seed)
     if config.run.init_from is not None:
         weights, origin = load_weights(config.run.init_from, blueprint.abstract["model"], blueprint.mesh)
         state["model"] = weights
         report.line(f"weights from {origin}")
-    return state, 0, 0
+    return state, 0, 0, config
+
+
+def _with_origin(config: TrainConfig, stored: str | None) -> TrainConfig:
+    """A run that resumes began where it began, whatever it is told to begin from now."""
+    init_from = None if stored is None else Path(stored)
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, init_from=init_from))

@@ -1,6 +1,8 @@
 """What a run shows: a summary at its start, then a progress bar, or plain lines where there is no terminal."""
 
+import os
 import platform
+import sys
 from types import TracebackType
 from typing import Self
 
@@ -11,12 +13,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 import jaxtp
 from jaxtp.checkpoint.logical import spec
-from jaxtp.data.corpus import Corpus
+from jaxtp.data.samples import Data
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import DP, FSDP, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
+
+
+class _Console(Console):
+    """Goes quiet where nobody reads it any more, as in `| head`; rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Report:
@@ -26,7 +36,7 @@ class Report:
     """
 
     def __init__(self) -> None:
-        self._console = Console(soft_wrap=True, highlight=False, quiet=jax.process_index() != 0)
+        self._console = _Console(soft_wrap=True, highlight=False, quiet=jax.process_index() != 0)
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(),
@@ -71,7 +81,7 @@ class Report:
         )
 
 
-def summary(config: TrainConfig, mesh: Mesh, corpus: Corpus, blueprint: Blueprint) -> str:
+def summary(config: TrainConfig, mesh: Mesh, data: Data, blueprint: Blueprint) -> str:
     """What is about to run: versions, mesh, sizes, bytes, and how each parameter is split."""
     tokens = config.data.global_batch_size * config.data.sequence_length
     device = mesh.devices.flat[0]
@@ -82,22 +92,42 @@ def summary(config: TrainConfig, mesh: Mesh, corpus: Corpus, blueprint: Blueprin
         "model": f"{parameter_count(blueprint):,} parameters: {_describe_model(config.model)}",
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
-        "data": f"{corpus.source}: {corpus.train.size:,} bytes to train on, {corpus.validation.size:,} held out, "
-        f"sha256 {corpus.sha256[:12]}",
-        "batch": _describe_batch(config, mesh),
-        "steps": f"{config.train.steps} of {tokens:,} tokens = {tokens * config.train.steps:,} tokens, "
-        f"{tokens * config.train.steps / corpus.train.size:.2g} epochs",
+        "data": f"{data.corpus.description}: {data.corpus.train_tokens:,} {data.corpus.unit} to train on, "
+        f"{data.corpus.validation_tokens:,} held out, sha256 {data.corpus.identity[:12]}",
+        "rows": _describe_rows(data),
+        "batch": _describe_batch(config, mesh, data.corpus.unit),
+        "steps": f"{config.train.steps} of {tokens:,} = {tokens * config.train.steps:,} {data.corpus.unit}, "
+        f"{_describe_epochs(data, config.train.steps * config.data.global_batch_size)}",
         "folder": str(config.run.dir),
     }
     lines = [f"{name:<8}{text}" for name, text in rows.items()]
     return "\n".join([*lines, "", *sharding_table(blueprint), ""])
 
 
-def _describe_batch(config: TrainConfig, mesh: Mesh) -> str:
+def _describe_rows(data: Data) -> str:
+    """How many sequences the documents make, and how well they fill them."""
+    rows = data.train_rows
+    positions = sum(len(of_source) for of_source in rows)
+    padding = sum(of_source.padding * len(of_source) for of_source in rows) / positions
+    long = sum(of_source.num_split for of_source in rows), sum(of_source.num_dropped for of_source in rows)
+    parts = [f"{positions:,} sequences, {padding:.2%} padding"]
+    parts += [
+        f"{count:,} longer documents {done}" for count, done in zip(long, ("split", "left out"), strict=True) if count
+    ]
+    return ", ".join(parts)
+
+
+def _describe_epochs(data: Data, samples: int) -> str:
+    """Of each source, if there are several."""
+    each = zip(data.corpus.sources, data.epochs(samples), strict=True)
+    return ", ".join(f"{epochs:.2g} epochs" + (f" of {source.name}" if source.name else "") for source, epochs in each)
+
+
+def _describe_batch(config: TrainConfig, mesh: Mesh, unit: str) -> str:
     sizes, accumulation, batch = mesh_sizes(mesh), config.train.accumulation, config.data.global_batch_size
     per_device = batch // (sizes[DP] * sizes[FSDP] * accumulation)
     return (
-        f"{batch} sequences of {config.data.sequence_length} bytes = dp {sizes[DP]} x fsdp {sizes[FSDP]} x "
+        f"{batch} sequences of {config.data.sequence_length} {unit} = dp {sizes[DP]} x fsdp {sizes[FSDP]} x "
         f"accumulation {accumulation} x {per_device} per device"
     )
 

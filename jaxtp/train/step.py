@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch
+from jaxtp.data.rows import SEGMENTS
 from jaxtp.mesh import BATCH, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.state import Blueprint
@@ -127,7 +128,8 @@ def make_eval_step(blueprint: Blueprint) -> EvalStep:
     """Compiles `state, batch -> summed loss, number of valid tokens`."""
 
     def step(state: nnx.State, batch: Batch) -> tuple[Array, Array]:
-        return nnx.merge(blueprint.graph, state).model.loss(batch["inputs"], batch["labels"])
+        model: Decoder = nnx.merge(blueprint.graph, state).model
+        return model.loss(batch["inputs"], batch["labels"], segments_BT=batch.get(SEGMENTS))
 
     return jax.jit(step, out_shardings=_replicated(blueprint))
 
@@ -143,7 +145,10 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, ke
     def loss_sum(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, Array]:
         merged: Decoder = nnx.merge(graph, params)
         keys = row_keys(key, rows) if merged.config.dropout else None
-        return merged.loss(micro["inputs"], micro["labels"], z_loss=settings.z_loss, dropout_keys=keys)
+        segments = micro.get(SEGMENTS)
+        return merged.loss(
+            micro["inputs"], micro["labels"], segments_BT=segments, z_loss=settings.z_loss, dropout_keys=keys
+        )
 
     grads_of_sum = jax.value_and_grad(loss_sum, has_aux=True)
     rows = jnp.arange(len(batch["inputs"]))

@@ -32,6 +32,11 @@ class Timing:
             self._last = time.perf_counter()
             self._lost[cause] += self._last - started  # type: ignore[assignment]
 
+    def begun(self) -> None:
+        """Counts all until now as lost to the start."""
+        self._last = time.perf_counter()
+        self._lost["start"] = self._last - self._born  # type: ignore[assignment]
+
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
         """Measures a wait that is part of a step."""
@@ -54,7 +59,8 @@ class Timing:
     def record(self) -> dict[str, float]:
         """Of the steps since the last record: mean, median, 90th percentile and longest, and the wait for data in each.
 
-        And of the whole run so far: the share of its wall time spent in steps (`goodput`), and of each cause of loss.
+        And of the time since this process began to train: the share spent in steps (`goodput`), and of each cause of
+        loss.
         """
         steps, waited = np.array(self._steps), self._waited
         self._steps, self._waited = [], 0.0

@@ -1,26 +1,43 @@
 """Says where a run hangs: a step that takes too long prints the stacks of all Python threads."""
 
 import faulthandler
+import os
+import threading
+import time
 
 STDERR = 2
 """The process's own, whatever Python's has been replaced by."""
 
 
 class Watchdog:
-    """Armed before a step, fed by it.
+    """Fed by each step; a thread that notices when it is not.
+
+    The thread holds the interpreter while it prints: `faulthandler.dump_traceback_later` does not, and now and then
+    crashes the process whose stacks it reads.
 
     Args:
-      seconds: without being fed after which the stacks are printed, again and again; 0 never does.
+      seconds: without being fed after which the stacks are printed, once for each stall; 0 never does.
     """
 
     def __init__(self, seconds: float):
         self._seconds = seconds
+        self._fed: float | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def feed(self) -> None:
         """Starts the time anew."""
-        if self._seconds:
-            faulthandler.dump_traceback_later(self._seconds, repeat=True, file=STDERR)
+        self._fed = time.monotonic()
+        if self._seconds and not self._thread.is_alive() and not self._stopped.is_set():
+            self._thread.start()
 
     def stop(self) -> None:
         """Stops watching."""
-        faulthandler.cancel_dump_traceback_later()
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._seconds / 4):
+            if self._fed is not None and time.monotonic() - self._fed > self._seconds:
+                self._fed = None
+                os.write(STDERR, f"no step for {self._seconds:g} s (train.stall_seconds); the run waits on:\n".encode())
+                faulthandler.dump_traceback(STDERR, all_threads=True)

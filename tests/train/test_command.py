@@ -54,7 +54,7 @@ def test_the_same_command_on_a_finished_run_says_so(tmp_path, text, capsys):
     command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "3", *mesh(1, 1, 2)]
     assert main(command) == 0
     assert main(command) == 0
-    assert "already at step 3, of 3: raise --train.steps to go on" in capsys.readouterr().out
+    assert "already at step 3, and train.steps=3: raise it to go on" in capsys.readouterr().out
     assert list(records(tmp_path / "run")) == [1, 2, 3]
 
 
@@ -97,10 +97,11 @@ MISTAKES = {
     "no such config": ("--config nowhere.yaml", "nowhere.yaml: No such file"),
     "config without a file": ("--config", "--config needs a file"),
     "no such text": ("--data.path nowhere.txt", "nowhere.txt: No such file"),
-    "folder for text": ("--data.path .", "is a folder"),
+    "folder for text": ("--data.path .", "has no dataset.json: it is not a dataset"),
+    "vocabulary too small": ("--model.vocab-size 100", "is less than the 256 values of a token of the"),
     "sequence longer than the text": (
-        "--data.sequence-length 100000 --model.num-layers 1",
-        "--data.sequence-length",
+        "--data.sequence-length 200000 --model.num-layers 1",
+        "less than one sequence of data.sequence_length=200000",
     ),
     "infinite rate": ("--optimizer.learning-rate inf", "learning_rate = inf: should be a finite number"),
     "profile after the end": ("--profile.start 500", "profile.start=500 is after the last step, train.steps=400"),

@@ -2,7 +2,10 @@
 
 import fcntl
 import json
+import shlex
 import signal
+import subprocess
+import sys
 import time
 
 import numpy as np
@@ -19,7 +22,7 @@ def command(tmp_path):
     return [*SMALL, "--data.path", str(tmp_path / "text.txt"), *mesh(1, 2, 2)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start, number):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     finish(start([*command, "--train.steps", "40", "--run.dir", str(whole)]))
@@ -52,6 +55,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     assert main([*command, *EXPLODE, "--run.dir", str(run), "--checkpoint.every", "1"]) == 1
     error = capsys.readouterr().err
     assert "not finite. Nothing of it entered the weights" in error
+    assert "This one goes on from its beginning: there is no checkpoint yet" in error
     assert "--train.non-finite skip" in error
     (kept,) = (run / "non_finite").glob("[0-9]*")
     with np.load(kept / "batch_0.npz") as batch:
@@ -126,9 +130,17 @@ def test_a_stalled_step_prints_the_stacks(capfd):
 
     watchdog = Watchdog(0.1)
     watchdog.feed()
-    time.sleep(0.3)
+    time.sleep(0.5)
     watchdog.stop()
-    assert "test_a_stalled_step_prints_the_stacks" in capfd.readouterr().err
+    error = capfd.readouterr().err
+    assert "no step for 0.1 s" in error
+    assert error.count("test_a_stalled_step_prints_the_stacks") == 1, "once for each stall"
+
+
+def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path, command):
+    train = [sys.executable, "-m", "jaxtp.train", *command, "--train.steps", "30", "--run.dir", str(tmp_path / "run")]
+    subprocess.run(f"{shlex.join(train)} | head -n 1", shell=True, check=True, timeout=300)
+    assert max(records(tmp_path / "run")) == 30
 
 
 def test_weights_of_another_run(tmp_path, command, capsys):
@@ -137,5 +149,9 @@ def test_weights_of_another_run(tmp_path, command, capsys):
     assert main([*command, "--train.steps", "2", "--run.dir", str(second), "--run.init-from", str(first)]) == 0
     assert f"weights from {first / 'checkpoints/40'}" in capsys.readouterr().out
     assert records(second)[1] < records(first)[1] - 1
+    third = [*command, "--train.steps", "3", "--run.dir", str(second), "--run.init-from", str(tmp_path)]
+    (tmp_path / "checkpoints").symlink_to(first / "checkpoints")
+    assert main(third) == 0
+    assert f"init_from: {first}\n" in (second / "config.yaml").read_text(), "a run that resumes began where it began"
     assert main([*command, "--train.steps", "2", "--run.dir", str(tmp_path / "x"), "--run.init-from", "nowhere"]) == 2
     assert "nowhere: no finished checkpoint there" in capsys.readouterr().err

@@ -1,0 +1,217 @@
+"""Documents packed whole into rows, with the least padding that is quick to find.
+
+Best fit decreasing, on the histogram of lengths rather than on the documents one by one (Krell et al., arXiv
+2107.02027): each step places all documents of a length that fit the rows with the same room. It takes time by the
+number of different lengths, hardly by that of the documents.
+"""
+
+import bisect
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import IO, Any, SupportsIndex
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtp.data.documents import Documents
+from jaxtp.data.rows import SEGMENTS, Row, check_vocabulary, empty_row
+
+BLOCK = 2**20
+"""Documents that are packed among themselves: what a plan takes in memory while it is made, tens of MB, stays the same
+however many there are."""
+
+Pattern = tuple[int, ...]
+"""Lengths of the documents in a row."""
+
+
+class Packed(Sequence[Row]):
+    """Rows of whole documents, each with a segment of its own; what is left of a row is padding.
+
+    A document longer than a row is cut into full rows and a rest, if `long` is "split": each token is an input once.
+
+    Args:
+      documents: what to pack.
+      length: T.
+      vocab_size: every token is below it.
+      long: what becomes of a document longer than a row: "split", "drop" or "stop".
+
+    Raises:
+      LongDocumentError: there is one, and `long` is "stop".
+    """
+
+    def __init__(self, documents: Documents, length: int, vocab_size: int, long: str = "split"):
+        self._documents = documents
+        self._length = length
+        self._vocab_size = vocab_size
+        self.num_split = self.num_dropped = 0
+        self.num_tokens = 0
+        with tempfile.TemporaryFile() as pieces, tempfile.TemporaryFile() as rows:
+            self._plan(long, pieces, rows)
+            # Memory maps: the plan is on disk, and in memory only where it is read.
+            self._pieces = _mapped(pieces).reshape(-1, 2)
+            self._rows = _mapped(rows)
+
+    @property
+    def padding(self) -> float:
+        """Share of all positions that hold no token."""
+        return 1 - self.num_tokens / max(len(self) * self._length, 1)
+
+    def __len__(self) -> int:
+        return len(self._rows) - 1
+
+    def __getitem__(self, index: SupportsIndex) -> Row:  # type: ignore[override]
+        if not 0 <= int(index) < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        first, last = self._rows[int(index) : int(index) + 2].tolist()
+        row = empty_row(self._length)
+        row[SEGMENTS] = np.zeros(self._length, np.int32)
+        at = 0
+        for segment, (document, start) in enumerate(self._pieces[first:last].tolist(), start=1):
+            at += self._place(row, at, segment, document, start)
+        return row
+
+    def __repr__(self) -> str:
+        return f"Packed({len(self)} x {self._length} tokens)"  # Grain prints its sources in errors
+
+    def _place(self, row: Row, at: int, segment: int, document: int, start: int) -> int:
+        """Writes a document from token `start` on into a row; returns how many of its tokens are inputs there."""
+        tokens = self._documents.document(document, start, start + self._length + 1)
+        check_vocabulary(tokens, self._documents, document, self._vocab_size)
+        used = min(len(tokens), self._length)
+        prompt = max(self._documents.prompt_length(document) - start - 1, 0) if self._documents.has_prompts else 0
+        row["inputs"][at : at + used] = tokens[:used]
+        row["labels"][at + prompt : at + len(tokens) - 1] = tokens[1 + prompt :]
+        row[SEGMENTS][at : at + used] = segment
+        return used
+
+    def _plan(self, long: str, pieces: IO[bytes], rows: IO[bytes]) -> None:
+        np.zeros(1, np.int64).tofile(rows)
+        placed, first = 0, 0
+        for lengths in _blocks(self._documents.lengths()):
+            documents = np.arange(first, first + len(lengths))
+            first += len(lengths)
+            documents, lengths = self._without_long(long, documents, lengths)
+            block, sizes, counts = _pack(*_pieces(documents, lengths, self._length), self._length)
+            block.tofile(pieces)
+            (placed + np.cumsum(counts)).tofile(rows)
+            placed += len(block)
+            self.num_tokens += int(sizes.sum())
+
+    def _without_long(
+        self, long: str, documents: NDArray[np.int64], lengths: NDArray[np.int64]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        too_long = lengths > self._length
+        count = int(too_long.sum())
+        if count and long == "stop":
+            raise LongDocumentError(
+                f"{self._documents.place(int(documents[too_long][0]))}: {lengths[too_long][0]:,} tokens are more than "
+                f"data.sequence_length={self._length}; --data.long-documents split cuts such documents, drop leaves "
+                "them out"
+            )
+        if long == "drop":
+            self.num_dropped += count
+            return documents[~too_long], lengths[~too_long]
+        self.num_split += count
+        return documents, lengths
+
+
+class LongDocumentError(ValueError):
+    """A document longer than a row, where the configuration does not allow it."""
+
+
+def _blocks(parts: Iterator[NDArray[np.int64]]) -> Iterator[NDArray[np.int64]]:
+    for part in parts:
+        for start in range(0, len(part), BLOCK):
+            yield part[start : start + BLOCK]
+
+
+def _pieces(
+    documents: NDArray[np.int64], lengths: NDArray[np.int64], room: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Documents cut at multiples of `room`: `[n, 2]` of document and first token, and the tokens `[n]` of each."""
+    parts = -(-lengths // room)
+    owner = np.repeat(np.arange(len(lengths)), parts)
+    part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
+    start = part * room
+    sizes = np.minimum(lengths[owner] - start, room)
+    return np.stack([documents[owner], start], axis=1), sizes
+
+
+def _pack(
+    pieces: NDArray[np.int64], sizes: NDArray[np.int64], room: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Pieces in the order of the rows that they go to, the size of each, and the number of pieces in each row."""
+    by_size = np.argsort(sizes, kind="stable")
+    histogram = np.bincount(sizes, minlength=room + 1)
+    next_of_size = np.cumsum(histogram) - histogram
+    order, counts = [], []
+    for pattern, repeats in best_fit(histogram, room):
+        columns = []
+        for size in pattern:
+            columns.append(by_size[next_of_size[size] : next_of_size[size] + repeats])
+            next_of_size[size] += repeats
+        order.append(np.stack(columns, axis=1).reshape(-1))
+        counts.append(np.full(repeats, len(pattern)))
+    chosen = np.concatenate([*order, np.zeros(0, np.int64)]).astype(np.int64)
+    return pieces[chosen], sizes[chosen], np.concatenate([*counts, np.zeros(0, np.int64)]).astype(np.int64)
+
+
+def best_fit(histogram: NDArray[np.int64], room: int) -> list[tuple[Pattern, int]]:
+    """Rows for documents, the longest first, each where it leaves the least room.
+
+    Args:
+      histogram: documents `[room + 1]` of each length; those of length 0 need no row.
+      room: length of a row.
+
+    Returns:
+      Patterns of lengths, each with the number of rows that are filled like it.
+    """
+    rows = _OpenRows()
+    for size in range(room, 0, -1):
+        remaining = int(histogram[size])
+        while remaining:
+            pattern, count, left = rows.take(size) or ((), remaining, room)
+            each = left // size  # what is left after the first of them is still the least room that suffices
+            full, rest = divmod(min(remaining, count * each), each)
+            rows.leave((*pattern, *[size] * each), full, left - each * size)
+            rows.leave((*pattern, *[size] * rest), min(rest, 1), left - rest * size)
+            rows.leave(pattern, (count - full - min(rest, 1)) if pattern else 0, left)
+            remaining -= full * each + rest
+    return rows.all()
+
+
+class _OpenRows:
+    """Rows that are begun, by the room that is left in them."""
+
+    def __init__(self) -> None:
+        self._by_room: dict[int, list[tuple[Pattern, int]]] = {}
+        self._rooms: list[int] = []  # the keys that have rows, ascending
+
+    def leave(self, pattern: Pattern, count: int, room: int) -> None:
+        """Adds so many rows that are filled like this."""
+        if count:
+            if not self._by_room.setdefault(room, []):
+                bisect.insort(self._rooms, room)
+            self._by_room[room].append((pattern, count))
+
+    def take(self, size: int) -> tuple[Pattern, int, int] | None:
+        """Removes rows with the least room that suffices: their pattern, how many they are, and the room."""
+        fitting = bisect.bisect_left(self._rooms, size)
+        if fitting == len(self._rooms):
+            return None
+        room = self._rooms[fitting]
+        pattern, count = self._by_room[room].pop()
+        if not self._by_room[room]:
+            del self._rooms[fitting]
+        return pattern, count, room
+
+    def all(self) -> list[tuple[Pattern, int]]:
+        """Every row."""
+        return [row for rows in self._by_room.values() for row in rows]
+
+
+def _mapped(file: IO[bytes]) -> NDArray[Any]:
+    file.flush()
+    if file.tell() == 0:
+        return np.zeros(0, np.int64)
+    return np.memmap(file, np.int64, mode="r")

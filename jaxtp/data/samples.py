@@ -1,0 +1,100 @@
+"""The samples of a run: the rows of its documents, in an order that depends on nothing but the seed.
+
+Sample `i` is the same row whatever the mesh, the number of processes or the batch size: epoch by epoch, each in its own
+order, and of several sources by weight. So the global index of the next sample is all that a run must remember.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import grain
+
+from jaxtp.data.corpus import Corpus, CorpusError
+from jaxtp.data.documents import Documents
+from jaxtp.data.mixture import Mixture
+from jaxtp.data.packing import Packed
+from jaxtp.data.rows import Concatenated, Row
+
+Packing = Literal["documents", "concatenated"]
+LongDocuments = Literal["split", "drop", "stop"]
+Rows = Packed | Concatenated
+Samples: TypeAlias = "grain.MapDataset[Row]"
+
+
+@dataclass(frozen=True)
+class RowSettings:
+    """How documents become rows."""
+
+    length: int
+    """T."""
+
+    vocab_size: int
+    """Every token is below it."""
+
+    packing: Packing = "documents"
+    """Whole documents, each with a segment of its own, or all tokens one after the other."""
+
+    long_documents: LongDocuments = "split"
+    """What becomes of a document longer than a row, where they are packed."""
+
+
+class Data:
+    """The samples of a corpus.
+
+    Args:
+      corpus: what to read.
+      settings: how it becomes rows.
+      seed: of the order of the samples to train on; that of those to evaluate on is always the same.
+
+    Raises:
+      CorpusError: there are not enough tokens for one sequence.
+      LongDocumentError: a document is too long, where the settings do not allow it.
+    """
+
+    def __init__(self, corpus: Corpus, settings: RowSettings, seed: int):
+        _require_length(corpus, settings.length)
+        self.corpus = corpus
+        self.train_rows = [make_rows(source.train, settings) for source in corpus.sources]
+        self.validation_rows = [make_rows(source.validation, settings) for source in corpus.sources]
+        self.weights = [source.weight for source in corpus.sources]
+        self.train = shuffled(self.train_rows, self.weights, seed)
+        self.validation = shuffled(self.validation_rows, self.weights, 0)
+        for rows, source in zip((*self.train_rows, *self.validation_rows), corpus.sources * 2, strict=True):
+            if not len(rows):
+                raise CorpusError(
+                    f"{source.name or corpus.description}: every document is longer than "
+                    f"data.sequence_length={settings.length}; --data.long-documents split cuts them"
+                )
+
+    def epochs(self, samples: int) -> list[float]:
+        """How often so many samples go through each source."""
+        shares = [weight / sum(self.weights) for weight in self.weights]
+        return [samples * share / len(rows) for share, rows in zip(shares, self.train_rows, strict=True)]
+
+
+def _require_length(corpus: Corpus, length: int) -> None:
+    for source in corpus.sources:
+        if source.train.num_tokens < length:
+            raise CorpusError(
+                f"{source.name or corpus.description} has {source.train.num_tokens:,} {corpus.unit} to train on, less "
+                f"than one sequence of data.sequence_length={length}; use more of them, or at most "
+                f"--data.sequence-length {source.train.num_tokens}"
+            )
+
+
+def make_rows(documents: Documents, settings: RowSettings) -> Rows:
+    """The rows of documents.
+
+    Raises:
+      LongDocumentError: a document is too long, where the settings do not allow it.
+    """
+    if settings.packing == "concatenated":
+        return Concatenated(documents, settings.length, settings.vocab_size)
+    return Packed(documents, settings.length, settings.vocab_size, settings.long_documents)
+
+
+def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Samples:
+    """All rows of all sources, endlessly; each epoch of a source in an order of its own."""
+    endless = [grain.MapDataset.source(rows).seed(seed).shuffle().repeat() for rows in sources]
+    return endless[0] if len(endless) == 1 else grain.MapDataset.source(Mixture(endless, weights))

@@ -1,0 +1,153 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtp.data.documents import InMemory
+from jaxtp.data.packing import BLOCK, LongDocumentError, Packed, best_fit
+from jaxtp.data.rows import Concatenated, TokenError
+
+VOCAB = 2**20
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=60)
+
+
+def documents(lengths, first=0):
+    """Every token is another one."""
+    return InMemory(np.arange(first, first + sum(lengths), dtype=np.uint32), np.array(lengths), "test")
+
+
+class WithPrompts(InMemory):
+    has_prompts = True
+
+    def prompt_length(self, index):
+        return index % 5
+
+
+def pieces(row):
+    """The documents in a row: inputs and labels of each."""
+    for segment in range(1, row["segments"].max() + 1):
+        where = row["segments"] == segment
+        yield row["inputs"][where], row["labels"][where]
+
+
+@given(LENGTHS, st.integers(1, 50))
+@settings(deadline=None)
+def test_every_token_is_an_input_once_and_a_label_once(lengths, length):
+    source = documents(lengths)
+    packed = Packed(source, length, VOCAB)
+    ends = set(np.cumsum(lengths) - 1)
+    inputs, labels = [], []
+    for row in packed:
+        used = row["segments"] > 0
+        assert np.all(np.diff(np.flatnonzero(used)) == 1), "padding comes last"
+        assert not row["inputs"][~used].any()
+        assert np.all(row["labels"][~used] == -100)
+        for tokens, following in pieces(row):
+            inputs += tokens.tolist()
+            for token, label in zip(tokens, following, strict=True):
+                assert label == (-100 if token in ends else token + 1)
+            labels += [label for label in following if label != -100]
+    begins = {0, *np.cumsum(lengths[:-1])} if len(lengths) > 1 else {0}
+    assert sorted(inputs) == list(range(sum(lengths)))
+    assert sorted(labels) == sorted(set(range(sum(lengths))) - begins)
+    assert packed.padding == pytest.approx(1 - sum(lengths) / (len(packed) * length))
+    assert packed.num_split == sum(size > length for size in lengths)
+
+
+@given(LENGTHS, st.integers(1, 50))
+@settings(deadline=None)
+def test_a_document_that_fits_is_never_cut(lengths, length):
+    source = documents(lengths)
+    begins = np.cumsum([0, *lengths[:-1]])
+    whole = {int(begin): size for begin, size in zip(begins, lengths, strict=True) if size <= length}
+    found = {int(tokens[0]): len(tokens) for row in Packed(source, length, VOCAB) for tokens, _ in pieces(row)}
+    assert {begin: found[begin] for begin in whole} == whole
+
+
+@given(LENGTHS, st.integers(1, 50))
+@settings(deadline=None)
+def test_concatenated_rows_hold_every_token_once(lengths, length):
+    rows = list(Concatenated(documents(lengths), length, VOCAB))
+    inputs = np.concatenate([row["inputs"] for row in rows])
+    labels = np.concatenate([row["labels"] for row in rows])
+    total = sum(lengths)
+    assert inputs[:total].tolist() == list(range(total))
+    assert labels[: total - 1].tolist() == list(range(1, total))
+    assert np.all(labels[total - 1 :] == -100)
+
+
+@given(st.lists(st.integers(0, 30), min_size=2, max_size=40))
+@settings(deadline=None)
+def test_best_fit_places_all_and_wastes_less_than_half(histogram):
+    """Best fit decreasing needs at most 11/9 of the fewest rows, and one more."""
+    room = len(histogram) - 1
+    histogram = np.array(histogram)
+    rows = best_fit(histogram, room)
+    placed = np.zeros(room + 1, int)
+    for pattern, repeats in rows:
+        assert repeats > 0
+        assert 0 < sum(pattern) <= room
+        np.add.at(placed, list(pattern), repeats)
+    assert placed[1:].tolist() == histogram[1:].tolist()
+    least = -(-int(np.dot(histogram, np.arange(room + 1))) // room)
+    assert sum(repeats for _, repeats in rows) <= 2 * least
+
+
+def test_best_fit_is_the_textbook_s_one_document_at_a_time():
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        room = int(random.integers(2, 30))
+        sizes = random.integers(1, room + 1, 200)
+        bins = []
+        for size in sorted(sizes, reverse=True):
+            fitting = [i for i, filled in enumerate(bins) if filled + size <= room]
+            best = max(fitting, key=lambda i: bins[i], default=None)
+            if best is None:
+                bins.append(size)
+            else:
+                bins[best] += size
+        rows = best_fit(np.bincount(sizes, minlength=room + 1), room)
+        assert sorted(sum(pattern) for pattern, repeats in rows for _ in range(repeats)) == sorted(bins)
+
+
+def test_prompts_are_no_labels():
+    source = WithPrompts(np.arange(100, dtype=np.uint32), np.full(10, 10), "test")
+    for row in Packed(source, 7, VOCAB):  # documents of 10 are cut after 7
+        for tokens, labels in pieces(row):
+            for token, label in zip(tokens, labels, strict=True):
+                document, position = divmod(int(token), 10)
+                counts = position < 9 and position + 1 >= source.prompt_length(document)
+                assert label == (token + 1 if counts else -100)
+
+
+def test_long_documents():
+    source = documents([3, 12, 5, 30])
+    assert Packed(source, 10, VOCAB).num_split == 2
+    dropped = Packed(source, 10, VOCAB, long="drop")
+    assert sorted(token for row in dropped for tokens, _ in pieces(row) for token in tokens) == [
+        0,
+        1,
+        2,
+        *range(15, 20),
+    ]
+    assert (dropped.num_dropped, len(dropped)) == (2, 1)
+    with pytest.raises(
+        LongDocumentError, match=r"test, document 1: 12 tokens are more than data.sequence_length=10; --data"
+    ):
+        Packed(source, 10, VOCAB, long="stop")
+
+
+@pytest.mark.parametrize("kind", [Packed, Concatenated])
+def test_a_token_beyond_the_vocabulary_is_named_with_its_place(kind):
+    rows = kind(documents([5, 5, 5]), 4, 12)
+    with pytest.raises(TokenError, match=r"test, document 2: token 1[234] is beyond model.vocab_size=12"):
+        list(rows)
+
+
+def test_blocks_are_packed_among_themselves(monkeypatch):
+    monkeypatch.setattr("jaxtp.data.packing.BLOCK", 4)
+    lengths = [7, 2, 9, 1, 3, 3, 3, 1]
+    packed = Packed(documents(lengths), 10, VOCAB)
+    assert sorted(int(token) for row in packed for tokens, _ in pieces(row) for token in tokens) == list(range(29))
+    assert [len(list(pieces(row))) for row in packed] == [1, 3, 4]
+    assert BLOCK == 2**20

@@ -1,0 +1,112 @@
+"""Documents packed into rows give the numbers of each document alone: logits, loss and gradients, on every mesh."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import reference
+from flax import nnx
+from support import MESHES, TOLERANCE, by_name, random_weights, relative_error, state_on_mesh, without_mesh
+
+import jaxtp
+from jaxtp.data.documents import InMemory
+from jaxtp.data.packing import Packed
+from jaxtp.layers.segments import segment_mask, segment_positions
+
+B, T = 8, 16
+CONFIG = jaxtp.ModelConfig(
+    vocab_size=19, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3
+)
+LENGTHS = [5, 9, 2, 7, 12, 4, 3, 8, 6, 10, 1, 5, 11, 3, 2, 6, 9, 4, 7, 2]  # 116 tokens for 128 places
+
+
+def build():
+    return jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    tokens = np.random.default_rng(0).integers(0, CONFIG.vocab_size, sum(LENGTHS)).astype(np.uint8)
+    rows = Packed(InMemory(tokens, np.array(LENGTHS), "test"), T, CONFIG.vocab_size)
+    assert len(rows) == B
+    assert rows.padding > 0
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+@pytest.fixture(scope="module")
+def alone(batch):
+    """Weights; logits of every position, the summed loss and its gradients, each document for itself, by plain mathematics."""
+    weights = random_weights(build)
+
+    def documents():
+        for row in range(B):
+            for segment in range(1, batch["segments"][row].max() + 1):
+                yield row, batch["segments"][row] == segment
+
+    def total(weights):
+        sums = 0.0
+        for row, where in documents():
+            logits = reference.decoder_logits(weights, CONFIG, batch["inputs"][row, where][None])
+            sums += reference.cross_entropy(logits, batch["labels"][row, where][None])[0]
+        return sums
+
+    loss, grads = jax.jit(jax.value_and_grad(total))(weights)
+    logits = np.zeros((B, T, CONFIG.vocab_size), np.float32)
+    for row, where in documents():
+        logits[row, where] = reference.decoder_logits(weights, CONFIG, batch["inputs"][row, where][None])[0]
+    return weights, logits, loss, {name: np.asarray(grad) for name, grad in grads.items()}
+
+
+def check(graph, state, batch, alone, to_names):
+    _, expected_logits, expected_loss, expected_grads = alone
+
+    def loss(state):
+        model = nnx.merge(graph, state)
+        total, count = model.loss(batch["inputs"], batch["labels"], segments_BT=batch["segments"])
+        return total, (count, model(batch["inputs"], batch["segments"]))
+
+    (total, (count, logits)), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(state)
+    assert count == sum(LENGTHS) - len(LENGTHS)
+    assert float(total) == pytest.approx(float(expected_loss), rel=TOLERANCE)
+    used = batch["segments"] > 0
+    assert relative_error(np.asarray(logits)[used], expected_logits[used]) < TOLERANCE
+    for name, grad in to_names(grads).items():
+        assert relative_error(grad, expected_grads[name]) < TOLERANCE, name
+
+
+def test_without_a_mesh(batch, alone):
+    graph, state = without_mesh(build, alone[0])
+    check(graph, state, batch, alone, lambda g: {".".join(map(str, p)): v[...] for p, v in nnx.to_flat_state(g)})
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_on_every_mesh(batch, alone, mesh, sequence_parallel):
+    if sequence_parallel and mesh[2] == 1:
+        pytest.skip("no tp to split the sequence over")
+    config = dataclasses.replace(CONFIG, sequence_parallel=sequence_parallel)
+    on = jaxtp.make_mesh(*mesh)
+    graph, state = state_on_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), alone[0], on)
+    with jax.set_mesh(on):
+        check(graph, state, batch, alone, lambda grads: by_name(grads, on))
+
+
+def test_no_document_sees_another(batch, alone):
+    """The gradient of a document's logits with respect to the embeddings of others is exactly zero."""
+    graph, state = without_mesh(build, alone[0])
+    block = jaxtp.models.decoder.layer(nnx.merge(graph, state).blocks, 0)
+    x = jax.random.normal(jax.random.key(0), (1, T, CONFIG.d_model))
+    segments = batch["segments"][:1]
+    jacobian = jax.jacobian(lambda x: block(x, None, segments).sum(axis=-1))(x)[0, :, 0]
+    influence = np.abs(jacobian).sum(axis=-1)
+    sees = (segments[0][:, None] == segments[0][None]) & np.tril(np.ones((T, T), bool))
+    np.testing.assert_array_equal(influence > 0, sees)
+
+
+def test_positions_restart():
+    segments = jnp.array([[1, 1, 1, 2, 3, 3, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+    expected = [[0, 1, 2, 0, 0, 1, 0, 1], list(range(8))]
+    np.testing.assert_array_equal(segment_positions(segments), expected)
+    assert segment_mask(segments)[0, 0].sum() == 9 + 1 + 4 + 4
