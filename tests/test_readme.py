@@ -9,6 +9,7 @@ import pytest
 
 from jaxtp.check.__main__ import main as check
 from jaxtp.checkpoint.__main__ import main as checkpoint
+from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main
 
 ROOT = Path(__file__).parent.parent
@@ -19,6 +20,7 @@ COMMANDS = [
 TRAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.train")]
 SCRIPTS = [line for line in COMMANDS if line.startswith("python scripts/")]
 CHECKPOINT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.checkpoint")]
+PREPARE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.prepare")]
 CHECK = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.check ")]
 SHORT = [
     "--optimizer.warmup-steps",
@@ -45,8 +47,19 @@ def in_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """What the README's command prepares."""
+    folder = tmp_path_factory.mktemp("data") / "own"
+    ((*flags, out),) = PREPARE
+    assert out == "data/own"
+    assert prepare([*(str(ROOT / flag) if (ROOT / flag).exists() else flag for flag in flags), str(folder)]) == 0
+    return folder
+
+
 @pytest.mark.parametrize("flags", TRAIN, ids=" ".join)
-def test_training_command(flags, tmp_path):
+def test_training_command(flags, tmp_path, dataset):
+    flags = [str(dataset) if flag == "data/own" else flag for flag in flags]
     assert main(shortened(flags, tmp_path, 2)) == 0
 
 
@@ -111,7 +124,7 @@ def test_set_up_commands_are_what_ci_runs():
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert "pip\" install --quiet -e '.[dev]'" in (ROOT / ".ci/run").read_text()
-    assert len(COMMANDS) == len(TRAIN) + len(CHECK) + len(SCRIPTS) + len(CHECKPOINT) + 2
+    assert len(COMMANDS) == len(TRAIN) + len(CHECK) + len(SCRIPTS) + len(CHECKPOINT) + len(PREPARE) + 2
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from jaxtp.data.documents import Documents
 from jaxtp.data.rows import SEGMENTS, Row, check_vocabulary, empty_row
 
-BLOCK = 2**20
-"""Documents that are packed among themselves: what a plan takes in memory while it is made, tens of MB, stays the same
+BLOCK = 2**17
+"""Documents that are packed among themselves: what a plan takes in memory while it is made, some MB, stays the same
 however many there are."""
 
 Pattern = tuple[int, ...]

@@ -87,9 +87,15 @@ def make_rows(documents: Documents, settings: RowSettings) -> Rows:
     """The rows of documents.
 
     Raises:
+      CorpusError: documents with prompts are to be concatenated.
       LongDocumentError: a document is too long, where the settings do not allow it.
     """
     if settings.packing == "concatenated":
+        if documents.has_prompts:
+            raise CorpusError(
+                f"{documents.place(0)}: data.packing=concatenated does not know where prompts end; instruction data "
+                "need --data.packing documents"
+            )
         return Concatenated(documents, settings.length, settings.vocab_size)
     return Packed(documents, settings.length, settings.vocab_size, settings.long_documents)
 

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtp.data.documents import InMemory
-from jaxtp.data.packing import BLOCK, LongDocumentError, Packed, best_fit
+from jaxtp.data.packing import LongDocumentError, Packed, best_fit
 from jaxtp.data.rows import Concatenated, TokenError
 
 VOCAB = 2**20
@@ -150,4 +150,3 @@ def test_blocks_are_packed_among_themselves(monkeypatch):
     packed = Packed(documents(lengths), 10, VOCAB)
     assert sorted(int(token) for row in packed for tokens, _ in pieces(row) for token in tokens) == list(range(29))
     assert [len(list(pieces(row))) for row in packed] == [1, 3, 4]
-    assert BLOCK == 2**20

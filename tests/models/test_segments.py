@@ -37,7 +37,7 @@ def batch():
 
 @pytest.fixture(scope="module")
 def alone(batch):
-    """Weights; logits of every position, the summed loss and its gradients, each document for itself, by plain mathematics."""
+    """Weights; logits of every position, the summed loss and its gradients, document by document, plainly computed."""
     weights = random_weights(build)
 
     def documents():

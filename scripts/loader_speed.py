@@ -1,0 +1,113 @@
+"""What the loader delivers by itself, and what memory it takes.
+
+    python scripts/loader_speed.py
+
+Writes datasets of synthetic documents (bytes; log-normal lengths, median 300), a small one and one ten times as large,
+then times the batches that a training process would get, on the host: from memory-mapped files through packing,
+shuffling and stacking. Memory is what a process of its own has more than before, and not as pages of files, which the
+operating system may drop at any time.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from jaxtp.data.loader import local_batches
+from jaxtp.data.samples import RowSettings, make_rows, shuffled
+from jaxtp.data.store import open_dataset
+from jaxtp.prepare.__main__ import main as prepare
+
+VOCAB = 256
+ROWS = 64
+
+
+def write_dataset(folder: Path, tokens: int) -> None:
+    """About so many tokens, by `jaxtp.prepare`."""
+    random = np.random.default_rng(0)
+    lengths = []
+    while sum(lengths) < tokens:
+        lengths += np.clip(random.lognormal(5.7, 1.0, 10_000), 8, 50_000).astype(int).tolist()
+    source = folder.with_suffix(".jsonl")
+    alphabet = np.frombuffer(b"abcdefghijklmnopqrstuvwxyz      ", np.uint8)
+    with source.open("w", encoding="utf-8") as file:
+        for length in lengths:
+            text = random.choice(alphabet, length).tobytes().decode()
+            file.write(json.dumps({"text": text}) + "\n")
+    assert prepare([str(source), "--out", str(folder), "--held-out", "0"]) == 0
+    source.unlink()
+
+
+def measure(folder: Path, length: int, packing: str, seconds: float) -> dict[str, float]:
+    """Tokens per second, not counting padding; and the time until the first batch."""
+    started = time.perf_counter()
+    rows = make_rows(open_dataset(folder).splits["train"], RowSettings(length, VOCAB, packing))
+    samples = shuffled([rows], [1.0], seed=0)
+    batches = local_batches(samples, range(ROWS), ROWS, start=0, count=10**9)
+    next(batches)
+    first = time.perf_counter() - started
+    started, tokens = time.perf_counter(), 0
+    while time.perf_counter() - started < seconds:
+        tokens += next(batches)["inputs"].size
+    rate = tokens * (1 - rows.padding) / (time.perf_counter() - started)
+    return {"tokens_per_second": rate, "first_batch_seconds": first, "padding": rows.padding, "rows": len(rows)}
+
+
+def anonymous_bytes() -> int:
+    """Of this process, now: memory that is not a file's."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def in_process(folder: Path, length: int, packing: str, seconds: float) -> dict[str, float]:
+    """`measure` in a process of its own, with the memory that it ends with above that of its imports."""
+    command = [sys.executable, __file__, "--measure", str(folder), str(length), packing, str(seconds)]
+    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()[-1])
+
+
+def table(sizes: list[int], seconds: float, repeats: int, folder: Path) -> None:
+    """Prints a line for each kind of rows and size of data."""
+    print(f"{'rows':<28}{'data':>14}{'tokens/s':>14}{'padding':>10}{'first batch, s':>16}{'memory, MB':>12}")
+    for tokens in sizes:
+        write_dataset(folder / str(tokens), tokens)
+    for packing in ("documents", "concatenated"):
+        for length in (1024, 4096):
+            for tokens in sizes:
+                found = [in_process(folder / str(tokens), length, packing, seconds) for _ in range(repeats)]
+                median = {name: statistics.median(run[name] for run in found) for name in found[0]}
+                print(
+                    f"{f'{packing}, {length:,} tokens':<28}{f'{tokens / 1e6:g}M':>14}"
+                    f"{median['tokens_per_second']:>14,.0f}{median['padding']:>10.3%}"
+                    f"{median['first_batch_seconds']:>16.2f}{median['memory'] / 1e6:>12.1f}",
+                    flush=True,
+                )
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Runs the measurement."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tokens", type=int, default=20_000_000, help="of the small dataset; the other has ten times as many"
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    parser.add_argument("--repeats", type=int, default=3, help="of each; the median is shown")
+    parser.add_argument("--measure", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.measure:
+        folder, length, packing, seconds = arguments.measure
+        before = anonymous_bytes()
+        found = measure(Path(folder), int(length), packing, float(seconds))
+        print(json.dumps(found | {"memory": anonymous_bytes() - before}))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        table([arguments.tokens, 10 * arguments.tokens], arguments.seconds, arguments.repeats, Path(folder))
+
+
+if __name__ == "__main__":
+    main()
