@@ -9,6 +9,7 @@ from jax import Array
 
 from jaxtp.collectives import batch_spec, device_view
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.qk_norm import QKNorm, QKNormKind
 from jaxtp.layers.rope import apply_rope
@@ -36,6 +37,7 @@ class CausalSelfAttention(nnx.Module):
       implementation: of `jax.nn.dot_product_attention`: "xla" runs everywhere, "cudnn" on NVIDIA GPUs in
         bfloat16 without ever holding `[T, T]` scores; it raises where it cannot run.
       sequence_parallel: activations outside are split over tp along the sequence.
+      lora: adapters of the projections that it names.
       precision: the dtypes.
       rngs: source of the `params` key.
 
@@ -57,6 +59,7 @@ class CausalSelfAttention(nnx.Module):
         use_out_bias: bool = False,
         implementation: Implementation = "xla",
         sequence_parallel: SequenceParallel = False,
+        lora: LoraConfig = LoraConfig(),
         precision: Precision = Precision(),
         rngs: nnx.Rngs,
     ):
@@ -69,6 +72,8 @@ class CausalSelfAttention(nnx.Module):
             use_bias=use_bias,
             unit=head_dim,
             sequence_parallel=sequence_parallel,
+            lora=lora,
+            adapted=lora.adapted("q_proj", "k_proj", "v_proj"),
             precision=precision,
             rngs=rngs,
         )
@@ -82,6 +87,7 @@ class CausalSelfAttention(nnx.Module):
             d_model,
             use_bias=use_out_bias,
             sequence_parallel=sequence_parallel,
+            lora=lora.only("o_proj"),
             precision=precision,
             rngs=rngs,
         )

@@ -18,6 +18,7 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import axis_size, batch_spec, check_divides, device_view, enter_parallel, leave_parallel
+from jaxtp.layers.lora import Lora, LoraConfig
 from jaxtp.layers.parameter import parameter
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.sequence import SequenceParallel, sequence_dim
@@ -40,6 +41,8 @@ class ColumnParallelLinear(nnx.Module):
         that (kv heads fewer than tp), the devices that share a unit gather it before use, and the output has
         one unit on each device: `[B, T, max(F, tp * unit)]`.
       sequence_parallel: the input arrives split over tp along the sequence, and is gathered; see `layers.sequence`.
+      lora: adapters of the outputs whose index is in `adapted`.
+      adapted: which those are.
       precision: the dtypes.
       kernel_init: initialiser of every kernel.
       rngs: source of the `params` key.
@@ -56,6 +59,8 @@ class ColumnParallelLinear(nnx.Module):
         use_bias: bool = False,
         unit: int = 1,
         sequence_parallel: SequenceParallel = False,
+        lora: LoraConfig = LoraConfig(),
+        adapted: Sequence[int] = (),
         precision: Precision = Precision(),
         kernel_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
@@ -72,28 +77,40 @@ class ColumnParallelLinear(nnx.Module):
         self.biases = nnx.List(
             parameter("bias", jnp.zeros(f, precision.param), P(TP)) for f in self.features if use_bias
         )
+        self.adapted = tuple(adapted)
+        self.loras = nnx.List(
+            Lora((in_features, self.features[i]), lora, (P(FSDP), P(None, TP)), precision=precision, rngs=rngs)
+            for i in self.adapted
+        )
 
     def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
         """Projects `[B, ..., D]`; see the class for shapes."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         split, whole = _activation_specs(x_BTD.ndim, sequence)
         kernel_specs, bias_specs = (P(FSDP, TP),) * len(self.kernels), (P(TP),) * len(self.biases)
+        lora_specs = (P(FSDP), P(None, TP)) * len(self.loras)
         project = device_view(
             partial(self._project, sequence),
             "column_parallel_linear",
-            in_specs=(whole, *kernel_specs, *bias_specs),
+            in_specs=(whole, *kernel_specs, *bias_specs, *lora_specs),
             out_specs=(split,) * len(self.kernels),
         )
-        outputs = project(x_BTD, *(k[...] for k in self.kernels), *(b[...] for b in self.biases))
+        adapters = (array for lora in self.loras for array in lora.arrays())
+        outputs = project(x_BTD, *(k[...] for k in self.kernels), *(b[...] for b in self.biases), *adapters)
         return outputs[0] if self.single else outputs
 
     def _project(self, sequence: int | None, x: Array, *weights: Array) -> tuple[Array, ...]:
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [B/(dp*fsdp), T, D]
-        kernels, biases = weights[: len(self.features)], weights[len(self.features) :]
+        count = len(self.features)
+        kernels, biases = weights[:count], weights[count : count + len(self.biases)]
+        adapters = weights[count + len(self.biases) :]
         outputs = [x @ self._load(kernel, 0, f) for kernel, f in zip(kernels, self.features, strict=True)]
         if biases:
             loaded = (self._load(bias, None, f) for bias, f in zip(biases, self.features, strict=True))
             outputs = [y + bias for y, bias in zip(outputs, loaded, strict=True)]
+        for i, lora, a, b in zip(self.adapted, self.loras, adapters[::2], adapters[1::2], strict=True):
+            inner = x @ self.precision.load(a, 0, used_by_all_tp=True)  # [B/(dp*fsdp), T, rank]
+            outputs[i] += lora.scale * (inner @ self._load(b, None, self.features[i]))
         return tuple(outputs)  # each [B/(dp*fsdp), T, F/tp]
 
     def _load(self, shard: Array, fsdp_dim: int | None, features: int) -> Array:
@@ -109,6 +126,7 @@ class RowParallelLinear(nnx.Module):
       features: D.
       use_bias: adds a bias, once, after the reduction.
       sequence_parallel: the result leaves split over tp along the sequence (reduce-scatter, not all-reduce).
+      lora: an adapter, if it has a rank.
       precision: the dtypes.
       kernel_init: initialiser of the kernel.
       rngs: source of the `params` key.
@@ -124,6 +142,7 @@ class RowParallelLinear(nnx.Module):
         *,
         use_bias: bool = False,
         sequence_parallel: SequenceParallel = False,
+        lora: LoraConfig = LoraConfig(),
         precision: Precision = Precision(),
         kernel_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
@@ -133,6 +152,8 @@ class RowParallelLinear(nnx.Module):
         kernel = kernel_init(rngs.params(), (in_features, features), precision.param)
         self.kernel = parameter("kernel", kernel, P(TP, FSDP))
         self.bias = parameter("bias", jnp.zeros(features, precision.param), P(FSDP)) if use_bias else None
+        adapter = partial(Lora, (in_features, features), lora, (P(TP), P(None, FSDP)), precision=precision, rngs=rngs)
+        self.loras = nnx.List([adapter()] if lora.rank else [])
 
     def __call__(self, x_BTF: Array) -> Array:
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
@@ -140,17 +161,22 @@ class RowParallelLinear(nnx.Module):
         split, whole = _activation_specs(x_BTF.ndim, sequence)
         check_divides("row_parallel_linear", (*x_BTF.shape[:-1], self.kernel.shape[-1]), whole)
         biases = () if self.bias is None else (self.bias[...],)
+        adapters = tuple(array for lora in self.loras for array in lora.arrays())
         project = device_view(
             partial(self._project, sequence),
             "row_parallel_linear",
-            in_specs=(split, P(TP, FSDP)) + (P(FSDP),) * len(biases),
+            in_specs=(split, P(TP, FSDP), *(P(TP), P(None, FSDP))[: len(adapters)], *(P(FSDP),) * len(biases)),
             out_specs=whole,
         )
-        return project(x_BTF, self.kernel[...], *biases)
+        return project(x_BTF, self.kernel[...], *adapters, *biases)
 
-    def _project(self, sequence: int | None, x: Array, kernel: Array, *biases: Array) -> Array:
-        # [B/(dp*fsdp), T, F/tp] @ [F/tp, D], a summand of the result
-        y = leave_parallel(x.astype(self.precision.compute) @ self.precision.load(kernel, 1), sequence)
+    def _project(self, sequence: int | None, x: Array, kernel: Array, *rest: Array) -> Array:
+        x = x.astype(self.precision.compute)
+        y = x @ self.precision.load(kernel, 1)  # [B/(dp*fsdp), T, F/tp] @ [F/tp, D], a summand of the result
+        adapters, biases = rest[: 2 * len(self.loras)], rest[2 * len(self.loras) :]
+        for lora, a, b in zip(self.loras, adapters[::2], adapters[1::2], strict=True):
+            y += lora.scale * (x @ self.precision.load(a, None) @ self.precision.load(b, 1, used_by_all_tp=True))
+        y = leave_parallel(y, sequence)
         for bias in biases:
             y += self.precision.load(bias, 0, used_by_all_tp=sequence is not None)
         return y

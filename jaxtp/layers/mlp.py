@@ -5,6 +5,7 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.sequence import SequenceParallel
 
@@ -17,6 +18,7 @@ class SwiGLU(nnx.Module):
       d_ff: F, divisible by tp.
       use_bias: adds biases to all three projections.
       sequence_parallel: activations outside are split over tp along the sequence.
+      lora: adapters of the projections that it names.
       precision: the dtypes.
       rngs: source of the `params` key.
 
@@ -30,6 +32,7 @@ class SwiGLU(nnx.Module):
         *,
         use_bias: bool = False,
         sequence_parallel: SequenceParallel = False,
+        lora: LoraConfig = LoraConfig(),
         precision: Precision = Precision(),
         rngs: nnx.Rngs,
     ):
@@ -38,6 +41,8 @@ class SwiGLU(nnx.Module):
             (d_ff, d_ff),
             use_bias=use_bias,
             sequence_parallel=sequence_parallel,
+            lora=lora,
+            adapted=lora.adapted("gate_proj", "up_proj"),
             precision=precision,
             rngs=rngs,
         )
@@ -46,6 +51,7 @@ class SwiGLU(nnx.Module):
             d_model,
             use_bias=use_bias,
             sequence_parallel=sequence_parallel,
+            lora=lora.only("down_proj"),
             precision=precision,
             rngs=rngs,
         )

@@ -10,14 +10,16 @@ from jaxtp.collectives import check_divides
 from jaxtp.mesh import current_mesh
 
 
-def parameter(name: str, value: Array, spec: PartitionSpec, **metadata: Any) -> nnx.Param[Array]:
+def parameter(
+    name: str, value: Array, spec: PartitionSpec, *, kind: type[nnx.Param[Any]] = nnx.Param, **metadata: Any
+) -> nnx.Param[Array]:
     """A parameter that is born split by `spec` over the mesh in context; whole if there is none.
 
     Raises:
       ValueError: a dim cannot be divided over its mesh axes (JAX would replicate it without a word).
     """
     check_divides(name, value.shape, spec)
-    return nnx.Param(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
+    return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
 
 
 def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:

@@ -20,12 +20,14 @@ its gradient is reduced over fsdp and dp once, in the reduction dtype. Megatron-
 stage 3 (arXiv 1910.02054).
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jaxtp.layers.lora import Target
 from jaxtp.layers.sequence import is_split
 from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.models.config import ModelConfig
@@ -55,12 +57,16 @@ class _Weight:
     """Times that a step gathers it."""
     copies: int = 1
     """Layers that have one."""
+    frozen: bool = False
+    """It has no gradient."""
 
 
 def step_budget(
     config: ModelConfig, mesh: Mapping[str, int], *, batch_size: int, sequence_length: int, accumulation: int = 1
 ) -> dict[Place, float]:
-    """Bytes that each device may send in a training step, by module and mesh axes; exact without biases and q/k norms.
+    """Bytes that each device may send in a training step, by module and mesh axes; exact for the Llama shapes.
+
+    With biases, q/k norms and adapters it is an upper bound.
 
     Args:
       config: the model.
@@ -74,7 +80,7 @@ def step_budget(
     budget: Counter[Place] = Counter()
     for module, axes, sent in [
         *_activations(config, mesh, tokens, split),
-        *(move for weight in _weights(config, mesh, split) for move in _weight_moves(weight, config, mesh)),
+        *(move for weight in _all_weights(config, mesh, split) for move in _weight_moves(weight, config, mesh)),
     ]:
         spanned = tuple(axis for axis in mesh if axis in axes and mesh[axis] > 1)
         if spanned and sent:
@@ -132,16 +138,51 @@ def _weights(config: ModelConfig, mesh: Mapping[str, int], split: bool) -> Itera
     yield _Weight("vocab_parallel_cross_entropy", table, gathers=1)  # of a tied model: the same table, loaded again
 
 
+def _all_weights(config: ModelConfig, mesh: Mapping[str, int], split: bool) -> Iterator[_Weight]:
+    """Those of the model; where there are adapters, they are frozen, and the adapters are trained."""
+    if not config.lora.rank:
+        yield from _weights(config, mesh, split)
+        return
+    for weight in _weights(config, mesh, split):
+        yield dataclasses.replace(weight, frozen=True)
+    yield from _adapters(config, mesh)
+
+
+def _adapters(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[_Weight]:
+    """A and B of each adapted projection."""
+    d_model, d_ff, rank, layers = config.d_model, config.d_ff, config.lora.rank, config.num_layers
+    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    sharing = max(1, mesh[TP] // config.num_kv_heads)
+    columns: tuple[tuple[Target, str, int, int], ...] = (
+        ("q_proj", "attention", heads, 1),
+        ("k_proj", "attention", kv, sharing),
+        ("v_proj", "attention", kv, sharing),
+        ("gate_proj", "mlp", d_ff, 1),
+        ("up_proj", "mlp", d_ff, 1),
+    )
+    rows: tuple[tuple[Target, str, int], ...] = (("o_proj", "attention", heads), ("down_proj", "mlp", d_ff))
+    for target, block, features, group in columns:
+        if config.lora.adapted(target):
+            yield _Weight(f"{block}/{COLUMN}", d_model * rank, tp=False, used_by_all_tp=True, copies=layers)
+            yield _Weight(f"{block}/{COLUMN}", rank * features, fsdp=False, group=group, copies=layers)
+    for target, block, features in rows:
+        if config.lora.adapted(target):
+            yield _Weight(f"{block}/{ROW}", features * rank, fsdp=False, copies=layers)
+            yield _Weight(f"{block}/{ROW}", rank * d_model, tp=False, used_by_all_tp=True, copies=layers)
+
+
 def _weight_moves(weight: _Weight, config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[_Move]:
     """`collectives.load_weight`: gathers of the compute dtype, reductions of the reduction dtype."""
     compute, reduce = (jnp.dtype(d).itemsize for d in (config.precision.compute, config.precision.reduce))
     stored = weight.copies * weight.size / (mesh[TP] if weight.tp else 1)  # on a device, fsdp apart
     used = stored * weight.group
     shard = stored / (mesh[FSDP] if weight.fsdp else 1)
-    each_way = weight.gathers * compute + reduce
+    each_way = weight.gathers * compute + (0 if weight.frozen else reduce)
     if weight.fsdp:
         yield weight.module, (FSDP,), _ring(mesh[FSDP]) * used * each_way
     yield weight.module, (TP,), _ring(weight.group) * shard * weight.group * each_way
+    if weight.frozen:
+        return
     axes = (DP,) + (() if weight.fsdp else (FSDP,)) + ((TP,) if weight.used_by_all_tp else ())
     devices = mesh[DP] * (1 if weight.fsdp else mesh[FSDP]) * (mesh[TP] if weight.used_by_all_tp else 1)
     yield weight.module, axes, 2 * _ring(devices) * shard * reduce

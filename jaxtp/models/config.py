@@ -9,6 +9,7 @@ from pydantic import Field
 
 from jaxtp.config import allowed
 from jaxtp.layers.attention import Implementation
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.qk_norm import QKNormKind
 from jaxtp.mesh import FSDP, TP
@@ -85,6 +86,9 @@ class ModelConfig:
 
     precision: Precision = Precision()
     """Dtypes of parameters, compute and gradient reductions."""
+
+    lora: LoraConfig = LoraConfig()
+    """Adapters to train instead of the model's own parameters."""
 
 
 _NOT_ARCHITECTURE = ("attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk", "precision")

@@ -37,6 +37,7 @@ class DecoderBlock(nnx.Module):
             use_out_bias=config.attention_out_bias,
             implementation=config.attention,
             sequence_parallel=config.sequence_parallel,
+            lora=config.lora,
             precision=config.precision,
             rngs=rngs,
         )
@@ -46,6 +47,7 @@ class DecoderBlock(nnx.Module):
             config.d_ff,
             use_bias=config.mlp_bias,
             sequence_parallel=config.sequence_parallel,
+            lora=config.lora,
             precision=config.precision,
             rngs=rngs,
         )

@@ -102,7 +102,7 @@ def _start_or_resume(
     def accept(info: dict[str, Any]) -> None:
         changed[:] = folder.check_resumable(config, corpus.describe(), info)
 
-    found = restore_newest(checkpoints, blueprint.abstract, blueprint.mesh, accept, report.line)
+    found = restore_newest(checkpoints, blueprint.stored(blueprint.abstract), blueprint.mesh, accept, report.line)
     if found is not None:
         step, state, info = found
         # A row of skipped steps ends with the run that skipped them: this one may allow fewer.

@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
@@ -32,7 +33,7 @@ class TrainState(nnx.Module):
 
     def __init__(self, config: ModelConfig, optimizer: optax.GradientTransformation, seed: int):
         self.model = Decoder(config, rngs=nnx.Rngs(seed))
-        self.optimizer = Optimizer(self.model, optimizer)
+        self.optimizer = Optimizer(self.model, optimizer, trained(config.lora))
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
 
 
@@ -51,15 +52,28 @@ class Blueprint:
     config: ModelConfig
     optimizer: optax.GradientTransformation
 
-    def create(self, seed: int) -> nnx.State:
-        """The initial state: computed in shards, never whole on a device; the same on every mesh."""
+    def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
+        """The initial state: computed in shards, never whole on a device; the same on every mesh.
 
-        def init() -> nnx.State:
-            return nnx.state(TrainState(self.config, self.optimizer, seed))
+        Args:
+          seed: of what is random.
+          weights: parameters of the model that are not to be; their arrays become the state's.
+        """
+
+        def init(weights: nnx.State) -> nnx.State:
+            state = nnx.state(TrainState(self.config, self.optimizer, seed))
+            state["model"] = nnx.merge_state(state["model"], weights)
+            return state
 
         with jax.set_mesh(self.mesh):
-            state: nnx.State = jax.jit(init, out_shardings=self.shardings)()
+            given = nnx.State({}) if weights is None else weights
+            state: nnx.State = jax.jit(init, out_shardings=self.shardings, donate_argnums=0)(given)
         return state
+
+    def stored(self, state: nnx.State) -> nnx.State:
+        """The part of a state that checkpoints hold: all of it, but for parameters that are never trained."""
+        kind = trained(self.config.lora)
+        return nnx.State({**state, "model": nnx.filter_state(state["model"], kind)})
 
     @property
     def sharded(self) -> nnx.State:

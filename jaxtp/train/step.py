@@ -17,6 +17,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch
 from jaxtp.data.rows import SEGMENTS
+from jaxtp.layers.lora import trained
 from jaxtp.mesh import BATCH, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.state import Blueprint
@@ -74,6 +75,8 @@ def make_train_step(
       with_grads: returns the gradients too, as a third result, in the parameters' shardings.
     """
 
+    kind = trained(blueprint.config.lora)
+
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
         train_state = nnx.merge(blueprint.graph, state, copy=True)  # else its variables would be the state's own
         updates = train_state.optimizer.step[...]
@@ -85,7 +88,7 @@ def make_train_step(
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
         with jax.named_scope("param_norm"):
-            updated = nnx.state(train_state.model, nnx.Param)
+            updated = nnx.state(train_state.model, kind)
             param_norm = optax.tree.norm(updated)
             param_norms = _norms_by_group("param_norm", updated, settings.norm_groups)
         scalars = {
@@ -100,7 +103,7 @@ def make_train_step(
         new, scalars["skipped"] = _guarded(nnx.state(train_state), state, finite, settings.max_skipped)
         return new, scalars, *([grads] if with_grads else [])
 
-    of_grads = [blueprint.shardings["model"]] if with_grads else []
+    of_grads = [nnx.filter_state(blueprint.shardings["model"], kind)] if with_grads else []
     shardings = (blueprint.shardings, _replicated(blueprint), *of_grads)
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
@@ -135,15 +138,15 @@ def make_eval_step(blueprint: Blueprint) -> EvalStep:
 
 
 def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, key: Array) -> tuple[Array, nnx.State]:
-    """The mean loss over the valid tokens of a batch, and its gradient with respect to every parameter.
+    """The mean loss over the valid tokens of a batch, and its gradient with respect to every parameter that is trained.
 
     With accumulation, sums of losses and gradients are added up over the micro-batches and divided once: it is the
     mean over all tokens, however the masked ones are spread, not the mean of the micro-batches' means.
     """
-    graph, params = nnx.split(model, nnx.Param)
+    graph, params, frozen = nnx.split(model, trained(model.config.lora), ...)  # type: ignore[misc]
 
     def loss_sum(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, Array]:
-        merged: Decoder = nnx.merge(graph, params)
+        merged: Decoder = nnx.merge(graph, params, frozen, copy=True)  # the frozen are of the trace outside
         keys = row_keys(key, rows) if merged.config.dropout else None
         segments = micro.get(SEGMENTS)
         return merged.loss(

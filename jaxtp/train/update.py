@@ -24,14 +24,21 @@ class Optimizer(nnx.Module):
     """`nnx.Optimizer` for states whose arrays need not have the parameters' shapes (factored moments, for one).
 
     Args:
-      model: whose `nnx.Param`s are updated.
+      model: whose parameters are updated.
       transformation: sees them as a dict by dotted path.
+      kind: the variables that are; all others stay as they are.
     """
 
-    def __init__(self, model: nnx.Module, transformation: optax.GradientTransformation):
+    def __init__(
+        self,
+        model: nnx.Module,
+        transformation: optax.GradientTransformation,
+        kind: type[nnx.Param[Any]] = nnx.Param,
+    ):
         self.transformation = transformation
+        self.kind = kind
         self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
-        params = _parameters(model)
+        params = _parameters(model, kind)
         state = transformation.init(_arrays(params))
         self.opt_state = nnx.data(
             jax.tree_util.tree_map_with_path(lambda path, leaf: _variable(leaf, _owner(path, params)), state)
@@ -39,7 +46,7 @@ class Optimizer(nnx.Module):
 
     def update(self, model: nnx.Module, grads: nnx.State) -> None:
         """Applies gradients, a state like the model's parameters, to the model and to this state."""
-        variables = _parameters(model)
+        variables = _parameters(model, self.kind)
         params = _arrays(variables)
         state = jax.tree.map(lambda v: v[...], self.opt_state, is_leaf=_is_variable)
         updates, state = self.transformation.update(_arrays(named_variables(grads)), state, params)
@@ -58,12 +65,10 @@ def _arrays(variables: dict[str, nnx.Variable[Any]]) -> Arrays:
     return {name: jnp.asarray(variable[...]) for name, variable in variables.items()}
 
 
-def _parameters(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
+def _parameters(model: nnx.Module, kind: type[nnx.Param[Any]]) -> dict[str, nnx.Variable[Any]]:
     """The model's own parameters, not copies of them, by dotted path."""
     return {
-        ".".join(map(str, path)): variable
-        for path, variable in nnx.iter_graph(model)
-        if isinstance(variable, nnx.Param)
+        ".".join(map(str, path)): variable for path, variable in nnx.iter_graph(model) if isinstance(variable, kind)
     }
 
 

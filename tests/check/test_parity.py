@@ -8,6 +8,7 @@ import pytest
 import jaxtp
 from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 LLAMA = jaxtp.ModelConfig(
@@ -44,6 +45,7 @@ CONFIGS = {
     "accumulation": variant(
         remat="save_gathered", dropout=0.1, train=LoopConfig(steps=10, accumulation=2, z_loss=1e-3)
     ),
+    "adapters": variant(num_kv_heads=2, head_dim=12, lora=LoraConfig(rank=3)),
 }
 BATCH_MESHES = [(2, 1, 1), (8, 1, 1), (1, 2, 1), (1, 8, 1), (2, 4, 1), (4, 2, 1)]
 TP_MESHES = [
@@ -61,7 +63,17 @@ def one_device(request):
     return config, initial, parity.run(config, ONE_DEVICE, initial)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+FIRST = [Case(mesh, mesh[2] > 1) for mesh in ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))]
+FIRST += [Case((1, 2, 4), False), Case((1, 4, 2), True)]
+"""Of all but the plain model the others are slow: minutes in all."""
+ALL = [
+    pytest.param(name, case, marks=() if name == "llama" or case in FIRST else pytest.mark.slow, id=f"{name}, {case}")
+    for name in CONFIGS
+    for case in CASES
+]
+
+
+@pytest.mark.parametrize(("one_device", "case"), ALL, indirect=["one_device"])
 def test_any_mesh_equals_one_device(one_device, case):
     config, initial, expected = one_device
     errors = parity.compare(parity.run(config, case, initial), expected)
@@ -72,8 +84,10 @@ def test_the_numbers_are_not_trivial(one_device):
     """Gradients are there, and the updates move every parameter by more than a tolerance could hide."""
     _, initial, numbers = one_device
     assert all(np.linalg.norm(gradient) > 1e-6 for gradient in numbers.gradients.values())
+    trained = {f"model.{name}" for name in numbers.gradients}
     moved = {n: parity.relative_error(a, initial[n]) for n, a in numbers.state.items() if n.startswith("model.")}
-    assert min(moved.values()) > 1e-3, moved
+    assert min(moved[name] for name in trained) > 1e-3, moved
+    assert {moved[name] for name in moved.keys() - trained} <= {0.0}, "what is frozen stays as it was"
     assert len(set(numbers.losses)) == parity.UPDATES
 
 

@@ -1,0 +1,88 @@
+"""Low-rank adapters: what fine-tuning trains instead of a kernel (LoRA: Hu et al., arXiv 2106.09685).
+
+A projection `x @ W` becomes `x @ W + alpha / rank * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero:
+it begins as the projection was. W stays as it is; A and B are divided over the mesh like the dims of W that they share.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import PartitionSpec
+from pydantic import Field
+
+from jaxtp.config import allowed
+from jaxtp.layers.parameter import parameter
+from jaxtp.layers.precision import Precision
+
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """Adapters beside frozen kernels."""
+
+    rank: Annotated[int, Field(ge=0, lt=2**16), allowed("0 or more")] = 0
+    """Inner width of the adapters, 8 to 64 is usual; 0 trains every parameter and has no adapters."""
+
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False), allowed("above 0")] = 16.0
+    """What an adapter adds is multiplied by alpha / rank."""
+
+    targets: tuple[Target, ...] = TARGETS
+    """The projections that get one, by their names in Hugging Face's Llama."""
+
+    def adapted(self, *projections: Target) -> list[int]:
+        """The indices of those projections that have an adapter."""
+        return [i for i, name in enumerate(projections) if self.rank and name in self.targets]
+
+    def only(self, projection: Target) -> "LoraConfig":
+        """This, if the projection has an adapter; else none."""
+        return self if self.adapted(projection) else LoraConfig()
+
+
+class LoraParam(nnx.Param[Any]):
+    """A parameter of an adapter."""
+
+
+def trained(config: LoraConfig) -> type[nnx.Param[Any]]:
+    """The kind of variables that training changes: adapters, if there are any."""
+    return LoraParam if config.rank else nnx.Param
+
+
+class Lora(nnx.Module):
+    """One adapter; the layer that it belongs to knows how to apply it.
+
+    Args:
+      features: of the input and the output.
+      config: rank and alpha.
+      specs: of A and B.
+      precision: the dtypes.
+      rngs: source of the `params` key.
+    """
+
+    def __init__(
+        self,
+        features: tuple[int, int],
+        config: LoraConfig,
+        specs: tuple[PartitionSpec, PartitionSpec],
+        *,
+        precision: Precision,
+        rngs: nnx.Rngs,
+    ):
+        self.scale = config.alpha / config.rank
+        bound = features[0] ** -0.5  # as PEFT begins: the default of a linear layer of PyTorch
+        a = jax.random.uniform(rngs.params(), (features[0], config.rank), precision.param, -bound, bound)
+        self.a = parameter("lora_a", a, specs[0], kind=LoraParam)
+        self.b = parameter("lora_b", jnp.zeros((config.rank, features[1]), precision.param), specs[1], kind=LoraParam)
+
+    def arrays(self) -> tuple[Array, Array]:
+        """A and B."""
+        return self.a[...], self.b[...]
+
+    def delta(self) -> Array:
+        """What it adds to the kernel, `[in, out]`."""
+        return self.scale * self.a[...] @ self.b[...]
