@@ -47,10 +47,10 @@ def _texts(sources: list[Source], config: PrepareConfig, report: Report) -> Iter
             yield entry.text
             if entry.prompt:
                 yield entry.prompt
-        report.moved(batch.done, f"training the tokenizer on {chosen / 1e6:,.1f} MB")
+        report.moved(batch.done, f"reading {chosen:,} bytes of text to train the tokenizer on")
     if not chosen:
         raise PrepareError("nothing to train a tokenizer on: the inputs, without the held-out part, have no text")
-    report.line(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen / 1e6:,.1f} MB of text")
+    report.line(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text")
 
 
 def _sample(batch: Batch, held_out: float, share: float) -> Iterator[Entry]:

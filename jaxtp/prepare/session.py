@@ -40,7 +40,9 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
     Raises:
       PrepareError: the folder holds something else.
     """
-    if config.overwrite and ((out / MANIFEST).exists() or (out / folder.JOURNAL).exists()):
+    there = (out / MANIFEST).exists() or (out / folder.JOURNAL).exists()
+    if there and config.overwrite:
+        State(arguments(config)).save(out)
         folder.clear(out)
     if (out / MANIFEST).exists():
         _require_same_finished(out, config, sources, given)
@@ -106,9 +108,9 @@ def _require_same_unfinished(
     changed = configuration.differences(state.arguments, arguments(config))
     if state.tokenizer is not None:
         changed += _other_tokenizer(state.tokenizer, given)
-    read = state.position.source + (state.position.item > 0)
-    if config.train_bpe is not None and state.tokenizer is not None:
-        read = max(len(sources), read) + 1
+    read = None  # all of them
+    if config.train_bpe is None or state.tokenizer is None:
+        read = state.position.source + (state.position.item > 0)
     _refuse(out, "an unfinished dataset", changed or differences(_listed(out)[:read], listing(sources)[:read]))
 
 
