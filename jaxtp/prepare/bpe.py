@@ -8,13 +8,14 @@ from jaxtp.prepare.batches import Batch, Entry, ahead, batches, fraction, split_
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
+from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import Position
 
 END_TOKEN = "<|endoftext|>"
 
 
-def train(vocab_size: int, sources: list[Source], config: PrepareConfig, report: Report) -> bytes:
+def train(vocab_size: int, sources: list[Source], config: PrepareConfig, report: Report, interrupt: Interrupt) -> bytes:
     """Trains on a sample of the documents; the same inputs give the same file.
 
     Returns:
@@ -22,6 +23,7 @@ def train(vocab_size: int, sources: list[Source], config: PrepareConfig, report:
 
     Raises:
       PrepareError: there is nothing to train on, or something cannot be read and `on_error` is stop.
+      InterruptError: Ctrl-C, which waits until the library is through.
     """
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -33,15 +35,16 @@ def train(vocab_size: int, sources: list[Source], config: PrepareConfig, report:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(sources, config, report), trainer)
+    tokenizer.train_from_iterator(_texts(sources, config, report, interrupt), trainer)
+    interrupt.check()
     return str(tokenizer.to_str()).encode()
 
 
-def _texts(sources: list[Source], config: PrepareConfig, report: Report) -> Iterator[str]:
+def _texts(sources: list[Source], config: PrepareConfig, report: Report, interrupt: Interrupt) -> Iterator[str]:
     """The texts of the sample. Compressed files count as they lie on disk, so the sample of them is larger."""
     share = config.bpe_sample / max(1, sum(source.size for source in sources))
     chosen = 0
-    for batch in ahead(batches(sources, Position(0, 0), config)):
+    for batch in ahead(batches(sources, Position(0, 0), config), interrupt):
         for entry in _sample(batch, config.held_out, share):
             chosen += entry.size
             yield entry.text

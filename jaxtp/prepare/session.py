@@ -13,6 +13,7 @@ from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
+from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.journal import State
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import differences, listing, parse_listing
@@ -61,7 +62,13 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
 
 
 def tokenizer_for(
-    out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None, state: State, report: Report
+    out: Path,
+    config: PrepareConfig,
+    sources: list[Source],
+    given: Tokenizer | None,
+    state: State,
+    report: Report,
+    interrupt: Interrupt,
 ) -> Tokenizer:
     """The tokenizer of the dataset, its file in the folder; trained now if it has to be.
 
@@ -74,7 +81,7 @@ def tokenizer_for(
             folder.write_atomically(path, read_tokenizer(config.tokenizer))
         tokenizer = given
     elif config.train_bpe is not None and state.tokenizer is None:
-        folder.write_atomically(path, bpe.train(config.train_bpe, sources, config, report))
+        folder.write_atomically(path, bpe.train(config.train_bpe, sources, config, report, interrupt))
         tokenizer = _hugging_face(path.read_bytes(), str(path), config)
     else:
         tokenizer = _hugging_face(read_tokenizer(path), str(path), config)

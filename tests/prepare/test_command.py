@@ -15,6 +15,7 @@ from corpora import decoded, jsonl, prepared, refused, texts
 from runs import contents
 
 from jaxtp.data.store import open_dataset
+from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.prepare import batches
 from jaxtp.prepare.__main__ import main
 
@@ -268,6 +269,32 @@ def test_interrupted_it_says_that_the_same_command_goes_on(tmp_path):
     assert not (tmp_path / "d/dataset.json").exists()
     prepared(tmp_path / "d", tmp_path / "a.jsonl", "--train-bpe", 2000)
     prepared(tmp_path / "e", tmp_path / "a.jsonl", "--train-bpe", 2000)
+    assert contents(tmp_path / "d") == contents(tmp_path / "e")
+
+
+def test_ctrl_c_between_batches_saves_what_is_done(tmp_path, rows, capsys, monkeypatch):
+    """Also one that arrives where an exception would be lost."""
+    small_batches(monkeypatch)
+    encode = ByteTokenizer.encode_batch
+
+    class Noisy:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def interrupted(self, texts):
+        if texts[0] == TEXTS[14]:
+            Noisy()
+        return encode(self, texts)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    assert main([str(rows), "--out", str(tmp_path / "d")]) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    assert "the same command, without --overwrite, goes on" in capsys.readouterr().err
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", encode)
+    prepared(tmp_path / "d", rows)
+    assert "going on after 0 of 1 inputs, item 21 of the next" in capsys.readouterr().out
+    prepared(tmp_path / "e", rows)
     assert contents(tmp_path / "d") == contents(tmp_path / "e")
 
 

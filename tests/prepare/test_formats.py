@@ -3,6 +3,8 @@
 import gzip
 import json
 import sys
+import sysconfig
+from pathlib import Path
 
 import datasets
 import pytest
@@ -268,3 +270,14 @@ def test_text_jsonl_and_gzip_need_no_library(tmp_path, monkeypatch):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a"))
     rows = jsonl(tmp_path / "b.jsonl.gz", ["b"])
     assert decoded(prepared(tmp_path / "d", tmp_path / "a.txt.gz", rows, *ALL)) == [b"a", b"b"]
+
+
+def test_real_sources_decode_to_their_bytes(tmp_path):
+    root = Path(sysconfig.get_paths()["stdlib"]) / "email"
+    dataset = prepared(tmp_path / "d", root, "--include", "*.py", "--train-bpe", 600, *ALL)
+    files = sorted(path for path in root.rglob("*.py") if path.stat().st_size)
+    assert len(files) > 20
+    assert decoded(dataset) == [path.read_bytes() for path in files]
+    split = dataset.splits["train"]
+    assert all(split.document(i)[-1] == dataset.tokenizer.eos_id for i in range(split.num_documents))
+    assert split.num_tokens < split.num_text_bytes / 2

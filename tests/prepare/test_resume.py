@@ -36,8 +36,8 @@ def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags, seed):
     command = [str(inputs), *flags, "--on-error", "skip", "--shard-tokens", "4000", "--held-out", "0.1"]
     whole = prepared(tmp_path / "whole", *command)
     assert len(list(whole.folder.glob("train-*.tokens"))) > 3
-    killer = [sys.executable, str(KILLER), str(seed), "0.25", "10", *command, "--out", str(tmp_path / "killed")]
-    run = subprocess.run(killer, capture_output=True, text=True, timeout=120, check=False)
+    killer = [sys.executable, str(KILLER), str(seed), "10", str(tmp_path / "killed"), *command]
+    run = subprocess.run(killer, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     assert int(run.stdout.split()[-1]) >= 3, run.stdout
     assert "going on after" in run.stdout
