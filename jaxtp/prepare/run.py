@@ -167,10 +167,10 @@ class _Work:
         info = manifest.tokenizer
         yield f"{'dataset':<12}{self._out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}"
         for name in (TRAIN, VALIDATION):
-            of = totals(manifest.splits[name])
+            of, shards = totals(manifest.splits[name]), len(manifest.splits[name])
             yield (
                 f"{name:<12}{of['documents']:,} documents, {of['tokens']:,} tokens in "
-                f"{len(manifest.splits[name])} shards, the longest document {of['longest']:,}"
+                f"{shards} shard{'' if shards == 1 else 's'}, the longest document {of['longest']:,}"
             )
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"

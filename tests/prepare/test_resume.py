@@ -46,9 +46,9 @@ def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags, seed):
 
 def test_ended_at_each_moment_in_turn_and_resumed_to_the_byte(inputs, tmp_path, monkeypatch):
     """At the first, second, third ... time that something is brought to the disk, until none is left to end at."""
-    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 150)
+    monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 300)
     files = [str(inputs / "b.parquet"), str(inputs / "c.jsonl.zst")]
-    command = [*files, "--dedup", "--train-bpe", "300", "--shard-tokens", "9000", "--save-seconds", "0"]
+    command = [*files, "--dedup", "--train-bpe", "300", "--shard-tokens", "20000", "--save-seconds", "0"]
     whole = contents(prepared(tmp_path / "whole", *command).folder)
     real = os.fsync
     moment = 0
