@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise DatasetError(_not_there(folder)) from None
     except OSError as error:
         raise DatasetError(f"{path}: {error.strerror}") from None

@@ -101,7 +101,7 @@ class HuggingFaceTokenizer:
         eos_id = _end_token(ids, name, eos) if has_eos else None
         self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
         """Kind, checksum, sizes."""
-        file = json.loads(content)
+        file = json.loads(self._tokenizer.to_str())  # not the content, of which the library may read what is no JSON
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._cuts_at_lines = _splits_like_gpt2(file) and not any(
             token.lstrip or "\n" in token.content for token in self._added.values()

@@ -10,6 +10,7 @@ from jaxtp.data.manifest import TRAIN, VALIDATION
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import Document, PrepareError, Problem
 from jaxtp.prepare.formats import Source
+from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.sources import Position, read
 
 BATCH_BYTES = 2**22
@@ -94,11 +95,16 @@ def split_of(digest: bytes, held_out: float) -> str:
     return VALIDATION if fraction(digest) < held_out else TRAIN
 
 
-def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, of which the next is made by a thread while one is used."""
+def ahead(items: Iterator[T], interrupt: Interrupt) -> Iterator[T]:
+    """The same items, of which the next is made by a thread while one is used.
+
+    Raises:
+      InterruptError: Ctrl-C, after an item has been used.
+    """
     end = object()
     with ThreadPoolExecutor(1, thread_name_prefix="read") as pool:
         future = pool.submit(next, items, end)
         while (item := future.result()) is not end:
             future = pool.submit(next, items, end)
             yield item  # type: ignore[misc]
+            interrupt.check()

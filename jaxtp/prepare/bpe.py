@@ -8,13 +8,14 @@ from jaxtp.prepare.batches import Batch, Entry, ahead, batches, fraction, split_
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
+from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import Position
 
 END_TOKEN = "<|endoftext|>"
 
 
-def train(vocab_size: int, sources: list[Source], config: PrepareConfig, report: Report) -> bytes:
+def train(vocab_size: int, sources: list[Source], config: PrepareConfig, report: Report, interrupt: Interrupt) -> bytes:
     """Trains on a sample of the documents; the same inputs give the same file.
 
     Returns:
@@ -22,6 +23,7 @@ def train(vocab_size: int, sources: list[Source], config: PrepareConfig, report:
 
     Raises:
       PrepareError: there is nothing to train on, or something cannot be read and `on_error` is stop.
+      InterruptError: Ctrl-C, which waits until the library is through.
     """
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
@@ -33,24 +35,25 @@ def train(vocab_size: int, sources: list[Source], config: PrepareConfig, report:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_texts(sources, config, report), trainer)
+    tokenizer.train_from_iterator(_texts(sources, config, report, interrupt), trainer)
+    interrupt.check()
     return str(tokenizer.to_str()).encode()
 
 
-def _texts(sources: list[Source], config: PrepareConfig, report: Report) -> Iterator[str]:
+def _texts(sources: list[Source], config: PrepareConfig, report: Report, interrupt: Interrupt) -> Iterator[str]:
     """The texts of the sample. Compressed files count as they lie on disk, so the sample of them is larger."""
     share = config.bpe_sample / max(1, sum(source.size for source in sources))
     chosen = 0
-    for batch in ahead(batches(sources, Position(0, 0), config)):
+    for batch in ahead(batches(sources, Position(0, 0), config), interrupt):
         for entry in _sample(batch, config.held_out, share):
             chosen += entry.size
             yield entry.text
             if entry.prompt:
                 yield entry.prompt
-        report.moved(batch.done, f"training the tokenizer on {chosen / 1e6:,.1f} MB")
+        report.moved(batch.done, f"reading {chosen:,} bytes of text to train the tokenizer on")
     if not chosen:
         raise PrepareError("nothing to train a tokenizer on: the inputs, without the held-out part, have no text")
-    report.line(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen / 1e6:,.1f} MB of text")
+    report.line(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text")
 
 
 def _sample(batch: Batch, held_out: float, share: float) -> Iterator[Entry]:

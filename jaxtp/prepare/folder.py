@@ -24,7 +24,6 @@ SEEN = "seen.sha256"
 _PARTIAL = ".partial"
 
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
-_OURS = {MANIFEST, TOKENIZER, JOURNAL, INPUTS, SEEN}
 
 
 @contextmanager
@@ -105,12 +104,10 @@ def require_ours(folder: Path) -> None:
 
 
 def clear(folder: Path) -> None:
-    """Deletes a dataset, the manifest first, and the journal last; files of others stay."""
-    for name in (MANIFEST, *(path.name for path in folder.iterdir() if _SHARD.fullmatch(path.name))):
+    """Deletes a dataset but for a new journal, by which the folder stays ours; files of others stay too."""
+    for name in (MANIFEST, TOKENIZER, INPUTS, SEEN):
         (folder / name).unlink(missing_ok=True)
-    for name in sorted(_OURS - {JOURNAL}):
-        (folder / name).unlink(missing_ok=True)
-    clear_leftovers(folder)
+    drop_unknown(folder, set())
 
 
 def clear_leftovers(folder: Path) -> None:

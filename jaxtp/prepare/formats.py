@@ -164,18 +164,22 @@ def _read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Event]
 
 
 def _parquet_rows(file: Any, start: int, fields: Fields) -> Iterator[tuple[int, list[Any]]]:
-    """Rows after the first `start`, numbered from 1; row groups that end before are not read."""
-    row, first = 0, 0
-    while first < file.num_row_groups and row + file.metadata.row_group(first).num_rows <= start:
-        row += file.metadata.row_group(first).num_rows
-        first += 1
-    groups = list(range(first, file.num_row_groups))
-    for batch in file.iter_batches(_ROWS, row_groups=groups, columns=fields.names) if groups else ():
-        columns = [batch.column(batch.schema.get_field_index(name)) for name in fields.names]
-        for values in zip(*(column.to_pylist() for column in columns), strict=True):
-            row += 1
-            if row > start:
-                yield row, list(values)
+    """Rows after the first `start`, numbered from 1; row groups that end before are not read.
+
+    Batches begin with their row group, so that before a damaged page it is the same rows wherever reading began.
+    """
+    first = 0
+    for group in range(file.num_row_groups):
+        rows = file.metadata.row_group(group).num_rows
+        batches = file.iter_batches(_ROWS, row_groups=[group], columns=fields.names) if first + rows > start else ()
+        row = first
+        for batch in batches:
+            columns = [batch.column(batch.schema.get_field_index(name)).to_pylist() for name in fields.names]
+            for values in zip(*columns, strict=True):
+                row += 1
+                if row > start:
+                    yield row, list(values)
+        first += rows
 
 
 def _wrong_columns(source: Source, schema: Any, fields: Fields) -> Problem | None:

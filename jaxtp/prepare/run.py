@@ -17,6 +17,7 @@ from jaxtp.prepare.batches import Batch, Entry, ahead, batches, split_of
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
+from jaxtp.prepare.interrupt import Interrupt, InterruptError
 from jaxtp.prepare.journal import Seen, State
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.session import begin, given_tokenizer, tokenizer_for
@@ -30,18 +31,19 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     Raises:
       PrepareError: a bad input, a folder that cannot be written or holds something else.
       TokenizerError: a tokenizer that cannot be used.
+      KeyboardInterrupt: Ctrl-C.
     """
     given = given_tokenizer(config)
     sources = find_sources(config)
     try:
-        with folder.locked(out), Report(sum(source.size for source in sources)) as report:
+        with folder.locked(out), Interrupt() as interrupt, Report(sum(source.size for source in sources)) as report:
             state = begin(out, config, sources, given)
             if state is None:
                 report.line(f"{out} is finished; there is nothing to do")
                 return
-            tokenizer = tokenizer_for(out, config, sources, given, state, report)
+            tokenizer = tokenizer_for(out, config, sources, given, state, report, interrupt)
             with ExitStack() as stack:
-                _Work(out, config, sources, tokenizer, state, report, stack).finish()
+                _Work(out, config, sources, tokenizer, state, report, stack).finish(interrupt)
     except OSError as error:  # of an output: those of inputs are told by what reads them
         raise PrepareError(
             f"{error.filename or out}: {error.strerror}; when that is mended the same command goes on"
@@ -78,17 +80,20 @@ class _Work:
         self._seen = stack.enter_context(closing(Seen(out / folder.SEEN, state.seen))) if config.dedup else None
         self._counts, self._started = _Counts(), time.monotonic()
 
-    def finish(self) -> None:
+    def finish(self, interrupt: Interrupt) -> None:
         """Reads what is left of the inputs, and writes the manifest."""
         if self._state.position != (0, 0):
             self._report.line(f"going on after {self._describe_position()}")
         saved = time.monotonic()
         try:
-            for batch in ahead(batches(self._sources, self._state.position, self._config)):
+            for batch in ahead(batches(self._sources, self._state.position, self._config), interrupt):
                 self._take(batch)
                 if time.monotonic() - saved >= self._config.save_seconds:
                     self._save()
                     saved = time.monotonic()
+        except InterruptError:
+            self._save()
+            raise
         except PrepareError as error:  # what comes before the bad input is kept
             self._save()
             raise PrepareError(f"{error}\n{self._remedy()}") from None
@@ -162,10 +167,10 @@ class _Work:
         info = manifest.tokenizer
         yield f"{'dataset':<12}{self._out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}"
         for name in (TRAIN, VALIDATION):
-            of = totals(manifest.splits[name])
+            of, shards = totals(manifest.splits[name]), len(manifest.splits[name])
             yield (
                 f"{name:<12}{of['documents']:,} documents, {of['tokens']:,} tokens in "
-                f"{len(manifest.splits[name])} shards, the longest document {of['longest']:,}"
+                f"{shards} shard{'' if shards == 1 else 's'}, the longest document {of['longest']:,}"
             )
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"

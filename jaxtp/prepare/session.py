@@ -13,6 +13,7 @@ from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
+from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.journal import State
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import differences, listing, parse_listing
@@ -40,7 +41,9 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
     Raises:
       PrepareError: the folder holds something else.
     """
-    if config.overwrite and ((out / MANIFEST).exists() or (out / folder.JOURNAL).exists()):
+    there = (out / MANIFEST).exists() or (out / folder.JOURNAL).exists()
+    if there and config.overwrite:
+        State(arguments(config)).save(out)
         folder.clear(out)
     if (out / MANIFEST).exists():
         _require_same_finished(out, config, sources, given)
@@ -59,7 +62,13 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
 
 
 def tokenizer_for(
-    out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None, state: State, report: Report
+    out: Path,
+    config: PrepareConfig,
+    sources: list[Source],
+    given: Tokenizer | None,
+    state: State,
+    report: Report,
+    interrupt: Interrupt,
 ) -> Tokenizer:
     """The tokenizer of the dataset, its file in the folder; trained now if it has to be.
 
@@ -72,7 +81,7 @@ def tokenizer_for(
             folder.write_atomically(path, read_tokenizer(config.tokenizer))
         tokenizer = given
     elif config.train_bpe is not None and state.tokenizer is None:
-        folder.write_atomically(path, bpe.train(config.train_bpe, sources, config, report))
+        folder.write_atomically(path, bpe.train(config.train_bpe, sources, config, report, interrupt))
         tokenizer = _hugging_face(path.read_bytes(), str(path), config)
     else:
         tokenizer = _hugging_face(read_tokenizer(path), str(path), config)
@@ -106,9 +115,9 @@ def _require_same_unfinished(
     changed = configuration.differences(state.arguments, arguments(config))
     if state.tokenizer is not None:
         changed += _other_tokenizer(state.tokenizer, given)
-    read = state.position.source + (state.position.item > 0)
-    if config.train_bpe is not None and state.tokenizer is not None:
-        read = max(len(sources), read) + 1
+    read = None  # all of them
+    if config.train_bpe is None or state.tokenizer is None:
+        read = state.position.source + (state.position.item > 0)
     _refuse(out, "an unfinished dataset", changed or differences(_listed(out)[:read], listing(sources)[:read]))
 
 

@@ -156,11 +156,12 @@ class SplitWriter:
         sizes = Shard(progress.documents, progress.tokens, 0, 0, dict.fromkeys(self._suffixes, "")).file_sizes(
             self._dtype
         )
+        paths = {suffix: self._path(len(progress.shards), suffix) for suffix in sizes}
         for suffix, size in sizes.items():
-            path = self._path(len(progress.shards), suffix)
-            if not path.exists() or path.stat().st_size < size:
-                raise damaged(path, "it is shorter than it was")
-            file = path.open("r+b", _BUFFER)
+            if not paths[suffix].exists() or paths[suffix].stat().st_size < size:
+                raise damaged(paths[suffix], "it is shorter than it was")
+        for suffix, size in sizes.items():
+            file = paths[suffix].open("r+b", _BUFFER)
             file.truncate(size)
             file.seek(size)
             self._files[suffix] = file

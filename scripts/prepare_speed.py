@@ -1,0 +1,127 @@
+"""What preparing data costs: the command on the standard library's sources and on a JSONL file, and reading it back.
+
+    python scripts/prepare_speed.py
+
+Each command is a process of its own, start included, with the most memory that it held; medians of `--repeats`. Beside
+it what the tokenizers library alone needs for the same text, in this process.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from jaxtp.data.store import Split, open_dataset
+from jaxtp.data.tokenizer import load_tokenizer
+from jaxtp.prepare.__main__ import main as prepare
+
+LIBRARY = [sysconfig.get_paths()["stdlib"], "--include", "*.py", "--exclude", "site-packages", "--exclude", "test"]
+LIBRARY += ["--exclude", "tests", "--on-error", "skip", "--held-out", "0"]
+READS = 200_000
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """The time that it takes."""
+    started = time.perf_counter()
+    action()
+    return time.perf_counter() - started
+
+
+def command(out: Path, *arguments: str) -> tuple[float, float]:
+    """Runs the command afresh; its seconds, and the most MB that it held."""
+    run = [sys.executable, __file__, "--command", *arguments, "--out", str(out), "--overwrite"]
+    started = time.perf_counter()
+    output = subprocess.run(run, check=True, capture_output=True, text=True).stdout
+    return time.perf_counter() - started, float(output.split()[-1])
+
+
+def most_resident() -> float:
+    """The most MB that this process has held; not `ru_maxrss`, which it inherits from the one that started it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024 / 1e6
+
+
+def row(name: str, out: Path, repeats: int, *arguments: str) -> None:
+    """A line of the table."""
+    found = [command(out, *arguments) for _ in range(repeats)]
+    took, memory = (statistics.median(values) for values in zip(*found, strict=True))
+    split = open_dataset(out).splits["train"]
+    size = split.num_text_bytes / 1e6
+    print(
+        f"{name:<44}{size:>8.1f} MB{split.num_tokens / 1e6:>9.2f} M tokens{took:>8.2f} s{size / took:>8.1f} MB/s"
+        f"{memory:>8,.0f} MB of memory",
+        flush=True,
+    )
+
+
+def write_jsonl(path: Path, split: Split, copies: int) -> None:
+    """The documents of a split of bytes, several times."""
+    with path.open("w", encoding="utf-8") as file:
+        for copy in range(copies):
+            for index in range(split.num_documents):
+                file.write(json.dumps({"id": copy, "text": split.document(index).tobytes().decode()}) + "\n")
+
+
+def compare_with_library(folder: Path) -> None:
+    """Encoding by the library alone, on all cores; every document decodes to its bytes."""
+    tokenizer, split = load_tokenizer(folder / "bpe"), open_dataset(folder / "bpe").splits["train"]
+    decoded = [tokenizer.decode(split.document(index)) for index in range(split.num_documents)]
+    plain = open_dataset(folder / "bytes").splits["train"]
+    assert decoded == [plain.document(index).tobytes() for index in range(plain.num_documents)]
+    texts = [document.decode() for document in decoded]
+    library = Tokenizer.from_file(str(folder / "bpe/tokenizer.json"))
+    took = seconds(lambda: library.encode_batch_fast(texts, add_special_tokens=False))
+    print(f"\n{len(decoded):,} documents decode to their bytes")
+    print(f"the library alone encodes them in {took:.2f} s, {sum(map(len, decoded)) / 1e6 / took:.1f} MB/s")
+
+
+def read_back(split: Split) -> None:
+    """Documents in random order, by one thread and by four."""
+    order = np.random.default_rng(0).integers(0, split.num_documents, READS).tolist()
+    took = seconds(lambda: [split.document(index, 0, 128) for index in order])
+    print(f"{READS / took:,.0f} documents/s read by one thread, {1e6 * took / READS:.1f} us each")
+    with ThreadPoolExecutor(4) as pool:
+        parts = [order[i::4] for i in range(4)]
+        took = seconds(lambda: list(pool.map(lambda part: [split.document(i, 0, 128) for i in part], parts)))
+    print(f"{READS / took:,.0f} documents/s read by four threads")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--copies", type=int, default=8, help="of the library's sources in the JSONL file (default 8)")
+    arguments = parser.parse_args(argv)
+    load = f"load average {os.getloadavg()[0]:.1f} at the start"
+    print(f"{os.cpu_count()} cores, {load}, Python {sys.version.split()[0]}; sources of the standard library\n")
+    with tempfile.TemporaryDirectory() as name:
+        folder, repeats = Path(name), arguments.repeats
+        row("sources, bytes", folder / "bytes", repeats, *LIBRARY)
+        row("sources, --train-bpe 8192", folder / "bpe", repeats, *LIBRARY, "--train-bpe", "8192")
+        given = ["--tokenizer", str(folder / "bpe/tokenizer.json")]
+        row("sources, --tokenizer", folder / "given", repeats, *LIBRARY, *given)
+        rows = folder / "rows.jsonl"
+        write_jsonl(rows, open_dataset(folder / "bytes").splits["train"], arguments.copies)
+        row("JSONL, bytes", folder / "jsonl", repeats, str(rows), "--held-out", "0")
+        row("JSONL, --tokenizer", folder / "encoded", repeats, str(rows), "--held-out", "0", *given)
+        compare_with_library(folder)
+        read_back(open_dataset(folder / "encoded").splits["train"])
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--command"]:
+        code = prepare(sys.argv[2:])
+        print(most_resident())
+        sys.exit(code)
+    main()

@@ -1,0 +1,203 @@
+"""Reading datasets: what is in them, without reading more than is asked for, and what is wrong with them."""
+
+import json
+import pickle
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from corpora import jsonl, prepared, texts
+
+from jaxtp.data.manifest import MANIFEST, TokenizerInfo
+from jaxtp.data.store import DatasetError, open_dataset, verify
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    """Bytes, in several shards, with prompts."""
+    root = tmp_path_factory.mktemp("store")
+    rows = [{"p": text[: i % 7], "c": text} for i, text in enumerate(texts(200))]
+    fields = ["--prompt-field", "p", "--completion-field", "c"]
+    return prepared(root / "d", jsonl(root / "a.jsonl", rows), *fields, "--shard-tokens", 5000, "--held-out", 0.1)
+
+
+@pytest.fixture
+def copy(dataset, tmp_path):
+    return shutil.copytree(dataset.folder, tmp_path / "copy")
+
+
+def test_documents_tokens_and_positions_agree(dataset):
+    split = dataset.splits["train"]
+    assert len(list(dataset.folder.glob("train-*.tokens"))) > 3
+    documents = [split.document(i) for i in range(split.num_documents)]
+    everything = np.concatenate(documents)
+    assert everything.size == split.num_tokens
+    assert split.longest == max(map(len, documents))
+    assert np.concatenate(list(split.lengths())).tolist() == list(map(len, documents))
+    np.testing.assert_array_equal(split.tokens(0, split.num_tokens), everything)
+    owners = np.repeat(np.arange(split.num_documents), list(map(len, documents)))
+    for position in range(0, split.num_tokens, 37):
+        assert split.document_at(position) == owners[position]
+        np.testing.assert_array_equal(split.tokens(position, split.num_tokens), everything[position:])
+    assert split.tokens(5, 5).size == 0
+    assert split.num_text_bytes == split.num_tokens
+
+
+def test_a_part_of_a_document_stays_in_it(dataset):
+    split = dataset.splits["train"]
+    whole = split.document(3)
+    for start, stop in ((0, None), (2, 5), (0, 10**9), (len(whole) + 4, None), (3, 2)):
+        np.testing.assert_array_equal(split.document(3, start, stop), whole[start:stop])
+
+
+def test_prompts(dataset):
+    split = dataset.splits["train"]
+    assert split.has_prompts
+    for index in range(split.num_documents):
+        prompt = split.prompt_length(index)
+        document = split.document(index).tobytes()
+        assert document[prompt:].startswith(document[:prompt])
+
+
+def test_documents_are_views_of_the_files(dataset):
+    document = dataset.splits["train"].document(0)
+    assert type(document) is np.ndarray
+    assert not document.flags.writeable
+    assert not document.flags.owndata
+    assert dataset.splits["train"].tokens(0, 9).base is not None
+
+
+def test_opening_reads_no_data(dataset, copy):
+    opened = open_dataset(copy)
+    for path in copy.glob("*-*.*"):
+        path.unlink()
+    assert opened.splits["train"].num_tokens == dataset.splits["train"].num_tokens
+    with pytest.raises(DatasetError, match=r"train-00000\.documents: damaged dataset: .*No such file"):
+        opened.splits["train"].document(0)
+
+
+def test_what_is_not_there_is_an_index_error(dataset):
+    split = dataset.splits["train"]
+    for ask in (
+        lambda: split.document(split.num_documents),
+        lambda: split.document(-1),
+        lambda: split.document_at(split.num_tokens),
+        lambda: split.tokens(0, split.num_tokens + 1),
+        lambda: split.tokens(3, 2),
+        lambda: split.place(10**6),
+    ):
+        with pytest.raises(IndexError, match="of"):
+            ask()
+
+
+def test_places_name_shard_and_document(dataset):
+    split = dataset.splits["train"]
+    first = len(next(split.lengths()))
+    assert split.place(first - 1).endswith(f"train-00000.tokens, document {first - 1}")
+    assert split.place(first).endswith("train-00001.tokens, document 0")
+
+
+def test_threads_and_pickles_read_the_same(dataset):
+    split = dataset.splits["train"]
+    expected = [split.document(i).tobytes() for i in range(split.num_documents)]
+    fresh = pickle.loads(pickle.dumps(split))
+    assert len(pickle.dumps(split)) < 20_000
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: fresh.document(i).tobytes(), list(range(split.num_documents)) * 3))
+    assert found == expected * 3
+
+
+def test_identity_is_of_the_data(dataset, tmp_path):
+    rows = [{"p": text[: i % 7], "c": text} for i, text in enumerate(texts(200))]
+    fields = ["--prompt-field", "p", "--completion-field", "c", "--shard-tokens", 5000, "--held-out", 0.1]
+    same = prepared(tmp_path / "same", jsonl(tmp_path / "b.jsonl.gz", rows), *fields)
+    other = prepared(tmp_path / "other", jsonl(tmp_path / "c.jsonl", rows[1:]), *fields)
+    assert same.splits["train"].identity == dataset.splits["train"].identity
+    assert other.splits["train"].identity != dataset.splits["train"].identity
+
+
+@pytest.mark.parametrize(("size", "itemsize"), [(256, 1), (257, 2), (65536, 2), (65537, 4)])
+def test_the_smallest_dtype_that_holds_the_vocabulary(size, itemsize):
+    assert TokenizerInfo("huggingface", "", size, None).dtype.itemsize == itemsize
+
+
+def test_verify_is_silent_of_a_whole_dataset(dataset):
+    assert list(verify(dataset)) == []
+
+
+@pytest.mark.parametrize("suffix", ["tokens", "documents", "prompts"])
+def test_a_file_that_is_cut_short_is_named(copy, suffix):
+    path = copy / f"train-00001.{suffix}"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(DatasetError, match=rf"train-00001\.{suffix}: damaged dataset: cut short: [\d,]+ bytes of"):
+        open_dataset(copy)
+    path.write_bytes(path.read_bytes() + b"22")
+    with pytest.raises(DatasetError, match=rf"train-00001\.{suffix}: damaged dataset: too long"):
+        open_dataset(copy)
+    path.unlink()
+    with pytest.raises(DatasetError, match=rf"train-00001\.{suffix}: damaged dataset: No such file"):
+        open_dataset(copy)
+
+
+@pytest.mark.parametrize("suffix", ["tokens", "documents", "prompts"])
+def test_verify_finds_a_flipped_bit(copy, suffix):
+    path = copy / f"train-00001.{suffix}"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 64  # of the offsets, in the highest byte of one
+    path.write_bytes(content)
+    problems = list(verify(open_dataset(copy)))
+    assert any(f"train-00001.{suffix}: its sha256 is" in problem for problem in problems)
+    assert any("do not ascend" in problem for problem in problems) == (suffix == "documents")
+
+
+def edited(folder, edit):
+    record = json.loads((folder / MANIFEST).read_text())
+    edit(record)
+    (folder / MANIFEST).write_text(json.dumps(record))
+    return folder
+
+
+def test_verify_checks_ids_and_offsets_against_the_manifest(copy):
+    def edit(record):
+        record["tokenizer"]["vocab_size"] = 100
+        shard = record["splits"]["train"]["shards"][0]
+        shard["longest"] -= 1
+        record["splits"]["train"]["longest"] = max(s["longest"] for s in record["splits"]["train"]["shards"])
+
+    problems = list(verify(open_dataset(edited(copy, edit))))
+    assert any("is beyond the vocabulary of 100" in problem for problem in problems)
+    assert any("train-00000.documents: the longest document has" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda r: r.update(format=2), "format 2; this version of jaxtp reads format 1"),
+        (lambda r: r.pop("splits"), "'splits' is missing or not of type dict"),
+        (lambda r: r["splits"]["train"].update(tokens=3), "tokens of train are not those of its shards"),
+        (lambda r: r["splits"].update(secret=r["splits"].pop("train")), "unknown split 'secret'"),
+        (lambda r: r["tokenizer"].update(kind="mine"), "tokenizer kind 'mine'"),
+        (lambda r: r["tokenizer"].update(eos_id=256), "eos_id = 256"),
+        (lambda r: r["tokenizer"].update(vocab_size=True), "'vocab_size' is missing or not of type int"),
+        (lambda r: r.update(prompts=False), "a shard of the files"),
+        (lambda r: r["splits"]["train"]["shards"][0].update(documents=-1), "documents = -1"),
+        (lambda r: r["splits"]["train"]["shards"][0].update(documents=0), "a shard of 0 documents"),
+    ],
+)
+def test_a_manifest_that_does_not_hold_is_refused(copy, edit, message):
+    with pytest.raises(DatasetError, match=message):
+        open_dataset(edited(copy, edit))
+
+
+def test_what_is_no_dataset_is_refused(tmp_path):
+    with pytest.raises(DatasetError, match="no such folder; make a dataset there by"):
+        open_dataset(tmp_path / "nothing")
+    with pytest.raises(DatasetError, match=r"has no dataset\.json: it is not a dataset, or an unfinished one"):
+        open_dataset(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(DatasetError, match="is not a folder"):
+        open_dataset(tmp_path / "file")
+    (tmp_path / MANIFEST).write_text("[" * 100_000)
+    with pytest.raises(DatasetError, match="damaged: not JSON"):
+        open_dataset(tmp_path)

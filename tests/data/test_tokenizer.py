@@ -1,0 +1,154 @@
+"""Text into tokens and back."""
+
+import json
+import sys
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from corpora import decoded, jsonl, prepared, texts
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from jaxtp.data import tokenizer as module
+from jaxtp.data.manifest import TOKENIZER
+from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TokenizerError, load_tokenizer
+
+END = "<|endoftext|>"
+
+
+def byte_level(vocab_size=400, specials=(END, "<|im_start|>")):
+    library = Tokenizer(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(specials),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts(300), trainer)
+    return library
+
+
+LIBRARY = byte_level()
+CONTENT = LIBRARY.to_str().encode()
+TRAINED = HuggingFaceTokenizer(CONTENT, "x")
+
+
+@hypothesis.given(st.lists(st.text()))
+def test_byte_level_and_bytes_decode_to_the_bytes_of_any_text(batch):
+    for tokenizer in (TRAINED, ByteTokenizer()):
+        encoded = tokenizer.encode_batch(batch)
+        assert [tokenizer.decode(ids) for ids in encoded] == [text.encode() for text in batch]
+        assert all(ids.dtype == tokenizer.info.dtype for ids in encoded)
+
+
+@hypothesis.given(st.text(), st.integers(0, 40))
+def test_ids_cut_anywhere_decode_to_the_bytes_on_both_sides(text, cut):
+    (ids,) = TRAINED.encode_batch([text])
+    assert TRAINED.decode(ids[:cut]) + TRAINED.decode(ids[cut:]) == text.encode()
+
+
+@hypothesis.given(st.text(st.sampled_from(" \n\r\tab.'3é\x0b\u2028\x85")))
+def test_cutting_a_long_text_changes_no_token(text):
+    with pytest.MonkeyPatch.context() as patch:
+        whole = LIBRARY.encode(text, add_special_tokens=False).ids
+        patch.setattr(module, "_PIECE", 3)
+        patch.setattr(module, "_GROUP", 10)
+        assert TRAINED.encode_batch([text, text])[1].tolist() == whole
+
+
+def test_a_long_text_is_cut_only_where_that_changes_nothing(monkeypatch):
+    monkeypatch.setattr(module, "_PIECE", 3)
+    assert len(list(TRAINED._pieces("abcd\nefgh\nijkl"))) == 3
+    library = byte_level()
+    library.normalizer = normalizers.Strip()
+    stripped = HuggingFaceTokenizer(library.to_str().encode(), "x")
+    assert len(list(stripped._pieces("abcd\nefgh\n"))) == 1
+    library = byte_level()
+    library.add_tokens(["\n\n"])
+    assert len(list(HuggingFaceTokenizer(library.to_str().encode(), "x")._pieces("abcd\nefgh\n"))) == 1
+
+
+def test_the_settings_of_the_file_change_no_tokens():
+    library = Tokenizer.from_str(CONTENT.decode())
+    library.enable_truncation(3)
+    library.enable_padding(length=50)
+    library.post_processor = processors.TemplateProcessing(single=f"{END} $A {END}", special_tokens=[(END, 0)])
+    library.model.dropout = 0.9
+    tokenizer = HuggingFaceTokenizer(library.to_str().encode(), "x")
+    for _ in range(3):
+        for ids, expected in zip(tokenizer.encode_batch(texts(20)), TRAINED.encode_batch(texts(20)), strict=True):
+            np.testing.assert_array_equal(ids, expected)
+
+
+def test_special_tokens_in_text_are_text_unless_asked_for():
+    text = f"a{END}b<|im_start|>c"
+    (plain,) = TRAINED.encode_batch([text])
+    assert not {0, 1} & set(plain.tolist())
+    assert TRAINED.decode(plain) == text.encode()
+    (parsed,) = HuggingFaceTokenizer(CONTENT, "x", special_tokens=True).encode_batch([text])
+    assert [token for token in parsed.tolist() if token < 2] == [0, 1]
+    assert TRAINED.decode(parsed) == b"ab<|im_start|>c"
+
+
+def test_the_end_token():
+    assert TRAINED.info.eos_id == 0
+    assert HuggingFaceTokenizer(CONTENT, "x", eos="<|im_start|>").info.eos_id == 1
+    assert HuggingFaceTokenizer(CONTENT, "x", has_eos=False).info.eos_id is None
+    with pytest.raises(TokenizerError, match=r"x: has no token 'END'; it has .*<\|endoftext\|>"):
+        HuggingFaceTokenizer(CONTENT, "x", eos="END")
+    nameless = byte_level(specials=["#"]).to_str().encode()
+    with pytest.raises(TokenizerError, match=r"which token ends a document.*--eos TOKEN.*--no-eos"):
+        HuggingFaceTokenizer(nameless, "x")
+
+
+def test_gaps_in_the_ids_count_for_the_vocabulary():
+    record = json.loads(CONTENT)
+    record["model"]["vocab"]["gap"] = 70_000
+    tokenizer = HuggingFaceTokenizer(json.dumps(record).encode(), "x")
+    assert tokenizer.info.vocab_size == 70_001
+    assert tokenizer.info.dtype.itemsize == 4
+    with pytest.raises(TokenizerError, match="no token has the id 60000"):
+        tokenizer.decode(np.array([60_000]))
+
+
+def test_a_tokenizer_that_is_not_byte_level_decodes_as_the_library_does():
+    library = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2, "?": 3}, unk_token="?"))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = HuggingFaceTokenizer(library.to_str().encode(), "x")
+    (ids,) = tokenizer.encode_batch(["a b c"])
+    assert tokenizer.decode(np.append(ids, 2)) == b"a b ?"
+
+
+def test_a_text_without_a_token_is_an_error():
+    library = Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, unk_token="?"))
+    with pytest.raises(TokenizerError, match=r"x: cannot encode a text: .*UNK"):
+        HuggingFaceTokenizer(library.to_str().encode(), "x").encode_batch(["b"])
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff\xfe", CONTENT[:-20], b'{"model": {"type": "BPE"}}'])
+def test_what_is_no_tokenizer_is_an_error(content):
+    with pytest.raises(TokenizerError, match=r"x: not a tokenizer\.json|without a vocabulary"):
+        HuggingFaceTokenizer(content, "x")
+
+
+def test_the_tokenizer_of_a_dataset_is_the_one_that_made_it(tmp_path):
+    (tmp_path / "t.json").write_bytes(CONTENT)
+    dataset = prepared(tmp_path / "d", jsonl(tmp_path / "a.jsonl", texts(9)), "--tokenizer", tmp_path / "t.json")
+    assert load_tokenizer(dataset.folder).info == dataset.tokenizer
+    assert len(decoded(dataset)) == 9
+    path = dataset.folder / TOKENIZER
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(TokenizerError, match="is not the tokenizer that made the dataset"):
+        load_tokenizer(dataset.folder)
+    path.unlink()
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json: No such file"):
+        load_tokenizer(dataset.folder)
+
+
+def test_without_the_library_the_message_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(TokenizerError, match=r"x needs the library tokenizers: pip install 'jaxtp\[data\]'"):
+        HuggingFaceTokenizer(CONTENT, "x")
