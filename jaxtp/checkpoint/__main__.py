@@ -88,7 +88,7 @@ def _diff(a: reader.Stored, b: reader.Stored) -> int:
         difference = reader.difference(a, b, name)
         if difference:
             differ += 1
-            print(f"{difference:<24} {name}")
+            print(f"{difference:<23} {name}")
     print(f"{differ or 'none'} of {len(names)} arrays differ")
     return 1 if differ else 0
 

@@ -25,6 +25,7 @@ _SKIPPED_FOLDERS = {
     "__pycache__",
 }
 _HELD_OUT_ONE_IN = 20
+_PREPARED_FIRST = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
 
 
 class CorpusError(ValueError):
@@ -150,8 +151,12 @@ def text_file(path: Path) -> Part:
     """Any file, as the bytes of one document; the last twentieth is held out.
 
     Raises:
-      CorpusError: the file is missing, unreadable or empty.
+      CorpusError: the file is missing, unreadable or empty, or of a format that `jaxtp.prepare` reads.
     """
+    if path.suffix in _PREPARED_FIRST and path.exists():
+        raise CorpusError(
+            f"data.path={path} is not plain text: python -m jaxtp.prepare {path} --out FOLDER, then name that"
+        )
     content = _read(path)
     if len(content) < _HELD_OUT_ONE_IN:
         raise CorpusError(f"data.path={path} has {len(content)} bytes: too few to train on")
@@ -185,7 +190,7 @@ def _source(name: str, weight: float, part: Part, held_out: Part | None) -> Sour
     if validation is None:
         raise CorpusError(
             f"{part.description} has no documents to evaluate on; name others with --data.validation, or prepare it "
-            "with --held-out 0.01"
+            "with a larger --held-out"
         )
     return Source(name, weight, part.train, validation)
 

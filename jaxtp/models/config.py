@@ -1,13 +1,12 @@
 """What a decoder is made of, and which meshes can hold it."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from jaxtp.config import allowed
+from jaxtp.config import allowed, to_plain
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
@@ -94,10 +93,10 @@ class ModelConfig:
 _NOT_ARCHITECTURE = ("attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk", "precision")
 
 
-def architecture(config: ModelConfig) -> dict[str, int | float | bool]:
-    """The fields that decide what the parameters are and mean: equal for any run that can share a checkpoint."""
-    fields = dataclasses.asdict(config)
-    return {name: value for name, value in fields.items() if name not in _NOT_ARCHITECTURE}
+def architecture(config: ModelConfig) -> dict[str, Any]:
+    """The fields that decide what the parameters are and mean, as plain values: equal for any run that can share a
+    checkpoint."""
+    return {name: value for name, value in to_plain(config).items() if name not in _NOT_ARCHITECTURE}
 
 
 def violations(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[str]:

@@ -46,8 +46,10 @@ def _verify(folder: Path) -> int:
     try:
         dataset = open_dataset(folder)
     except DatasetError as error:
+        if not (folder / "dataset.json").exists():
+            return configuration.fail(PROGRAM, error)
         print(error)
-        return 1 if (folder / "dataset.json").exists() else configuration.fail(PROGRAM, error)
+        return 1
     problems = 0
     for problem in verify(dataset):
         problems += 1

@@ -85,7 +85,7 @@ class PrepareConfig:
     """Seconds between the points from which an interrupted command goes on."""
 
     overwrite: Switch = False
-    """Starts afresh where --out holds another dataset, which is deleted."""
+    """Starts afresh where --out holds another dataset, which is deleted before anything is read."""
 
     verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Instead: reads a dataset and compares it with its checksums; exit code 1 if it is damaged. Alone on the line."""

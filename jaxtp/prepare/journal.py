@@ -33,6 +33,10 @@ class State:
         """Counts something that is left out."""
         self.skipped[kind] = self.skipped.get(kind, 0) + count
 
+    def is_empty(self) -> bool:
+        """Whether there is no document yet: another command loses nothing by starting afresh."""
+        return not any(progress.shards or progress.documents for progress in self.splits.values())
+
     def save(self, folder: Path) -> None:
         """Replaces the journal; what it speaks of must be on the disk."""
         write_journal(folder, asdict(self))

@@ -165,13 +165,17 @@ class _Work:
 
     def _summary(self, manifest: Manifest) -> Iterator[str]:
         info = manifest.tokenizer
-        yield f"{'dataset':<12}{self._out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}"
+        wanted = self._config.train_bpe or 0
+        fewer = f" (the text gives no more than that; asked for {wanted:,})" if wanted > info.vocab_size else ""
+        yield f"{'dataset':<12}{self._out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
         for name in (TRAIN, VALIDATION):
             of, shards = totals(manifest.splits[name]), len(manifest.splits[name])
             yield (
                 f"{name:<12}{of['documents']:,} documents, {of['tokens']:,} tokens in "
                 f"{shards} shard{'' if shards == 1 else 's'}, the longest document {of['longest']:,}"
             )
+        if not manifest.splits[VALIDATION] and self._config.held_out:
+            yield f"{'':<12}nothing is held out: of so few documents, take a larger --held-out"
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
 
@@ -180,10 +184,10 @@ class _Work:
 
     def _remedy(self) -> str:
         done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
-        return (
-            f"{done:,} documents before it are done and stay. The same command goes on when that is mended, or leaves "
-            "out what cannot be read with --on-error skip"
-        )
+        skip = "the same command with --on-error skip leaves out what cannot be read"
+        if self._state.position.item:  # the beginning of this file is done, and must stay as it is
+            return f"Documents before it: {done:,}, done. Then {skip}, and goes on; a mended file needs --overwrite"
+        return f"Documents before it: {done:,}, done. The same command goes on when that is mended; {skip}"
 
     def _describe_position(self) -> str:
         source, item = self._state.position

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxtp import config as configuration
 from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo, read_manifest
+from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer
 from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
@@ -43,6 +44,7 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
     """
     there = (out / MANIFEST).exists() or (out / folder.JOURNAL).exists()
     if there and config.overwrite:
+        _require_elsewhere(out, config)
         State(arguments(config)).save(out)
         folder.clear(out)
     if (out / MANIFEST).exists():
@@ -54,8 +56,11 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
         folder.require_ours(out)
         state = State(arguments(config))
         state.save(out)
-    else:
-        _require_same_unfinished(out, config, sources, given, state)
+    elif changed := _changed_unfinished(out, config, sources, given, state):
+        if not state.is_empty():
+            _refuse(out, "an unfinished dataset", changed)
+        state = State(arguments(config))
+        state.save(out)
     lines = [json.dumps(record) + "\n" for record in listing(sources)]
     folder.write_atomically(out / folder.INPUTS, "".join(lines).encode())
     return state
@@ -93,6 +98,14 @@ def tokenizer_for(
     return tokenizer
 
 
+def _require_elsewhere(out: Path, config: PrepareConfig) -> None:
+    """Nothing that the command reads may be in the folder that it deletes."""
+    read = [Path(name).expanduser() for name in config.inputs] + ([config.tokenizer] if config.tokenizer else [])
+    for path in read:
+        if path.resolve().is_relative_to(out.resolve()):
+            raise PrepareError(f"--overwrite would delete {path} with {out}; copy it elsewhere, or name another --out")
+
+
 def _hugging_face(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
     eos = config.eos if config.train_bpe is None else config.eos or bpe.END_TOKEN
     return HuggingFaceTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=config.special_tokens)
@@ -101,6 +114,7 @@ def _hugging_face(content: bytes, name: str, config: PrepareConfig) -> HuggingFa
 def _require_same_finished(out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None) -> None:
     try:
         manifest = read_manifest(out)
+        open_dataset(out)  # every file is there, and as long as it was
     except DatasetError as error:
         raise PrepareError(f"{error}; --overwrite starts afresh") from None
     changed = configuration.differences(manifest.arguments, arguments(config))
@@ -108,9 +122,9 @@ def _require_same_finished(out: Path, config: PrepareConfig, sources: list[Sourc
     _refuse(out, "a dataset", changed or differences(_listed(out), listing(sources)))
 
 
-def _require_same_unfinished(
+def _changed_unfinished(
     out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None, state: State
-) -> None:
+) -> list[str]:
     """Inputs that have not been read yet may change, unless the tokenizer has learnt from them."""
     changed = configuration.differences(state.arguments, arguments(config))
     if state.tokenizer is not None:
@@ -118,7 +132,7 @@ def _require_same_unfinished(
     read = None  # all of them
     if config.train_bpe is None or state.tokenizer is None:
         read = state.position.source + (state.position.item > 0)
-    _refuse(out, "an unfinished dataset", changed or differences(_listed(out)[:read], listing(sources)[:read]))
+    return changed or differences(_listed(out)[:read], listing(sources)[:read])
 
 
 def _refuse(out: Path, what: str, changed: list[str]) -> None:

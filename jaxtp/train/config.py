@@ -72,7 +72,8 @@ class DataConfig:
     """In a YAML file, instead of path: weights of several, such as {data/code: 0.7, data/prose: 0.3}."""
 
     validation: UserPath | None = None
-    """A folder or text file to evaluate on; by default what is held out of the data to train on."""
+    """What to evaluate on: the held-out part of such a folder or file, or all of a folder that holds nothing out. By
+    default what is held out of the data to train on."""
 
     packing: Packing = "documents"
     """documents: each whole and by itself, several in a sequence, attention within each only. concatenated: all one

@@ -114,7 +114,7 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
     now = configuration.to_plain(config)
     model = architecture(config.model)
     fatal = configuration.differences({name: stored["model"].get(name) for name in model}, model, "model.")
-    fatal += configuration.differences(info["corpus"], corpus, "data: ")
+    fatal += configuration.differences(_contents(info["corpus"]), _contents(corpus), "data: ")
     for section, field in (
         ("run", "seed"),
         ("data", "sequence_length"),
@@ -141,6 +141,11 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
         *(f"changed since: {line}" for line in matter),
         *(f"changed since, without effect on the numbers: {line}" for line in lines if line not in matter),
     ]
+
+
+def _contents(corpus: Mapping[str, Any]) -> dict[str, Any]:
+    """What is read, wherever it lies."""
+    return {name: value for name, value in corpus.items() if name != "source"}
 
 
 def _is_harmless(setting: str) -> bool:

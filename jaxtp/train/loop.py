@@ -264,7 +264,8 @@ class Loop:
                 count=settings.batches,
             )
         ]
-        return sum(float(total) for total, _ in sums) / sum(float(valid) for _, valid in sums)
+        labels = sum(float(valid) for _, valid in sums)
+        return sum(float(total) for total, _ in sums) / labels if labels else math.nan
 
     def _save(self, eval_loss: float | None) -> None:
         run = self._run

@@ -159,6 +159,7 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, ke
         (total, count), grads = grads_of_sum(params, batch, rows)
     else:
         total, count, grads = _accumulate(grads_of_sum, params, batch, rows, settings.accumulation)
+    count = jnp.maximum(count, 1)  # a batch may be all prompts or padding: then nothing is learnt from it
     return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
 
 

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -199,7 +198,7 @@ def test_stopped_by_a_bad_file_it_goes_on_where_it_is_mended(tmp_path, capsys, m
     error = refused(capsys, folder, "--out", tmp_path / "d", "--dedup")
     assert "40.txt: not UTF-8" in error
     count = len(set(TEXTS[:40]))
-    assert f"{count} documents before it are done and stay" in error
+    assert f"Documents before it: {count}, done" in error
     (folder / "40.txt").write_text("mended")
     (folder / "60.txt").write_text("added")
     resumed = prepared(tmp_path / "d", folder, "--dedup")
@@ -241,12 +240,12 @@ def test_a_damaged_unfinished_dataset_is_said_to_be(tmp_path, capsys, name):
 def test_a_full_disk_is_an_error_and_the_command_goes_on(tmp_path):
     """A limit on the size of files stands in for it."""
     jsonl(tmp_path / "a.jsonl", [text * 20 for text in TEXTS])
-    command = [*COMMAND, str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "d")]
-
-    def limit():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
-    full = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit, check=False)
+    limited = (
+        "import resource, runpy; resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000)); "
+        "runpy.run_module('jaxtp.prepare', run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", limited, str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "d")]
+    full = subprocess.run(command, capture_output=True, text=True, check=False)
     assert full.returncode == 2, full.stderr
     assert "File too large; when that is mended the same command goes on" in full.stderr
     assert "Traceback" not in full.stderr
@@ -311,3 +310,31 @@ def test_verify(tmp_path, rows, capsys):
     assert main(["--verify", str(tmp_path / "d")]) == 1
     assert "train-00000.tokens: damaged dataset: cut short" in capsys.readouterr().out
     assert "no such folder" in refused(capsys, "--verify", tmp_path / "x")
+
+
+def test_a_first_command_that_failed_can_be_corrected(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"content": "one"}\n{"content": "two"}\n')
+    command = [str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
+    assert main(command) == 2
+    assert main([*command, "--field", "content"]) == 0
+    assert "nothing is held out: of so few documents, take a larger --held-out" in capsys.readouterr().out
+
+
+def test_what_a_command_reads_is_not_deleted_by_it(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text " * 50)
+    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--held-out", "0"]
+    assert main([*command, "--train-bpe", "300"]) == 0
+    assert "asked for 300" in capsys.readouterr().out
+    tokenizer = tmp_path / "out/tokenizer.json"
+    assert main([*command, "--overwrite", "--tokenizer", str(tokenizer)]) == 2
+    assert f"--overwrite would delete {tokenizer}" in capsys.readouterr().err
+    assert tokenizer.exists()
+
+
+def test_a_finished_dataset_that_lost_something_is_not_taken_for_done(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("some text")
+    command = [str(tmp_path / "a.txt"), "--out", str(tmp_path / "out"), "--held-out", "0"]
+    assert main(command) == 0
+    (tmp_path / "out/train-00000.tokens").write_bytes(b"some")
+    assert main(command) == 2
+    assert "cut short: 4 bytes of 9; --overwrite starts afresh" in capsys.readouterr().err

@@ -80,7 +80,7 @@ def test_a_mixture_and_a_validation_set_of_its_own(tmp_path, texts, dataset, com
     assert f"epochs of {again}" in out
     (tmp_path / "c.yaml").write_text((tmp_path / "c.yaml").read_text().replace(": 3,", ": 2,"))
     assert train([*flags, "--train.steps", "9"]) == 2
-    assert "data: source: 3 x" in capsys.readouterr().err
+    assert "data: sha256: " in capsys.readouterr().err
 
 
 def test_instruction_data(tmp_path, texts, command, capsys):
@@ -123,3 +123,28 @@ def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(tmp_path, da
         tokens.write_bytes(whole)
     assert f"{tokens}, document" in (error := capsys.readouterr().err)
     assert "token 9999 is beyond model.vocab_size=301" in error
+
+
+def test_prompts_longer_than_a_sequence_give_no_loss_and_no_nan(tmp_path, command):
+    rows = [{"prompt": f"{i:200}", "completion": "yes"} for i in range(20)]
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = ["--prompt-field", "prompt", "--completion-field", "completion", "--held-out", "0.3"]
+    assert prepare([str(tmp_path / "long.jsonl"), *fields, "--out", str(tmp_path / "long")]) == 0
+    flags = ["--data.path", str(tmp_path / "long"), "--data.global-batch-size", "2", "--train.steps", "20"]
+    assert train([*command, *flags, *mesh(1, 1, 2)]) == 0
+    losses = records(tmp_path / "run").values()
+    assert 0.0 in losses
+    assert max(losses) > 0
+
+
+def test_data_may_move(tmp_path, dataset, command):
+    assert train([*command, "--data.path", str(dataset), *mesh(1, 1, 2), "--train.steps", "3"]) == 0
+    (tmp_path / "moved").symlink_to(dataset)
+    assert train([*command, "--data.path", str(tmp_path / "moved"), *mesh(1, 1, 2)]) == 0
+    assert max(records(tmp_path / "run")) == 6
+    assert train([*command, "--config", str(tmp_path / "run/config.yaml"), "--train.steps", "7", *mesh(1, 1, 2)]) == 0
+
+
+def test_files_that_must_be_prepared_first(tmp_path, texts, command, capsys):
+    assert train([*command, "--data.path", str(texts / "pairs.jsonl"), *mesh(1, 1, 2)]) == 2
+    assert "is not plain text: python -m jaxtp.prepare" in capsys.readouterr().err
