@@ -2,13 +2,15 @@
 
     python scripts/loader_speed.py
 
-Writes datasets of synthetic documents (bytes; log-normal lengths, median 300), a small one and one ten times as large,
+Writes datasets of synthetic documents (bytes; log-normal lengths, median 300), one and another five times as large,
 then times the batches that a training process would get, on the host: from memory-mapped files through packing,
 shuffling and stacking. Memory is what a process of its own has more than before, and not as pages of files, which the
 operating system may drop at any time.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import statistics
 import subprocess
@@ -40,7 +42,8 @@ def write_dataset(folder: Path, tokens: int) -> None:
         for length in lengths:
             text = random.choice(alphabet, length).tobytes().decode()
             file.write(json.dumps({"text": text}) + "\n")
-    assert prepare([str(source), "--out", str(folder), "--held-out", "0"]) == 0
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert prepare([str(source), "--out", str(folder), "--held-out", "0"]) == 0
     source.unlink()
 
 
@@ -93,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the measurement."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tokens", type=int, default=20_000_000, help="of the small dataset; the other has ten times as many"
+        "--tokens", type=int, default=80_000_000, help="of the small dataset; the other has five times as many"
     )
     parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
     parser.add_argument("--repeats", type=int, default=3, help="of each; the median is shown")
@@ -106,7 +109,7 @@ def main(argv: list[str] | None = None) -> None:
         print(json.dumps(found | {"memory": anonymous_bytes() - before}))
         return
     with tempfile.TemporaryDirectory() as folder:
-        table([arguments.tokens, 10 * arguments.tokens], arguments.seconds, arguments.repeats, Path(folder))
+        table([arguments.tokens, 5 * arguments.tokens], arguments.seconds, arguments.repeats, Path(folder))
 
 
 if __name__ == "__main__":
