@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -11,6 +11,7 @@ from jaxtp.config import allowed
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.qk_norm import QKNormKind
+from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import FSDP, TP
 from jaxtp.models.remat import RematPolicy
 
@@ -45,6 +46,12 @@ class ModelConfig:
 
     rope_theta: Annotated[float, Field(gt=0), allowed("above 0")] = 10_000.0
     """Base of the rotary frequencies."""
+
+    rope_scaling: RopeScaling = RopeScaling()
+    """How rotary frequencies are lowered for long contexts."""
+
+    sliding_window: Size | None = None
+    """Positions that each one sees, itself and those before it; by default all. The same in every layer."""
 
     norm_eps: Annotated[float, Field(gt=0), allowed("above 0")] = 1e-5
     """Added to the mean square in every RMSNorm."""
@@ -90,7 +97,7 @@ class ModelConfig:
 _NOT_ARCHITECTURE = ("attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk", "precision")
 
 
-def architecture(config: ModelConfig) -> dict[str, int | float | bool]:
+def architecture(config: ModelConfig) -> dict[str, Any]:
     """The fields that decide what the parameters are and mean: equal for any run that can share a checkpoint."""
     fields = dataclasses.asdict(config)
     return {name: value for name, value in fields.items() if name not in _NOT_ARCHITECTURE}
@@ -124,7 +131,19 @@ def violations(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[str]:
             f"tp can be {_listed(fits)}"
         )
     yield from not_divisible("model.d_ff", config.d_ff, "mesh.tp", tp)
+    yield from _rope_violations(config)
     yield from not_divisible("model.d_model", config.d_model, "mesh.fsdp", fsdp)
+
+
+def _rope_violations(config: ModelConfig) -> Iterator[str]:
+    scaling = config.rope_scaling
+    if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield (
+            f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} is not above "
+            f"low_freq_factor={scaling.low_freq_factor}; 4 and 1 are usual"
+        )
+    if scaling.kind == "yarn" and config.rope_theta <= 1:
+        yield f"model.rope_theta={config.rope_theta} is not above 1, which yarn needs; 10000 is usual"
 
 
 def not_divisible(name: str, value: int, by_name: str, by: int) -> Iterator[str]:
