@@ -58,18 +58,32 @@ class StoredTensor:
     def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
         """Its rows `[first, last)` in blocks: the index of a block's first row, and the block `[rows, ...]`.
 
+        A block is valid until the next is asked for: all are read into the same memory.
+
         Raises:
           SafetensorsError: the file ends before the tensor does.
         """
-        dtype, rows = DTYPES[self.dtype], self.shape[0]
+        rows = self.shape[0]
         last = rows if last is None else last
         row_bytes = self.num_bytes // rows
-        step = max(1, _BLOCK // row_bytes)
+        step = min(max(1, _BLOCK // row_bytes), max(1, last - first))
+        buffer = np.empty((step, *self.shape[1:]), DTYPES[self.dtype])
         with self.file.open("rb", buffering=0) as file:
             for row in range(first, last, step):
-                block = np.empty((min(step, last - row), *self.shape[1:]), dtype)
+                block = buffer[: min(step, last - row)]
                 self._read(file.fileno(), block, self.offset + row * row_bytes)
                 yield row, block
+
+    def read(self) -> Block:
+        """The whole tensor; for small ones.
+
+        Raises:
+          SafetensorsError: as `blocks`.
+        """
+        whole = np.empty(self.shape, DTYPES[self.dtype])
+        for row, block in self.blocks():
+            whole[row : row + len(block)] = block
+        return whole
 
     def _read(self, file: int, block: Block, offset: int) -> None:
         view = memoryview(block.reshape(-1).view(np.uint8).data)
@@ -181,20 +195,22 @@ def _entry(path: Path, name: str, value: Any, start: int) -> StoredTensor:
 
 def _without_gaps(path: Path, tensors: list[StoredTensor], start: int, size: int) -> dict[str, StoredTensor]:
     """The tensors in the order of their data, which they must cover, each byte once."""
-    position, before = start, "the header"
-    for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes)):
+    for tensor in tensors:
         if tensor.offset + tensor.num_bytes > size:
             raise SafetensorsError(
                 f"{path}: {tensor.name}: its data end at byte {tensor.offset + tensor.num_bytes:,}, and the file has "
                 f"{size:,}; it is cut off"
             )
+    position, before = start, "the header"
+    ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
+    for tensor in ordered:
         if tensor.offset != position:
             wrong = "overlap" if tensor.offset < position else "leave a gap after"
             raise SafetensorsError(f"{path}: {tensor.name}: its data {wrong} those of {before}")
         position, before = tensor.offset + tensor.num_bytes, tensor.name
     if position != size:
         raise SafetensorsError(f"{path}: {size - position:,} bytes after the data of {before} belong to no tensor")
-    return {tensor.name: tensor for tensor in sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))}
+    return {tensor.name: tensor for tensor in ordered}
 
 
 def _is_sizes(value: Any) -> bool:

@@ -1,6 +1,7 @@
 """A folder in Hugging Face format into a model on a mesh: every device's part straight from the bytes of the files."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +21,17 @@ from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import CONFIG, Folder, HFError, open_folder
 from jaxtp.hf.names import HEAD, TABLE, Place, check_layers, check_tensors, places
 from jaxtp.layers.precision import Precision
-from jaxtp.mesh import current_mesh, mesh_sizes
+from jaxtp.mesh import AXES, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, violations
 from jaxtp.models.decoder import Decoder
 
 Progress = Callable[[int, int], None]
 """Told the bytes read so far, and those there are."""
 
+_TILE = 64
+"""Rows and columns."""
+_ALIGNMENT = 64
+"""Bytes, of XLA's arrays on CPUs."""
 _EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
 """Bits that are all set in a number that is not finite."""
 
@@ -71,7 +76,8 @@ def import_config(folder: Folder, precision: Precision | None, overrides: Mappin
 
 def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
     """As `load_hf`, with the configuration of `import_config`."""
-    if mesh is not None and (problems := list(violations(config, mesh_sizes(mesh)))):
+    sizes = dict.fromkeys(AXES, 1) if mesh is None else mesh_sizes(mesh)
+    if problems := list(violations(config, sizes)):
         raise HFError(f"{folder.path} does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
     try:
         check_layers(folder.tensors, config.num_layers)
@@ -137,7 +143,10 @@ def _read(source: _Source, needed: list[Place], abstract: nnx.State, mesh: Mesh 
             arrays[place.ours] = _zeros(shape, jnp.dtype(variable.dtype), _sharding(mesh, declared))
         one = PartitionSpec(*declared[1:])  # layers are not split
         layer = _place(source, place, shape[1:], _sharding(mesh, one), variable.dtype)
-        arrays[place.ours] = _with_layer(arrays[place.ours], layer, np.int32(place.layer))
+        stacked = _with_layer(arrays[place.ours], layer, np.int32(place.layer))
+        arrays[place.ours] = jax.block_until_ready(
+            stacked
+        )  # or layers would pile up in memory, each waiting for its turn
     return arrays
 
 
@@ -168,7 +177,7 @@ def _place(source: _Source, place: Place, shape: tuple[int, ...], sharding: Shar
     """
     indices = sharding.addressable_devices_indices_map(shape)
     bounds = {device: _bounds(index, shape) for device, index in indices.items()}
-    parts = {where: np.zeros([stop - start for start, stop in where], dtype) for where in set(bounds.values())}
+    parts = {where: _aligned_zeros(tuple(b - a for a, b in where), np.dtype(dtype)) for where in set(bounds.values())}
     dim = 1 if place.transposed else 0  # of ours that is the rows of theirs
     rows = place.shape[0]
     first, last = min(where[dim][0] for where in parts), min(rows, max(where[dim][1] for where in parts))
@@ -193,11 +202,27 @@ def _deal(block: Block, row: int, part: Block, where: tuple[tuple[int, int], ...
         return
     mine, target = block[low - row : high - row], slice(low - start, high - start)
     if transposed:
-        part[:, target] = mine[:, slice(*where[0])].T
+        _copy_transposed(part[:, target], mine[:, slice(*where[0])])
     elif part.ndim > 1:
         part[target] = mine[:, slice(*where[1])]
     else:
         part[target] = mine
+
+
+def _copy_transposed(target: Block, source: Block) -> None:
+    """In tiles that stay in a core's cache, which takes a third of the time."""
+    for row in range(0, source.shape[0], _TILE):
+        for column in range(0, source.shape[1], _TILE):
+            tile = source[row : row + _TILE, column : column + _TILE]
+            target[column : column + _TILE, row : row + _TILE] = tile.T
+
+
+def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:
+    """Zeros that a CPU device takes as they are, without a copy."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % _ALIGNMENT
+    return raw[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
 def _check_finite(tensor: StoredTensor, row: int, block: Block) -> None:

@@ -60,7 +60,7 @@ def check_layers(stored: Mapping[str, StoredTensor], num_layers: int) -> None:
       HFError: it is not that of the tensors.
     """
     layers = {int(match[1]) for name in stored if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))}
-    if (layers != set(range(num_layers)) and num_layers > len(stored)) or max(layers, default=0) >= num_layers:
+    if num_layers != max(layers, default=-1) + 1 or num_layers > len(stored):
         raise HFError(
             f"num_hidden_layers = {num_layers}, and the tensors are those of {len(layers)} layers"
             + (f", the last of them {max(layers)}" if layers else "")
