@@ -2,6 +2,10 @@
 
 from importlib.metadata import version as _version
 
+from jaxtp.hf.attributes import read_config
+from jaxtp.hf.folder import HFError
+from jaxtp.hf.load import load_hf
+from jaxtp.hf.save import save_hf
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -26,6 +30,7 @@ __all__ = [
     "ColumnParallelLinear",
     "Decoder",
     "DecoderBlock",
+    "HFError",
     "MeshError",
     "ModelConfig",
     "Precision",
@@ -35,7 +40,10 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "audit",
+    "load_hf",
     "make_mesh",
+    "read_config",
+    "save_hf",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",
 ]

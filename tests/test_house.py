@@ -12,6 +12,7 @@ LEVELS = [
     {"mesh", "collectives", "config", "launch"},
     {"layers", "parallel", "data"},
     {"models", "checkpoint"},
+    {"hf"},
     {"train", "generate", "prepare"},
     {"check", "estimate", "convert"},
 ]

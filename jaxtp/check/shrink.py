@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from jaxtp.mesh import AXES, DP, FSDP, TP
 from jaxtp.models.config import ModelConfig, violations
@@ -85,6 +86,7 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
         rope_theta=ROPE_THETA,
         attention="xla",  # cudnn needs a GPU
         loss_chunk=chunk,
+        **_reach(config.model, sequence, config.data.sequence_length),
     )
     return dataclasses.replace(
         config,
@@ -104,6 +106,16 @@ def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
             old, new = getattr(before, field.name), getattr(after, field.name)
             if old != new and field.name != "steps":
                 yield f"{section}.{field.name} {old} -> {new}"
+
+
+def _reach(model: ModelConfig, sequence: int, before: int) -> dict[str, Any]:
+    """What counts in positions, by as much as the sequence was shrunk."""
+    scaling, window = model.rope_scaling, model.sliding_window
+    shorter = max(1, scaling.original_length * sequence // before)
+    return {
+        "rope_scaling": scaling if scaling.kind == "none" else dataclasses.replace(scaling, original_length=shorter),
+        "sliding_window": window and max(1, window * sequence // before),
+    }
 
 
 def _own_mesh(mesh: Mapping[str, int]) -> tuple[int, int, int]:

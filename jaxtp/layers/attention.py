@@ -12,7 +12,7 @@ from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.qk_norm import QKNorm, QKNormKind
-from jaxtp.layers.rope import apply_rope
+from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope
 from jaxtp.layers.segments import segment_mask, segment_positions
 from jaxtp.layers.sequence import SequenceParallel
 from jaxtp.mesh import TP
@@ -30,6 +30,8 @@ class CausalSelfAttention(nnx.Module):
         gradient summed by the tp / K devices that share it.
       head_dim: H, independent of D / N.
       rope_theta: base of the rotary frequencies.
+      rope_scaling: how they are lowered for long contexts.
+      sliding_window: how many positions each one sees, itself and those before it; None for all.
       qk_norm: normalises queries and keys before rotation, "head" by head or over the whole "projection".
       norm_eps: of that normalisation.
       use_bias: adds biases to the query, key and value projections.
@@ -53,6 +55,8 @@ class CausalSelfAttention(nnx.Module):
         head_dim: int,
         *,
         rope_theta: float = 10_000.0,
+        rope_scaling: RopeScaling = UNSCALED,
+        sliding_window: int | None = None,
         qk_norm: QKNormKind = "none",
         norm_eps: float = 1e-6,
         use_bias: bool = False,
@@ -65,6 +69,8 @@ class CausalSelfAttention(nnx.Module):
     ):
         self.head_dim = head_dim
         self.rope_theta = rope_theta
+        self.rope_scaling = rope_scaling
+        self.sliding_window = sliding_window
         self.implementation = implementation
         self.qkv = ColumnParallelLinear(
             d_model,
@@ -107,7 +113,10 @@ class CausalSelfAttention(nnx.Module):
         if scales:
             q, k = (norm(x, scale) for norm, x, scale in zip(self.qk_norms, (q, k), scales, strict=True))
         positions = jnp.arange(q.shape[1]) if segments is None else segment_positions(segments)
-        q, k = apply_rope(q, positions, self.rope_theta), apply_rope(k, positions, self.rope_theta)
+        q, k = (apply_rope(x, positions, self.rope_theta, self.rope_scaling) for x in (q, k))
         mask = None if segments is None else segment_mask(segments)
-        y = jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True, implementation=self.implementation)
+        window = None if self.sliding_window is None else (self.sliding_window - 1, 0)  # to the left, to the right
+        y = jax.nn.dot_product_attention(
+            q, k, v, mask=mask, is_causal=True, local_window_size=window, implementation=self.implementation
+        )
         return y.reshape(*y.shape[:2], -1)

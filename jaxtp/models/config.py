@@ -11,6 +11,7 @@ from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.qk_norm import QKNormKind
+from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import FSDP, TP
 from jaxtp.models.remat import RematPolicy
 
@@ -45,6 +46,12 @@ class ModelConfig:
 
     rope_theta: Annotated[float, Field(gt=0), allowed("above 0")] = 10_000.0
     """Base of the rotary frequencies."""
+
+    rope_scaling: RopeScaling = RopeScaling()
+    """How rotary frequencies are lowered for long contexts."""
+
+    sliding_window: Size | None = None
+    """Positions that each one sees, itself and those before it; by default all. The same in every layer."""
 
     norm_eps: Annotated[float, Field(gt=0), allowed("above 0")] = 1e-5
     """Added to the mean square in every RMSNorm."""
@@ -127,7 +134,19 @@ def violations(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[str]:
             f"tp can be {_listed(fits)}"
         )
     yield from not_divisible("model.d_ff", config.d_ff, "mesh.tp", tp)
+    yield from _rope_violations(config)
     yield from not_divisible("model.d_model", config.d_model, "mesh.fsdp", fsdp)
+
+
+def _rope_violations(config: ModelConfig) -> Iterator[str]:
+    scaling = config.rope_scaling
+    if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield (
+            f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} is not above "
+            f"low_freq_factor={scaling.low_freq_factor}; 4 and 1 are usual"
+        )
+    if scaling.kind == "yarn" and config.rope_theta <= 1:
+        yield f"model.rope_theta={config.rope_theta} is not above 1, which yarn needs; 10000 is usual"
 
 
 def not_divisible(name: str, value: int, by_name: str, by: int) -> Iterator[str]:

@@ -31,6 +31,8 @@ class DecoderBlock(nnx.Module):
             config.num_kv_heads,
             config.head_dim,
             rope_theta=config.rope_theta,
+            rope_scaling=config.rope_scaling,
+            sliding_window=config.sliding_window,
             qk_norm=config.qk_norm,
             norm_eps=config.norm_eps,
             use_bias=config.attention_bias,

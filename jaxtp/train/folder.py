@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxtp import config as configuration
-from jaxtp.models.config import architecture
+from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
 
 CONFIG = "config.yaml"
@@ -113,7 +113,8 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
     stored = info["config"]
     now = configuration.to_plain(config)
     model = architecture(config.model)
-    fatal = configuration.differences({name: stored["model"].get(name) for name in model}, model, "model.")
+    before = architecture(ModelConfig()) | stored["model"]  # a setting that is newer than the checkpoint had no effect
+    fatal = configuration.differences({name: before[name] for name in model}, model, "model.")
     fatal += configuration.differences(_contents(info["corpus"]), _contents(corpus), "data: ")
     for section, field in (
         ("run", "seed"),

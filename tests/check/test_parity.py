@@ -9,6 +9,7 @@ import jaxtp
 from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.rope import RopeScaling
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 LLAMA = jaxtp.ModelConfig(
@@ -43,7 +44,11 @@ CONFIGS = {
         scan_layers=False,
     ),
     "accumulation": variant(
-        remat="save_gathered", dropout=0.1, train=LoopConfig(steps=10, accumulation=2, z_loss=1e-3)
+        remat="save_gathered",
+        dropout=0.1,
+        sliding_window=3,
+        rope_scaling=RopeScaling(kind="yarn", factor=2.0, original_length=8),
+        train=LoopConfig(steps=10, accumulation=2, z_loss=1e-3),
     ),
     "adapters": variant(num_kv_heads=2, head_dim=12, lora=LoraConfig(rank=3)),
 }

@@ -1,0 +1,226 @@
+"""The safetensors format, read and written: 8 bytes that say how long the header is, the header in JSON, the data.
+
+A file is not trusted: its header is checked against its size before anything is read, and nothing in it is executed.
+Tensors are read in blocks of rows, so that none is ever whole in memory unless it is small. The format is described at
+https://huggingface.co/docs/safetensors; its library has no bfloat16 in NumPy and reads whole tensors.
+"""
+
+import json
+import math
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import NDArray
+
+Block = NDArray[Any]
+
+DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
+"""Those of a model's weights."""
+
+_OTHER_BYTES = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
+    **{"I16": 2, "U16": 2, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8},
+}
+_LENGTH = 8
+_MAX_HEADER = 100_000_000
+"""Bytes; the limit of the format."""
+_ALIGNMENT = 8
+_MAX_DIMS = 8
+_METADATA = "__metadata__"
+_BLOCK = 2**24
+"""Bytes read at a time, about: enough for a disk, and little beside a model."""
+
+
+class SafetensorsError(ValueError):
+    """A file that is not what the format says."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    file: Path
+    name: str
+    dtype: str
+    """As the format spells it: F32, BF16, F16, ..."""
+    shape: tuple[int, ...]
+    offset: int
+    """Of its first byte in the file."""
+    num_bytes: int
+
+    def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
+        """Its rows `[first, last)` in blocks: the index of a block's first row, and the block `[rows, ...]`.
+
+        A block is valid until the next is asked for: all are read into the same memory.
+
+        Raises:
+          SafetensorsError: the file ends before the tensor does.
+        """
+        rows = self.shape[0]
+        last = rows if last is None else last
+        row_bytes = self.num_bytes // rows
+        step = min(max(1, _BLOCK // row_bytes), max(1, last - first))
+        buffer = np.empty((step, *self.shape[1:]), DTYPES[self.dtype])
+        with self.file.open("rb", buffering=0) as file:
+            for row in range(first, last, step):
+                block = buffer[: min(step, last - row)]
+                self._read(file.fileno(), block, self.offset + row * row_bytes)
+                yield row, block
+
+    def read(self) -> Block:
+        """The whole tensor; for small ones.
+
+        Raises:
+          SafetensorsError: as `blocks`.
+        """
+        whole = np.empty(self.shape, DTYPES[self.dtype])
+        for row, block in self.blocks():
+            whole[row : row + len(block)] = block
+        return whole
+
+    def _read(self, file: int, block: Block, offset: int) -> None:
+        view = memoryview(block.reshape(-1).view(np.uint8).data)
+        while view:
+            count = os.preadv(file, [view], offset)
+            if not count:
+                raise SafetensorsError(
+                    f"{self.file}: ends within the tensor {self.name}; it was changed while it was read"
+                )
+            view, offset = view[count:], offset + count
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """The tensors of a file, by name, in the order of their data.
+
+    Raises:
+      SafetensorsError: it is no regular file, or its header is damaged or does not fit the data.
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise SafetensorsError(f"{path}: not a regular file")
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = _header_length(path, file.read(_LENGTH), size)
+            header = file.read(length)
+    except OSError as error:
+        raise SafetensorsError(f"{path}: {error.strerror}") from None
+    start = _LENGTH + length
+    entries = parse_json(header, f"{path}: its header")
+    entries.pop(_METADATA, None)
+    tensors = [_entry(path, name, value, start) for name, value in entries.items()]
+    return _without_gaps(path, tensors, start, size)
+
+
+def parse_json(content: bytes, source: str) -> dict[str, Any]:
+    """A JSON object in which no key is there twice.
+
+    Raises:
+      SafetensorsError: it is something else.
+    """
+    try:
+        found = json.loads(content, object_pairs_hook=_unique)
+    except RecursionError:
+        raise SafetensorsError(f"{source} is nested too deeply to be real") from None
+    except ValueError as error:  # of JSON, of UTF-8, of a key that is there twice
+        raise SafetensorsError(f"{source} is not JSON: {str(error)[:200]}") from None
+    if not isinstance(found, dict):
+        raise SafetensorsError(f"{source} is a {type(found).__name__}, not an object")
+    return found
+
+
+Layout = Mapping[str, tuple[str, tuple[int, ...]]]
+"""Dtype, as the format spells it, and shape of each tensor, in the order of their data."""
+
+
+def write_file(path: Path, layout: Layout, tensor_of: Callable[[str], Block]) -> None:
+    """Writes a file, a tensor at a time, and waits until it is on the disk.
+
+    Args:
+      path: the file.
+      layout: what it will hold.
+      tensor_of: gives the array of a name, of that dtype and shape.
+    """
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # transformers wants to be told whose layouts they are
+    end = 0
+    for name, (dtype, shape) in layout.items():
+        begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for name in layout:
+            file.write(np.ascontiguousarray(tensor_of(name)).reshape(-1).view(np.uint8).data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _header_length(path: Path, prefix: bytes, size: int) -> int:
+    if len(prefix) < _LENGTH:
+        raise SafetensorsError(f"{path}: {size} bytes, too short for a safetensors file")
+    (length,) = struct.unpack("<Q", prefix)
+    if length > min(_MAX_HEADER, size - _LENGTH):
+        raise SafetensorsError(
+            f"{path}: a header of {length:,} bytes in a file of {size:,}; the file is cut off, or not safetensors"
+        )
+    return int(length)
+
+
+def _entry(path: Path, name: str, value: Any, start: int) -> StoredTensor:
+    if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
+        raise SafetensorsError(f"{path}: {name}: should have dtype, shape and data_offsets, and has {str(value)[:100]}")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not (_is_sizes(shape) and len(shape) <= _MAX_DIMS):
+        raise SafetensorsError(f"{path}: {name}: the shape {str(shape)[:100]} is not a list of sizes")
+    if not (_is_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
+        raise SafetensorsError(f"{path}: {name}: data_offsets {str(offsets)[:100]} are not a begin and an end")
+    itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else _OTHER_BYTES.get(str(dtype))
+    if itemsize is None:
+        raise SafetensorsError(f"{path}: {name}: unknown dtype {str(dtype)[:100]}")
+    begin, end = offsets
+    if end - begin != math.prod(shape) * itemsize:
+        raise SafetensorsError(
+            f"{path}: {name}: {end - begin:,} bytes for a {dtype} of shape {shape}, which takes "
+            f"{math.prod(shape) * itemsize:,}"
+        )
+    return StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)
+
+
+def _without_gaps(path: Path, tensors: list[StoredTensor], start: int, size: int) -> dict[str, StoredTensor]:
+    """The tensors in the order of their data, which they must cover, each byte once."""
+    for tensor in tensors:
+        if tensor.offset + tensor.num_bytes > size:
+            raise SafetensorsError(
+                f"{path}: {tensor.name}: its data end at byte {tensor.offset + tensor.num_bytes:,}, and the file has "
+                f"{size:,}; it is cut off"
+            )
+    position, before = start, "the header"
+    ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
+    for tensor in ordered:
+        if tensor.offset != position:
+            wrong = "overlap" if tensor.offset < position else "leave a gap after"
+            raise SafetensorsError(f"{path}: {tensor.name}: its data {wrong} those of {before}")
+        position, before = tensor.offset + tensor.num_bytes, tensor.name
+    if position != size:
+        raise SafetensorsError(f"{path}: {size - position:,} bytes after the data of {before} belong to no tensor")
+    return {tensor.name: tensor for tensor in ordered}
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"the key {name[:100]!r} is there twice")
+        found[name] = value
+    return found

@@ -1,0 +1,1 @@
+"""Between folders in Hugging Face format and checkpoints of ours."""

@@ -1,0 +1,52 @@
+"""`python -m jaxtp.convert`: models from and to folders in Hugging Face format, and their plans for tp."""
+
+import signal
+import sys
+import warnings
+from collections.abc import Sequence
+
+import tyro
+
+from jaxtp import config as configuration
+from jaxtp.checkpoint.manager import CheckpointError
+from jaxtp.checkpoint.quiet import quieten
+from jaxtp.convert.config import Export, Import, Plan
+from jaxtp.convert.plan import plan_lines
+from jaxtp.convert.run import export_run, import_run
+from jaxtp.hf.folder import HFError
+from jaxtp.mesh import MeshError
+from jaxtp.train.folder import RunFolderError
+
+PROGRAM = "python -m jaxtp.convert"
+MISTAKES = (HFError, CheckpointError, MeshError, RunFolderError, configuration.ConfigError)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    quieten()
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|flax")
+    command = tyro.extras.subcommand_cli_from_dict(
+        {"import": Import, "export": Export, "plan": Plan}, args=list(argv), prog=PROGRAM, description=__doc__
+    )
+    try:
+        _run(command)
+    except MISTAKES as error:
+        return configuration.fail(PROGRAM, error)
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(command: Import | Export | Plan) -> None:
+    if isinstance(command, Import):
+        print(import_run(command))
+    elif isinstance(command, Export):
+        print(export_run(command))
+    else:
+        print("\n".join(plan_lines(command.source.expanduser())))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+    sys.exit(main(sys.argv[1:]))

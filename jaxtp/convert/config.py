@@ -1,0 +1,84 @@
+"""The command line of `python -m jaxtp.convert`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from jaxtp.layers.precision import DType
+
+Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
+Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshFlags:
+    """Devices that hold the model meanwhile; without GPUs they are virtual, and all in this machine's memory."""
+
+    fsdp: int = 1
+    """Shards of each parameter."""
+
+    tp: int = 1
+    """Shards of each matrix product."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    """Reads a folder in Hugging Face format into a new run of ours: config.yaml and a checkpoint at step 0.
+
+    python -m jaxtp.convert import models/Llama-3.2-1B runs/llama
+
+    Train from it by
+    python -m jaxtp.train --config runs/llama/config.yaml --run.init-from runs/llama --run.dir runs/tuned
+    """
+
+    source: Source
+    """config.json and safetensors, in one file or several with an index."""
+
+    run: Run
+    """Folder to make. The tokenizer's files go to its hf/, where export finds them."""
+
+    dtype: DType | None = None
+    """Of the parameters; by default as they are stored (float16 as float32)."""
+
+    mesh: Annotated[MeshFlags, tyro.conf.arg(name="")] = MeshFlags()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Writes a checkpoint of ours as a folder in Hugging Face format.
+
+    python -m jaxtp.convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1B
+    """
+
+    run: Run
+    """Folder of a run (its newest checkpoint), or of one checkpoint."""
+
+    out: Source
+    """Folder to make; it appears when it is complete."""
+
+    family: str | None = None
+    """model_type: llama, mistral, qwen2 or qwen3; by default the first that can be this model."""
+
+    tokenizer_from: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the tensors; by default that of the parameters, and of an imported model the one that it came in."""
+
+    max_shard_size: str = "5GB"
+    """Bytes in a file at most; a tensor is never split."""
+
+    mesh: Annotated[MeshFlags, tyro.conf.arg(name="")] = MeshFlags()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Shows how transformers splits each module of a model over tp (base_model_tp_plan), beside how we do.
+
+    python -m jaxtp.convert plan models/Llama-3.2-1B
+    """
+
+    source: Source
+    """A folder with a config.json; the weights are not read. A plan in it is taken before transformers' own."""

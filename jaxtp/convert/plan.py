@@ -1,0 +1,80 @@
+"""PyTorch's names for how modules are split over tp, as transformers has them, beside what we do."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxtp.checkpoint.logical import named_variables, spec
+from jaxtp.hf.attributes import family_of, model_config
+from jaxtp.hf.folder import CONFIG, HFError, read_attributes
+from jaxtp.mesh import TP, axes_of
+from jaxtp.models.decoder import Decoder
+from jaxtp.models.families.family import LAYER, Family, Tensor
+
+PLAN = "base_model_tp_plan"
+_SAME = {
+    "colwise": {"colwise", "colwise_rep", "colwise_gather_output", "local_colwise", "packed_colwise"},
+    "rowwise": {"rowwise", "rowwise_rep", "local_rowwise", "packed_rowwise"},
+    "embedding_rowwise": {"embedding_rowwise", "rowwise", "rowwise_rep"},
+    "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local"},
+}
+"""Theirs that split what ours splits; they differ in what is gathered afterwards."""
+
+
+def plan_lines(path: Path) -> Iterator[str]:
+    """A table: a line for each module.
+
+    Raises:
+      HFError: as `read_config`, or a plan that is not one.
+    """
+    attributes = read_attributes(path)
+    family = family_of(attributes, str(path / CONFIG))
+    config = model_config(attributes, str(path / CONFIG))
+    own = attributes.get(PLAN) is not None
+    theirs = _plan_in(attributes, path) if own else family.tp_plan
+    ours = our_plan(nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))), family)
+    yield f"{family.model_type}, {f'{PLAN} of {path / CONFIG}' if own else 'the plan that transformers has for it'}"
+    yield ""
+    yield f"{'module':<36}{'transformers':<32}{'ours':<20}"
+    for module in dict.fromkeys((*ours, *theirs)):
+        yield f"{module:<36}{theirs.get(module, '-'):<32}{ours.get(module, '-'):<20}{_verdict(module, theirs, ours)}"
+
+
+def our_plan(parameters: nnx.State, family: Family) -> dict[str, str]:
+    """How each module is split over tp, in PyTorch's words, read off the declarations of its parameters."""
+    tensors = {tensor.ours: tensor for tensor in family.tensors}
+    plan: dict[str, str] = {}
+    for path, variable in named_variables(parameters).items():
+        module, _, kind = tensors[path].theirs.removeprefix("model.").rpartition(".")
+        if kind == "weight":
+            plan[module.replace(LAYER, "*")] = _style(tensors[path], spec(variable))
+    return plan
+
+
+def _style(tensor: Tensor, declared: PartitionSpec) -> str:
+    dims = list(declared)[1:] if LAYER in tensor.theirs else list(declared)
+    split = [dim for dim, axes in enumerate(dims) if TP in axes_of(axes)]
+    if not split:
+        return "replicated"
+    if tensor.theirs.endswith("embed_tokens.weight"):
+        return "embedding_rowwise"
+    outputs = len(dims) - 1 if tensor.transposed else 0
+    return "colwise" if split == [outputs] else "rowwise"
+
+
+def _verdict(module: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    if module not in theirs:  # what a plan leaves out is on every device
+        return "" if ours[module] == "replicated" else "split by us alone"
+    if module not in ours:
+        return "no such module in this model"
+    return "same" if theirs[module] in _SAME[ours[module]] else "differs"
+
+
+def _plan_in(attributes: Mapping[str, Any], path: Path) -> dict[str, str]:
+    plan = attributes[PLAN]
+    if not isinstance(plan, dict) or not all(isinstance(style, str) for style in plan.values()):
+        raise HFError(f"{path / CONFIG}: {PLAN} should give a style for each module")
+    return plan

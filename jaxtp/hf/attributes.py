@@ -1,0 +1,151 @@
+"""config.json into a `ModelConfig`, and back."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtp import config as configuration
+from jaxtp.hf import rope, window
+from jaxtp.hf.folder import CONFIG, HFError, read_attributes
+from jaxtp.hf.values import READ, whole
+from jaxtp.models.config import ModelConfig, architecture
+from jaxtp.models.families import FAMILIES
+from jaxtp.models.families.family import Attribute, Family
+
+
+def read_config(path: str | Path) -> ModelConfig:
+    """The model that the config.json of a folder in Hugging Face format describes.
+
+    Raises:
+      HFError: a family that is not supported, or an attribute that is not understood; the message names it.
+    """
+    folder = Path(path)
+    return model_config(read_attributes(folder), str(folder / CONFIG))
+
+
+def family_of(attributes: Mapping[str, Any], source: str) -> Family:
+    """The family that `model_type` names.
+
+    Raises:
+      HFError: it names none of those that are supported.
+    """
+    model_type = attributes.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        said = f"model_type = {str(model_type)[:100]!r} is not supported" if model_type else "model_type is missing"
+        raise HFError(f"{source}: {said}; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+def model_config(attributes: Mapping[str, Any], source: str) -> ModelConfig:
+    """The model that attributes describe.
+
+    Args:
+      attributes: of config.json.
+      source: where they are from, for messages.
+
+    Raises:
+      HFError: as `read_config`.
+    """
+    family = family_of(attributes, source)
+    problems = list(_not_understood(attributes, family))
+    if problems:
+        raise HFError(f"{source}: {'; '.join(problems)}")
+    try:
+        fields = _fields(attributes, family)
+    except HFError as error:
+        raise HFError(f"{source}: {error}") from None
+    try:
+        return configuration.validate(ModelConfig, fields, source=f"{source} describes a model that cannot be")
+    except configuration.ConfigError as error:
+        raise HFError(str(error)) from None
+
+
+def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+    """The attributes of config.json that describe a model, spelled so that every version of transformers reads them.
+
+    Args:
+      config: the model.
+      family: of which it is.
+      dtype: of the stored tensors, as PyTorch calls it.
+
+    Raises:
+      HFError: models of that family cannot be like this one.
+    """
+    written = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **{attribute.name: getattr(config, attribute.fields[0]) for attribute in family.attributes},
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "attention_dropout": 0.0,
+        **rope.write_rope(config.rope_theta, config.rope_scaling),
+        **window.write_window(config.sliding_window, family),
+        "torch_dtype": dtype,
+    }
+    read = architecture(model_config(written, family.model_type))
+    if lost := configuration.differences(architecture(config), read, "model."):
+        raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {'; '.join(lost)}")
+    return written
+
+
+def choose_family(config: ModelConfig, name: str | None) -> Family:
+    """The family of that name, or the first that can be this model.
+
+    Raises:
+      HFError: none can, or there is none of that name.
+    """
+    if name is not None:
+        return family_of({"model_type": name}, "--family")
+    reasons = []
+    for family in FAMILIES.values():
+        try:
+            write_attributes(config, family, "float32")
+        except HFError as error:
+            reasons.append(str(error))
+        else:
+            return family
+    raise HFError("no family can be this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
+
+
+def _not_understood(attributes: Mapping[str, Any], family: Family) -> Iterator[str]:
+    """Every attribute that stops an import."""
+    known = family.harmless | rope.ATTRIBUTES | window.ATTRIBUTES[family.window] | {"head_dim"}
+    known |= {attribute.name for attribute in family.attributes}
+    for name, value in attributes.items():
+        if name in family.required and value != family.required[name]:
+            yield f"{name[:100]} = {str(value)[:100]} is not supported, only {family.required[name]!r}"
+        elif name not in family.required and name not in known:
+            yield f"the attribute {name[:100]} = {str(value)[:100]} of a {family.model_type} is not understood"
+    if attributes.get("architectures") not in (None, [family.architecture]):
+        yield f"architectures = {str(attributes['architectures'])[:100]} is not supported, only {family.architecture}"
+
+
+def _fields(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """What `ModelConfig` is made of."""
+    fields = dict(family.always)
+    for attribute in family.attributes:
+        value = READ[attribute.kind](attribute.name, _value(attributes, attribute))
+        fields |= dict.fromkeys(attribute.fields, value)
+    fields["head_dim"] = _head_dim(attributes, family, fields)
+    fields["sliding_window"] = window.read_window(attributes, family)
+    return fields | rope.read_rope(attributes)
+
+
+def _value(attributes: Mapping[str, Any], attribute: Attribute) -> Any:
+    if attribute.name not in attributes:
+        default = attribute.default
+        return attributes.get(default) if isinstance(default, str) else default
+    value = attributes[attribute.name]
+    return attributes.get(attribute.if_null) if value is None and attribute.if_null is not None else value
+
+
+def _head_dim(attributes: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> int:
+    given = attributes.get("head_dim")
+    if given is not None or family.default_head_dim is not None:
+        return whole("head_dim", family.default_head_dim if given is None else given)
+    if fields["d_model"] % fields["num_heads"]:
+        raise HFError(
+            f"hidden_size = {fields['d_model']} is not divisible by num_attention_heads = {fields['num_heads']}, and "
+            "there is no head_dim"
+        )
+    return int(fields["d_model"] // fields["num_heads"])

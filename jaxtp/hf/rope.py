@@ -1,0 +1,132 @@
+"""Rotary embedding as config.json spells it: transformers 5 in `rope_parameters`, older versions in two attributes."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtp.hf.folder import HFError
+from jaxtp.hf.values import positive, whole
+from jaxtp.layers.rope import RopeScaling
+
+ATTRIBUTES = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"})
+_THETA = 10_000.0
+"""Of all the families, if config.json says nothing."""
+_BY_KIND: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
+    "yarn": frozenset(
+        {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"}
+        | {"mscale", "mscale_all_dim"}
+    ),
+}
+_ALWAYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+
+
+def read_rope(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of `ModelConfig` that say how positions are rotated.
+
+    Raises:
+      HFError: a kind or parameter that is not known, or two spellings that contradict each other.
+    """
+    parameters = _parameters(attributes)
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if not isinstance(kind, str) or kind not in _BY_KIND:
+        raise HFError(f"rope_type = {kind!r} is not supported; {', '.join(_BY_KIND)} are")
+    for key in parameters:
+        if key not in _BY_KIND[kind] | _ALWAYS:
+            raise HFError(f"{key} of the rotary embedding {kind!r} is not understood; it may change the model")
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise HFError(f"partial_rotary_factor = {parameters['partial_rotary_factor']!r}: only 1.0 is supported")
+    return {"rope_theta": _theta(attributes, parameters), "rope_scaling": _scaling(kind, parameters, attributes)}
+
+
+def write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
+    """The older spelling, which every version reads."""
+    if scaling.kind == "none":
+        return {"rope_theta": theta, "rope_scaling": None}
+    written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        written |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
+    if scaling.kind == "yarn":
+        written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
+        written |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    if scaling.kind != "linear":
+        written["original_max_position_embeddings"] = scaling.original_length
+    return {"rope_theta": theta, "rope_scaling": written}
+
+
+def _parameters(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """Of whichever spelling is there."""
+    spelled = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = attributes.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise HFError(f"{name} = {str(value)[:100]} should be an object")
+        if value:
+            spelled[name] = value
+    kinds = {name: {**value, "rope_theta": None} for name, value in spelled.items()}
+    if len(kinds) == 2 and kinds["rope_parameters"] != kinds["rope_scaling"] | {"rope_theta": None}:
+        raise HFError("rope_parameters and rope_scaling contradict each other; remove the one that does not hold")
+    return dict(next(iter(spelled.values()), {}))
+
+
+def _theta(attributes: Mapping[str, Any], parameters: Mapping[str, Any]) -> float:
+    given = {
+        positive("rope_theta", value)
+        for value in (parameters.get("rope_theta"), attributes.get("rope_theta"))
+        if value is not None
+    }
+    if len(given) > 1:
+        raise HFError(f"rope_theta is there twice, as {' and as '.join(map(str, sorted(given)))}")
+    return given.pop() if given else _THETA
+
+
+def _scaling(kind: str, parameters: Mapping[str, Any], attributes: Mapping[str, Any]) -> RopeScaling:
+    if kind == "default":
+        return RopeScaling()
+    given: Callable[[str, float | None], float] = lambda name, default: positive(  # noqa: E731
+        f"{name} of the rotary embedding", default if parameters.get(name) is None else parameters[name]
+    )
+    if kind == "linear":
+        return RopeScaling(kind="linear", factor=given("factor", None))
+    length = _original_length(parameters, attributes)
+    if kind == "llama3":
+        return RopeScaling(
+            kind="llama3",
+            factor=given("factor", None),
+            original_length=length,
+            low_freq_factor=given("low_freq_factor", None),
+            high_freq_factor=given("high_freq_factor", None),
+        )
+    longest = attributes.get("max_position_embeddings")
+    factor = given("factor", None if longest is None else whole("max_position_embeddings", longest) / length)
+    return RopeScaling(
+        kind="yarn",
+        factor=factor,
+        original_length=length,
+        beta_fast=given("beta_fast", 32.0),
+        beta_slow=given("beta_slow", 1.0),
+        attention_factor=_attention_factor(parameters, factor),
+        truncate=parameters.get("truncate") is not False,
+    )
+
+
+def _original_length(parameters: Mapping[str, Any], attributes: Mapping[str, Any]) -> int:
+    """As transformers 5 looks for it."""
+    name = "original_max_position_embeddings"
+    for value in (attributes.get(name), parameters.get(name), attributes.get("max_position_embeddings")):
+        if value is not None:
+            return whole(name, value)
+    raise HFError(f"{name} of the rotary embedding is missing")
+
+
+def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float | None:
+    """What is given, or follows from two `mscale`s (DeepSeek's form of yarn); None leaves it to the factor."""
+    if parameters.get("attention_factor") is not None:
+        return positive("attention_factor", parameters["attention_factor"])
+    scales = [parameters.get(name) for name in ("mscale", "mscale_all_dim")]
+    if not all(scales):
+        return None
+    over, under = (0.1 * positive("mscale", scale) * math.log(factor) + 1 if factor > 1 else 1.0 for scale in scales)
+    return over / under

@@ -1,0 +1,122 @@
+"""`python -m jaxtp.convert`: a model in, trained from, and out again; its plan."""
+
+import json
+import shutil
+
+import pytest
+from hf_reference import FOLDER
+
+from jaxtp.checkpoint.__main__ import main as checkpoint
+from jaxtp.checkpoint.safetensors import read_header
+from jaxtp.convert.__main__ import main
+from jaxtp.train.__main__ import main as train
+
+
+def weights(folder):
+    return {name: tensor.read().tobytes() for name, tensor in read_header(folder / "model.safetensors").items()}
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """A run of the qwen3 reference, which came with files of a tokenizer."""
+    root = tmp_path_factory.mktemp("convert")
+    shutil.copytree(FOLDER / "qwen3", root / "source")
+    (root / "source/tokenizer.json").write_text('{"version": "1.0"}')
+    (root / "source/chat_template.jinja").write_text("{{ messages }}")
+    assert main(["import", str(root / "source"), str(root / "run"), "--fsdp", "2", "--tp", "2"]) == 0
+    return root
+
+
+def test_in_and_out_bit_by_bit(imported, tmp_path):
+    assert main(["export", str(imported / "run"), str(tmp_path / "out"), "--tp", "4"]) == 0
+    assert weights(tmp_path / "out") == weights(FOLDER / "qwen3")
+    assert (tmp_path / "out/tokenizer.json").read_text() == '{"version": "1.0"}'
+    assert (tmp_path / "out/chat_template.jinja").exists()
+    attributes = json.loads((tmp_path / "out/config.json").read_text())
+    assert (attributes["model_type"], attributes["eos_token_id"], attributes["max_position_embeddings"]) == (
+        "qwen3",
+        2,
+        512,
+    )
+
+
+def test_the_run_can_be_inspected_and_verified(imported, capsys):
+    assert checkpoint(["inspect", str(imported / "run")]) == 0
+    assert checkpoint(["verify", str(imported / "run")]) == 0
+    assert "no problems" in capsys.readouterr().out
+
+
+def test_training_from_it_and_exporting_that(imported, tmp_path, capsys):
+    run = imported / "run"
+    small = [
+        "--data.sequence-length",
+        "32",
+        "--data.global-batch-size",
+        "4",
+        "--eval.batches",
+        "1",
+        "--train.steps",
+        "2",
+    ]
+    flags = [
+        "--config",
+        str(run / "config.yaml"),
+        "--run.init-from",
+        str(run),
+        "--run.dir",
+        str(tmp_path / "tuned"),
+        *small,
+    ]
+    assert train([*flags, "--optimizer.warmup-steps", "1"]) == 0
+    assert f"weights from {run}/checkpoints/0" in capsys.readouterr().out
+    source = str(imported / "source")
+    command = [
+        "export",
+        str(tmp_path / "tuned"),
+        str(tmp_path / "out"),
+        "--tokenizer-from",
+        source,
+        "--dtype",
+        "bfloat16",
+    ]
+    assert main(command) == 0
+    assert (tmp_path / "out/tokenizer.json").exists()
+    header = read_header(tmp_path / "out/model.safetensors")
+    assert {tensor.dtype for tensor in header.values()} == {"BF16"}
+    assert train(["--config", str(run / "config.yaml"), *small, "--optimizer.warmup-steps", "1"]) == 2
+    assert "holds a checkpoint of another run" in capsys.readouterr().err
+
+
+def test_mistakes(imported, tmp_path, capsys):
+    for command, expected in {
+        ("import", str(tmp_path / "none"), str(tmp_path / "run")): "no such folder",
+        ("import", str(imported / "source"), str(imported / "run")): "is there already; name a new folder",
+        ("import", str(imported / "source"), str(tmp_path / "run"), "--tp", "3"): "tp can be 1, 2, 4, 8",
+        ("export", str(tmp_path), str(tmp_path / "out")): "no finished checkpoint there",
+        ("export", str(imported / "run"), str(tmp_path / "out"), "--family", "bert"): "supported are llama, mistral",
+        ("export", str(imported / "run"), str(tmp_path / "out"), "--family", "llama"): "a llama cannot be this model",
+        ("export", str(imported / "run"), str(tmp_path / "o"), "--tokenizer-from", str(tmp_path)): "no tokenizer there",
+        ("plan", str(tmp_path)): "no config.json",
+    }.items():
+        assert main(command) == 2, command
+        captured = capsys.readouterr()
+        assert expected in captured.err
+        assert captured.err.count("\n") <= 5
+
+
+def test_plan(tmp_path, capsys):
+    assert main(["plan", str(FOLDER / "llama_gqa")]) == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines()[3:]}
+    assert rows["layers.*.self_attn.q_proj"] == ["colwise", "colwise", "same"]
+    assert rows["layers.*.mlp.down_proj"] == ["rowwise", "rowwise", "same"]
+    assert rows["lm_head"] == ["colwise_gather_output", "colwise", "same"]
+    assert rows["norm"] == ["-", "replicated"]
+    attributes = json.loads((FOLDER / "llama_gqa/config.json").read_text())
+    attributes["base_model_tp_plan"] = {"layers.*.self_attn.q_proj": "rowwise", "layers.*.gone": "colwise"}
+    (tmp_path / "config.json").write_text(json.dumps(attributes))
+    assert main(["plan", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert f"llama, base_model_tp_plan of {tmp_path}/config.json" in out
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in out.splitlines()[3:]}
+    assert rows["layers.*.self_attn.q_proj"] == "rowwise colwise differs"
+    assert rows["layers.*.gone"] == "colwise - no such module in this model"

@@ -1,0 +1,354 @@
+"""Damaged and hostile folders: one clear message each, nothing run, nothing outside of the folder opened."""
+
+import json
+import os
+import struct
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxtp
+from jaxtp.checkpoint.safetensors import DTYPES, write_file
+from jaxtp.convert.__main__ import main
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 8,
+    "hidden_size": 4,
+    "intermediate_size": 6,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "torch_dtype": "float32",
+}
+TABLE = "model.embed_tokens.weight"
+Q = "model.layers.0.self_attn.q_proj.weight"
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def shapes():
+    found = {TABLE: (8, 4), "model.norm.weight": (4,), "lm_head.weight": (8, 4)}
+    for layer in range(2):
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        found |= {
+            f"model.layers.{layer}.{norm}.weight": (4,) for norm in ("input_layernorm", "post_attention_layernorm")
+        }
+        found |= {f"{attention}.q_proj.weight": (4, 4), f"{attention}.o_proj.weight": (4, 4)}
+        found |= {f"{attention}.k_proj.weight": (2, 4), f"{attention}.v_proj.weight": (2, 4)}
+        found |= {f"{mlp}.gate_proj.weight": (6, 4), f"{mlp}.up_proj.weight": (6, 4), f"{mlp}.down_proj.weight": (4, 6)}
+    return found
+
+
+def tensors(dtype=np.float32):
+    return {name: np.full(shape, 0.5, dtype) for name, shape in shapes().items()}
+
+
+def write(path, arrays):
+    spelled = {dtype: name for name, dtype in DTYPES.items()}
+    write_file(path, {n: (spelled[a.dtype], a.shape) for n, a in arrays.items()}, arrays.__getitem__)
+
+
+def write_config(folder, **changes):
+    kept = {key: value for key, value in (CONFIG | changes).items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A folder with nothing wrong."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_config(folder)
+    write(folder / "model.safetensors", tensors())
+    return folder
+
+
+def split(folder):
+    """The same in two files with an index; returns the index."""
+    (folder / "model.safetensors").unlink()
+    names = list(shapes())
+    index = {"weight_map": {name: FIRST if i < 9 else SECOND for i, name in enumerate(names)}}
+    for file in (FIRST, SECOND):
+        write(folder / file, {name: array for name, array in tensors().items() if index["weight_map"][name] == file})
+    (folder / INDEX).write_text(json.dumps(index))
+    return index
+
+
+def edit_index(folder, **weight_map):
+    index = split(folder)
+    index["weight_map"] |= weight_map
+    (folder / INDEX).write_text(json.dumps(index))
+
+
+def edit_header(folder, change, *, length=None):
+    """Rewrites the header by a function of it, or of its text."""
+    path = folder / "model.safetensors"
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = change(json.loads(data[8 : 8 + size]))
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data[8 + size :])
+
+
+def entry(**changes):
+    def change(header):
+        header[Q] |= changes
+        return header
+
+    return lambda folder: edit_header(folder, change)
+
+
+def config(**changes):
+    return lambda folder: write_config(folder, **changes)
+
+
+def raw(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def weights(**changes):
+    def change(folder):
+        arrays = tensors() | {name.replace("__", "."): array for name, array in changes.items()}
+        write(folder / "model.safetensors", {n: a for n, a in arrays.items() if a is not None})
+
+    return change
+
+
+def poisoned(name, value, dtype=np.float32):
+    def change(folder):
+        arrays = tensors(dtype)
+        arrays[name][-1, 1] = value
+        write(folder / "model.safetensors", arrays)
+
+    return change
+
+
+def cut(num_bytes):
+    def change(folder):
+        path = folder / "model.safetensors"
+        path.write_bytes(path.read_bytes()[:num_bytes])
+
+    return change
+
+
+def longer(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes() + b"1234")
+
+
+def link(name, target):
+    def change(folder):
+        (folder / name).unlink(missing_ok=True)
+        outside = folder.parent / "outside"
+        outside.write_text("secret")
+        (folder / name).symlink_to(target)
+
+    return change
+
+
+def pipe(folder):
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")  # opening it would wait for ever
+
+
+def duplicate(header):
+    text = json.dumps(header)
+    return (text[:-1] + f', "{Q}": {json.dumps(header[Q])}}}').encode()
+
+
+def without_weights(*others):
+    def change(folder):
+        (folder / "model.safetensors").unlink()
+        for name in others:
+            (folder / name).write_bytes(b"\x80\x04cos\nsystem\n")
+
+    return change
+
+
+def indexed_then(action):
+    def change(folder):
+        split(folder)
+        action(folder)
+
+    return change
+
+
+def gap(header):
+    for name in header:
+        if name not in ("__metadata__", TABLE):
+            header[name]["data_offsets"] = [offset + 4 for offset in header[name]["data_offsets"]]
+    return header
+
+
+CASES = {
+    # config.json
+    "no config": (lambda f: (f / "config.json").unlink(), "no config.json"),
+    "config is not JSON": (raw("config.json", b"{'a': 1}"), "config.json is not JSON"),
+    "config is not UTF-8": (raw("config.json", b'{"a": "\xff\xfe"}'), "config.json is not JSON"),
+    "config is a list": (raw("config.json", b"[1, 2]"), "config.json is a list, not an object"),
+    "config nested too deeply": (raw("config.json", b"[" * 200_000), "nested too deeply|is not JSON"),
+    "config with a key twice": (raw("config.json", b'{"a": 1, "a": 2}'), "the key 'a' is there twice"),
+    "config is a link out": (link("config.json", "../outside"), "is a link to .*outside, outside of the folder"),
+    "no model type": (config(model_type=...), "model_type is missing; supported are llama, mistral, qwen2, qwen3"),
+    "unknown model type": (config(model_type="gpt_neox"), "'gpt_neox' is not supported; supported are llama, mistral"),
+    "unknown attribute": (
+        config(logit_softcap=30.0),
+        "the attribute logit_softcap = 30.0 of a llama is not understood",
+    ),
+    "other activation": (config(hidden_act="gelu"), "hidden_act = gelu is not supported, only 'silu'"),
+    "code of its own": (config(auto_map={"AutoModel": "x.py"}), "auto_map = .*x.py.* is not supported"),
+    "quantized": (config(quantization_config={"bits": 4}), "quantization_config = .*bits.* is not supported"),
+    "not a language model": (config(architectures=["LlamaForTokenClassification"]), "only LlamaForCausalLM"),
+    "size is text": (config(hidden_size="4"), "hidden_size = '4': should be a whole number"),
+    "size is negative": (config(hidden_size=-4), "hidden_size = -4: should be a whole number"),
+    "size is true": (config(num_attention_heads=True), "num_attention_heads = True: should be a whole number"),
+    "size is missing": (config(vocab_size=...), "vocab_size = missing: should be a whole number"),
+    "size is huge": (config(vocab_size=10**30), "vocab_size = 10+: should be a whole number"),
+    "heads do not divide": (
+        config(num_attention_heads=3),
+        "hidden_size = 4 is not divisible by num_attention_heads = 3",
+    ),
+    "odd head": (config(head_dim=3), "head_dim = 3: should be a multiple of 2"),
+    "kv heads do not divide": (config(num_attention_heads=4, head_dim=2, num_key_value_heads=3), "not divisible"),
+    "eps is NaN": (config(rms_norm_eps=float("nan")), "rms_norm_eps = nan: should be a number above 0"),
+    "layers by the billion": (config(num_hidden_layers=2**31 - 1), "num_hidden_layers = 2147483647, and the tensors"),
+    "fewer layers": (config(num_hidden_layers=1), "num_hidden_layers = 1, and the tensors are those of 2 layers"),
+    "unknown rotation": (
+        config(rope_scaling={"type": "dynamic", "factor": 2}),
+        "rope_type = 'dynamic' is not supported",
+    ),
+    "unknown part of a rotation": (
+        config(rope_scaling={"type": "linear", "factor": 2, "twist": 1}),
+        "twist of the rotary embedding 'linear' is not understood",
+    ),
+    "rotation without factor": (config(rope_scaling={"type": "linear"}), "factor of the rotary embedding = missing"),
+    "two rotations": (config(rope_parameters={"rope_type": "default", "rope_theta": 5.0}), "rope_theta is there twice"),
+    # the safetensors file
+    "no weights": (without_weights(), "neither model.safetensors nor model.safetensors.index.json"),
+    "pickles alone": (
+        without_weights("pytorch_model.bin"),
+        "pytorch_model.bin is a pickle, .* convert it to safetensors",
+    ),
+    "empty file": (cut(0), "0 bytes, too short"),
+    "header cut off": (cut(40), "a header of .* bytes in a file of 40; the file is cut off"),
+    "data cut off": (cut(-8), "its data end at byte .* it is cut off"),
+    "data too long": (longer, "4 bytes after the data of"),
+    "huge header": (lambda f: edit_header(f, lambda h: h, length=2**63), "a header of 9,223,372,036,854,775,808 bytes"),
+    "header is not JSON": (lambda f: edit_header(f, lambda h: b"garbage"), "its header is not JSON"),
+    "header is a list": (lambda f: edit_header(f, lambda h: b"[]"), "its header is a list, not an object"),
+    "tensor there twice": (lambda f: edit_header(f, duplicate), f"the key '{Q}' is there twice"),
+    "offsets out of range": (entry(data_offsets=[10**9, 10**9 + 64]), "its data end at byte 1,000,.* cut off"),
+    "offsets reversed": (entry(data_offsets=[64, 0]), "are not a begin and an end"),
+    "offsets negative": (entry(data_offsets=[-64, 0]), "are not a begin and an end"),
+    "offsets overlap": (entry(data_offsets=[0, 64]), "its data overlap those of"),
+    "a gap between tensors": (lambda f: (edit_header(f, gap), longer(f)), "its data leave a gap after those of"),
+    "offsets of another size": (entry(shape=[4, 8]), "64 bytes for a F32 of shape .*, which takes 128"),
+    "shape is negative": (entry(shape=[-4, -4]), "is not a list of sizes"),
+    "shape of a million dims": (entry(shape=[1] * 10**6), "is not a list of sizes"),
+    "unknown dtype": (entry(dtype="F31"), "unknown dtype F31"),
+    "entry without shape": (lambda f: edit_header(f, lambda h: h | {Q: {"dtype": "F32"}}), "should have dtype, shape"),
+    "integers": (entry(dtype="I32"), f"not of float32, bfloat16 or float16: {Q} is I32"),
+    "another shape": (entry(shape=[2, 8]), f"of another shape: {Q} is 2x8, not 4x4"),
+    "tensor missing": (weights(**{Q.replace(".", "__"): None}), f"missing: {Q}"),
+    "tensor left over": (weights(extra=np.ones(3, np.float32)), "left over: extra"),
+    "NaN": (poisoned(TABLE, np.nan), f"{TABLE} has elements that are not finite"),
+    "infinity": (poisoned(Q, -np.inf), f"{Q} has elements that are not finite"),
+    "NaN in bfloat16": (poisoned(Q, np.nan, jnp.bfloat16), f"{Q} has elements that are not finite"),
+    "tied to another head": (
+        lambda f: (write_config(f, tie_word_embeddings=True), poisoned("lm_head.weight", 7.0)(f)),
+        "tie_word_embeddings is true, and lm_head.weight is not model.embed_tokens.weight",
+    ),
+    "weights are a link out": (link("model.safetensors", "../outside"), "outside of the folder; copy the file into it"),
+    "weights are an absolute link": (link("model.safetensors", "/etc/hostname"), "outside of the folder"),
+    "link to itself": (link("model.safetensors", "model.safetensors"), "leads nowhere|no such file"),
+    "link to nothing": (link("model.safetensors", "nothing"), "no such file"),
+    "weights are a folder": (
+        lambda f: ((f / "model.safetensors").unlink(), (f / "model.safetensors").mkdir()),
+        "not a regular file",
+    ),
+    "weights are a pipe": (pipe, "not a regular file"),
+    # the index
+    "index names a file above": (lambda f: edit_index(f, extra="../../x"), "'../../x' is not a safetensors file"),
+    "index names weights above": (
+        lambda f: edit_index(f, extra="../x.safetensors"),
+        "'../x.safetensors' is not the plain name of a file",
+    ),
+    "index names an absolute path": (
+        lambda f: edit_index(f, extra="/etc/x.safetensors"),
+        "'/etc/x.safetensors' is not the plain name of a file",
+    ),
+    "index names a pickle": (lambda f: edit_index(f, extra="x.bin"), "'x.bin' is not a safetensors file"),
+    "index names a folder": (
+        lambda f: (edit_index(f, extra="sub.safetensors"), (f / "sub.safetensors").mkdir()),
+        "not a regular file",
+    ),
+    "index is not one": (indexed_then(raw(INDEX, b'{"weight_map": [1]}')), "weight_map should say for each tensor"),
+    "index is empty": (indexed_then(raw(INDEX, b'{"weight_map": {}}')), "weight_map is empty"),
+    "index is missing": (indexed_then(lambda f: (f / INDEX).unlink()), "which says what is where, is missing"),
+    "shard is missing": (indexed_then(lambda f: (f / SECOND).unlink()), f"{SECOND}: no such file"),
+    "shard is a link out": (indexed_then(link(SECOND, "../outside")), "outside of the folder"),
+    "tensor in another shard": (
+        lambda f: edit_index(f, **{Q: SECOND}),
+        "which model.safetensors.index.json does not say",
+    ),
+    "tensor in no shard": (lambda f: edit_index(f, extra=FIRST), "does not hold extra"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_clear_message(name, whole, tmp_path, capsys):
+    change, expected = CASES[name]
+    change(whole)
+    with pytest.raises(jaxtp.HFError, match=expected) as caught:
+        jaxtp.load_hf(whole)
+    message = str(caught.value)
+    assert str(whole) in message
+    assert "secret" not in message
+    assert len(message) < 1000
+    assert main(["import", str(whole), str(tmp_path / "run")]) == 2
+    printed = capsys.readouterr()
+    assert printed.err == f"python -m jaxtp.convert: error: {message}\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_there_are_fifty():
+    assert len(CASES) >= 50
+
+
+def test_what_is_whole_loads(whole):
+    """So that each case fails for its own reason; also with what older versions stored beside the weights."""
+    jaxtp.load_hf(whole)
+    weights(**{"model__layers__0__self_attn__rotary_emb__inv_freq": np.ones(1, np.float32)})(whole)
+    jaxtp.load_hf(whole)
+    write_config(whole, tie_word_embeddings=True)
+    assert jaxtp.load_hf(whole).head is None
+    split(whole)
+    write_config(whole)
+    assert jaxtp.load_hf(whole).head is not None
+
+
+def test_a_snapshot_of_the_hub_links_to_its_blobs(whole, tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    for file in whole.iterdir():
+        file.rename(blobs / file.name)
+        (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
+    jaxtp.load_hf(snapshot)
+
+
+def test_what_does_not_fit_the_mesh_is_said_before_anything_is_read(whole):
+    with jax.set_mesh(jaxtp.make_mesh(tp=4)), pytest.raises(jaxtp.HFError, match="tp can be 1, 2, or"):
+        jaxtp.load_hf(whole)
+
+
+def test_the_architecture_cannot_be_overridden(whole):
+    with pytest.raises(jaxtp.HFError, match="norm_eps: what the model is follows from"):
+        jaxtp.load_hf(whole, norm_eps=1e-3)

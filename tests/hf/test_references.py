@@ -1,0 +1,131 @@
+"""Every family against float64 references: logits, losses, gradients of every tensor, greedy tokens, on every mesh."""
+
+import hf_reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE
+
+import jaxtp
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.hf.attributes import choose_family, model_config
+from jaxtp.hf.folder import read_attributes
+from jaxtp.hf.names import places
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import make_train_step
+
+ONE = ((1, 1, 1), False)
+TP = [((1, 1, 2), True), *(((1, 1, tp), split) for tp in (4, 8) for split in (True, False))]
+CASES = [(name, *case) for name in COPIED for case in (ONE, *TP)]
+CASES += [(name, *case) for name in MADE for case in (((1, 2, 2), True), ((1, 1, 8), False))]
+
+
+def shifted(labels):
+    """Of the token that follows each position; transformers shifts inside."""
+    return np.concatenate([labels[:, 1:], np.full((len(labels), 1), -100)], axis=1).astype(np.int32)
+
+
+def by_their_names(state, config, mesh):
+    """Arrays of a state like the model's as a file would have them."""
+    variables = named_variables(state)
+    arrays = {name: np.asarray(variable[...]) for name, variable in variables.items()}
+    found = {}
+    for place in places(variables, choose_family(config, None)):
+        array = arrays[place.ours] if place.layer is None else arrays[place.ours][place.layer]
+        found[place.theirs] = array.T if place.transposed else array
+    return found
+
+
+@pytest.mark.parametrize(("name", "sizes", "split"), CASES, ids=str)
+def test_logits_losses_and_gradients(name, sizes, split):
+    reference, mesh = hf_reference.load(name), jaxtp.make_mesh(*sizes)
+    ids = reference["input_ids"].astype(np.int32)
+    with jax.set_mesh(mesh):
+        model = jaxtp.load_hf(FOLDER / name, sequence_parallel=split, loss_chunk=16)
+        graph, state = nnx.split(model)
+
+        def mean_loss(state, labels):
+            merged = nnx.merge(graph, state)
+            total, count = merged.loss(ids, labels)
+            return total / count, merged(ids)
+
+        run = jax.jit(jax.value_and_grad(mean_loss, has_aux=True))
+        (loss, logits), grads = run(state, shifted(reference["input_ids"]))
+        (masked, _), masked_grads = run(state, shifted(reference["labels_masked"]))
+    assert np.abs(np.asarray(logits) - reference["logits"]).max() < LOGITS
+    assert abs(loss - reference["loss64"]) < LOSS
+    assert abs(masked - reference["loss_masked64"]) < LOSS
+    grads, masked_grads = (by_their_names(g, model.config, mesh) for g in (grads, masked_grads))
+    for found, norm in ((grads, "grad_norm64"), (masked_grads, "grad_norm_masked64")):
+        total = np.sqrt(sum(np.sum(np.float64(grad) ** 2) for grad in found.values()))
+        assert total == pytest.approx(float(reference[norm]), rel=GRAD_NORM)
+    errors = hf_reference.sketched_errors(grads, reference, "grad")
+    assert max(errors.values()) < GRADIENT, errors
+
+
+@pytest.mark.parametrize("name", COPIED + MADE)
+def test_both_spellings_are_the_same_model(name):
+    newer, older = (model_config(read_attributes_of(name, file), file) for file in ("config.json", "config_v4.json"))
+    assert newer == older
+
+
+def read_attributes_of(name, file):
+    return read_attributes(FOLDER / name) if file == "config.json" else jaxtp.hf.folder._read_json(FOLDER / name, file)
+
+
+@pytest.mark.parametrize("name", COPIED + MADE)
+def test_greedy_tokens(name):
+    reference, mesh = hf_reference.load(name), jaxtp.make_mesh(tp=4)
+    prompt, expected = reference["gen_prompt"], reference["gen_tokens"][0]
+    ids = np.zeros((1, prompt.shape[1] + len(expected)), np.int32)
+    ids[:, : prompt.shape[1]] = prompt
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(jaxtp.load_hf(FOLDER / name))
+        best = jax.jit(lambda state, ids: jnp.argmax(nnx.merge(graph, state)(ids), axis=-1))
+        for position in range(prompt.shape[1], ids.shape[1]):  # what follows is not seen
+            ids[0, position] = best(state, ids)[0, position - 1]
+    assert list(ids[0, prompt.shape[1] :]) == list(expected)
+
+
+def test_ten_updates_of_adamw():
+    reference, mesh = hf_reference.load("llama_gqa_adamw"), jaxtp.make_mesh(1, 2, 2)
+    settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0)
+    with jax.set_mesh(mesh):
+        model = jaxtp.load_hf(FOLDER / "llama_gqa")
+    blueprint = plan_state(model.config, optimizers.build(settings, 10), mesh)
+    state = blueprint.create(0)
+    state["model"] = nnx.state(model)
+    step = make_train_step(blueprint, optimizers.learning_rate(settings, 10))
+    losses, norms = [], []
+    with jax.set_mesh(mesh):
+        for ids in reference["batches"]:
+            state, scalars = step(state, {"inputs": ids.astype(np.int32), "labels": shifted(ids)})
+            losses.append(float(scalars["loss"]))
+            norms.append(float(scalars["grad_norm"]))
+    np.testing.assert_allclose(losses, reference["losses64"], atol=1e-5, rtol=0)
+    np.testing.assert_allclose(norms, reference["grad_norms64"], rtol=5e-6)
+    final = by_their_names(state["model"], model.config, mesh)
+    errors = hf_reference.sketched_errors(final, reference, "final")
+    assert max(errors.values()) < 5e-5, errors
+
+
+def test_a_sketch_has_the_norm_of_what_it_is_of():
+    """Also of an error in one element, which a random projection could miss."""
+    one = np.zeros((96, 192))
+    one[5, 7] = 1e-3
+    dense = np.random.default_rng(0).standard_normal((96, 192))
+    for error in (one, dense):
+        assert np.linalg.norm(hf_reference.sketch("a", error)) == pytest.approx(np.linalg.norm(error), rel=0.2)
+
+
+def test_bfloat16_compute_stays_near():
+    reference = hf_reference.load("llama_gqa")
+    precision = jaxtp.Precision(param="bfloat16", compute="bfloat16")
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        logits = jaxtp.load_hf(FOLDER / "llama_gqa", precision=precision)(reference["input_ids"].astype(np.int32))
+    error = np.asarray(logits, np.float64) - reference["logits"]
+    assert np.linalg.norm(error) < 0.03 * np.linalg.norm(reference["logits"])

@@ -1,0 +1,171 @@
+"""Import then export, bit by bit, from any mesh; never a half-written folder; families chosen and refused by name."""
+
+import dataclasses
+import json
+
+import hf_reference
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hf_reference import COPIED, FOLDER, MADE
+
+import jaxtp
+from jaxtp.checkpoint.safetensors import DTYPES, read_header, write_file
+from jaxtp.hf.attributes import choose_family, write_attributes
+from jaxtp.hf.folder import INDEX, open_folder
+from jaxtp.layers.rope import RopeScaling
+from jaxtp.models.families import FAMILIES
+
+SMALL = jaxtp.ModelConfig(vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=12)
+
+
+def stored(folder):
+    """Names to dtype, shape and bytes."""
+    return {n: (t.dtype, t.shape, t.read().tobytes()) for n, t in open_folder(folder).tensors.items()}
+
+
+def in_dtype(source, target, dtype):
+    """The same model with its weights in another dtype."""
+    target.mkdir()
+    (target / "config.json").write_bytes((source / "config.json").read_bytes())
+    arrays = {name: t.read().astype(DTYPES[dtype]) for name, t in open_folder(source).tensors.items()}
+    write_file(target / "model.safetensors", {n: (dtype, a.shape) for n, a in arrays.items()}, arrays.__getitem__)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), zip(COPIED + MADE, [(1, 1, 1), (1, 2, 4), (2, 2, 2)] * 4, strict=False), ids=str
+)
+def test_bit_by_bit(name, mesh, tmp_path):
+    with jax.set_mesh(jaxtp.make_mesh(*mesh)):
+        model = jaxtp.load_hf(FOLDER / name)
+    jaxtp.save_hf(model, tmp_path / "out", max_shard_size="100KB")
+    assert stored(tmp_path / "out") == stored(FOLDER / name)
+    assert jaxtp.read_config(tmp_path / "out") == jaxtp.read_config(FOLDER / name)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    index = json.loads((tmp_path / "out" / INDEX).read_text())
+    assert index["weight_map"].keys() == stored(FOLDER / name).keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize(("dtype", "param"), [("BF16", "bfloat16"), ("F16", "float32")])
+def test_sixteen_bits(dtype, param, tmp_path):
+    source = in_dtype(FOLDER / "llama_linear", tmp_path / "source", dtype)
+    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+        model = jaxtp.load_hf(source)
+    assert model.config.precision.param == param
+    assert all(leaf.dtype == param for leaf in jax.tree.leaves(nnx.state(model)))
+    jaxtp.save_hf(model, tmp_path / "out", dtype="float16" if dtype == "F16" else None)
+    assert stored(tmp_path / "out") == stored(source)
+
+
+def test_a_padded_vocabulary_is_cut(tmp_path):
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        model = jaxtp.Decoder(SMALL, rngs=nnx.Rngs(0))
+    assert model.embedding.embedding.shape == (12, 8)
+    jaxtp.save_hf(model, tmp_path / "out")
+    assert stored(tmp_path / "out")["lm_head.weight"][1] == (11, 8)
+    ids = np.arange(8, dtype=np.int32).reshape(2, 4)
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        again = jaxtp.load_hf(tmp_path / "out")
+        assert again.embedding.embedding.shape == (12, 8)
+        np.testing.assert_array_equal(model(ids), again(ids))
+
+
+def test_each_device_gets_its_share_and_no_more():
+    with jax.set_mesh(jaxtp.make_mesh(1, 2, 4)):
+        model = jaxtp.load_hf(FOLDER / "llama_gqa")
+    kernel = model.blocks.mlp.down.kernel[...]
+    assert {shard.data.shape for shard in kernel.addressable_shards} == {(2, 192 // 4, 96 // 2)}
+
+
+def test_an_interrupted_export_leaves_nothing(tmp_path):
+    def stop(done, total):
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    model = jaxtp.load_hf(FOLDER / "llama_linear")
+    with pytest.raises(KeyboardInterrupt):
+        jaxtp.save_hf(model, tmp_path / "out", progress=stop)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_there_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(jaxtp.HFError, match="is there already; name a new folder"):
+        jaxtp.save_hf(jaxtp.Decoder(SMALL, rngs=nnx.Rngs(0)), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_progress_counts_every_byte(tmp_path):
+    read, written = [], []
+    model = jaxtp.load_hf(FOLDER / "mistral", progress=lambda done, total: read.append((done, total)))
+    jaxtp.save_hf(model, tmp_path / "out", progress=lambda done, total: written.append((done, total)))
+    total = sum(tensor.num_bytes for tensor in read_header(FOLDER / "mistral/model.safetensors").values())
+    assert read[-1] == written[-1] == (total, total)
+
+
+FAMILY_OF = {
+    "llama": {"rope_scaling": RopeScaling(kind="llama3", factor=8.0), "mlp_bias": True},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {"attention_bias": True, "sliding_window": 3},
+    "qwen3": {"qk_norm": "head", "rope_scaling": RopeScaling(kind="yarn", factor=2.0, attention_factor=1.5)},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_family_follows_from_the_model(family):
+    config = dataclasses.replace(SMALL, **FAMILY_OF[family])
+    assert choose_family(config, None).model_type == family
+    attributes = write_attributes(config, FAMILIES[family], "float32")
+    assert set(attributes) - {"architectures", "model_type"}, "it reads back as itself: write_attributes has checked"
+
+
+def test_what_no_family_can_be_is_refused():
+    config = dataclasses.replace(SMALL, qk_norm="projection")
+    with pytest.raises(
+        jaxtp.HFError, match="no family can be this model:\n  a llama cannot .*qk_norm: projection -> none"
+    ):
+        choose_family(config, None)
+    with pytest.raises(jaxtp.HFError, match="a llama cannot be this model .*sliding_window: 4 -> None"):
+        write_attributes(dataclasses.replace(SMALL, sliding_window=4), FAMILIES["llama"], "float32")
+
+
+@pytest.mark.parametrize(("size", "files"), [(10**9, 1), ("2KB", 3), (1, 21)])
+def test_shards_hold_what_fits(size, files, tmp_path):
+    jaxtp.save_hf(jaxtp.Decoder(SMALL, rngs=nnx.Rngs(0)), tmp_path / "out", max_shard_size=size)
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == files
+    with pytest.raises(jaxtp.HFError, match="max_shard_size = '5 apples'"):
+        jaxtp.save_hf(jaxtp.Decoder(SMALL, rngs=nnx.Rngs(0)), tmp_path / "other", max_shard_size="5 apples")
+
+
+def test_the_largest_yarn_scale_is_of_two_mscales():
+    """DeepSeek's form: the quotient of two scales."""
+    attributes = json.loads((FOLDER / "llama_yarn/config.json").read_text())
+    attributes["rope_parameters"] |= {"mscale": 2.0, "mscale_all_dim": 0.5}
+    config = jaxtp.hf.attributes.model_config(attributes, "test")
+    scaled = [1 + 0.1 * scale * jnp.log(4.0) for scale in (2.0, 0.5)]
+    assert config.rope_scaling.attention_factor == pytest.approx(float(scaled[0] / scaled[1]), rel=1e-6)
+
+
+def test_windows_in_some_layers_are_refused():
+    attributes = json.loads((FOLDER / "qwen2_window/config.json").read_text())
+    for change in (
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        {"layer_types": None, "max_window_layers": 1},
+    ):
+        with pytest.raises(jaxtp.HFError, match="a sliding window in some layers and not in others"):
+            jaxtp.hf.attributes.model_config(attributes | change, "test")
+    for change in ({"layer_types": None, "max_window_layers": 2}, {"use_sliding_window": False}):
+        assert jaxtp.hf.attributes.model_config(attributes | change, "test").sliding_window is None
+
+
+def test_a_window_is_what_the_reference_stresses():
+    """Without it, the logits are others: a window that is not applied would not pass."""
+    reference = hf_reference.load("mistral")
+    model = jaxtp.load_hf(FOLDER / "mistral")
+    graph, state = nnx.split(jaxtp.Decoder(dataclasses.replace(model.config, sliding_window=None), rngs=nnx.Rngs(0)))
+    logits = nnx.merge(graph, nnx.state(model))(reference["input_ids"].astype(np.int32))
+    assert np.abs(np.asarray(logits) - reference["logits"]).max() > 0.1
