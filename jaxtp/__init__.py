@@ -2,6 +2,9 @@
 
 from importlib.metadata import version as _version
 
+from jaxtp.generate.engine import Generator
+from jaxtp.generate.row import Result
+from jaxtp.generate.settings import GenerationSettings
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -26,10 +29,13 @@ __all__ = [
     "ColumnParallelLinear",
     "Decoder",
     "DecoderBlock",
+    "GenerationSettings",
+    "Generator",
     "MeshError",
     "ModelConfig",
     "Precision",
     "RMSNorm",
+    "Result",
     "RowParallelLinear",
     "SwiGLU",
     "VocabParallelEmbedding",

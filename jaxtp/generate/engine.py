@@ -30,6 +30,10 @@ class GenerationError(ValueError):
 class Speed:
     """What a call did, and how long it took."""
 
+    shape: Shape | None = None
+    """Of the programs."""
+    cache_bytes: int = 0
+    """On each device."""
     compile_seconds: float = 0.0
     """None of it is in the other times."""
     prefill_tokens: int = 0
@@ -39,13 +43,19 @@ class Speed:
     """Those chosen, but for the first of each text, which is of its prompt's reading."""
     decode_seconds: float = 0.0
 
-    def __str__(self) -> str:
-        parts = []
-        for name in ("prefill", "decode"):
-            tokens, seconds = getattr(self, f"{name}_tokens"), getattr(self, f"{name}_seconds")
-            rate = f", {tokens / seconds:,.0f} tokens/s" if seconds else ""
-            parts.append(f"{name} {tokens:,} tokens in {seconds:.2f} s{rate}")
-        return f"{'; '.join(parts)} (compiled in {self.compile_seconds:.1f} s before)"
+    def lines(self) -> Iterator[str]:
+        """What a command says of it."""
+        yield f"prefill {_rate(self.prefill_tokens, self.prefill_seconds)}"
+        yield f"decode  {_rate(self.decode_tokens, self.decode_seconds)}"
+        if self.shape is not None:
+            size = (
+                f"{self.shape.rows} x {self.shape.slots:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB on each device"
+            )
+            yield f"cache   {size}; compiled in {self.compile_seconds:.1f} s before"
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens:,} tokens in {seconds:.2f} s" + (f", {tokens / seconds:,.0f} tokens/s" if seconds else "")
 
 
 class Generator:
@@ -129,10 +139,11 @@ class Generator:
             self._programs[shape] = Programs(self.model, shape)
         self._programs[shape].sampler(settings, self._num_ids)
         self.speed.compile_seconds += time.perf_counter() - started
+        self.speed.shape, self.speed.cache_bytes = shape, self._programs[shape].cache_bytes_per_device()
         return self._programs[shape]
 
     def _encode(self, prompts: Sequence[Prompt]) -> list[NDArray[np.int32]]:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        texts = [_valid(index, prompt) for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_batch(texts))
         found = []
         for index, prompt in enumerate(prompts):
@@ -181,6 +192,14 @@ class Generator:
         self.speed.prefill_seconds += time.perf_counter() - started
         self.speed.prefill_tokens += sum(map(len, prompts))
         return read
+
+
+def _valid(index: int, prompt: str) -> str:
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise GenerationError(f"prompt {index} is not UTF-8") from None
+    return prompt
 
 
 def _pieces(rows: Sequence[Row], choice: Choice) -> list[Piece]:

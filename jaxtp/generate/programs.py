@@ -5,6 +5,7 @@ for more than a chunk of queries. The cache is donated to each program, which wr
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -111,9 +112,9 @@ class Programs:
         chunks, tokens = jax.jit(bound(read_chunk), donate_argnums=(1, 2)), jax.jit(bound(read_token), donate_argnums=1)
         with self._context():
             self._create = jax.jit(bound(self._nothing)).lower(self._state).compile()
-            start = self.start()
-            self._read_chunk = chunks.lower(self._state, start.cache, start.logits, ids, counts).compile()
-            self._read_token = tokens.lower(self._state, start.cache, counts).compile()
+            self._start = jax.tree.map(_abstract, self._create(self._state))
+            self._read_chunk = chunks.lower(self._state, *self._start, ids, counts).compile()
+            self._read_token = tokens.lower(self._state, self._start[0], counts).compile()
         self._samplers: dict[tuple[GenerationSettings, int], Any] = {}
 
     def start(self) -> Read:
@@ -135,10 +136,11 @@ class Programs:
         """`sampling.sample` for the filters of some settings, compiled when it is first asked for."""
         key = dataclasses.replace(settings, max_tokens=1, seed=0, stop=()), num_ids
         if key not in self._samplers:
-            start, seeds = self.start(), self._from_host(np.zeros(self.shape.rows, np.uint32))
+            cache, logits = self._start
+            seeds = self._from_host(np.zeros(self.shape.rows, np.uint32))
             function = jax.jit(partial(sample, settings=settings, num_ids=num_ids), donate_argnums=1)
             with self._context():
-                lowered = function.lower(start.logits, self.seen([]), seeds, start.cache.lengths)
+                lowered = function.lower(logits, self.seen([]), seeds, cache.lengths)
                 self._samplers[key] = lowered.compile()
         compiled = self._samplers[key]
         return lambda read, seen, seeds: Choice(*compiled(read.logits, seen, seeds, read.cache.lengths))
@@ -152,8 +154,9 @@ class Programs:
 
     def cache_bytes_per_device(self) -> int:
         """Of the keys and values."""
-        cache = self.start().cache
-        return sum(array.addressable_shards[0].data.nbytes for array in (cache.keys, cache.values))
+        keys: jax.ShapeDtypeStruct = self._start[0].keys
+        shape = keys.shape if self._mesh is None else keys.sharding.shard_shape(keys.shape)
+        return 2 * math.prod(shape) * keys.dtype.itemsize
 
     def _nothing(self, model: Decoder) -> tuple[KVCache, Array]:
         logits = jnp.zeros((self.shape.rows, self._config.vocab_size), self._config.precision.logits)
@@ -177,6 +180,10 @@ class Programs:
 
     def _context(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+
+def _abstract(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def mesh_of(model: Decoder) -> Mesh | None:
