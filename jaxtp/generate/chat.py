@@ -42,7 +42,14 @@ class ChatTemplate:
         environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
         self._name = name
         self._special_tokens = special_tokens
-        self._errors: tuple[type[Exception], ...] = (TemplateError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
+        self._errors: tuple[type[Exception], ...] = (
+            TemplateError,
+            ArithmeticError,
+            LookupError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        )
         try:
             self._template = environment.from_string(template)
         except self._errors as error:

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import load_weights
+from jaxtp.checkpoint.manager import CheckpointError, load_weights, newest
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.config import validate
 from jaxtp.data.manifest import BYTES
@@ -19,11 +19,20 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 
 
+def is_model(folder: Path) -> bool:
+    """Whether a folder is that of a run, or of a checkpoint."""
+    try:
+        newest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
 def open_folder(folder: Path, options: Options) -> Source:
     """The newest checkpoint of a run, or the one whose folder it is.
 
     Raises:
-      CheckpointError: there is none, or it is damaged.
+      CheckpointError: it is damaged.
       SourceError: it does not say what model it is of, or its tokenizer is not where it was.
     """
     checkpoint = open_checkpoint(folder)

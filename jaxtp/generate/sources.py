@@ -17,5 +17,9 @@ def open_source(folder: Path, options: Options = Options()) -> Source:
     if not folder.is_dir():
         what = "is no folder" if folder.exists() else "no such folder"
         raise SourceError(f"--model {folder}: {what}{nearest_file(folder)}")
-    kind = huggingface if huggingface.is_model(folder) else runs
-    return kind.open_folder(folder, options)
+    for kind in (huggingface, runs):
+        if kind.is_model(folder):
+            return kind.open_folder(folder, options)
+    raise SourceError(
+        f"--model {folder}: no run with a finished checkpoint, and no model in Hugging Face's format (config.json)"
+    )
