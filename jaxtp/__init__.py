@@ -2,6 +2,9 @@
 
 from importlib.metadata import version as _version
 
+from jaxtp.generate.engine import Generator
+from jaxtp.generate.row import Result
+from jaxtp.generate.settings import GenerationSettings
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.load import load_hf
@@ -30,11 +33,14 @@ __all__ = [
     "ColumnParallelLinear",
     "Decoder",
     "DecoderBlock",
+    "GenerationSettings",
+    "Generator",
     "HFError",
     "MeshError",
     "ModelConfig",
     "Precision",
     "RMSNorm",
+    "Result",
     "RowParallelLinear",
     "SwiGLU",
     "VocabParallelEmbedding",

@@ -138,6 +138,20 @@ class HuggingFaceTokenizer:
             raise _understood(error, f"{self._name}: cannot decode") from None
 
     @cached_property
+    def prefix(self) -> tuple[int, ...]:
+        """What the tokenizer's own template puts before a text, such as its first token; nothing here adds it.
+
+        Raises:
+          TokenizerError: it cannot encode a letter.
+        """
+        try:
+            plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+        except BaseException as error:
+            raise _understood(error, f"{self._name}: cannot encode a text") from None
+        begins = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return tuple(whole[: next(begins, 0)])
+
+    @cached_property
     def _bytes_of(self) -> dict[int, bytes]:
         """What each token of a byte-level tokenizer stands for."""
         byte_of = _byte_of_character()
@@ -165,8 +179,12 @@ class HuggingFaceTokenizer:
         yield text[start:]
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
+def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
     """The tokenizer of a dataset.
+
+    Args:
+      folder: of the dataset.
+      special_tokens: whether text that spells a special token becomes that token.
 
     Raises:
       DatasetError: the folder is no dataset.
@@ -179,7 +197,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     content = read_tokenizer(path)
     if hashlib.sha256(content).hexdigest() != info.sha256:
         raise TokenizerError(f"{path} is not the tokenizer that made the dataset: its sha256 is another")
-    tokenizer = HuggingFaceTokenizer(content, str(path), has_eos=False)
+    tokenizer = HuggingFaceTokenizer(content, str(path), has_eos=False, special_tokens=special_tokens)
     tokenizer.info = info
     return tokenizer
 

@@ -1,5 +1,6 @@
 """Causal self-attention with the heads split over tp."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import jax
@@ -8,6 +9,7 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.collectives import batch_spec, device_view
+from jaxtp.layers.cache import LAYER_SPEC, insert, visible
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
@@ -107,16 +109,58 @@ class CausalSelfAttention(nnx.Module):
         attend = device_view(self._attend, "attend", in_specs=tuple(specs), out_specs=heads)
         return self.out(attend(*self.qkv(x_BTD), *scales, *segments))
 
+    def extend(
+        self, x_BTD: Array, keys: Array, values: Array, positions_BT: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """As `__call__`, for tokens that come after those of a cache (`layers/cache.py`).
+
+        Args:
+          x_BTD: of the new tokens.
+          keys: of all tokens before them, `[B, S, K, H]`.
+          values: as `keys`.
+          positions_BT: of the new tokens, which are their slots too.
+
+        Returns:
+          The result `[B, T, D]`, and the keys and values of the new tokens, `[B, T, K, H]`.
+        """
+        heads = batch_spec(None, TP)
+        attend = device_view(
+            self._attend_cached,
+            "attend",
+            in_specs=(*[heads] * 3, LAYER_SPEC, LAYER_SPEC, batch_spec(None), *(norm.spec for norm in self.qk_norms)),
+            out_specs=(heads, (LAYER_SPEC, LAYER_SPEC)),
+        )
+        scales = [norm.scale[...] for norm in self.qk_norms]
+        y, new = attend(*self.qkv(x_BTD), keys, values, positions_BT, *scales)
+        return self.out(y), new
+
     def _attend(self, q: Array, k: Array, v: Array, *rest: Array) -> Array:
-        q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T, N/tp, H]
         scales, segments = rest[: len(self.qk_norms)], next(iter(rest[len(self.qk_norms) :]), None)
-        if scales:
-            q, k = (norm(x, scale) for norm, x, scale in zip(self.qk_norms, (q, k), scales, strict=True))
         positions = jnp.arange(q.shape[1]) if segments is None else segment_positions(segments)
-        q, k = (apply_rope(x, positions, self.rope_theta, self.rope_scaling) for x in (q, k))
+        q, k, v = self._heads(q, k, v, positions, scales)
         mask = None if segments is None else segment_mask(segments)
         window = None if self.sliding_window is None else (self.sliding_window - 1, 0)  # to the left, to the right
         y = jax.nn.dot_product_attention(
             q, k, v, mask=mask, is_causal=True, local_window_size=window, implementation=self.implementation
         )
         return y.reshape(*y.shape[:2], -1)
+
+    def _attend_cached(
+        self, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array, *scales: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        q, k, v = self._heads(q, k, v, positions, scales)
+        mask = visible(positions, keys.shape[1], self.sliding_window)
+        keys, values = insert(keys, k, positions), insert(values, v, positions)  # [B/(dp*fsdp), S, K/tp, H]
+        # xla whatever trains: T is 1 or a chunk, so that the scores [T, S] are small.
+        y = jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
+        return y.reshape(*y.shape[:2], -1), (k, v)
+
+    def _heads(
+        self, q: Array, k: Array, v: Array, positions: Array, scales: Sequence[Array]
+    ) -> tuple[Array, Array, Array]:
+        """The heads of this device, queries and keys normalised and rotated."""
+        q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T, N/tp, H]
+        if scales:
+            q, k = (norm(x, scale) for norm, x, scale in zip(self.qk_norms, (q, k), scales, strict=True))
+        q, k = (apply_rope(x, positions, self.rope_theta, self.rope_scaling) for x in (q, k))
+        return q, k, v

@@ -9,6 +9,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.layers.attention import CausalSelfAttention
+from jaxtp.layers.cache import KVCache, empty_cache
 from jaxtp.layers.dropout import dropout
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.loss import vocab_parallel_cross_entropy
@@ -63,6 +64,16 @@ class DecoderBlock(nnx.Module):
         with jax.named_scope("mlp"):
             return x_BTD + self._dropout(self.mlp(self.mlp_norm(x_BTD)), keys[1])
 
+    def extend(
+        self, x_BTD: Array, keys: Array, values: Array, positions_BT: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """Runs the block on tokens that come after those of a cache; see `CausalSelfAttention.extend`."""
+        with jax.named_scope("attention"):
+            y_BTD, new = self.attention.extend(self.attention_norm(x_BTD), keys, values, positions_BT)
+            x_BTD = x_BTD + y_BTD
+        with jax.named_scope("mlp"):
+            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), new
+
     def _dropout(self, y_BTD: Array, keys: Array | None) -> Array:
         spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
         return dropout(y_BTD, self.config.dropout, keys, spec)
@@ -100,8 +111,12 @@ class Decoder(nnx.Module):
 
         `segments_BT` tell apart the documents of a row (`layers/segments.py`): none sees another.
         """
+        return self.logits_of_hidden(self.hidden(ids_BT, segments_BT=segments_BT))
+
+    def logits_of_hidden(self, x_BTD: Array) -> Array:
+        """Logits `[B, T, V]` from final hidden states `[B, T, D]`, of any positions."""
         return vocab_parallel_logits(
-            self.hidden(ids_BT, segments_BT=segments_BT),
+            x_BTD,
             self._head_table(),
             self.config.vocab_size,
             sequence_parallel=self.config.sequence_parallel,
@@ -151,6 +166,26 @@ class Decoder(nnx.Module):
         x_BTD = self.embedding(ids_BT)
         return self.norm(run(self.blocks, x_BTD, keys, segments_BT, remat.policy(config.remat)))
 
+    def empty_cache(self, batch_size: int, num_slots: int) -> KVCache:
+        """A cache for rows of up to `num_slots` tokens; call it under `jax.jit`."""
+        config = self.config
+        sizes = (config.num_layers, batch_size, num_slots, config.num_kv_heads, config.head_dim)
+        return empty_cache(*sizes, config.precision.compute)
+
+    def extend(self, cache: KVCache, ids_BT: Array, counts_B: Array) -> tuple[KVCache, Array]:
+        """Reads tokens that come after those of a cache.
+
+        Args:
+          cache: the tokens before.
+          ids_BT: the next tokens of each row, from its first on; padding after them may be any ids below V.
+          counts_B: how many of `ids_BT` are tokens, 0 to T.
+
+        Returns:
+          The cache with the tokens in it, and their final hidden states `[B, T, D]`; those of padding mean nothing.
+        """
+        x_BTD, (keys, values) = _run_cached(self.blocks, self.embedding(ids_BT), cache)
+        return cache.extended(keys, values, counts_B), self.norm(x_BTD)
+
     def _head_table(self) -> Array:
         table = self.embedding.embedding if self.head is None else self.head.kernel
         return jnp.asarray(table[...])
@@ -186,6 +221,21 @@ def _run_unrolled(
         with jax.named_scope(f"layer_{index}"):
             x_BTD = run(x_BTD, layer(blocks, index), None if keys is None else keys[index], segments)
     return x_BTD
+
+
+def _run_cached(blocks: DecoderBlock, x_BTD: Array, cache: KVCache) -> tuple[Array, tuple[Array, Array]]:
+    """Reads the cache and gives back the new keys and values `[L, B, T, K, H]`: the cache itself is written once."""
+
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0, 0, None), out_axes=(nnx.Carry, 0))
+    def run(
+        x_BTD: Array, block: DecoderBlock, keys: Array, values: Array, positions: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
+        return block.extend(x_BTD, keys, values, positions)
+
+    result: tuple[Array, tuple[Array, Array]] = run(
+        x_BTD, blocks, cache.keys, cache.values, cache.positions(x_BTD.shape[1])
+    )
+    return result
 
 
 def _stack_blocks(config: ModelConfig, rngs: nnx.Rngs) -> DecoderBlock:

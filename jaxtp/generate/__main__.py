@@ -1,0 +1,65 @@
+"""`python -m jaxtp.generate`."""
+
+import signal
+import sys
+from collections.abc import Sequence
+
+from jaxtp import config as configuration
+from jaxtp.checkpoint.manager import CheckpointError
+from jaxtp.checkpoint.quiet import quieten
+from jaxtp.data.manifest import DatasetError
+from jaxtp.data.tokenizer import TokenizerError
+from jaxtp.generate.chat import ChatError
+from jaxtp.generate.command import run
+from jaxtp.generate.config import GenerateConfig, check
+from jaxtp.generate.engine import GenerationError
+from jaxtp.generate.source import SourceError
+from jaxtp.hf.folder import HFError
+from jaxtp.mesh import MeshError
+
+PROGRAM = "python -m jaxtp.generate"
+DESCRIPTION = """Continues texts with a model: a run of jaxtp.train, or a folder in Hugging Face's format.
+
+python -m jaxtp.generate --model runs/a --prompt "def main(" --prompt "import " --max-tokens 64
+
+One text is printed as it comes, several each as a whole; --json prints an object for each. The likeliest token is taken
+unless --temperature is given, with --top-p, --top-k and --min-p to leave out unlikely ones. The same --seed gives the
+same texts, on any mesh and in any batch, but for rounding.
+
+python -m jaxtp.generate --model DIR --chat --temperature 0.7 --max-tokens 1000
+
+talks to a model that has a chat template. --mesh.tp splits the model and its cache over devices, virtual ones on a CPU.
+How fast prompts were read (prefill) and tokens made (decode) is said at the end, on standard error.
+"""
+
+MISTAKES = (
+    configuration.ConfigError,
+    MeshError,
+    SourceError,
+    HFError,
+    CheckpointError,
+    DatasetError,
+    TokenizerError,
+    ChatError,
+    GenerationError,
+)
+"""What a user can put right: reported in one message, with exit code 2."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    quieten()
+    try:
+        config = configuration.load(GenerateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+        run(config, check(config))
+    except MISTAKES as error:
+        return configuration.fail(PROGRAM, error)
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+    sys.exit(main(sys.argv[1:]))

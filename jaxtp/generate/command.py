@@ -1,0 +1,113 @@
+"""What `python -m jaxtp.generate` does: open and load a model, continue texts or talk, and say how fast that was.
+
+What the model says goes to standard output, everything else to standard error.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.config import ConfigError
+from jaxtp.generate.chat import ChatError, ChatTemplate, converse
+from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
+from jaxtp.generate.engine import Generator
+from jaxtp.generate.prompts import read_prompts
+from jaxtp.generate.row import Piece, Result
+from jaxtp.generate.source import Options, Source
+from jaxtp.generate.sources import open_source
+from jaxtp.layers.parameter import logical_shape
+from jaxtp.mesh import describe_mesh, mesh_sizes
+from jaxtp.models.decoder import Decoder
+
+
+def run(config: GenerateConfig, folder: Path) -> None:
+    """Carries out a configuration.
+
+    Args:
+      config: what to do.
+      folder: of the model.
+
+    Raises:
+      ValueError: a user's mistake, most of them before the weights are read.
+    """
+    prompts = [*config.prompt, *(read_prompts(config.prompt_file, config.field) if config.prompt_file else [])]
+    request_devices(config.mesh)
+    special_tokens = config.special_tokens or config.chat
+    source = open_source(folder, Options(config.dtype, config.tokenizer, special_tokens))
+    template = _template(config, source) if config.chat else None
+    mesh = open_mesh(config.mesh, source.config)
+    model = source.load(mesh)
+    _say(_summary(source, model, mesh))
+    generator = Generator(
+        model, source.tokenizer, end_ids=source.end_ids, prefix=source.prefix, batch_size=config.batch_size
+    )
+    if template is not None:
+        converse(generator, template, config.sampling, config.system)
+    else:
+        _complete(generator, prompts, config)
+    _say("\n".join(generator.speed.lines()))
+
+
+def _template(config: GenerateConfig, source: Source) -> ChatTemplate:
+    text, name = source.template, f"the chat template of {source.name}"
+    if config.template is not None:
+        try:
+            text, name = config.template.read_text(encoding="utf-8"), str(config.template)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--template {config.template}: {getattr(error, 'strerror', 'not UTF-8')}") from None
+    if text is None:
+        raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
+    return ChatTemplate(text, name, source.special_tokens)
+
+
+def _complete(generator: Generator, prompts: Sequence[str], config: GenerateConfig) -> None:
+    """One text as it comes, several each as a whole and in their order."""
+    pieces = generator.stream(prompts, config.sampling)
+    if len(prompts) == 1 and not config.json:
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+        print()
+        return
+    for result in in_order(pieces):
+        if config.json:
+            print(json.dumps({"prompt": prompts[result.index], **asdict(result)}, ensure_ascii=False), flush=True)
+        else:
+            print(
+                f"--- {result.index}: {json.dumps(prompts[result.index], ensure_ascii=False)}\n{result.text}",
+                flush=True,
+            )
+
+
+def in_order(pieces: Iterable[Piece]) -> Iterator[Result]:
+    """The results in the order of their prompts, each as soon as it and those before it are there."""
+    waiting: dict[int, Result] = {}
+    following = 0
+    for piece in pieces:
+        if piece.result is not None:
+            waiting[piece.index] = piece.result
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1
+
+
+def _summary(source: Source, model: Decoder, mesh: Mesh) -> str:
+    size = sum(math.prod(logical_shape(variable)) for variable in named_variables(nnx.state(model)).values())
+    kind = mesh.devices.flat[0].device_kind
+    device = "CPU device" if mesh.devices.flat[0].platform == "cpu" else kind
+    return (
+        f"model   {source.name}: {size:,} parameters, {source.config.precision.compute}\n"
+        f"mesh    {describe_mesh(mesh_sizes(mesh))} = {mesh.size} {device}{'s' if mesh.size > 1 else ''}"
+    )
+
+
+def _say(text: str) -> None:
+    if jax.process_index() == 0:
+        print(text, file=sys.stderr, flush=True)

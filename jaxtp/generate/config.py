@@ -1,0 +1,137 @@
+"""The command line of `python -m jaxtp.generate`."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import tyro
+from jax.sharding import Mesh
+from pydantic import AfterValidator
+
+from jaxtp.config import ConfigError
+from jaxtp.generate.prompts import is_jsonl
+from jaxtp.generate.settings import Count, GenerationSettings
+from jaxtp.generate.settings import check as check_settings
+from jaxtp.mesh import DP, FSDP, TP, make_mesh, mesh_sizes, request_virtual_devices
+from jaxtp.models.config import ModelConfig, violations
+
+UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
+Switch = tyro.conf.FlagCreatePairsOff[bool]
+FIELD = "prompt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices along each axis."""
+
+    dp: int = 1
+    """Copies of the model; they and fsdp divide the batch."""
+
+    fsdp: int = 1
+    """Shards of each parameter, gathered for every token: for models that tp alone does not fit."""
+
+    tp: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Shards of each matrix product and of the cache's heads; by default as many GPUs as the model's heads allow, and 1
+    on a CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig:
+    """Which model, what to continue, how, and where."""
+
+    model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """A run of jaxtp.train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
+    """A text to continue. Can be given several times."""
+
+    prompt_file: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """A file of texts to continue: one on each line, or JSONL if its name says so."""
+
+    field: str = FIELD
+    """Field of a line of JSONL that is the text."""
+
+    chat: Switch = False
+    """Talk to the model: each line that you enter is answered, Ctrl-C stops an answer, Ctrl-D ends."""
+
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """What the model is told before a chat."""
+
+    template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Chat template in Jinja, instead of the model's own."""
+
+    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
+    """A tokenizer.json, or a folder that has one, where it is not where the model was trained."""
+
+    special_tokens: Switch = False
+    """A prompt that spells a special token, such as <|im_start|>, has that token; always so in a chat."""
+
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of weights and computation; by default what a run computed in, and float32 for a model of Hugging Face."""
+
+    batch_size: Count = 8
+    """Prompts that are continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
+
+    json: Switch = False
+    """Prints an object for each prompt: text, ids, logprobs, and why it ended."""
+
+    sampling: Annotated[GenerationSettings, tyro.conf.arg(name="")] = GenerationSettings()
+    mesh: MeshConfig = MeshConfig()
+
+
+def check(config: GenerateConfig) -> Path:
+    """Checks what no single setting can; returns the folder of the model.
+
+    Raises:
+      ConfigError: with every contradiction.
+    """
+    problems = list(_contradictions(config))
+    if problems or config.model is None:
+        raise ConfigError("; ".join(problems))
+    check_settings(config.sampling)
+    return config.model
+
+
+def request_devices(config: MeshConfig) -> None:
+    """Asks for the virtual devices that the mesh takes where there is no GPU; call before any other JAX."""
+    request_virtual_devices(math.prod(max(size or 1, 1) for size in (config.dp, config.fsdp, config.tp)))
+
+
+def open_mesh(config: MeshConfig, model: ModelConfig) -> Mesh:
+    """The mesh to generate on.
+
+    Raises:
+      ConfigError: the model does not fit it; with the nearest values that do.
+      MeshError: there are not so many devices.
+    """
+    tp = _most_tp(config, model) if config.tp is None else config.tp
+    mesh = make_mesh(config.dp, config.fsdp, tp)
+    problems = list(violations(model, mesh_sizes(mesh)))
+    if problems:
+        raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
+    return mesh
+
+
+def _most_tp(config: MeshConfig, model: ModelConfig) -> int:
+    """The most devices over tp that the model can use, of those that dp and fsdp leave."""
+    others = max(config.dp, 1) * max(config.fsdp, 1)
+    left = 1 if -1 in (config.dp, config.fsdp) or jax.default_backend() == "cpu" else jax.device_count() // others
+    sizes = ({DP: config.dp, FSDP: config.fsdp, TP: tp} for tp in range(left, 1, -1))
+    return next((mesh[TP] for mesh in sizes if not list(violations(model, mesh))), 1)
+
+
+def _contradictions(config: GenerateConfig) -> Iterator[str]:
+    if config.model is None:
+        yield "name the model by --model DIR"
+    given = bool(config.prompt) or config.prompt_file is not None
+    if not given and not config.chat:
+        yield "give texts to continue, by --prompt TEXT or --prompt-file FILE, or talk to the model with --chat"
+    if config.chat and (given or config.json):
+        yield "--chat takes what you enter, and prints text; leave --prompt, --prompt-file and --json out"
+    if not config.chat and (config.system is not None or config.template is not None):
+        yield "--system and --template are of a chat; give --chat too"
+    if config.field != FIELD and not (config.prompt_file is not None and is_jsonl(config.prompt_file)):
+        yield f"--field {config.field} is of JSONL, and there is no --prompt-file FILE.jsonl"

@@ -1,0 +1,192 @@
+"""The compiled programs of a generator: reading a chunk of each prompt, reading a token of each row, choosing tokens.
+
+Prompts are read in chunks of one size, so that those of any length need one program, and attention scores never exist
+for more than a chunk of queries. The cache is donated to each program, which writes into it in place.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import NDArray
+
+from jaxtp.collectives import batch_spec, constrain
+from jaxtp.generate.sampling import sample
+from jaxtp.generate.settings import GenerationSettings
+from jaxtp.layers.cache import KVCache
+from jaxtp.models.decoder import Decoder
+
+Ids = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What programs are compiled for."""
+
+    rows: int
+    """Sequences, on all devices; divisible by dp * fsdp."""
+
+    slots: int
+    """The most tokens that a row can have."""
+
+    chunk: int
+    """Tokens of each prompt that are read at a time."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What has been read so far."""
+
+    cache: KVCache
+
+    logits: Array
+    """`[rows, V]` after the last token of each row."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The next token of each row, perhaps not computed yet."""
+
+    tokens: Array
+    """`[rows]` int32."""
+
+    logprobs: Array
+    """`[rows]` float32: of the tokens, under the model as it is."""
+
+    seen: Array
+    """`[rows, V]`: which tokens a row has, with these."""
+
+
+Sampler = Callable[[Read, Array, NDArray[np.uint32]], Choice]
+"""From what was read, the tokens that each row has (taken over), and the seed of each row."""
+
+
+def read_chunk(model: Decoder, cache: KVCache, logits: Array, ids_BT: Array, counts_B: Array) -> tuple[KVCache, Array]:
+    """Reads the next `counts_B` tokens of each row, of T; returns the cache and the logits after the last of them.
+
+    Rows without a next token keep the logits that they had.
+    """
+    cache, x_BTD = model.extend(cache, ids_BT, counts_B)
+    is_last = jnp.arange(ids_BT.shape[1]) == counts_B[:, None] - 1
+    # A one-hot sum: a look-up along T, which sequence parallelism splits, would gather the whole of x.
+    last_B1D = jnp.sum(jnp.where(is_last[..., None], x_BTD, 0), axis=1, keepdims=True)
+    found = model.logits_of_hidden(last_B1D)[:, 0].astype(logits.dtype)
+    return cache, constrain(jnp.where(counts_B[:, None] > 0, found, logits), batch_spec(None))
+
+
+def read_token(model: Decoder, cache: KVCache, tokens_B: Array) -> tuple[KVCache, Array]:
+    """Reads a token of each row; returns the cache and the logits `[B, V]` after it."""
+    cache, x_B1D = model.extend(cache, tokens_B[:, None], jnp.ones_like(tokens_B))
+    return cache, constrain(model.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
+
+
+class Programs:
+    """A model's programs for one shape, each compiled once.
+
+    Args:
+      model: the mesh is the one that it was built on.
+      shape: what to compile for.
+    """
+
+    def __init__(self, model: Decoder, shape: Shape):
+        self.shape = shape
+        self._config = model.config
+        self._mesh = mesh_of(model)
+        graph, self._state = nnx.split(model)
+
+        def bound(function: Any) -> Any:
+            return lambda state, *arguments: function(nnx.merge(graph, state), *arguments)
+
+        ids, counts = map(self._from_host, self._chunk([], 0))
+        chunks, tokens = jax.jit(bound(read_chunk), donate_argnums=(1, 2)), jax.jit(bound(read_token), donate_argnums=1)
+        with self._context():
+            self._create = jax.jit(bound(self._nothing)).lower(self._state).compile()
+            self._start = jax.tree.map(_abstract, self._create(self._state))
+            self._read_chunk = chunks.lower(self._state, *self._start, ids, counts).compile()
+            self._read_token = tokens.lower(self._state, self._start[0], counts).compile()
+        self._samplers: dict[tuple[GenerationSettings, int], Any] = {}
+
+    def start(self) -> Read:
+        """An empty cache, and logits that mean nothing."""
+        return Read(*self._create(self._state))
+
+    def prefill(self, prompts: Sequence[Ids]) -> Read:
+        """Reads prompts, at most one for each row, none longer than the slots."""
+        read = self.start()
+        for start in range(0, max(map(len, prompts)), self.shape.chunk):
+            read = Read(*self._read_chunk(self._state, read.cache, read.logits, *self._chunk(prompts, start)))
+        return read
+
+    def decode(self, read: Read, tokens: Array) -> Read:
+        """Reads a token of each row, and takes over the cache."""
+        return Read(*self._read_token(self._state, read.cache, tokens))
+
+    def sampler(self, settings: GenerationSettings, num_ids: int) -> Sampler:
+        """`sampling.sample` for the filters of some settings, compiled when it is first asked for."""
+        key = dataclasses.replace(settings, max_tokens=1, seed=0, stop=()), num_ids
+        if key not in self._samplers:
+            cache, logits = self._start
+            seeds = self._from_host(np.zeros(self.shape.rows, np.uint32))
+            function = jax.jit(partial(sample, settings=settings, num_ids=num_ids), donate_argnums=1)
+            with self._context():
+                lowered = function.lower(logits, self.seen([]), seeds, cache.lengths)
+                self._samplers[key] = lowered.compile()
+        compiled = self._samplers[key]
+        return lambda read, seen, seeds: Choice(*compiled(read.logits, seen, seeds, read.cache.lengths))
+
+    def seen(self, prompts: Sequence[Ids]) -> Array:
+        """`[rows, V]`: which tokens each prompt has."""
+        seen = np.zeros((self.shape.rows, self._config.vocab_size), np.bool_)
+        for row, prompt in enumerate(prompts):
+            seen[row, prompt] = True
+        return jax.device_put(seen, self._sharding(batch_spec(None)))
+
+    def cache_bytes_per_device(self) -> int:
+        """Of the keys and values."""
+        keys: jax.ShapeDtypeStruct = self._start[0].keys
+        shape = keys.shape if self._mesh is None else keys.sharding.shard_shape(keys.shape)
+        return 2 * math.prod(shape) * keys.dtype.itemsize
+
+    def _nothing(self, model: Decoder) -> tuple[KVCache, Array]:
+        logits = jnp.zeros((self.shape.rows, self._config.vocab_size), self._config.precision.logits)
+        return model.empty_cache(self.shape.rows, self.shape.slots), constrain(logits, batch_spec(None))
+
+    def _chunk(self, prompts: Sequence[Ids], start: int) -> tuple[Ids, Ids]:
+        """The next ids `[rows, chunk]` of the prompts, padded on the right, and how many each row has."""
+        ids = np.zeros((self.shape.rows, self.shape.chunk), np.int32)
+        counts = np.zeros(self.shape.rows, np.int32)
+        for row, prompt in enumerate(prompts):
+            part = prompt[start : start + self.shape.chunk]
+            ids[row, : len(part)], counts[row] = part, len(part)
+        return ids, counts
+
+    def _from_host(self, array: NDArray[Any]) -> jax.ShapeDtypeStruct:
+        """What to compile for where an array of the host comes in: it goes to every device."""
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding(P()))
+
+    def _sharding(self, spec: P) -> NamedSharding | None:
+        return None if self._mesh is None else NamedSharding(self._mesh, spec)
+
+    def _context(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+
+
+def _abstract(array: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+
+
+def mesh_of(model: Decoder) -> Mesh | None:
+    """The mesh that a model was built on, or None."""
+    sharding = jnp.asarray(model.norm.scale[...]).sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None  # type: ignore[return-value]

@@ -1,0 +1,115 @@
+"""One prompt on its way to a text."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtp.data.tokenizer import Tokenizer
+from jaxtp.generate.settings import GenerationSettings
+from jaxtp.generate.text import StopTexts, TextStream
+
+Finish = Literal["end", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a prompt."""
+
+    index: int
+    """Of the prompt, from 0."""
+
+    text: str
+    """Up to the end token or the stop text."""
+
+    ids: tuple[int, ...]
+    """Its tokens, without the end token, with those of the stop text."""
+
+    logprobs: tuple[float, ...]
+    """Of each token, in nats, under the model as it is: without penalty, temperature and filters."""
+
+    finish: Finish
+    """Why it ends: an end token, a stop text, or the most tokens that were asked for."""
+
+    prompt_tokens: int
+    """Tokens that the prompt has."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a token adds to a text."""
+
+    index: int
+    """Of the prompt."""
+
+    text: str
+    """Whole characters; may be empty."""
+
+    result: Result | None
+    """All of it, with the last piece."""
+
+
+class Row:
+    """A prompt and the tokens that were chosen for it.
+
+    Args:
+      index: of the prompt.
+      prompt: its ids.
+      tokenizer: turns them into text.
+      settings: when to end.
+      end_ids: the tokens that end a text.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt: NDArray[np.int32],
+        tokenizer: Tokenizer,
+        settings: GenerationSettings,
+        end_ids: frozenset[int],
+    ):
+        self.index = index
+        self.prompt = prompt
+        self.finish: Finish | None = None
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._stream = TextStream(tokenizer, prompt.tolist())
+        self._stops = StopTexts(settings.stop)
+        self._max_tokens = settings.max_tokens
+        self._end_ids = end_ids
+
+    def add(self, token: int, logprob: float) -> Piece:
+        """Takes the next token; `finish` says whether it was the last."""
+        text = ""
+        if token in self._end_ids:
+            self.finish = "end"
+        else:
+            self._ids.append(token)
+            self._logprobs.append(logprob)
+            text = self._certain(self._stream.feed(token))
+            if self.finish is None and len(self._ids) == self._max_tokens:
+                self.finish = "length"
+        if self.finish in ("end", "length"):
+            text += self._certain(self._stream.finish()) + self._stops.finish()
+        self._text.append(text)
+        return Piece(self.index, text, self._result())
+
+    def _certain(self, text: str) -> str:
+        certain, found = self._stops.feed(text)
+        if found:
+            self.finish = "stop"
+        return certain
+
+    def _result(self) -> Result | None:
+        if self.finish is None:
+            return None
+        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
+        return Result(self.index, "".join(self._text), ids, logprobs, self.finish, len(self.prompt))
+
+
+def by_batch(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
+    """Rows in groups of one size; the last may be smaller."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

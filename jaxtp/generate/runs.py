@@ -1,0 +1,81 @@
+"""A run of `jaxtp.train`: its newest checkpoint has the weights, and says what the model and the data were."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.checkpoint.manager import CheckpointError, load_weights, newest
+from jaxtp.checkpoint.reader import open_checkpoint
+from jaxtp.config import validate
+from jaxtp.data.manifest import BYTES
+from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxtp.generate.source import Options, Source, SourceError, to_generate
+from jaxtp.generate.tokenizer import open_tokenizer
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.decoder import Decoder
+
+
+def is_model(folder: Path) -> bool:
+    """Whether a folder is that of a run, or of a checkpoint."""
+    try:
+        newest(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def open_folder(folder: Path, options: Options) -> Source:
+    """The newest checkpoint of a run, or the one whose folder it is.
+
+    Raises:
+      CheckpointError: it is damaged.
+      SourceError: it does not say what model it is of, or its tokenizer is not where it was.
+    """
+    checkpoint = open_checkpoint(folder)
+    stored = checkpoint.info.get("config", {})
+    if "model" not in stored:
+        raise SourceError(f"{checkpoint.folder} does not say of which model it is; jaxtp.train did not write it")
+    config = to_generate(validate(ModelConfig, stored["model"], source=str(checkpoint.folder)), options.dtype)
+    tokenizer = _tokenizer(checkpoint.folder, checkpoint.info, options)
+    end = () if tokenizer.info.eos_id is None else (tokenizer.info.eos_id,)
+    return Source(
+        name=f"{folder}, step {checkpoint.folder.name}",
+        config=config,
+        tokenizer=tokenizer,
+        load=lambda mesh: _load(checkpoint.folder, config, mesh),
+        end_ids=frozenset(end),
+    )
+
+
+def _load(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
+    with jax.set_mesh(mesh):
+        graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+        weights, _ = load_weights(checkpoint, abstract, mesh)
+        model: Decoder = nnx.merge(graph, weights)
+    return model
+
+
+def _tokenizer(checkpoint: Path, info: Mapping[str, Any], options: Options) -> Tokenizer:
+    """The one that the run was trained with, which a checksum tells."""
+    recorded = info.get("corpus", {}).get("tokenizer")
+    if recorded == BYTES:
+        if options.tokenizer is not None:
+            raise SourceError(f"{checkpoint} was trained on bytes; leave --tokenizer out")
+        return ByteTokenizer()
+    data = info["config"].get("data", {})
+    places = [options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None)]
+    path = next((Path(place).expanduser() for place in places if place is not None), None)
+    if path is None:
+        raise SourceError(f"{checkpoint} does not say which tokenizer it needs; name it by --tokenizer PATH")
+    if not path.exists():
+        raise SourceError(
+            f"the tokenizer of {checkpoint} was in {path}, and there is nothing; name it by --tokenizer PATH"
+        )
+    tokenizer = open_tokenizer(path, special_tokens=options.special_tokens)
+    if recorded is not None and tokenizer.info.sha256 != recorded:
+        raise SourceError(f"{path} is not the tokenizer that {checkpoint} was trained with: its sha256 is another")
+    return tokenizer

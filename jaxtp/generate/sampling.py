@@ -1,0 +1,98 @@
+"""Logits into the next token: each filter a small function on the logits of one row.
+
+A filter sets what it leaves out to -inf, so that they compose in any order. Tokens of equal probability stay or go
+together, whatever the order they are sorted in.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.collectives import batch_spec, constrain, device_view
+from jaxtp.generate.settings import GenerationSettings
+
+
+def sample(
+    logits_BV: Array, seen_BV: Array, seeds_B: Array, positions_B: Array, *, settings: GenerationSettings, num_ids: int
+) -> tuple[Array, Array, Array]:
+    """Chooses the next token of each row; each device those of its own rows.
+
+    Args:
+      logits_BV: of the model.
+      seen_BV: whether a token was in the row before, for the repetition penalty.
+      seeds_B: the seed of each row.
+      positions_B: tokens in each row: with its seed they decide the row's random numbers, and nothing else does.
+      settings: which filters, and how strong.
+      num_ids: ids that have a meaning; those above are never chosen.
+
+    Returns:
+      The tokens `[B]` int32; the logarithm of their probability `[B]` under the model as it is, without penalty,
+      temperature and filters; both on every device; and `seen_BV` with the tokens in it.
+    """
+    row, rows = batch_spec(), batch_spec(None)
+    choose = device_view(
+        jax.vmap(partial(_choose, settings=settings, num_ids=num_ids)),
+        "sample",
+        in_specs=(rows, rows, row, row),
+        out_specs=(row, row, rows),
+    )
+    tokens, logprobs, seen_BV = choose(logits_BV, seen_BV, seeds_B, positions_B)
+    return constrain(tokens, P()), constrain(logprobs, P()), constrain(seen_BV, rows)
+
+
+def _choose(
+    logits: Array, seen: Array, seed: Array, position: Array, *, settings: GenerationSettings, num_ids: int
+) -> tuple[Array, Array, Array]:
+    """Of one row, `[V]`."""
+    logits = jnp.where(jnp.arange(logits.size) < num_ids, logits.astype(jnp.float32), -jnp.inf)
+    filtered = apply_filters(logits, seen, settings)
+    if settings.temperature == 0:
+        token = jnp.argmax(filtered)
+    else:
+        token = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), filtered)
+    return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token], seen | (jnp.arange(seen.size) == token)
+
+
+def apply_filters(logits: Array, seen: Array, settings: GenerationSettings) -> Array:
+    """The logits `[V]` to draw from; filters that are off cost nothing."""
+    if settings.repetition_penalty != 1:
+        logits = penalise(logits, seen, settings.repetition_penalty)
+    if settings.temperature > 0:
+        logits = logits / settings.temperature
+    if settings.top_k:
+        logits = keep_top_k(logits, settings.top_k)
+    if settings.top_p < 1:
+        logits = keep_top_p(logits, settings.top_p)
+    if settings.min_p > 0:
+        logits = keep_min_p(logits, settings.min_p)
+    return logits
+
+
+def penalise(logits: Array, seen: Array, penalty: float) -> Array:
+    """Makes the tokens that were seen less likely (Keskar et al., arXiv 1909.05858, section 4.1)."""
+    return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def keep_top_k(logits: Array, k: int) -> Array:
+    """Keeps the k largest, and what equals the last of them."""
+    return _at_least(logits, jnp.sort(logits)[-min(k, logits.size)])
+
+
+def keep_top_p(logits: Array, p: float) -> Array:
+    """Keeps a token if those more probable have less than p together (Holtzman et al., arXiv 1904.09751)."""
+    ordered = jnp.sort(logits, descending=True)
+    probabilities = jax.nn.softmax(ordered)
+    before = jnp.cumsum(probabilities) - probabilities
+    return _at_least(logits, jnp.min(jnp.where(before < p, ordered, jnp.inf)))
+
+
+def keep_min_p(logits: Array, p: float) -> Array:
+    """Keeps a token if it has at least p times the largest probability (Nguyen et al., arXiv 2407.01082)."""
+    return _at_least(logits, jnp.max(logits) + jnp.log(p))
+
+
+def _at_least(logits: Array, least: Array) -> Array:
+    return jnp.where(logits >= least, logits, -jnp.inf)

@@ -1,0 +1,66 @@
+"""How tokens are chosen, and when a text ends."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+from pydantic import Field
+
+from jaxtp.config import ConfigError, allowed, to_plain, validate
+
+Count = Annotated[int, Field(ge=1, lt=2**31), allowed("1 or more")]
+CountOrZero = Annotated[int, Field(ge=0, lt=2**31), allowed("0 or more")]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """Of one call; the filters work in the order of their fields, each on what the one before has left."""
+
+    max_tokens: Count = 128
+    """Tokens after which a text ends, whatever it says."""
+
+    seed: CountOrZero = 0
+    """Of the first prompt; each further one has the next. A prompt gives the same text whatever the batch it is in."""
+
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False), allowed("above 0")] = 1.0
+    """Divides the positive logits of tokens that the text or its prompt has, and multiplies the negative ones (CTRL); 1
+    is off."""
+
+    temperature: NonNegative = 0.0
+    """Divides the logits; 0 always takes the likeliest token."""
+
+    top_k: CountOrZero = 0
+    """Keeps this many of the likeliest tokens; 0 is off."""
+
+    top_p: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 1.0
+    """Keeps the likeliest tokens until their probabilities reach this sum; 1 is off."""
+
+    min_p: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
+    """Keeps the tokens that are at least this times as probable as the likeliest; 0 is off."""
+
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
+    """A text that ends the output, and is not part of it. Can be given several times."""
+
+
+def check(settings: GenerationSettings) -> None:
+    """Checks the settings, also of those who build them in Python.
+
+    Raises:
+      ConfigError: with every value that cannot be, or that would have no effect.
+    """
+    validate(GenerationSettings, {**to_plain(settings), "stop": tuple(settings.stop)}, source="settings")
+    problems = list(_contradictions(settings))
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _contradictions(settings: GenerationSettings) -> Iterator[str]:
+    off = GenerationSettings()
+    idle = [n for n in ("top_k", "top_p", "min_p") if getattr(settings, n) != getattr(off, n)]
+    if settings.temperature == 0 and idle:
+        values = ", ".join(f"{name}={getattr(settings, name)}" for name in idle)
+        yield f"{values} has no effect at temperature 0, which always takes the likeliest token; give a temperature too"
+    if "" in settings.stop:
+        yield "an empty stop text would end everything; leave it out"

@@ -1,0 +1,25 @@
+"""The kinds of model on disk: a run of ours, or a folder in Hugging Face's format. A further kind is a line here."""
+
+from pathlib import Path
+
+from jaxtp.config import nearest_file
+from jaxtp.generate import huggingface, runs
+from jaxtp.generate.source import Options, Source, SourceError
+
+
+def open_source(folder: Path, options: Options = Options()) -> Source:
+    """What is in a folder.
+
+    Raises:
+      SourceError: no model, or none with a tokenizer.
+      ValueError: it is damaged, or not understood (`CheckpointError`, `DatasetError`, `TokenizerError`, `ConfigError`).
+    """
+    if not folder.is_dir():
+        what = "is no folder" if folder.exists() else "no such folder"
+        raise SourceError(f"--model {folder}: {what}{nearest_file(folder)}")
+    for kind in (huggingface, runs):
+        if kind.is_model(folder):
+            return kind.open_folder(folder, options)
+    raise SourceError(
+        f"--model {folder}: no run with a finished checkpoint, and no model in Hugging Face's format (config.json)"
+    )

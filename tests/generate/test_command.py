@@ -1,0 +1,239 @@
+"""`python -m jaxtp.generate` on runs that `jaxtp.train` made, and what it refuses."""
+
+import io
+import json
+import shutil
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from runs import SMALL, TEXT, mesh
+
+import jaxtp
+from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.generate.__main__ import main
+from jaxtp.generate.sources import open_source
+from jaxtp.prepare.__main__ import main as prepare
+from jaxtp.train.__main__ import main as train
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A run on bytes, one on tokens, and the dataset of those."""
+    folder = tmp_path_factory.mktemp("runs")
+    (folder / "text.txt").write_text(TEXT)
+    (folder / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT.splitlines()))
+    dataset = ["--train-bpe", "300", "--held-out", "0.1", "--out", str(folder / "data")]
+    assert prepare([str(folder / "lines.jsonl"), *dataset]) == 0
+    model = ["--model.vocab-size", "301", "--model.num-kv-heads", "2", *mesh(1, 2, 2)]  # one, to be compiled once
+    for run, data in {"bytes": "text.txt", "tokens": "data"}.items():
+        flags = ["--data.path", str(folder / data), "--run.dir", str(folder / run), "--train.steps", "10"]
+        assert train([*SMALL, *model, *flags, "--optimizer.learning-rate", "0.02"]) == 0
+    return folder
+
+
+def generate(capsys, *flags):
+    capsys.readouterr()
+    assert main([str(flag) for flag in flags]) == 0
+    return capsys.readouterr()
+
+
+def uncached(folder, prompt, count):
+    """Greedy ids, each from reading everything again by the model as training knows it."""
+    source = open_source(folder)
+    model = source.load(jaxtp.make_mesh())
+    ids = source.tokenizer.encode_batch([prompt])[0].tolist()
+    graph, state = nnx.split(model)
+    read = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids)[0])
+    for _ in range(count):
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(ids)] = ids
+        ids.append(int(jnp.argmax(read(state, padded)[len(ids) - 1, : source.tokenizer.info.vocab_size])))
+    return source.tokenizer.decode(np.array(ids[-count:])).decode(errors="replace")
+
+
+@pytest.mark.parametrize("run", ["bytes", "tokens"])
+def test_a_run_goes_on_with_a_text(places, run, capsys):
+    flags = ["--model", places / run, "--prompt", "line 12: the quick", "--max-tokens", 10]
+    found = generate(capsys, *flags)
+    with jax.set_mesh(jaxtp.make_mesh()):
+        assert found.out == uncached(places / run, "line 12: the quick", 10) + "\n"
+    assert f"model   {places / run}, step 10: " in found.err
+    assert "mesh    dp 1 x fsdp 1 x tp 1 = 1 CPU device\n" in found.err
+    assert "prefill " in found.err
+    assert "decode  9 tokens in " in found.err
+    for sizes in (mesh(1, 1, 4), mesh(2, 2, 2)):
+        assert generate(capsys, *flags, *sizes).out == found.out
+    assert generate(capsys, *flags, "--dtype", "bfloat16").err.splitlines()[0].endswith("parameters, bfloat16")
+
+
+def test_files_of_prompts_and_objects(places, tmp_path, capsys):
+    (tmp_path / "p.txt").write_text("line 1\n\nline 2: the quick\r\n")
+    (tmp_path / "p.jsonl").write_text('{"q": "line 1"}\n{"q": "line 2: the quick", "other": 1}\n')
+    flags = ["--model", places / "tokens", "--max-tokens", 4, "--temperature", 1, "--seed", 3]
+    as_text = generate(capsys, *flags, "--prompt", "x", "--prompt-file", tmp_path / "p.txt").out
+    as_json = generate(capsys, *flags, "--json", "--prompt", "x", "--prompt-file", tmp_path / "p.jsonl", "--field", "q")
+    records = [json.loads(line) for line in as_json.out.splitlines()]
+    prompts = ["x", "line 1", "line 2: the quick"]
+    assert [record["prompt"] for record in records] == prompts
+    assert all(len(record["ids"]) == len(record["logprobs"]) == 4 for record in records)
+    assert {record["finish"] for record in records} == {"length"}
+    expected = "".join(f"--- {i}: {json.dumps(r['prompt'])}\n{r['text']}\n" for i, r in enumerate(records))
+    assert as_text == expected
+    again = generate(capsys, *flags, "--json", "--batch-size", 1, *(f for p in prompts for f in ("--prompt", p)))
+    assert [json.loads(line)["ids"] for line in again.out.splitlines()] == [record["ids"] for record in records]
+
+
+def test_a_stop_text(places, capsys):
+    flags = ["--model", places / "bytes", "--prompt", "line 12: the quick", "--max-tokens", 10]
+    text = generate(capsys, *flags).out.rstrip("\n")
+    assert generate(capsys, *flags, "--stop", text[2:4]).out == text.split(text[2:4])[0] + "\n"
+
+
+def chat(monkeypatch, capsys, entered, *flags):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(entered))
+    capsys.readouterr()
+    code = main([str(flag) for flag in flags])
+    return code, capsys.readouterr()
+
+
+def test_a_chat_knows_what_was_said(places, tmp_path, monkeypatch, capsys):
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    flags = ["--model", places / "bytes", "--chat", "--template", tmp_path / "t.jinja", "--max-tokens", 6]
+    code, told = chat(monkeypatch, capsys, "hello\n\nand then?\n", *flags, "--system", "be brief")
+    assert code == 0
+    conversation = "<system> be brief\n<user> hello\n<bot>"
+    first = generate(capsys, "--model", places / "bytes", "--max-tokens", 6, "--prompt", conversation).out
+    again = conversation.removesuffix("<bot>") + f"<assistant> {first.removesuffix(chr(10))}\n<user> and then?\n<bot>"
+    second = generate(capsys, "--model", places / "bytes", "--max-tokens", 6, "--prompt", again).out
+    assert told.out == first + second
+
+
+def test_an_interrupt_ends_an_answer_and_not_the_chat(places, tmp_path, monkeypatch, capsys):
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    made = []
+
+    def interrupted_once(self, prompts, settings):
+        made.append(bytes(prompts[0]).decode())
+        yield jaxtp.generate.row.Piece(0, "some", None)
+        if len(made) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(jaxtp.Generator, "stream", interrupted_once)
+    flags = ["--model", places / "bytes", "--chat", "--template", tmp_path / "t.jinja"]
+    code, told = chat(monkeypatch, capsys, "a\nb\n", *flags)
+    assert (code, told.out) == (0, "some\nsome\n")
+    assert made[1] == "<user> a\n<assistant> some\n<user> b\n<bot>"
+
+
+def test_a_run_that_has_moved_from_its_data(places, tmp_path, capsys):
+    shutil.copytree(places, tmp_path / "moved")
+    run, data = tmp_path / "moved/tokens", tmp_path / "moved/data"
+    flags = ["--prompt", "line 12", "--max-tokens", 4]
+    expected = generate(capsys, "--model", run, *flags).out
+    places.joinpath("data").rename(places / "away")
+    try:
+        assert main(["--model", str(run), *map(str, flags)]) == 2
+        error = capsys.readouterr().err
+        assert f"was in {places / 'data'}, and there is nothing; name it by --tokenizer PATH" in error
+        for place in (data, data / "tokenizer.json"):
+            assert generate(capsys, "--model", run, *flags, "--tokenizer", place).out == expected
+    finally:
+        places.joinpath("away").rename(places / "data")
+
+
+PROMPT = ["--prompt", "x"]
+REFUSED = {
+    "nothing": ([], "name the model by --model DIR; give texts to continue, by --prompt TEXT or --prompt-file FILE"),
+    "no such folder": (["--model", "{runs}/byte", *PROMPT], "byte: no such folder; did you mean {runs}/bytes?"),
+    "a file": (["--model", "{runs}/text.txt", *PROMPT], "text.txt: is no folder"),
+    "no model": (
+        ["--model", "{runs}/data", *PROMPT],
+        "no run with a finished checkpoint, and no model in Hugging Face",
+    ),
+    "no such file": (["--model", "{runs}/bytes", "--prompt-file", "{runs}/txt.txt"], "did you mean {runs}/text.txt?"),
+    "no field": (
+        ["--model", "{runs}/bytes", "--prompt-file", "{runs}/lines.jsonl"],
+        "line 1: no field 'prompt'; it has",
+    ),
+    "field of text": (["--model", "{runs}/bytes", *PROMPT, "--field", "q"], "--field q is of JSONL"),
+    "empty file": (["--model", "{runs}/bytes", "--prompt-file", "{empty}"], "no prompts in it"),
+    "empty prompt": (["--model", "{runs}/bytes", "--prompt", ""], "prompt 0 is empty"),
+    "heads": (
+        ["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "3"],
+        "not divisible by mesh.tp=3; tp can be 1, 2, 4, 8",
+    ),
+    "devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "8", "--mesh.dp", "4"], "needs 32 devices"),
+    "chat and prompt": (["--model", "{runs}/bytes", *PROMPT, "--chat"], "leave --prompt, --prompt-file and --json out"),
+    "system": (["--model", "{runs}/bytes", *PROMPT, "--system", "be brief"], "are of a chat; give --chat too"),
+    "no template": (["--model", "{runs}/bytes", "--chat"], "has no chat template; give one by --template FILE"),
+    "template": (["--model", "{runs}/bytes", "--chat", "--template", "{bad}"], "bad.jinja: not a chat template: "),
+    "no such template": (["--model", "{runs}/bytes", "--chat", "--template", "no.jinja"], "no.jinja: No such file"),
+    "tokenizer of bytes": (["--model", "{runs}/bytes", *PROMPT, "--tokenizer", "{runs}/data"], "was trained on bytes"),
+    "another tokenizer": (["--model", "{runs}/tokens", *PROMPT, "--tokenizer", "{other}"], "its sha256 is another"),
+    "no tokenizer": (["--model", "{runs}/tokens", *PROMPT, "--tokenizer", "{runs}/text.txt"], "not a tokenizer.json"),
+    "no effect": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "0.5"], "top_p=0.5 has no effect at temperature 0"),
+    "value": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "1.5"], "top_p = 1.5: should be less than or equal to 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, places, tmp_path, capsys):
+    flags, message = REFUSED[name]
+    (tmp_path / "empty.txt").write_text("\n \n")
+    (tmp_path / "bad.jinja").write_text("{% for %}")
+    tokenizer = json.loads((places / "data/tokenizer.json").read_text())
+    (tmp_path / "other.json").write_text(json.dumps({**tokenizer, "version": "1.0"}, indent=3))
+    names = {"runs": places, "empty": tmp_path / "empty.txt", "bad": tmp_path / "bad.jinja"}
+    names["other"] = tmp_path / "other.json"
+    assert main([flag.format(**names) for flag in flags]) == 2
+    captured = capsys.readouterr()
+    assert message.format(**names) in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("nonsense", "line 2: not JSON"),
+        ("[1]", 'expected an object such as {"prompt": ...}, found [1]'),
+        ('{"promt": "x"}', "no field 'prompt'; did you mean --field promt?"),
+        ('{"prompt": 3}', "prompt = 3: should be text"),
+    ],
+)
+def test_a_bad_line_is_named(places, tmp_path, capsys, line, message):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "x"}\n' + line + "\n")
+    assert main(["--model", str(places / "bytes"), "--prompt-file", str(tmp_path / "p.jsonl")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint(places, tmp_path, capsys):
+    shutil.copytree(places / "bytes", tmp_path / "run")
+    for path in (tmp_path / "run/checkpoints/10/state").rglob("d/*"):
+        path.write_bytes(path.read_bytes()[:-64])
+    assert main(["--model", str(tmp_path / "run"), *PROMPT]) == 2
+    error = capsys.readouterr().err
+    assert "damaged" in error
+    assert "Traceback" not in error
+
+
+def test_help_says_what_each_flag_does(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    out = capsys.readouterr().out
+    assert all(
+        flag in out for flag in ("--model DIR", "--temperature FLOAT", "--mesh.tp INT", "--chat", "--max-tokens")
+    )
+
+
+def test_bytes_need_no_tokenizer_file(places):
+    assert isinstance(open_source(places / "bytes").tokenizer, ByteTokenizer)

@@ -1,0 +1,119 @@
+"""Generation from a folder in Hugging Face's format, and what is read of it beside its weights."""
+
+import json
+import sys
+
+import pytest
+from flax import nnx
+from small_tokenizers import byte_fallback
+
+import jaxtp
+from jaxtp.generate.__main__ import main
+from jaxtp.generate.chat import ChatError, ChatTemplate
+from jaxtp.generate.source import Options, SourceError
+from jaxtp.generate.sources import open_source
+
+CONFIG = jaxtp.ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=16)
+TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder of a model."""
+    folder = tmp_path / "model"
+    jaxtp.save_hf(jaxtp.Decoder(CONFIG, rngs=nnx.Rngs(0)), folder)
+    write(folder, "config.json", json.loads((folder / "config.json").read_text()) | {"eos_token_id": 7})
+    write(folder, "tokenizer_config.json", {"bos_token": {"content": "<s>"}, "chat_template": TEMPLATE})
+    (folder / "tokenizer.json").write_bytes(byte_fallback())
+    return folder
+
+
+def write(folder, name, record):
+    (folder / name).write_text(json.dumps(record))
+
+
+def test_end_tokens_prefix_and_template(folder):
+    source = open_source(folder)
+    assert (source.end_ids, source.prefix, source.template) == ({7}, (1,), TEMPLATE)
+    assert source.special_tokens == {"bos_token": "<s>"}
+    assert source.config.num_kv_heads == CONFIG.num_kv_heads
+    write(folder, "generation_config.json", {"eos_token_id": [7, 9]})
+    (folder / "chat_template.jinja").write_text("a file of its own")
+    source = open_source(folder)
+    assert (source.end_ids, source.template) == ({7, 9}, "a file of its own")
+    (folder / "chat_template.jinja").unlink()
+    several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
+    write(folder, "tokenizer_config.json", {"chat_template": several})
+    assert open_source(folder).template == "yes"
+
+
+def test_a_text_and_a_chat(folder, monkeypatch, capsys):
+    assert main(["--model", str(folder), "--prompt", "to", "--max-tokens", "3", "--mesh.tp", "2", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["prompt_tokens"] == 1 + 3, "the first token, and a mark and two letters"
+    prompts, dtypes = [], []
+
+    def stream(self, given, settings):
+        prompts.extend(given)
+        dtypes.append(self.model.config.precision)
+        return iter(())
+
+    monkeypatch.setattr(jaxtp.Generator, "stream", stream)
+    monkeypatch.setattr(sys, "stdin", __import__("io").StringIO("to\n"))
+    assert main(["--model", str(folder), "--chat", "--dtype", "bfloat16"]) == 0
+    assert dtypes == [jaxtp.Precision(param="bfloat16", compute="bfloat16")]
+    assert prompts[0].count(1) == 1, "the template spells the first token, and it is not put there twice"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", "{", "not readable as JSON"),
+        ("tokenizer_config.json", "[]", "expected a JSON object, found list"),
+        ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id = </s>: should be ids"),
+    ],
+)
+def test_damaged_files_are_named(folder, name, content, message):
+    (folder / name).write_text(content)
+    with pytest.raises(SourceError, match=message):
+        open_source(folder, Options())
+
+
+def test_templates():
+    render = lambda template: ChatTemplate(template, "t", {"eos_token": "</s>"}).render(
+        [{"role": "user", "content": "é"}]
+    )
+    assert render("{{ messages[0]['content'] }}{{ eos_token }}{{ bos_token }}") == "é</s>"
+    assert render(
+        "{% for m in messages %}\n  {{ m.role }}\n{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+    ) == ("  user\n!")
+    assert render("{{ messages | tojson }}") == '[{"role": "user", "content": "é"}]'
+    assert render("{% for i in range(9) %}{% if i == 2 %}{% break %}{% endif %}{{ i }}{% endfor %}") == "01"
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "t refuses this conversation: roles must alternate"),
+        ("{{ messages[3].content }}", "t fails on this conversation"),
+        ("{{ 1 / 0 }}", "t fails on this conversation: division by zero"),
+        ("{{ messages.__class__.__mro__ }}", "t fails on this conversation: access to attribute '__class__'"),
+        ("{% set _ = messages.append(1) %}", "t fails on this conversation"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "t fails on this conversation: Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "t fails on this conversation: maximum recursion"),
+        ("{{ open('x') }}", "t fails on this conversation: 'open' is undefined"),
+        ("{% include 'x' %}", "t fails on this conversation"),
+        ("{% if %}", "t: not a chat template"),
+    ],
+)
+def test_templates_that_fail_or_reach_out(template, message):
+    with pytest.raises(ChatError) as raised:
+        ChatTemplate(template, "t", {}).render([{"role": "user", "content": "x"}])
+    assert message in str(raised.value)
+
+
+def test_the_library_that_a_chat_needs_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ChatError, match=r"pip install 'jaxtp\[chat\]'"):
+        ChatTemplate("", "t", {})

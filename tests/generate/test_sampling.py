@@ -1,0 +1,140 @@
+"""Each filter against its definition in plain numpy, and the tokens drawn against the distribution that is left."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import jaxtp
+from jaxtp.generate import sampling
+from jaxtp.generate.settings import GenerationSettings
+
+V = 13
+vectors = st.lists(st.sampled_from(np.linspace(-4, 4, 33).tolist()), min_size=V, max_size=V).map(np.array)  # with ties
+
+
+def softmax(logits):
+    exp = np.exp(logits - logits.max())
+    return exp / exp.sum()
+
+
+def kept(filtered):
+    return np.isfinite(np.asarray(filtered))
+
+
+def top_k(logits, k):
+    return np.array([np.sum(logits > own) < k for own in logits])
+
+
+def top_p(logits, p):
+    probabilities = softmax(logits)
+    return np.array([probabilities[logits > own].sum() < p for own in logits])
+
+
+def min_p(logits, p):
+    return softmax(logits) >= p * softmax(logits).max()
+
+
+def penalised(logits, seen, penalty):
+    return [(x / penalty if x > 0 else x * penalty) if s else x for x, s in zip(logits, seen, strict=True)]
+
+
+@settings(deadline=None)  # the first call compiles
+@given(vectors, st.integers(1, V + 3))
+def test_top_k(logits, k):
+    np.testing.assert_array_equal(kept(sampling.keep_top_k(jnp.array(logits), k)), top_k(logits, k))
+
+
+@settings(deadline=None)  # the first call compiles
+@given(vectors, st.sampled_from([0.013, 0.107, 0.31, 0.523, 0.77, 0.913, 0.9991]))
+def test_top_p(logits, p):
+    probabilities = np.sort(softmax(logits))[::-1]
+    if np.min(np.abs(np.cumsum(probabilities) - p)) < 1e-5:
+        return  # a sum that rounding decides
+    np.testing.assert_array_equal(kept(sampling.keep_top_p(jnp.array(logits), p)), top_p(logits, p))
+
+
+@settings(deadline=None)  # the first call compiles
+@given(vectors, st.sampled_from([0.0103, 0.107, 0.31, 0.523, 0.913, 1.0]))
+def test_min_p(logits, p):
+    np.testing.assert_array_equal(kept(sampling.keep_min_p(jnp.array(logits), p)), min_p(logits, p))
+
+
+@settings(deadline=None)  # the first call compiles
+@given(vectors, st.lists(st.booleans(), min_size=V, max_size=V), st.sampled_from([0.5, 1.3, 2.0]))
+def test_repetition_penalty(logits, seen, penalty):
+    found = sampling.penalise(jnp.array(logits), jnp.array(seen), penalty)
+    np.testing.assert_allclose(found, penalised(logits, seen, penalty), rtol=1e-6)
+
+
+def plainly(logits, seen, chosen):
+    """The distribution that is left by what was chosen."""
+    logits = np.array(penalised(logits, seen, chosen.repetition_penalty)) / chosen.temperature
+    for keep, value in ((top_k, chosen.top_k or V), (top_p, chosen.top_p), (min_p, chosen.min_p)):
+        logits = np.where(keep(logits, value), logits, -np.inf)
+    return softmax(logits)
+
+
+LOGITS = np.random.default_rng(3).normal(0, 0.8, V)
+SEEN = np.arange(V) % 3 == 0
+DRAWS = 4096
+CASES = {
+    "temperature": {"temperature": 1.0},
+    "cold": {"temperature": 0.4},
+    "hot": {"temperature": 3.0},
+    "top-k": {"temperature": 1.0, "top_k": 4},
+    "top-p": {"temperature": 1.0, "top_p": 0.6},
+    "min-p": {"temperature": 1.0, "min_p": 0.2},
+    "penalty": {"temperature": 1.0, "repetition_penalty": 1.8},
+    "all": {"temperature": 1.7, "top_k": 9, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 0.7},
+}
+
+
+def draw(chosen, seeds, positions, *, num_ids=V):
+    rows = len(seeds)
+    logits, seen = np.tile(LOGITS, (rows, 1)).astype(np.float32), np.tile(SEEN, (rows, 1))
+    return jax.jit(lambda *a: sampling.sample(*a, settings=chosen, num_ids=num_ids))(
+        logits, seen, np.asarray(seeds, np.uint32), np.asarray(positions, np.int32)
+    )
+
+
+@pytest.mark.parametrize("vary", ["seed", "position"])
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_are_drawn_from_what_is_left(name, vary):
+    chosen = GenerationSettings(**CASES[name])
+    many, same = np.arange(DRAWS), np.full(DRAWS, 5)
+    tokens, logprobs, _ = draw(chosen, *((many, same) if vary == "seed" else (same, many)))
+    expected = plainly(LOGITS, SEEN, chosen)
+    counts = np.bincount(tokens, minlength=V)
+    assert not counts[expected == 0].any(), "a token that a filter leaves out"
+    rare = DRAWS * expected < 5  # counted together: the test is no good for fewer
+    pooled = [np.append(some[~rare], some[rare].sum()) for some in (counts, DRAWS * expected)]
+    there = pooled[1] > 0
+    assert stats.chisquare(pooled[0][there], pooled[1][there]).pvalue > 1e-3  # seeds are fixed: it is not chance
+    np.testing.assert_allclose(logprobs, np.log(softmax(LOGITS))[np.asarray(tokens)], rtol=1e-5)
+
+
+def test_temperature_zero_takes_the_likeliest_after_the_penalty():
+    tokens, _, seen = draw(GenerationSettings(repetition_penalty=5.0), [0, 1], [3, 4])
+    expected = int(np.argmax(penalised(LOGITS, SEEN, 5.0)))
+    assert tokens.tolist() == [expected] * 2
+    np.testing.assert_array_equal(seen, np.tile(SEEN | (np.arange(V) == expected), (2, 1)))
+
+
+def test_ids_without_a_meaning_are_never_chosen():
+    few = int(np.argmax(LOGITS))  # the likeliest is the first that is left out
+    tokens, _, _ = draw(GenerationSettings(temperature=5.0), np.arange(DRAWS), np.zeros(DRAWS), num_ids=few)
+    assert set(tokens.tolist()) == set(range(few))
+
+
+def test_a_row_draws_the_same_on_every_mesh_and_in_every_batch():
+    chosen = GenerationSettings(**CASES["all"])
+    seeds, positions = np.arange(8), np.arange(8)[::-1] + 3
+    alone = [int(draw(chosen, [s], [p])[0][0]) for s, p in zip(seeds, positions, strict=True)]
+    for mesh in (jaxtp.make_mesh(), jaxtp.make_mesh(2, 2, 2), jaxtp.make_mesh(tp=8)):
+        with jax.set_mesh(mesh):
+            assert draw(chosen, seeds, positions)[0].tolist() == alone
+    assert len(set(alone)) > 1

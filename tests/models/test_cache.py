@@ -1,0 +1,121 @@
+"""Decoding from a cache gives the logits of reading everything at once, at every position, on every mesh."""
+
+import dataclasses
+from contextlib import nullcontext
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import MESHES, TOLERANCE, random_weights, relative_error, state_on_mesh, without_mesh
+
+import jaxtp
+from jaxtp.mesh import mesh_sizes
+from jaxtp.parallel.census import count_collectives
+
+B, T, CHUNK = 8, 16, 6
+PLAIN = jaxtp.ModelConfig(
+    vocab_size=32, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24, norm_eps=1e-3
+)
+SHARED = dataclasses.replace(PLAIN, vocab_size=19, num_kv_heads=2)  # odd vocabulary; kv heads fewer than tp
+BIASES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "tie_embeddings": True}
+MODELS = {
+    "plain": PLAIN,
+    "shared": SHARED,
+    "one kv head": dataclasses.replace(SHARED, num_kv_heads=1, scan_layers=False),
+    "biases, tied": dataclasses.replace(SHARED, **BIASES),
+    "head norms": dataclasses.replace(SHARED, qk_norm="head"),
+    "projection norms": dataclasses.replace(SHARED, qk_norm="projection", sequence_parallel=False),
+    "bfloat16": dataclasses.replace(SHARED, precision=jaxtp.Precision(param="bfloat16", compute="bfloat16")),
+}
+CASES = [("shared", mesh) for mesh in [None, *MESHES]] + [(name, (1, 2, 4)) for name in MODELS if name != "shared"]
+FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 0])  # tokens of each row in the first chunk, padded to CHUNK
+SECOND = np.array([6, 0, 5, 1, 2, 4, 3, 6])  # in the second, left over by the first
+
+
+def build(name):
+    return jaxtp.Decoder(MODELS[name], rngs=nnx.Rngs(0))
+
+
+@cache
+def weights_of(name):
+    return random_weights(lambda: build(name))
+
+
+def built(name, mesh):
+    make = lambda: build(name)
+    return without_mesh(make, weights_of(name)) if mesh is None else state_on_mesh(make, weights_of(name), mesh)
+
+
+@pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
+def test_cached_equals_uncached(name, mesh):
+    mesh = mesh and jaxtp.make_mesh(*mesh)
+    graph, state = built(name, mesh)
+    ids = np.random.default_rng(0).integers(0, MODELS[name].vocab_size, (B, T), np.int32)
+    found = np.full((B, T, MODELS[name].vocab_size), np.nan)
+
+    @jax.jit
+    def extend(state, past, ids, counts):
+        model = nnx.merge(graph, state)
+        past, x = model.extend(past, ids, counts)
+        return past, model.logits_of_hidden(x)
+
+    def read(past, width, counts):
+        """The next tokens of each row; whatever else is in the row of ids is padding, and any padding will do."""
+        at = np.asarray(past.lengths)
+        rows = [np.append(row[start:], np.zeros(T, np.int32))[:width] for row, start in zip(ids, at, strict=True)]
+        past, logits = extend(state, past, np.stack(rows), counts.astype(np.int32))
+        logits = np.asarray(logits, np.float64)
+        for row, (start, count) in enumerate(zip(at, counts, strict=True)):
+            found[row, start : start + count] = logits[row, :count]
+        return past
+
+    with jax.set_mesh(mesh) if mesh else nullcontext():
+        expected = np.asarray(jax.jit(lambda state: nnx.merge(graph, state)(ids))(state), np.float64)
+        past = jax.jit(lambda state: nnx.merge(graph, state).empty_cache(B, T))(state)
+        past = read(read(past, CHUNK, FIRST), CHUNK, SECOND)
+        np.testing.assert_array_equal(past.lengths, FIRST + SECOND)
+        for _ in range(T):  # rows that are full read no further token
+            past = read(past, 1, (np.asarray(past.lengths) < T).astype(np.int32))
+    np.testing.assert_array_equal(past.lengths, T)
+    tolerance = 0.05 if name == "bfloat16" else TOLERANCE
+    for row in range(B):
+        for position in range(T):
+            assert relative_error(found[row, position], expected[row, position]) < tolerance, (row, position)
+
+
+def test_what_has_no_slot_is_dropped():
+    graph, state = built("plain", None)
+    model = nnx.merge(graph, state)
+    ids = jnp.arange(2 * CHUNK, dtype=jnp.int32).reshape(2, CHUNK)
+    full, _ = model.extend(model.empty_cache(2, CHUNK), ids, jnp.full(2, CHUNK))
+    after, _ = model.extend(full, ids[:, :1], jnp.ones(2, jnp.int32))
+    np.testing.assert_array_equal(after.keys, full.keys)
+    np.testing.assert_array_equal(after.values, full.values)
+
+
+@pytest.mark.parametrize(("mesh", "heads"), [((1, 1, 8), 8), ((2, 2, 2), 2), ((8, 1, 1), 2)], ids=str)
+def test_the_cache_is_split_over_rows_and_kv_heads(mesh, heads):
+    """Each device holds its rows and heads; two kv heads over eight devices are held four times each."""
+    mesh = jaxtp.make_mesh(*mesh)
+    graph, state = built("shared", mesh)
+    with jax.set_mesh(mesh):
+        cache = jax.jit(lambda state: nnx.merge(graph, state).empty_cache(B, T))(state)
+    sizes = mesh_sizes(mesh)
+    assert cache.keys.shape == (2, B, T, heads, 4)
+    (shape,) = {shard.data.shape for array in (cache.keys, cache.values) for shard in array.addressable_shards}
+    assert shape == (2, B // (sizes["dp"] * sizes["fsdp"]), T, heads // sizes["tp"], 4)
+
+
+def test_reading_a_token_moves_two_sums_a_layer_and_none_of_the_cache():
+    mesh = jaxtp.make_mesh(tp=8)
+    graph, state = built("plain", mesh)
+    with jax.set_mesh(mesh):
+        cache = jax.jit(lambda state: nnx.merge(graph, state).empty_cache(B, T))(state)
+        extend = lambda state, cache, ids: nnx.merge(graph, state).extend(cache, ids, jnp.ones(B, jnp.int32))
+        jaxpr = jax.make_jaxpr(extend)(state, cache, jnp.zeros((B, 1), jnp.int32))
+    found = count_collectives(jaxpr, mesh_sizes(mesh))
+    assert {(c.kind, c.shape) for c in found} == {("all-reduce", (B, 1, PLAIN.d_model))}
+    assert found.total() == 2 * PLAIN.num_layers + 1  # the embedding's

@@ -1,0 +1,29 @@
+"""Tokenizers of the kinds that people use, as small as they can be."""
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+TEXT = "Grüße, 世界! 🙂🙃 naïve café — two  spaces\n\tand a tab"
+
+
+def byte_level():
+    """A tokenizer.json of GPT-2's kind."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=280, initial_alphabet=alphabet))
+    return tokenizer.to_str().encode()
+
+
+def byte_fallback():
+    """One of Llama 2's kind: pieces with a mark for spaces, bytes for what is in none, and a first token."""
+    pieces = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"Graetwospcdnbüß,!▁"]
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken("<s>", special=True)])
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer.to_str().encode()
