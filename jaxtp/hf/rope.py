@@ -51,9 +51,11 @@ def write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
     if scaling.kind == "yarn":
         written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
         written |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
-    if scaling.kind != "linear":
-        written["original_max_position_embeddings"] = scaling.original_length
-    return {"rope_theta": theta, "rope_scaling": written}
+    if scaling.kind == "linear":
+        return {"rope_theta": theta, "rope_scaling": written}
+    written["original_max_position_embeddings"] = scaling.original_length
+    longest = math.ceil(scaling.original_length * scaling.factor)  # transformers wants to be told
+    return {"rope_theta": theta, "rope_scaling": written, "max_position_embeddings": longest}
 
 
 def _parameters(attributes: Mapping[str, Any]) -> dict[str, Any]:
