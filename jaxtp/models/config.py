@@ -2,9 +2,10 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from jaxtp.config import allowed, to_plain
 from jaxtp.layers.attention import Implementation
@@ -22,6 +23,9 @@ MAX_SUGGESTED = 1024
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A pre-norm decoder with rotary grouped-query attention and a gated MLP: the Llama architecture."""
+
+    from_hf: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    """Folder of a model in Hugging Face format, to begin with its weights; the sizes below are then its own."""
 
     vocab_size: Size = 256
     """Token ids, 0 to vocab_size - 1. Any size: what tp does not divide is padded inside the layers."""
@@ -97,7 +101,9 @@ class ModelConfig:
     """Adapters to train instead of the model's own parameters."""
 
 
-_NOT_ARCHITECTURE = ("attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk", "precision")
+_NOT_ARCHITECTURE = (
+    *("from_hf", "attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk", "precision"),
+)
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from jaxtp.data.corpus import CorpusError
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.packing import LongDocumentError
 from jaxtp.data.rows import TokenError
+from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError
 from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
@@ -32,6 +33,7 @@ MISTAKES = (
     MeshError,
     CorpusError,
     DatasetError,
+    HFError,
     LongDocumentError,
     TokenError,
     RunFolderError,

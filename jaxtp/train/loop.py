@@ -10,12 +10,13 @@ import jax
 import numpy as np
 
 from jaxtp import config as configuration
-from jaxtp.checkpoint.manager import Checkpoints, newest
+from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.loader import Batch, abstract_batch, batches
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
 from jaxtp.train.interrupt import Interrupt
+from jaxtp.train.origin import check_origin, with_model
 from jaxtp.train.prepare import Run, load_data, plan, prepare
 from jaxtp.train.profiling import Profiler
 from jaxtp.train.report import Report
@@ -35,10 +36,12 @@ def train(config: TrainConfig) -> float | None:
 
     Raises:
       NonFiniteError: a loss or gradient was not finite, and `config.train.non_finite` does not allow it.
-      ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `DatasetError`, `RunFolderError`,
-        `CheckpointError`), before anything in the folder is changed; a `TokenError` while it trains.
+      ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `DatasetError`, `HFError`,
+        `RunFolderError`, `CheckpointError`), before anything in the folder is changed; a `TokenError` while it trains.
     """
     timing = Timing()
+    config = with_model(config)
+    check_origin(config)
     if (sizes := planned_mesh(config.mesh)) is not None:
         check(config, sizes)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.tp)
@@ -47,8 +50,6 @@ def train(config: TrainConfig) -> float | None:
     check_installed(config.metrics.trackers)
     data = load_data(config)
     blueprint = plan(config, mesh)
-    if config.run.init_from is not None:
-        newest(config.run.init_from)
     folder.prepare(config.run.dir)
     with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
         run = prepare(config, blueprint, data, report)
@@ -227,7 +228,7 @@ class Loop:
         """The state, which later steps have left as it was before `step`, and the batch of `step`."""
         run, place = self._run, self._config.run.dir / folder.NON_FINITE
         kept = Checkpoints(place, keep=1)
-        kept.save(step, run.state, run.mesh, self._info(run.next_sample))
+        kept.save(step, run.blueprint.stored(run.state), run.mesh, self._info(run.next_sample))
         kept.close()
         rows = {
             f"{name}_{shard.index[0].start or 0}": np.asarray(shard.data)
@@ -273,7 +274,8 @@ class Loop:
         if eval_loss is not None and not math.isfinite(eval_loss):
             eval_loss = None  # no candidate for the best
         with self._timing.lost_to("save"):
-            run.checkpoints.save(run.step, run.state, run.mesh, self._info(run.next_sample), eval_loss=eval_loss)
+            stored = run.blueprint.stored(run.state)
+            run.checkpoints.save(run.step, stored, run.mesh, self._info(run.next_sample), eval_loss=eval_loss)
         self._saved_at = run.step
 
     def _info(self, next_sample: int) -> dict[str, Any]:

@@ -11,13 +11,14 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import Checkpoints, load_weights, restore_newest
+from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.config import ConfigError
 from jaxtp.data.corpus import Corpus, load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check_vocabulary
+from jaxtp.train.origin import check_tokenizer, given_weights
 from jaxtp.train.report import Report, summary
 from jaxtp.train.state import Blueprint, parameters, plan_state, total_bytes
 
@@ -64,6 +65,7 @@ def load_data(config: TrainConfig) -> Data:
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
     check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
+    check_tokenizer(config, corpus.tokenizer)
     settings = RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
     return Data(corpus, settings, config.run.seed)
 
@@ -105,19 +107,28 @@ def _start_or_resume(
     found = restore_newest(checkpoints, blueprint.stored(blueprint.abstract), blueprint.mesh, accept, report.line)
     if found is not None:
         step, state, info = found
+        config = _with_origin(config, info["config"]["run"]["init_from"])
+        if config.model.lora.rank:
+            state = nnx.merge_state(_begin(config, blueprint, report), state)
         # A row of skipped steps ends with the run that skipped them: this one may allow fewer.
         skipped: Any = state["skipped"]
         state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
         report.line(f"resumed from the checkpoint at step {step}")
         for line in changed:
             report.line(f"  {line}")
-        return state, step, info["next_sample"], _with_origin(config, info["config"]["run"]["init_from"])
-    state = blueprint.create(config.run.seed)
-    if config.run.init_from is not None:
-        weights, origin = load_weights(config.run.init_from, blueprint.abstract["model"], blueprint.mesh)
-        state["model"] = weights
-        report.line(f"weights from {origin}")
-    return state, 0, 0, config
+        return state, step, info["next_sample"], config
+    return _begin(config, blueprint, report), 0, 0, config
+
+
+def _begin(config: TrainConfig, blueprint: Blueprint, report: Report) -> nnx.State:
+    """The state of a run that has not made a step."""
+    given = given_weights(config, blueprint)
+    if given is None:
+        return blueprint.create(config.run.seed)
+    weights, origin = given
+    state = blueprint.create(config.run.seed, weights)
+    report.line(f"weights from {origin}")
+    return state
 
 
 def _with_origin(config: TrainConfig, stored: str | None) -> TrainConfig:
