@@ -9,6 +9,7 @@ import pytest
 
 from jaxtp.check.__main__ import main as check
 from jaxtp.checkpoint.__main__ import main as checkpoint
+from jaxtp.generate.__main__ import main as generate
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main
 
@@ -21,6 +22,7 @@ TRAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -
 SCRIPTS = [line for line in COMMANDS if line.startswith("python scripts/")]
 CHECKPOINT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.checkpoint")]
 PREPARE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.prepare")]
+GENERATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.generate")]
 CHECK = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.check ")]
 SHORT = [
     "--optimizer.warmup-steps",
@@ -61,6 +63,18 @@ def dataset(tmp_path_factory):
 def test_training_command(flags, tmp_path, dataset):
     flags = [str(dataset) if flag == "data/own" else flag for flag in flags]
     assert main(shortened(flags, tmp_path, 2)) == 0
+
+
+def test_generating_from_the_run_on_own_data(tmp_path, dataset, capsys):
+    (trained,) = (flags for flags in TRAIN if "runs/own" in flags)
+    flags = [str(dataset) if flag == "data/own" else flag for flag in trained]
+    assert main(shortened(flags, tmp_path, 2)) == 0
+    capsys.readouterr()
+    (command,) = GENERATE
+    assert generate([str(tmp_path) if word == "runs/own" else word for word in command]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith('--- 0: "def main("\n')
+    assert "decode  126 tokens in " in captured.err
 
 
 @pytest.mark.slow
@@ -124,7 +138,7 @@ def test_set_up_commands_are_what_ci_runs():
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert "pip\" install --quiet -e '.[dev]'" in (ROOT / ".ci/run").read_text()
-    assert len(COMMANDS) == len(TRAIN) + len(CHECK) + len(SCRIPTS) + len(CHECKPOINT) + len(PREPARE) + 2
+    assert len(COMMANDS) == len(TRAIN) + len(CHECK) + len(SCRIPTS) + len(CHECKPOINT) + len(PREPARE) + len(GENERATE) + 2
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))

@@ -122,10 +122,11 @@ class Programs:
         return Read(*self._create(self._state))
 
     def prefill(self, prompts: Sequence[Ids]) -> Read:
-        """Reads prompts, at most one for each row, none longer than the slots."""
+        """Reads prompts, at most one for each row, none longer than the slots, and waits until they are read."""
         read = self.start()
         for start in range(0, max(map(len, prompts)), self.shape.chunk):
             read = Read(*self._read_chunk(self._state, read.cache, read.logits, *self._chunk(prompts, start)))
+            read.logits.block_until_ready()  # virtual CPU devices can hang where many programs are under way
         return read
 
     def decode(self, read: Read, tokens: Array) -> Read:
