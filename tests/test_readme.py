@@ -6,9 +6,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from flax import nnx
 
+import jaxtp
 from jaxtp.check.__main__ import main as check
 from jaxtp.checkpoint.__main__ import main as checkpoint
+from jaxtp.convert.__main__ import main as convert
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main
@@ -24,6 +27,9 @@ CHECKPOINT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("pyt
 PREPARE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.prepare")]
 GENERATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.generate")]
 CHECK = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.check ")]
+CONVERT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.convert")]
+TUNING = [flags for flags in TRAIN if "--model.from-hf" in flags]
+OWN = [flags for flags in TRAIN if flags not in TUNING]
 SHORT = [
     "--optimizer.warmup-steps",
     "1",
@@ -53,24 +59,24 @@ def in_root(monkeypatch):
 def dataset(tmp_path_factory):
     """What the README's command prepares."""
     folder = tmp_path_factory.mktemp("data") / "own"
-    ((*flags, out),) = PREPARE
+    (*flags, out), _ = PREPARE
     assert out == "data/own"
     assert prepare([*(str(ROOT / flag) if (ROOT / flag).exists() else flag for flag in flags), str(folder)]) == 0
     return folder
 
 
-@pytest.mark.parametrize("flags", TRAIN, ids=" ".join)
+@pytest.mark.parametrize("flags", OWN, ids=" ".join)
 def test_training_command(flags, tmp_path, dataset):
     flags = [str(dataset) if flag == "data/own" else flag for flag in flags]
     assert main(shortened(flags, tmp_path, 2)) == 0
 
 
 def test_generating_from_the_run_on_own_data(tmp_path, dataset, capsys):
-    (trained,) = (flags for flags in TRAIN if "runs/own" in flags)
+    (trained,) = (flags for flags in OWN if "runs/own" in flags)
     flags = [str(dataset) if flag == "data/own" else flag for flag in trained]
     assert main(shortened(flags, tmp_path, 2)) == 0
     capsys.readouterr()
-    (command,) = GENERATE
+    command, _ = GENERATE
     assert generate([str(tmp_path) if word == "runs/own" else word for word in command]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith('--- 0: "def main("\n')
@@ -116,7 +122,7 @@ def test_check_command(flags, tmp_path, capsys):
 
 
 def test_the_commands_that_go_on_from_each_other(tmp_path, capsys):
-    first, second = (flags for flags in TRAIN if "runs/a" in flags and "--run.init-from" not in flags)
+    first, second = (flags for flags in OWN if "runs/a" in flags and "--run.init-from" not in flags)
     assert main(shortened(first, tmp_path, 2)) == 0
     assert main(shortened(second, tmp_path, 3)) == 0
     assert "resumed from the checkpoint at step 2" in capsys.readouterr().out
@@ -133,12 +139,34 @@ def test_the_commands_that_go_on_from_each_other(tmp_path, capsys):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypatch, capsys):
+    """The commands as they are, on a tiny model, in a folder of their own."""
+    sizes = {"vocab_size": 1024, "d_model": 16, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
+    model = jaxtp.Decoder(jaxtp.ModelConfig(**sizes, d_ff=16), rngs=nnx.Rngs(0))
+    jaxtp.save_hf(model, tmp_path / "models/llama", tokenizer_from=dataset)
+    for name in ("jaxtp", "README.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    assert prepare(PREPARE[1]) == 0
+    (flags,) = TUNING
+    assert main([*flags, "--train.steps", "2", "--optimizer.warmup-steps", "1", "--eval.batches", "1"]) == 0
+    assert generate([*GENERATE[1], "--max-tokens", "4"]) == 0
+    (export,) = CONVERT
+    assert convert(export) == 0
+    (tuned,) = Path("models").glob("tuned")
+    assert jaxtp.read_config(tuned) == jaxtp.read_config("models/llama")
+    assert (tuned / "tokenizer.json").exists()
+
+
 def test_set_up_commands_are_what_ci_runs():
     install, test = (line for line in COMMANDS if "pip install" in line)
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert "pip\" install --quiet -e '.[dev]'" in (ROOT / ".ci/run").read_text()
-    assert len(COMMANDS) == len(TRAIN) + len(CHECK) + len(SCRIPTS) + len(CHECKPOINT) + len(PREPARE) + len(GENERATE) + 2
+    assert (
+        len(COMMANDS)
+        == len(TRAIN) + len(CHECK) + len(SCRIPTS) + len(CHECKPOINT) + len(PREPARE) + len(GENERATE) + len(CONVERT) + 2
+    )
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))

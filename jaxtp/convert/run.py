@@ -82,9 +82,7 @@ def export_run(command: Export) -> str:
         model,
         command.out.expanduser(),
         family=command.family,
-        tokenizer_from=_kept_files(checkpoint)
-        if command.tokenizer_from is None
-        else command.tokenizer_from.expanduser(),
+        tokenizer_from=_tokenizer(command, checkpoint, config),
         dtype=command.dtype or info.get(IMPORTED, {}).get("dtype"),
         max_shard_size=command.max_shard_size,
         progress=_progress("written"),
@@ -116,6 +114,14 @@ def _keep_files(source: Path, target: Path) -> None:
     for name in (CONFIG, *TOKENIZER_FILES):
         if (source / name).exists():
             shutil.copyfile(inside(source, name), target / name)
+
+
+def _tokenizer(command: Export, checkpoint: Path, config: ModelConfig) -> Path | None:
+    """The folder of the tokenizer's files: as asked for, as imported, or that of the model which training began with."""
+    if command.tokenizer_from is not None:
+        return command.tokenizer_from.expanduser()
+    began_with = config.from_hf if config.from_hf is not None and config.from_hf.is_dir() else None
+    return _kept_files(checkpoint) or began_with
 
 
 def _kept_files(checkpoint: Path) -> Path | None:
