@@ -117,7 +117,7 @@ def _keep_files(source: Path, target: Path) -> None:
 
 
 def _tokenizer(command: Export, checkpoint: Path, config: ModelConfig) -> Path | None:
-    """The folder of the tokenizer's files: as asked for, as imported, or that of the model which training began with."""
+    """The folder of the tokenizer's files: as asked for, as imported, or of the model that a run began with."""
     if command.tokenizer_from is not None:
         return command.tokenizer_from.expanduser()
     began_with = config.from_hf if config.from_hf is not None and config.from_hf.is_dir() else None
