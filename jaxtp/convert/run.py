@@ -3,7 +3,6 @@
 import shutil
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import jax
@@ -12,16 +11,17 @@ from jax.sharding import Mesh
 
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints, load_weights, newest, stored_info
-from jaxtp.checkpoint.safetensors import StoredTensor
 from jaxtp.convert.config import Export, Import, MeshFlags
 from jaxtp.hf.attributes import family_of
-from jaxtp.hf.folder import CONFIG, HFError, inside, open_folder
+from jaxtp.hf.folder import CONFIG, Folder, HFError, inside, open_folder
 from jaxtp.hf.load import Progress, import_config, load_folder
+from jaxtp.hf.names import dtypes
 from jaxtp.hf.save import TOKENIZER_FILES, save_hf
 from jaxtp.layers.precision import Precision
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
+from jaxtp.models.families.family import Family
 from jaxtp.train import folder as run_folder
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
 
@@ -51,10 +51,10 @@ def import_run(command: Import) -> str:
         run=RunConfig(dir=target), mesh=MeshConfig(fsdp=command.mesh.fsdp, tp=command.mesh.tp), model=model_config
     )
     run_folder.prepare(target)
-    _save(target, config, model, mesh, {"from": str(source.path), "dtype": _dtype(source.tensors)})
+    family = family_of(source.attributes, str(source.path))
+    _save(target, config, model, mesh, {"from": str(source.path), "dtype": _dtype(source, family)})
     _keep_files(source.path, target / HF)
     run_folder.write_config(config)
-    family = family_of(source.attributes, str(source.path))
     return f"{source.path} ({family.model_type}) is in {target}, parameters in {model_config.precision.param}"
 
 
@@ -102,9 +102,9 @@ def _save(target: Path, config: TrainConfig, model: Decoder, mesh: Mesh, importe
     checkpoints.close()
 
 
-def _dtype(tensors: Mapping[str, StoredTensor]) -> str:
+def _dtype(source: Folder, family: Family) -> str:
     """What all tensors are stored in, or what holds any of them."""
-    stored = {tensor.dtype for tensor in tensors.values()}
+    stored = dtypes(source.tensors, family)
     return _DTYPES[stored.pop()] if len(stored) == 1 else "float32"
 
 

@@ -19,7 +19,7 @@ from jaxtp.checkpoint.logical import named_variables, spec
 from jaxtp.checkpoint.safetensors import Block, SafetensorsError, StoredTensor
 from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import CONFIG, Folder, HFError, open_folder
-from jaxtp.hf.names import HEAD, TABLE, Place, check_layers, check_tensors, places
+from jaxtp.hf.names import HEAD, TABLE, Place, check_layers, check_tensors, dtypes, places
 from jaxtp.layers.precision import Precision
 from jaxtp.mesh import AXES, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, violations
@@ -69,8 +69,8 @@ def import_config(folder: Folder, precision: Precision | None, overrides: Mappin
     if fixed:
         raise HFError(f"{', '.join(fixed)}: what the model is follows from {folder.path / CONFIG}; leave it out")
     if precision is None:
-        as_stored = {tensor.dtype for tensor in folder.tensors.values()} == {"BF16"}
-        precision = Precision(param="bfloat16" if as_stored else "float32")
+        stored = dtypes(folder.tensors, family_of(folder.attributes, str(folder.path / CONFIG)))
+        precision = Precision(param="bfloat16" if stored == {"BF16"} else "float32")
     return dataclasses.replace(config, precision=precision, **overrides)
 
 
@@ -85,7 +85,8 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
         family = family_of(folder.attributes, str(folder.path / CONFIG))
         needed = list(places(named_variables(abstract), family))
         check_tensors(folder.tensors, needed, family, config.tie_embeddings)
-        arrays = _read(_Source(folder, config.tie_embeddings, progress), needed, abstract, mesh)
+        total = sum(folder.tensors[place.theirs].num_bytes for place in needed)
+        arrays = _read(_Source(folder, config.tie_embeddings, progress, total), needed, abstract, mesh)
     except (HFError, SafetensorsError) as error:
         named = str(error).startswith(str(folder.path))
         raise HFError(str(error) if named else f"{folder.path}: {error}") from None
@@ -105,6 +106,8 @@ class _Source:
     folder: Folder
     tied: bool
     progress: Progress | None
+    total: int
+    """Bytes to read."""
     done: int = 0
 
     def blocks(self, name: str, first: int, last: int) -> Iterator[tuple[int, Block]]:
@@ -126,7 +129,7 @@ class _Source:
     def _note(self, num_bytes: int) -> None:
         self.done += num_bytes
         if self.progress is not None:
-            self.progress(self.done, sum(tensor.num_bytes for tensor in self.folder.tensors.values()))
+            self.progress(self.done, self.total)
 
 
 def _read(source: _Source, needed: list[Place], abstract: nnx.State, mesh: Mesh | None) -> dict[str, Array]:

@@ -67,6 +67,11 @@ def check_layers(stored: Mapping[str, StoredTensor], num_layers: int) -> None:
         )
 
 
+def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
+    """In which a model's tensors are stored, as the format spells them."""
+    return {tensor.dtype for name, tensor in stored.items() if not _is_ignored(name, family)}
+
+
 def check_tensors(stored: Mapping[str, StoredTensor], needed: list[Place], family: Family, tied: bool) -> None:
     """Checks that a file's tensors are those that a model needs, in shape and dtype too, and no others.
 
@@ -84,6 +89,7 @@ def check_tensors(stored: Mapping[str, StoredTensor], needed: list[Place], famil
         _listed("left over", _left_over(stored, needed, family, tied)),
         _listed("of another shape", list(_misshapen(stored, needed))),
         _listed("not of float32, bfloat16 or float16", list(_mistyped(stored, needed))),
+        _tied_head(stored) if tied else "",
     ]
     if any(problems):
         raise HFError("; ".join(filter(None, problems)))
@@ -91,8 +97,19 @@ def check_tensors(stored: Mapping[str, StoredTensor], needed: list[Place], famil
 
 def _left_over(stored: Mapping[str, StoredTensor], needed: list[Place], family: Family, tied: bool) -> list[str]:
     known = {place.theirs for place in needed} | ({HEAD} if tied else set())
-    ignored = [re.compile(re.escape(name).replace(re.escape(LAYER), r"\d+")) for name in family.ignored]
-    return [name for name in stored if name not in known and not any(i.fullmatch(name) for i in ignored)]
+    return [name for name in stored if name not in known and not _is_ignored(name, family)]
+
+
+def _is_ignored(name: str, family: Family) -> bool:
+    return re.sub(r"\.\d+\.", f".{LAYER}.", name) in family.ignored
+
+
+def _tied_head(stored: Mapping[str, StoredTensor]) -> str:
+    """Why a head that is stored cannot be the embedding, if its header says so."""
+    head, table = stored.get(HEAD), stored.get(TABLE)
+    if head is None or table is None or (head.shape, head.dtype) == (table.shape, table.dtype):
+        return ""
+    return f"tie_word_embeddings is true, and {HEAD} is {head.dtype} {_dims(head.shape)}, not as {TABLE}"
 
 
 def _misshapen(stored: Mapping[str, StoredTensor], needed: list[Place]) -> Iterator[str]:

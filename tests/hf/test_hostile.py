@@ -265,6 +265,10 @@ CASES = {
         lambda f: (write_config(f, tie_word_embeddings=True), poisoned("lm_head.weight", 7.0)(f)),
         "tie_word_embeddings is true, and lm_head.weight is not model.embed_tokens.weight",
     ),
+    "tied to a smaller head": (
+        lambda f: (write_config(f, tie_word_embeddings=True), weights(lm_head__weight=np.ones((7, 4), np.float32))(f)),
+        "tie_word_embeddings is true, and lm_head.weight is F32 7x4",
+    ),
     "weights are a link out": (link("model.safetensors", "../outside"), "outside of the folder; copy the file into it"),
     "weights are an absolute link": (link("model.safetensors", "/etc/hostname"), "outside of the folder"),
     "link to itself": (link("model.safetensors", "model.safetensors"), "leads nowhere|no such file"),
