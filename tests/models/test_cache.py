@@ -12,6 +12,8 @@ from flax import nnx
 from support import MESHES, TOLERANCE, random_weights, relative_error, state_on_mesh, without_mesh
 
 import jaxtp
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import mesh_sizes
 from jaxtp.parallel.census import count_collectives
 
@@ -28,6 +30,9 @@ MODELS = {
     "biases, tied": dataclasses.replace(SHARED, **BIASES),
     "head norms": dataclasses.replace(SHARED, qk_norm="head"),
     "projection norms": dataclasses.replace(SHARED, qk_norm="projection", sequence_parallel=False),
+    "window": dataclasses.replace(SHARED, sliding_window=4),
+    "scaled": dataclasses.replace(SHARED, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=8)),
+    "adapters": dataclasses.replace(SHARED, lora=LoraConfig(rank=2)),
     "bfloat16": dataclasses.replace(SHARED, precision=jaxtp.Precision(param="bfloat16", compute="bfloat16")),
 }
 CASES = [("shared", mesh) for mesh in [None, *MESHES]] + [(name, (1, 2, 4)) for name in MODELS if name != "shared"]
