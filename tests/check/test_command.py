@@ -22,7 +22,11 @@ CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 ONE_MESH = ("--config", str(ROOT / "configs/tiny.yaml"), "--mesh", "fsdp=2,tp=4", "--model.mlp-bias")
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.stem == "tiny" else pytest.mark.slow) for path in CONFIGS],
+    ids=lambda path: path.stem,
+)
 def test_every_config_passes_on_its_own_mesh(path, tmp_path, capsys):
     config = from_yaml(CheckConfig, path)
     file = tmp_path / "sub" / "check.json"
