@@ -47,7 +47,7 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Writes a checkpoint of ours as a folder in Hugging Face format.
+    """Writes a checkpoint of ours as a folder in Hugging Face format; of a run that trained adapters, as PEFT has it.
 
     python -m jaxtp.convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1B
     """
@@ -63,6 +63,12 @@ class Export:
 
     tokenizer_from: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
+
+    merged: Switch = False
+    """Of a run that trained adapters: the whole model, with the adapters added to the kernels that they are beside."""
+
+    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Of a run that trained adapters: the model beside them, where it is not where the run found it."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the tensors; by default that of the parameters, and of an imported model the one that it came in."""

@@ -16,7 +16,8 @@ from jaxtp.hf.attributes import family_of
 from jaxtp.hf.folder import CONFIG, Folder, HFError, inside, open_folder
 from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.names import dtypes
-from jaxtp.hf.save import TOKENIZER_FILES, save_hf
+from jaxtp.hf.save import save_hf
+from jaxtp.hf.writing import TOKENIZER_FILES
 from jaxtp.layers.precision import Precision
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig

@@ -41,7 +41,7 @@ def run(config: GenerateConfig, folder: Path) -> None:
     prompts = [*config.prompt, *(read_prompts(config.prompt_file, config.field) if config.prompt_file else [])]
     request_devices(config.mesh)
     special_tokens = config.special_tokens or config.chat
-    source = open_source(folder, Options(config.dtype, config.tokenizer, special_tokens))
+    source = open_source(folder, Options(config.dtype, config.tokenizer, config.base, special_tokens))
     template = _template(config, source) if config.chat else None
     mesh = open_mesh(config.mesh, source.config)
     model = source.load(mesh)

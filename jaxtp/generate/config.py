@@ -66,6 +66,9 @@ class GenerateConfig:
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
     """A tokenizer.json, or a folder that has one, where it is not where the model was trained."""
 
+    base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Of a run that trained adapters: the model beside them, where it is not where the run found it."""
+
     special_tokens: Switch = False
     """A prompt that spells a special token, such as <|im_start|>, has that token; always so in a chat."""
 

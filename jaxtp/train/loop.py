@@ -12,6 +12,7 @@ import numpy as np
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.loader import Batch, abstract_batch, batches
+from jaxtp.hf.runs import BASE
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
@@ -280,7 +281,8 @@ class Loop:
 
     def _info(self, next_sample: int) -> dict[str, Any]:
         run = self._run
-        return folder.checkpoint_info(self._config, run.data.corpus.describe(), next_sample, mesh_sizes(run.mesh))
+        info = folder.checkpoint_info(self._config, run.data.corpus.describe(), next_sample, mesh_sizes(run.mesh))
+        return info if run.base is None else info | {BASE: run.base}
 
     def _batches(self, count: int) -> Iterator[Batch]:
         return batches(

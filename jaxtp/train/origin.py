@@ -5,19 +5,16 @@ import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 from flax import nnx
+from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import load_weights, newest
+from jaxtp.checkpoint.manager import newest
 from jaxtp.config import ConfigError
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.hf.attributes import read_config
-from jaxtp.hf.folder import open_folder
-from jaxtp.hf.load import load_folder
-from jaxtp.layers.lora import LoraConfig, LoraParam
+from jaxtp.hf.runs import load_base
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import Blueprint
 
 
 def with_model(config: TrainConfig) -> TrainConfig:
@@ -68,21 +65,14 @@ def check_tokenizer(config: TrainConfig, made_by: TokenizerInfo) -> None:
         raise ConfigError(f"the data were not made by the model's tokenizer; prepare them with --tokenizer {file}")
 
 
-def given_weights(config: TrainConfig, blueprint: Blueprint) -> tuple[nnx.State, Path] | None:
+def given_weights(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, Path] | None:
     """The parameters that a run begins with, adapters not among them, and where they are from; None for random ones.
 
     Raises:
       HFError, CheckpointError: they cannot be read, or are of another model.
     """
-    if config.model.from_hf is not None:
-        base = dataclasses.replace(config.model, lora=LoraConfig())
-        with jax.set_mesh(blueprint.mesh):
-            model = load_folder(open_folder(config.model.from_hf), base, blueprint.mesh)
-        return nnx.state(model), config.model.from_hf
-    if config.run.init_from is not None:
-        base_of = nnx.filter_state(blueprint.abstract["model"], lambda _, v: not isinstance(v, LoraParam))
-        return load_weights(config.run.init_from, base_of, blueprint.mesh)
-    return None
+    origin = config.model.from_hf or config.run.init_from
+    return None if origin is None else load_base(origin, config.model, mesh)
 
 
 def _contradictions(model: ModelConfig, there: dict[str, object]) -> Iterator[str]:
