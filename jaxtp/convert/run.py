@@ -20,7 +20,7 @@ from jaxtp.hf.save import TOKENIZER_FILES, save_hf
 from jaxtp.layers.precision import Precision
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.decoder import Decoder
+from jaxtp.models.decoder import Decoder, abstract_decoder
 from jaxtp.models.families.family import Family
 from jaxtp.train import folder as run_folder
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
@@ -75,7 +75,7 @@ def export_run(command: Export) -> str:
         raise CheckpointError(f"{checkpoint} is damaged ({str(error).splitlines()[0][:200]})") from None
     mesh = _mesh(command.mesh)
     with jax.set_mesh(mesh):
-        graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+        graph, abstract = abstract_decoder(config)
     weights, origin = load_weights(checkpoint, abstract, mesh)
     model: Decoder = nnx.merge(graph, weights)
     save_hf(

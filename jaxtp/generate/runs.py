@@ -16,7 +16,7 @@ from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtp.generate.source import Options, Source, SourceError, to_generate
 from jaxtp.generate.tokenizer import open_tokenizer
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.decoder import Decoder
+from jaxtp.models.decoder import Decoder, abstract_decoder
 
 
 def is_model(folder: Path) -> bool:
@@ -53,7 +53,7 @@ def open_folder(folder: Path, options: Options) -> Source:
 
 def _load(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
     with jax.set_mesh(mesh):
-        graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+        graph, abstract = abstract_decoder(config)
         weights, _ = load_weights(checkpoint, abstract, mesh)
         model: Decoder = nnx.merge(graph, weights)
     return model
