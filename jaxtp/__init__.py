@@ -5,9 +5,11 @@ from importlib.metadata import version as _version
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.row import Result
 from jaxtp.generate.settings import GenerationSettings
+from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.load import load_hf
+from jaxtp.hf.peft import save_peft
 from jaxtp.hf.save import save_hf
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
@@ -48,8 +50,10 @@ __all__ = [
     "audit",
     "load_hf",
     "make_mesh",
+    "merge_adapters",
     "read_config",
     "save_hf",
+    "save_peft",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",
 ]

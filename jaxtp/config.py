@@ -10,7 +10,7 @@ import difflib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
 import tyro
@@ -27,6 +27,21 @@ PRINT = "--print-config"
 
 class ConfigError(ValueError):
     """A user's mistake, complete in its message: what is wrong, the value, and the nearest that works."""
+
+
+def allowed(values: str) -> Any:
+    """An annotation that shows the range of a field beside its default in `--help`: `allowed("1 or more")`."""
+    return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
+
+
+Count = Annotated[int, pydantic.Field(ge=1, lt=2**31), allowed("1 or more")]
+CountOrZero = Annotated[int, pydantic.Field(ge=0, lt=2**31), allowed("0 or more")]
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False), allowed("above 0")]
+NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
+UserPath = Annotated[Path, pydantic.AfterValidator(Path.expanduser)]
+"""May begin with ~."""
+Switch = tyro.conf.FlagCreatePairsOff[bool]
+"""A flag that is given or not, without --no-... beside it."""
 
 
 def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
@@ -142,11 +157,6 @@ def validate(schema: type[T], values: Any, *, source: str) -> T:
     if problems:
         raise ConfigError(f"{source}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
-
-
-def allowed(values: str) -> Any:
-    """An annotation that shows the range of a field beside its default in `--help`: `allowed("1 or more")`."""
-    return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
 
 
 def to_plain(config: Any) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
 from jaxtp.convert.config import Export, Import, Plan
+from jaxtp.convert.exports import export_run
+from jaxtp.convert.imports import import_run
 from jaxtp.convert.plan import plan_lines
-from jaxtp.convert.run import export_run, import_run
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError
 from jaxtp.train.folder import RunFolderError

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from jax.sharding import Mesh
 
 from jaxtp.layers.precision import DType
+from jaxtp.mesh import make_mesh
 
+Switch = tyro.conf.FlagCreatePairsOff[bool]
 Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
 
@@ -21,6 +24,14 @@ class MeshFlags:
 
     tp: int = 1
     """Shards of each matrix product."""
+
+    def make(self) -> Mesh:
+        """The mesh.
+
+        Raises:
+          MeshError: there are not so many devices.
+        """
+        return make_mesh(fsdp=self.fsdp, tp=self.tp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +53,7 @@ class Import:
     dtype: DType | None = None
     """Of the parameters; by default as they are stored (float16 as float32)."""
 
-    mesh: Annotated[MeshFlags, tyro.conf.arg(name="")] = MeshFlags()
+    mesh: MeshFlags = MeshFlags()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +87,7 @@ class Export:
     max_shard_size: str = "5GB"
     """Bytes in a file at most; a tensor is never split."""
 
-    mesh: Annotated[MeshFlags, tyro.conf.arg(name="")] = MeshFlags()
+    mesh: MeshFlags = MeshFlags()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,17 +9,14 @@ from typing import Annotated, Literal
 import jax
 import tyro
 from jax.sharding import Mesh
-from pydantic import AfterValidator
 
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, Count, Switch, UserPath
 from jaxtp.generate.prompts import is_jsonl
-from jaxtp.generate.settings import Count, GenerationSettings
+from jaxtp.generate.settings import GenerationSettings
 from jaxtp.generate.settings import check as check_settings
 from jaxtp.mesh import DP, FSDP, TP, make_mesh, mesh_sizes, request_virtual_devices
 from jaxtp.models.config import ModelConfig, violations
 
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
-Switch = tyro.conf.FlagCreatePairsOff[bool]
 FIELD = "prompt"
 
 

@@ -102,8 +102,8 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
     folder = newest(path)
     if model_of(folder, stored_info(folder)).lora.rank:
         raise CheckpointError(
-            f"{folder} holds adapters alone; make a model of them by `python -m jaxtp.convert export {path} DIR --merged`"
-            " and begin with --model.from-hf DIR"
+            f"{folder} holds adapters alone; make a model of them by "
+            f"`python -m jaxtp.convert export {path} DIR --merged` and begin with --model.from-hf DIR"
         )
     with jax.set_mesh(mesh):
         _, abstract = abstract_decoder(whole)
@@ -139,9 +139,7 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
         )
 
 
-def _adapted(
-    checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None
-) -> Decoder:
+def _adapted(checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None) -> Decoder:
     """The model as it was trained, with its adapters."""
     if BASE not in info:
         raise CheckpointError(f"{checkpoint} does not say beside which model its adapters were trained")

@@ -20,6 +20,7 @@ from jaxtp.hf.folder import HFError, inside
 from jaxtp.hf.load import Progress
 from jaxtp.hf.names import Place
 from jaxtp.layers.parameter import logical_shape
+
 DType = Literal["float32", "bfloat16", "float16"]
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -43,6 +44,7 @@ class Gathered:
         self.done, self.total = 0, sum(num_bytes(place, dtype) for place in tensors.values())
 
     def __call__(self, name: str) -> Block:
+        """The tensor of that name; called on every process."""
         place = self.tensors[name]
         variable = self.variables[place.ours]
         array, logical = variable[...], logical_shape(variable)
@@ -62,6 +64,7 @@ def _layer(stacked: Array, index: Array) -> Array:
 
 
 def num_bytes(place: Place, dtype: np.dtype) -> int:
+    """Of a tensor in the file."""
     return int(np.prod(place.shape)) * dtype.itemsize
 
 
@@ -98,6 +101,7 @@ def _sync(folder: Path) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes an object, and waits until it is on the disk."""
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2, sort_keys=True)
         file.write("\n")
@@ -106,6 +110,11 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def tokenizer_files(source: Path) -> list[Path]:
+    """Those of a folder.
+
+    Raises:
+      HFError: there are none, or one is a link out of the folder.
+    """
     found = [inside(source, name) for name in TOKENIZER_FILES if (source / name).exists()]
     if not found:
         raise HFError(f"{source}: no tokenizer there: none of {', '.join(TOKENIZER_FILES)}")

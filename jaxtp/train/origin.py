@@ -26,11 +26,11 @@ def with_model(config: TrainConfig) -> TrainConfig:
     """
     if config.model.from_hf is None:
         return config
-    there = architecture(read_config(config.model.from_hf)) | {"lora": architecture(config.model)["lora"]}
+    found = read_config(config.model.from_hf)
+    there = architecture(found) | {"lora": architecture(config.model)["lora"]}
     problems = list(_contradictions(config.model, there))
     if problems:
         raise ConfigError(f"{config.model.from_hf} is another model: {'; '.join(problems)}; leave these settings out")
-    found = read_config(config.model.from_hf)
     sizes = {name: getattr(found, name) for name in there if name != "lora"}
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
 

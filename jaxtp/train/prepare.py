@@ -86,7 +86,16 @@ def prepare(config: TrainConfig, blueprint: Blueprint, data: Data, report: Repor
         folder.write_config(start.config)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
     return Run(
-        start.config, mesh, data, blueprint, schedule, checkpoints, start.state, start.step, start.next_sample, start.base
+        start.config,
+        mesh,
+        data,
+        blueprint,
+        schedule,
+        checkpoints,
+        start.state,
+        start.step,
+        start.next_sample,
+        start.base,
     )
 
 
