@@ -1,7 +1,6 @@
 """A model on a mesh into a folder in Hugging Face format: config.json, sharded safetensors with their index."""
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -18,6 +17,7 @@ from jax.experimental import multihost_utils
 
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.safetensors import DTYPES, Block, write_file
+from jaxtp.files import sync_file, sync_folder
 from jaxtp.hf.attributes import choose_family, write_attributes
 from jaxtp.hf.folder import CONFIG, INDEX, WEIGHTS, HFError, inside, read_attributes
 from jaxtp.hf.load import Progress
@@ -187,23 +187,15 @@ def _appearing(path: Path) -> Iterator[Path]:
         yield partial_folder
         partial_folder.chmod(0o755)  # mkdtemp's is the owner's alone
         partial_folder.rename(path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise HFError(f"{path}: {error.strerror}") from None
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
 
 
-def _sync(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2, sort_keys=True)
         file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
