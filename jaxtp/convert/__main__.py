@@ -29,14 +29,7 @@ def main(argv: Sequence[str]) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         {"import": Import, "export": Export, "plan": Plan}, args=list(argv), prog=PROGRAM, description=__doc__
     )
-    try:
-        _run(command)
-    except MISTAKES as error:
-        return configuration.fail(PROGRAM, error)
-    except KeyboardInterrupt:
-        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return configuration.attempt(PROGRAM, lambda: _run(command), MISTAKES)
 
 
 def _run(command: Import | Export | Plan) -> None:

@@ -1,16 +1,15 @@
 """The command line of `python -m jaxtp.convert`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from jax.sharding import Mesh
 
+from jaxtp.config import Switch
 from jaxtp.layers.precision import DType
 from jaxtp.mesh import make_mesh
 
-Switch = tyro.conf.FlagCreatePairsOff[bool]
 Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
 

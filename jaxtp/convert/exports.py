@@ -47,7 +47,7 @@ def export_run(command: Export) -> str:
 def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
     whole = replace(config, lora=LoraConfig())
     save_hf(
-        load_run(checkpoint, info, whole, mesh, command.base),
+        load_run(checkpoint, info, whole, mesh, _base(command)),
         command.out.expanduser(),
         family=command.family,
         tokenizer_from=_tokenizer(command, checkpoint, config),
@@ -61,12 +61,16 @@ def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], co
     save_peft(
         load_adapters(checkpoint, config, mesh),
         command.out.expanduser(),
-        base=command.base or (info[BASE]["from"] if config.from_hf is not None else None),
+        base=_base(command) or (info[BASE]["from"] if config.from_hf is not None else None),
         family=command.family,
         tokenizer_from=_tokenizer(command, checkpoint, config),
         dtype=command.dtype,
         progress=progress("written"),
     )
+
+
+def _base(command: Export) -> Path | None:
+    return None if command.base is None else command.base.expanduser()
 
 
 def _tokenizer(command: Export, checkpoint: Path, config: ModelConfig) -> Path | None:

@@ -1,7 +1,6 @@
 """Pieces of writing a folder: tensors gathered one at a time, and a folder that appears when it is complete."""
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from jax import Array
 from jax.experimental import multihost_utils
 
 from jaxtp.checkpoint.safetensors import Block
+from jaxtp.files import sync_file, sync_folder
 from jaxtp.hf.folder import HFError, inside
 from jaxtp.hf.load import Progress
 from jaxtp.hf.names import Place
@@ -86,18 +86,11 @@ def appearing(path: Path) -> Iterator[Path]:
         yield partial_folder
         partial_folder.chmod(0o755)  # mkdtemp's is the owner's alone
         partial_folder.rename(path)
-        _sync(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise HFError(f"{path}: {error.strerror}") from None
     finally:
         shutil.rmtree(partial_folder, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    """Waits until the names in a folder are on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -105,8 +98,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     with path.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2, sort_keys=True)
         file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
 
 
 def tokenizer_files(source: Path) -> list[Path]:

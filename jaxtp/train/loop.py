@@ -107,7 +107,7 @@ class Loop:
     def _train(self, total: int) -> float | None:
         run = self._run
         train_step = self._compile()
-        self._report.start(run.step, total)
+        self._report.begin(run.step, total)
         batches = self._batches(total - run.step)
         while run.step < total:
             self._watchdog.feed()

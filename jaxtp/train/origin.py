@@ -1,7 +1,6 @@
 """Where a run begins: at random, with the weights of another run, or with a model in Hugging Face format."""
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint.manager import newest
 from jaxtp.config import ConfigError
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
+from jaxtp.files import sha256
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.runs import load_base
 from jaxtp.models.config import ModelConfig, architecture
@@ -61,7 +61,7 @@ def check_tokenizer(config: TrainConfig, made_by: TokenizerInfo) -> None:
     """
     if config.model.from_hf is None or not (file := config.model.from_hf / TOKENIZER).is_file():
         return
-    if hashlib.sha256(file.read_bytes()).hexdigest() != made_by.sha256:
+    if sha256(file) != made_by.sha256:
         raise ConfigError(f"the data were not made by the model's tokenizer; prepare them with --tokenizer {file}")
 
 
