@@ -1,6 +1,7 @@
 """The command line of `python -m jaxtp.convert`."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
