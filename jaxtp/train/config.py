@@ -83,6 +83,11 @@ class DataConfig:
     global_batch_size: Count = 16
     """Sequences in a step, over all devices. Divisible by mesh.dp * mesh.fsdp * train.accumulation."""
 
+    @property
+    def packed(self) -> bool:
+        """Whether rows have segments."""
+        return self.packing == "documents"
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig:

@@ -304,8 +304,7 @@ class Loop:
             norm_groups=self._config.metrics.norm_groups,
         )
         step = make_train_step(run.blueprint, run.schedule, settings)
-        packed = data.packing == "documents"
-        batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length, packed=packed)
+        batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
         with self._timing.lost_to("compile"):
             compiled: TrainStep = step.lower(run.state, batch).compile()
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")
