@@ -5,15 +5,18 @@ from importlib.metadata import version as _version
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.row import Result
 from jaxtp.generate.settings import GenerationSettings
-from jaxtp.hf.adapters import merge_adapters
+from jaxtp.generate.tokenizer import open_tokenizer
+from jaxtp.hf.adapters import add_adapters, merge_adapters
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.load import load_hf
 from jaxtp.hf.peft import save_peft
+from jaxtp.hf.runs import load_run
 from jaxtp.hf.save import save_hf
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.loss import vocab_parallel_cross_entropy
 from jaxtp.layers.mlp import SwiGLU
 from jaxtp.layers.norm import RMSNorm
@@ -38,6 +41,7 @@ __all__ = [
     "GenerationSettings",
     "Generator",
     "HFError",
+    "LoraConfig",
     "MeshError",
     "ModelConfig",
     "Precision",
@@ -47,10 +51,13 @@ __all__ = [
     "SwiGLU",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "add_adapters",
     "audit",
     "load_hf",
+    "load_run",
     "make_mesh",
     "merge_adapters",
+    "open_tokenizer",
     "read_config",
     "save_hf",
     "save_peft",
