@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtp.checkpoint.manager import CheckpointError, newest
 from jaxtp.checkpoint.reader import open_checkpoint
+from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtp.generate.source import Options, Source, SourceError, to_generate
@@ -39,6 +40,7 @@ def open_folder(folder: Path, options: Options) -> Source:
         tokenizer=tokenizer,
         load=lambda mesh: load_run(checkpoint.folder, checkpoint.info, config, mesh, options.base),
         end_ids=frozenset(end),
+        prefix=tuple(checkpoint.info.get("corpus", {}).get(PREFIX, ())),
     )
 
 

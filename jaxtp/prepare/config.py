@@ -44,6 +44,10 @@ class PrepareConfig:
     no_eos: Switch = False
     """Documents end in no token of their own."""
 
+    bos: Literal["auto", "none"] = "auto"
+    """auto: each document begins with the token (or tokens) that the tokenizer.json itself puts before a text, as
+    Llama's does; none: with its text. Bytes and tokenizers trained here have no such token."""
+
     special_tokens: Switch = False
     """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it stays text."""
 
@@ -95,8 +99,8 @@ class PrepareConfig:
         return Fields(self.completion_field, self.prompt_field)
 
 
-_NOT_OF_THE_RESULT = {"out", "tokenizer", "on_error", "save_seconds", "overwrite", "verify"}
-"""Settings that may change when a command is resumed. The tokenizer is compared by its content."""
+_NOT_OF_THE_RESULT = {"out", "tokenizer", "bos", "on_error", "save_seconds", "overwrite", "verify"}
+"""Settings that may change when a command is resumed. The tokenizer is compared by its content and its prefix."""
 
 
 def arguments(config: PrepareConfig) -> dict[str, Any]:

@@ -74,7 +74,9 @@ class _Work:
         self._out, self._config, self._sources = out, config, sources
         self._tokenizer, self._state, self._report = tokenizer, state, report
         self._prompts = config.prompt_field is not None
-        self._end = _end_of(tokenizer)
+        info = tokenizer.info
+        self._begin = np.array(info.prefix, info.dtype)
+        self._end = np.array([] if info.eos_id is None else [info.eos_id], info.dtype)
         self._writers = {name: stack.enter_context(closing(self._writer(name))) for name in SPLITS}
         folder.drop_unknown(out, {name for writer in self._writers.values() for name in writer.files()})
         self._seen = stack.enter_context(closing(Seen(out / folder.SEEN, state.seen))) if config.dedup else None
@@ -126,13 +128,20 @@ class _Work:
         return ([ids[i], ids[i + 1]] for i in range(0, len(ids), 2))
 
     def _append(self, entry: Entry, ids: list[NDArray[Any]]) -> None:
-        parts = [*ids, self._end]
-        if not any(len(part) for part in parts):  # a tokenizer may have nothing for white space
+        if not any(len(part) for part in (*ids, self._end)):  # a tokenizer may have nothing for white space
             self._state.skip(errors.EMPTY_DOCUMENT)
             return
+        begin = self._begin[: 0 if self._spells_beginning(ids) else None]
         writer = self._writers[split_of(entry.digest, self._config.held_out)]
-        self._counts.tokens += writer.append(parts, len(ids[0]) if self._prompts else 0, entry.size)
+        prompt = len(begin) + len(ids[0]) if self._prompts else 0
+        self._counts.tokens += writer.append([begin, *ids, self._end], prompt, entry.size)
         self._counts.documents += 1
+
+    def _spells_beginning(self, ids: list[NDArray[Any]]) -> bool:
+        """Whether a text already has what it should begin with, which it can only with --special-tokens."""
+        if not self._config.special_tokens:
+            return False
+        return np.array_equal(np.concatenate(ids)[: len(self._begin)], self._begin)
 
     def _save(self) -> None:
         for name, writer in self._writers.items():
@@ -199,12 +208,6 @@ class _Work:
         seconds = max(time.monotonic() - self._started, 1e-9)
         counts = self._counts
         return f"{counts.documents:,} documents  {counts.tokens:,} tokens  {counts.tokens / seconds:,.0f} tokens/s"
-
-
-def _end_of(tokenizer: Tokenizer) -> NDArray[Any]:
-    """What comes after each document: `[1]` with the end token, or `[0]`."""
-    eos = tokenizer.info.eos_id
-    return np.array([] if eos is None else [eos], tokenizer.info.dtype)
 
 
 def _listed(skipped: Mapping[str, int]) -> str:

@@ -1,7 +1,7 @@
 """Whether a command starts a dataset, goes on with one, finds it done, or must leave it alone."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ def given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
         return None
     if config.tokenizer is None:
         return ByteTokenizer()
-    return _hugging_face(read_tokenizer(config.tokenizer), str(config.tokenizer), config)
+    tokenizer = _hugging_face(read_tokenizer(config.tokenizer), str(config.tokenizer), config)
+    if config.bos == "auto":
+        tokenizer.info = replace(tokenizer.info, prefix=tokenizer.prefix)
+    return tokenizer
 
 
 def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None) -> State | None:
