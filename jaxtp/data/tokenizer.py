@@ -74,7 +74,7 @@ class HuggingFaceTokenizer:
     Args:
       content: the file.
       name: what it is called in messages.
-      eos: the end token; None to find it by the names that are in use.
+      eos: the end token, or its id; None to find it by the names that are in use.
       has_eos: whether documents end in it.
       special_tokens: whether text that spells a special token becomes that token.
 
@@ -87,7 +87,7 @@ class HuggingFaceTokenizer:
         content: bytes,
         name: str,
         *,
-        eos: str | None = None,
+        eos: str | int | None = None,
         has_eos: bool = True,
         special_tokens: bool = False,
     ):
@@ -136,6 +136,10 @@ class HuggingFaceTokenizer:
             raise TokenizerError(f"{self._name}: no token has the id {error}") from None
         except BaseException as error:
             raise _understood(error, f"{self._name}: cannot decode") from None
+
+    def spelled(self, token: int) -> str:
+        """A token as the vocabulary has it, for messages."""
+        return str(self._tokenizer.id_to_token(token))
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
@@ -237,7 +241,13 @@ def _understood(error: BaseException, what: str) -> BaseException:
     return error
 
 
-def _end_token(ids: dict[str, int], name: str, eos: str | None) -> int:
+def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
+    if isinstance(eos, int):
+        if eos not in ids.values():
+            raise TokenizerError(
+                f"{name}: has no token with the id {eos}; name another that ends a text by --eos TOKEN"
+            )
+        return eos
     if eos is not None:
         if eos not in ids:
             raise TokenizerError(f"{name}: has no token {eos!r}; {_end_like(ids)}")

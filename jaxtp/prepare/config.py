@@ -29,8 +29,9 @@ class PrepareConfig:
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the dataset. The same command again goes on where it was interrupted."""
 
-    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """A tokenizer.json of Hugging Face; by default a token is a byte."""
+    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
+    """A tokenizer.json of Hugging Face, or a folder that has one, such as that of the model to tune; by default a token
+    is a byte."""
 
     train_bpe: Annotated[int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), tyro.conf.arg(metavar="SIZE")] = None
     """Trains a byte-level BPE tokenizer with this vocabulary (257 or more) on the inputs, without the held-out part."""
@@ -39,7 +40,9 @@ class PrepareConfig:
     """Bytes of text that --train-bpe learns from, about, chosen by a hash of each document."""
 
     eos: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
-    """The token that ends each document; found by the names in use, and <|endoftext|> of a tokenizer trained here."""
+    """The token that ends each document. By default the eos_token of the tokenizer_config.json beside tokenizer.json,
+    or the first eos_token_id of the config.json or generation_config.json there, or one of the names in use; and
+    <|endoftext|> of a tokenizer trained here."""
 
     no_eos: Switch = False
     """Documents end in no token of their own."""

@@ -19,6 +19,7 @@ from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
 from jaxtp.prepare.interrupt import Interrupt, InterruptError
 from jaxtp.prepare.journal import Seen, State
+from jaxtp.prepare.marks import described
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.session import begin, given_tokenizer, tokenizer_for
 from jaxtp.prepare.sources import find_sources
@@ -31,6 +32,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     Raises:
       PrepareError: a bad input, a folder that cannot be written or holds something else.
       TokenizerError: a tokenizer that cannot be used.
+      CompanionError: a file beside it is damaged.
       KeyboardInterrupt: Ctrl-C.
     """
     given = given_tokenizer(config)
@@ -177,6 +179,8 @@ class _Work:
         wanted = self._config.train_bpe or 0
         fewer = f" (the text gives no more than that; asked for {wanted:,})" if wanted > info.vocab_size else ""
         yield f"{'dataset':<12}{self._out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
+        if marks := list(described(self._tokenizer, self._config)):
+            yield f"{'documents':<12}{'; '.join(marks)}"
         for name in (TRAIN, VALIDATION):
             of, shards = totals(manifest.splits[name]), len(manifest.splits[name])
             yield (

@@ -1,14 +1,14 @@
 """Whether a command starts a dataset, goes on with one, finds it done, or must leave it alone."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jaxtp import config as configuration
 from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo, read_manifest
 from jaxtp.data.store import open_dataset
-from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer
+from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
 from jaxtp.files import sha256
 from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
@@ -16,6 +16,7 @@ from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
 from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.journal import State
+from jaxtp.prepare.marks import tokenizer_file, with_marks
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import differences, listing, parse_listing
 
@@ -28,15 +29,14 @@ def given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
 
     Raises:
       TokenizerError: its file cannot be used.
+      CompanionError: a file beside it is damaged.
     """
     if config.train_bpe is not None:
         return None
     if config.tokenizer is None:
         return ByteTokenizer()
-    tokenizer = _hugging_face(read_tokenizer(config.tokenizer), str(config.tokenizer), config)
-    if config.bos == "auto":
-        tokenizer.info = replace(tokenizer.info, prefix=tokenizer.prefix)
-    return tokenizer
+    file = tokenizer_file(config.tokenizer)
+    return with_marks(read_tokenizer(file), str(file), config)
 
 
 def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None) -> State | None:
@@ -86,13 +86,13 @@ def tokenizer_for(
     path = out / TOKENIZER
     if given is not None:
         if config.tokenizer is not None and state.tokenizer is None:
-            folder.write_atomically(path, read_tokenizer(config.tokenizer))
+            folder.write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
         tokenizer = given
     elif config.train_bpe is not None and state.tokenizer is None:
         folder.write_atomically(path, bpe.train(config.train_bpe, sources, config, report, interrupt))
-        tokenizer = _hugging_face(path.read_bytes(), str(path), config)
+        tokenizer = with_marks(path.read_bytes(), str(path), config)
     else:
-        tokenizer = _hugging_face(read_tokenizer(path), str(path), config)
+        tokenizer = with_marks(read_tokenizer(path), str(path), config)
     if state.tokenizer is None:
         state.tokenizer = tokenizer.info
         state.save(out)
@@ -107,11 +107,6 @@ def _require_elsewhere(out: Path, config: PrepareConfig) -> None:
     for path in read:
         if path.resolve().is_relative_to(out.resolve()):
             raise PrepareError(f"--overwrite would delete {path} with {out}; copy it elsewhere, or name another --out")
-
-
-def _hugging_face(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
-    eos = config.eos if config.train_bpe is None else config.eos or bpe.END_TOKEN
-    return HuggingFaceTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=config.special_tokens)
 
 
 def _require_same_finished(out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None) -> None:

@@ -120,3 +120,39 @@ def test_a_run_generates_as_its_data_begin(folder, capsys):
     make(folder, "none", "--bos", "none")
     assert train([*command, "--data.path", str(folder / "none"), "--train.steps", "4"]) == 2
     assert f"data: prefix: [{FIRST}] -> None" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected", "said"),
+    [
+        ({"tokenizer_config.json": {"eos_token": "<|stop|>"}, "config.json": {"eos_token_id": 7}}, STOP, "tokenizer_"),
+        ({"tokenizer_config.json": {"eos_token": {"content": "<|turn|>"}}}, TURN, "t/tokenizer_config.json says"),
+        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": STOP}}, STOP, "t/config.json"),
+        ({"generation_config.json": {"eos_token_id": [TURN, STOP]}}, TURN, "t/generation_config.json says"),
+    ],
+)
+def test_the_end_token_is_that_of_the_folder(folder, capsys, beside, expected, said):
+    for name, record in beside.items():
+        (folder / "t" / name).write_text(json.dumps(record))
+    dataset = prepared(folder / "d", folder / "a.jsonl", "--tokenizer", folder / "t")
+    assert dataset.tokenizer.eos_id == expected
+    out = capsys.readouterr().out
+    assert f"documents   begin with <|begin|> ({FIRST}), as the tokenizer puts it; end with " in out
+    assert f" ({expected}), as " in out
+    assert said in out
+    assert make(folder, "e").tokenizer.eos_id == END
+    assert f"end with <|end|> ({END}), as --eos says" in capsys.readouterr().out
+
+
+def test_an_end_token_that_nothing_tells_or_that_is_not_there(folder, capsys):
+    command = [folder / "a.jsonl", "--tokenizer", folder / "t", "--out", folder / "d"]
+    assert "which token ends a document? Name it by --eos TOKEN" in refused(capsys, *command)
+    (folder / "t/config.json").write_text('{"eos_token_id": 9999}')
+    assert "has no token with the id 9999" in refused(capsys, *command)
+    (folder / "t/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    assert "has no token '</s>'; it has <|begin|>" in refused(capsys, *command)
+    (folder / "t/tokenizer_config.json").write_text("[]")
+    assert "tokenizer_config.json: expected a JSON object" in refused(capsys, *command)
+    assert "out/tokenizer.json: No such file" in refused(capsys, *command[:2], folder, "--out", folder / "d").replace(
+        str(folder), "out"
+    )
