@@ -92,7 +92,7 @@ class HuggingFaceTokenizer:
         special_tokens: bool = False,
     ):
         self._name = name
-        self._tokenizer = _load(content, name)
+        self._tokenizer = load_library(content, name)
         self._tokenizer.encode_special_tokens = not special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
@@ -135,7 +135,7 @@ class HuggingFaceTokenizer:
         except KeyError as error:
             raise TokenizerError(f"{self._name}: no token has the id {error}") from None
         except BaseException as error:
-            raise _understood(error, f"{self._name}: cannot decode") from None
+            raise understood(error, f"{self._name}: cannot decode") from None
 
     def spelled(self, token: int) -> str:
         """A token as the vocabulary has it, for messages."""
@@ -151,7 +151,7 @@ class HuggingFaceTokenizer:
         try:
             plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
         except BaseException as error:
-            raise _understood(error, f"{self._name}: cannot encode a text") from None
+            raise understood(error, f"{self._name}: cannot encode a text") from None
         begins = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(begins, 0)])
 
@@ -171,7 +171,7 @@ class HuggingFaceTokenizer:
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:
-            raise _understood(error, f"{self._name}: cannot encode a text") from None
+            raise understood(error, f"{self._name}: cannot encode a text") from None
         return [np.array(encoding.ids, self.info.dtype) for encoding in encodings]
 
     def _pieces(self, text: str) -> Iterator[str]:
@@ -218,7 +218,12 @@ def read_tokenizer(path: Path) -> bytes:
         raise TokenizerError(f"{path}: {error.strerror}") from None
 
 
-def _load(content: bytes, name: str) -> Any:
+def load_library(content: bytes, name: str) -> Any:
+    """A tokenizer of the library, with all that would cut, fill or vary turned off.
+
+    Raises:
+      TokenizerError: it is none.
+    """
     try:
         from tokenizers import Tokenizer as Library
     except ImportError:
@@ -230,11 +235,11 @@ def _load(content: bytes, name: str) -> Any:
         if getattr(tokenizer.model, "dropout", None) is not None:
             tokenizer.model.dropout = None
     except BaseException as error:
-        raise _understood(error, f"{name}: not a tokenizer.json") from None
+        raise understood(error, f"{name}: not a tokenizer.json") from None
     return tokenizer
 
 
-def _understood(error: BaseException, what: str) -> BaseException:
+def understood(error: BaseException, what: str) -> BaseException:
     """The library raises plain `Exception`, and where it panics something that is not even that."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return TokenizerError(f"{what}: {str(error)[:300]}")

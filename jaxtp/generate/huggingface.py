@@ -5,10 +5,10 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from jaxtp.data.companions import GENERATION, CompanionError, chat_template, end_ids, special_tokens
+from jaxtp.data.companions import GENERATION, CompanionError, end_ids
 from jaxtp.data.tokenizer import HuggingFaceTokenizer
 from jaxtp.generate.source import Options, Source, SourceError, to_generate
-from jaxtp.generate.tokenizer import open_tokenizer
+from jaxtp.generate.tokenizer import chat_of, open_tokenizer
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import CONFIG
 from jaxtp.hf.load import load_hf
@@ -31,17 +31,14 @@ def open_folder(folder: Path, options: Options) -> Source:
     """
     config = to_generate(read_config(folder), options.dtype)
     tokenizer = open_tokenizer(options.tokenizer or folder, special_tokens=options.special_tokens)
-    try:
-        end, template, named = frozenset(_end_ids(folder)), chat_template(folder), special_tokens(folder)
-    except CompanionError as error:
-        raise SourceError(str(error)) from None
+    template, named = chat_of(folder)
     own_end = () if tokenizer.info.eos_id is None else (tokenizer.info.eos_id,)
     return Source(
         name=str(folder),
         config=config,
         tokenizer=tokenizer,
         load=lambda mesh: _load(folder, config.precision, mesh),
-        end_ids=end or frozenset(own_end),
+        end_ids=frozenset(_end_ids(folder)) or frozenset(own_end),
         prefix=tokenizer.prefix if isinstance(tokenizer, HuggingFaceTokenizer) else (),
         template=template,
         special_tokens=named,
@@ -55,4 +52,7 @@ def _load(folder: Path, precision: Precision, mesh: Mesh) -> Decoder:
 
 def _end_ids(folder: Path) -> list[int]:
     """Those of the generation's configuration, which may be several; or else the model's."""
-    return end_ids(folder / GENERATION) or end_ids(folder / CONFIG)
+    try:
+        return end_ids(folder / GENERATION) or end_ids(folder / CONFIG)
+    except CompanionError as error:
+        raise SourceError(str(error)) from None

@@ -10,7 +10,7 @@ from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtp.generate.source import Options, Source, SourceError, to_generate
-from jaxtp.generate.tokenizer import open_tokenizer
+from jaxtp.generate.tokenizer import chat_of, open_tokenizer
 from jaxtp.hf.runs import load_run, model_of
 
 
@@ -33,6 +33,8 @@ def open_folder(folder: Path, options: Options) -> Source:
     checkpoint = open_checkpoint(folder)
     config = to_generate(model_of(checkpoint.folder, checkpoint.info), options.dtype)
     tokenizer = _tokenizer(checkpoint.folder, checkpoint.info, options)
+    place = _place(checkpoint.info, options)
+    template, named = (None, {}) if place is None or not place.is_dir() else chat_of(place)
     end = () if tokenizer.info.eos_id is None else (tokenizer.info.eos_id,)
     return Source(
         name=f"{folder}, step {checkpoint.folder.name}",
@@ -41,7 +43,16 @@ def open_folder(folder: Path, options: Options) -> Source:
         load=lambda mesh: load_run(checkpoint.folder, checkpoint.info, config, mesh, options.base),
         end_ids=frozenset(end),
         prefix=tuple(checkpoint.info.get("corpus", {}).get(PREFIX, ())),
+        template=template,
+        special_tokens=named,
     )
+
+
+def _place(info: Mapping[str, Any], options: Options) -> Path | None:
+    """Where the tokenizer of the data should be, and the chat template that they were made by."""
+    data = info["config"].get("data", {})
+    places = [options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None)]
+    return next((Path(place).expanduser() for place in places if place is not None), None)
 
 
 def _tokenizer(checkpoint: Path, info: Mapping[str, Any], options: Options) -> Tokenizer:
@@ -51,9 +62,7 @@ def _tokenizer(checkpoint: Path, info: Mapping[str, Any], options: Options) -> T
         if options.tokenizer is not None:
             raise SourceError(f"{checkpoint} was trained on bytes; leave --tokenizer out")
         return ByteTokenizer()
-    data = info["config"].get("data", {})
-    places = [options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None)]
-    path = next((Path(place).expanduser() for place in places if place is not None), None)
+    path = _place(info, options)
     if path is None:
         raise SourceError(f"{checkpoint} does not say which tokenizer it needs; name it by --tokenizer PATH")
     if not path.exists():

@@ -66,6 +66,15 @@ class PrepareConfig:
     completion_field: str | None = None
     """See --prompt-field."""
 
+    messages: Annotated[str | None, tyro.conf.arg(metavar="FIELD")] = None
+    """Field of a JSONL or Parquet row that is a conversation: a list of messages, each with role and content. Each
+    answer of the assistant becomes a document, with all that comes before it, as the chat template writes it, for its
+    prompt: the loss is on answers only, and the beginning of a conversation of n answers is read n times."""
+
+    template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Chat template of --messages, in Jinja; by default the one that lies beside the tokenizer (chat_template.jinja, or
+    in tokenizer_config.json)."""
+
     include: Patterns = ()
     """Files to read in folders, such as '*.py'; all, if not given. It is the name that matches, or the path in the
     folder where the pattern has a /. Can be given several times."""
@@ -95,15 +104,22 @@ class PrepareConfig:
     """Instead: reads a dataset and compares it with its checksums; exit code 1 if it is damaged. Alone on the line."""
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether documents begin with what the loss leaves out."""
+        return self.prompt_field is not None or self.messages is not None
+
+    @property
     def fields(self) -> Fields:
         """The columns of a row that make a document."""
+        if self.messages is not None:
+            return Fields(self.messages)
         if self.completion_field is None:
             return Fields(self.field)
         return Fields(self.completion_field, self.prompt_field)
 
 
-_NOT_OF_THE_RESULT = {"out", "tokenizer", "bos", "on_error", "save_seconds", "overwrite", "verify"}
-"""Settings that may change when a command is resumed. The tokenizer is compared by its content and its prefix."""
+_NOT_OF_THE_RESULT = {"out", "tokenizer", "bos", "template", "on_error", "save_seconds", "overwrite", "verify"}
+"""Settings that may change when a command is resumed. Tokenizer and template are compared by what is in them."""
 
 
 def arguments(config: PrepareConfig) -> dict[str, Any]:
@@ -117,7 +133,7 @@ def check(config: PrepareConfig) -> None:
     Raises:
       ConfigError: with every contradiction.
     """
-    problems = list(_contradictions(config))
+    problems = [*_contradictions(config), *_contradictions_of_chat(config)]
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -143,3 +159,16 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         yield "--prompt-field and --completion-field go together"
     elif config.prompt_field is not None and config.field != TEXT_FIELD:
         yield "--field is for documents without a prompt; give it or --prompt-field and --completion-field"
+
+
+def _contradictions_of_chat(config: PrepareConfig) -> Iterator[str]:
+    if config.messages is None:
+        if config.template is not None:
+            yield "--template is of conversations; give --messages FIELD too"
+        return
+    if config.prompt_field is not None or config.field != TEXT_FIELD:
+        yield "--messages is a row's only field; leave --field, --prompt-field and --completion-field out"
+    if config.train_bpe is not None:
+        yield "--messages needs the tokenizer that the chat template is made for: --tokenizer instead of --train-bpe"
+    if config.bos != "auto":
+        yield "--bos is of documents; what a conversation begins with is in the chat template"

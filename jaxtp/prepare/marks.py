@@ -41,6 +41,10 @@ def described(tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return
     info = tokenizer.info
+    if config.messages is not None:
+        end = "" if info.eos_id is None else f"; to generate ends at {_spelled(tokenizer, [info.eos_id])}"
+        yield f"an answer each, after what comes before it, as the chat template writes them{end}"
+        return
     if info.prefix:
         yield f"begin with {_spelled(tokenizer, info.prefix)}, as the tokenizer puts it"
     if info.eos_id is not None:

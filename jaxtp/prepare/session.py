@@ -1,6 +1,7 @@
 """Whether a command starts a dataset, goes on with one, finds it done, or must leave it alone."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
 from jaxtp.files import sha256
 from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
+from jaxtp.prepare.conversation import template_checksum
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
 from jaxtp.prepare.interrupt import Interrupt
@@ -48,25 +50,30 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
     there = (out / MANIFEST).exists() or (out / folder.JOURNAL).exists()
     if there and config.overwrite:
         _require_elsewhere(out, config)
-        State(arguments(config)).save(out)
+        State(asked(config)).save(out)
         folder.clear(out)
     if (out / MANIFEST).exists():
         _require_same_finished(out, config, sources, given)
         folder.clear_leftovers(out)
         return None
-    state = journal.load(out, config.prompt_field is not None)
+    state = journal.load(out, config.has_prompts)
     if state is None:
         folder.require_ours(out)
-        state = State(arguments(config))
+        state = State(asked(config))
         state.save(out)
     elif changed := _changed_unfinished(out, config, sources, given, state):
         if not state.is_empty():
             _refuse(out, "an unfinished dataset", changed)
-        state = State(arguments(config))
+        state = State(asked(config))
         state.save(out)
     lines = [json.dumps(record) + "\n" for record in listing(sources)]
     folder.write_atomically(out / folder.INPUTS, "".join(lines).encode())
     return state
+
+
+def asked(config: PrepareConfig) -> dict[str, Any]:
+    """The settings that decide what the dataset holds, as plain values; of a chat template, its checksum."""
+    return arguments(config) | ({} if config.messages is None else {"template": template_checksum(config)})
 
 
 def tokenizer_for(
@@ -103,7 +110,9 @@ def tokenizer_for(
 
 def _require_elsewhere(out: Path, config: PrepareConfig) -> None:
     """Nothing that the command reads may be in the folder that it deletes."""
-    read = [Path(name).expanduser() for name in config.inputs] + ([config.tokenizer] if config.tokenizer else [])
+    read = [Path(name).expanduser() for name in config.inputs] + [
+        path for path in (config.tokenizer, config.template) if path
+    ]
     for path in read:
         if path.resolve().is_relative_to(out.resolve()):
             raise PrepareError(f"--overwrite would delete {path} with {out}; copy it elsewhere, or name another --out")
@@ -115,7 +124,7 @@ def _require_same_finished(out: Path, config: PrepareConfig, sources: list[Sourc
         open_dataset(out)  # every file is there, and as long as it was
     except DatasetError as error:
         raise PrepareError(f"{error}; --overwrite starts afresh") from None
-    changed = configuration.differences(manifest.arguments, arguments(config))
+    changed = _other_settings(manifest.arguments, config)
     changed += _other_tokenizer(manifest.tokenizer, given)
     _refuse(out, "a dataset", changed or differences(_listed(out), listing(sources)))
 
@@ -124,7 +133,7 @@ def _changed_unfinished(
     out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None, state: State
 ) -> list[str]:
     """Inputs that have not been read yet may change, unless the tokenizer has learnt from them."""
-    changed = configuration.differences(state.arguments, arguments(config))
+    changed = _other_settings(state.arguments, config)
     if state.tokenizer is not None:
         changed += _other_tokenizer(state.tokenizer, given)
     read = None  # all of them
@@ -141,6 +150,11 @@ def _refuse(out: Path, what: str, changed: list[str]) -> None:
             f"{out} holds {what} that was made otherwise (there -> asked for):\n{lines}\n"
             "--overwrite starts afresh; another --out DIR keeps it. Nothing was changed."
         )
+
+
+def _other_settings(before: Mapping[str, Any], config: PrepareConfig) -> list[str]:
+    """What was asked for otherwise; a setting that is newer than the dataset was as it is by default."""
+    return configuration.differences({**arguments(PrepareConfig()), **before}, asked(config))
 
 
 def _other_tokenizer(before: TokenizerInfo, given: Tokenizer | None) -> list[str]:
