@@ -78,12 +78,12 @@ def entry(document: Document) -> Entry:
     """Hashes a document. The length of a prompt is hashed too: another boundary is another document."""
     whole, sizes = hashlib.sha256(), []
     for turn in document.turns:
-        prompt, text = (
-            None if part is None else (without_marks(part) if turn.rendered else part).encode()
-            for part in (turn.prompt, turn.text)
-        )
-        whole.update((b"" if prompt is None else len(prompt).to_bytes(8, "little") + prompt) + (text or b""))
-        sizes.append(len(prompt or b"") + len(text or b""))
+        shown = without_marks if turn.rendered else str
+        prompt, text = shown(turn.prompt or "").encode(), shown(turn.text).encode()
+        if turn.prompt is not None:
+            whole.update(len(prompt).to_bytes(8, "little") + prompt)
+        whole.update(text)
+        sizes.append(len(prompt) + len(text))
     return Entry(document.turns, whole.digest(), tuple(sizes))
 
 

@@ -150,7 +150,7 @@ def test_an_end_token_that_nothing_tells_or_that_is_not_there(folder, capsys):
     (folder / "t/config.json").write_text('{"eos_token_id": 9999}')
     assert "has no token with the id 9999" in refused(capsys, *command)
     (folder / "t/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
-    assert "has no token '</s>'; it has <|begin|>" in refused(capsys, *command)
+    assert "has no token '</s>'; it has " in refused(capsys, *command)
     (folder / "t/tokenizer_config.json").write_text("[]")
     assert "tokenizer_config.json: expected a JSON object" in refused(capsys, *command)
     assert "out/tokenizer.json: No such file" in refused(capsys, *command[:2], folder, "--out", folder / "d").replace(
