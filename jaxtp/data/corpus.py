@@ -201,20 +201,22 @@ def _source(name: str, weight: float, part: Part, held_out: Part | None) -> Sour
 
 
 def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
-    first, *others = parts.items()
-    for name, part in others:
-        if part.tokenizer == first[1].tokenizer:
-            continue
-        both = f"{first[0] or first[1].description} and {name}"
-        if replace(part.tokenizer, prefix=first[1].tokenizer.prefix) == first[1].tokenizer:
+    (name, part), *others = parts.items()
+    ours = part.tokenizer
+    for other, of_other in others:
+        theirs = of_other.tokenizer
+        both = f"{name or part.description} and {other}"
+        if replace(theirs, prefix=ours.prefix, eos_id=ours.eos_id) != ours:
             raise CorpusError(
-                f"the documents of {both} do not begin alike (tokens {list(first[1].tokenizer.prefix)} and "
-                f"{list(part.tokenizer.prefix)}): prepare one of them again, with the --bos of the other"
+                f"{both} were not made by the same tokenizer: prepare one of them again, with --tokenizer "
+                "FOLDER/tokenizer.json of the other"
             )
-        raise CorpusError(
-            f"{both} were not made by the same tokenizer: prepare one of them again, with --tokenizer "
-            "FOLDER/tokenizer.json of the other"
-        )
+        if theirs != ours:
+            raise CorpusError(
+                f"the documents of {both} do not begin and end alike (before them {list(ours.prefix)} and "
+                f"{list(theirs.prefix)}, after them {ours.eos_id} and {theirs.eos_id}): prepare one of them again, "
+                "with --bos and --eos so that they do"
+            )
 
 
 def _in_memory(contents: list[bytes], source: str) -> InMemory:

@@ -74,8 +74,10 @@ def test_another_beginning_is_another_dataset(folder, capsys):
     error = refused(capsys, *command, "--bos", "none", "--out", folder / "d")
     assert f"tokenizer.prefix: ({FIRST},) -> ()" in error
     make(folder, "none", "--bos", "none")
-    with pytest.raises(CorpusError, match=r"do not begin alike \(tokens \[\d+\] and \[\]\).*--bos"):
-        load_corpus(None, {str(folder / "d"): 1.0, str(folder / "none"): 1.0})
+    make(folder, "stop", "--eos", "<|stop|>")
+    for name, how in {"none": rf"before them \[{FIRST}\] and \[\]", "stop": f"after them {END} and {STOP}"}.items():
+        with pytest.raises(CorpusError, match=rf"do not begin and end alike .*{how}.*--bos and --eos"):
+            load_corpus(None, {str(folder / "d"): 1.0, str(folder / name): 1.0})
 
 
 def test_a_dataset_from_before_is_read_and_found_finished(folder, capsys):
