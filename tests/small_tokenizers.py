@@ -27,3 +27,17 @@ def byte_fallback():
     )
     tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return tokenizer.to_str().encode()
+
+
+CHAT_TOKENS = ["<|begin|>", "<|end|>", "<|turn|>", "<|stop|>"]
+
+
+def begins_texts():
+    """One of Llama 3's kind: byte level, with tokens of a chat, and a template of its own that begins each text."""
+    tokenizer = Tokenizer.from_str(byte_level().decode())
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in CHAT_TOKENS])
+    first = CHAT_TOKENS[0]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, tokenizer.token_to_id(first))]
+    )
+    return tokenizer.to_str().encode()

@@ -4,9 +4,10 @@ import hashlib
 import platform
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +16,8 @@ from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 from jaxtp.data.store import Dataset, open_dataset
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
+PREFIX = "prefix"
+"""In what `Corpus.describe` gives: the tokens that each document begins with, where there are any."""
 _SKIPPED_FOLDERS = {
     "test",
     "tests",
@@ -75,14 +78,16 @@ class Corpus:
         parts = [f"{s.weight} {s.train.identity} {s.validation.identity}" for s in self.sources]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def describe(self) -> dict[str, str | int | None]:
-        """What a run stores of it, to notice when the data changes under a resumed run."""
+    def describe(self) -> dict[str, Any]:
+        """What a run stores of it, to notice when the data changes under a resumed run, and to generate as they are."""
+        prefix = {PREFIX: list(self.tokenizer.prefix)} if self.tokenizer.prefix else {}  # older runs say nothing of it
         return {
             "source": self.description,
             "train_tokens": self.train_tokens,
             "validation_tokens": self.validation_tokens,
             "tokenizer": self.tokenizer.sha256 or self.tokenizer.kind,
             "sha256": self.identity,
+            **prefix,
         }
 
 
@@ -196,12 +201,21 @@ def _source(name: str, weight: float, part: Part, held_out: Part | None) -> Sour
 
 
 def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
-    first, *others = parts.items()
-    for name, part in others:
-        if part.tokenizer != first[1].tokenizer:
+    (name, part), *others = parts.items()
+    ours = part.tokenizer
+    for other, of_other in others:
+        theirs = of_other.tokenizer
+        both = f"{name or part.description} and {other}"
+        if replace(theirs, prefix=ours.prefix, eos_id=ours.eos_id) != ours:
             raise CorpusError(
-                f"{first[0] or first[1].description} and {name} were not made by the same tokenizer: prepare one of "
-                "them again, with --tokenizer FOLDER/tokenizer.json of the other"
+                f"{both} were not made by the same tokenizer: prepare one of them again, with --tokenizer "
+                "FOLDER/tokenizer.json of the other"
+            )
+        if theirs != ours:
+            raise CorpusError(
+                f"the documents of {both} do not begin and end alike (before them {list(ours.prefix)} and "
+                f"{list(theirs.prefix)}, after them {ours.eos_id} and {theirs.eos_id}): prepare one of them again, "
+                "with --bos and --eos so that they do"
             )
 
 

@@ -8,8 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.collectives import batch_spec
-from jaxtp.data.rows import SEGMENTS, Row
-from jaxtp.data.samples import Samples
+from jaxtp.data.rows import SEGMENTS, Row, Samples
 
 Batch = dict[str, jax.Array]
 """The arrays of its rows, `[B, T]` int32, split over (dp, fsdp)."""

@@ -46,6 +46,9 @@ class TokenizerInfo:
     eos_id: int | None
     """The token that ends each document; None where none does."""
 
+    prefix: tuple[int, ...] = ()
+    """The tokens that each document begins with, such as that of the beginning of a text."""
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """Of the tokens on disk: the smallest that holds every id."""
@@ -160,7 +163,7 @@ def _manifest(record: Any) -> Manifest:
     found = _take(record, "format", int)
     if found != FORMAT:
         raise DatasetError(f"format {found}; this version of jaxtp reads format {FORMAT}")
-    tokenizer = _tokenizer(_take(record, "tokenizer", dict))
+    tokenizer = read_tokenizer_info(_take(record, "tokenizer", dict))
     prompts = _take(record, "prompts", bool)
     splits = {name: _split(name, value, prompts) for name, value in _take(record, "splits", dict).items()}
     return Manifest(
@@ -173,12 +176,20 @@ def _manifest(record: Any) -> Manifest:
     )
 
 
-def _tokenizer(record: Any) -> TokenizerInfo:
+def read_tokenizer_info(record: Any) -> TokenizerInfo:
+    """A tokenizer as `dataclasses.asdict` wrote it; datasets that are older than prefixes have none.
+
+    Raises:
+      DatasetError: it is none.
+    """
     kind, size = _take(record, "kind", str), _count(record, "vocab_size", _MAX_VOCAB_SIZE)
     eos = None if record.get("eos_id") is None else _count(record, "eos_id", size - 1)
     if kind not in (BYTES, HUGGING_FACE):
         raise DatasetError(f"damaged: tokenizer kind {kind!r} is neither {BYTES} nor {HUGGING_FACE}")
-    return TokenizerInfo(kind, None if kind == BYTES else _take(record, "sha256", str), size, eos)
+    prefix = record.get("prefix", [])
+    if not isinstance(prefix, list) or not all(type(token) is int and 0 <= token < size for token in prefix):
+        raise DatasetError(f"damaged: prefix = {prefix}")
+    return TokenizerInfo(kind, None if kind == BYTES else _take(record, "sha256", str), size, eos, tuple(prefix))
 
 
 def _split(name: str, record: Any, prompts: bool) -> tuple[Shard, ...]:

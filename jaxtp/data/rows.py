@@ -1,8 +1,9 @@
 """Rows of a batch: what one sequence of it is made of."""
 
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
 
+import grain
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,6 +17,9 @@ SEGMENTS = "segments"
 Row = dict[str, NDArray[np.int32]]
 """`inputs` and `labels`, `[T]`: a label is the token that follows, or `IGNORE`. Packed rows also have `SEGMENTS`: 1,
 2, ... for their documents in turn, 0 for padding."""
+
+Samples: TypeAlias = "grain.MapDataset[Row]"
+"""Rows by index, in any order, that Grain reads ahead."""
 
 
 class TokenError(ValueError):

@@ -5,21 +5,21 @@ order, and of several sources by weight. So the global index of the next sample 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import grain
 
-from jaxtp.data.corpus import Corpus, CorpusError
+from jaxtp.data.corpus import Corpus, CorpusError, Source
 from jaxtp.data.documents import Documents
+from jaxtp.data.held_out import held_out
 from jaxtp.data.mixture import Mixture
 from jaxtp.data.packing import Packed
-from jaxtp.data.rows import Concatenated, Row
+from jaxtp.data.rows import Concatenated, Samples
 
 Packing = Literal["documents", "concatenated"]
 LongDocuments = Literal["split", "drop", "stop"]
 Rows = Packed | Concatenated
-Samples: TypeAlias = "grain.MapDataset[Row]"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Data:
     Args:
       corpus: what to read.
       settings: how it becomes rows.
-      seed: of the order of the samples to train on; that of those to evaluate on is always the same.
+      seed: of the order of the samples to train on; those to evaluate on are always the same.
 
     Raises:
       CorpusError: there are not enough tokens for one sequence.
@@ -56,11 +56,13 @@ class Data:
         _require_length(corpus, settings.length)
         self.corpus = corpus
         self.train_rows = [make_rows(source.train, settings) for source in corpus.sources]
-        self.validation_rows = [make_rows(source.validation, settings) for source in corpus.sources]
+        held_out_of = _distinct(corpus.sources)
+        self.validation_rows = [make_rows(source.validation, settings) for source in held_out_of]
         self.weights = [source.weight for source in corpus.sources]
         self.train = shuffled(self.train_rows, self.weights, seed)
-        self.validation = shuffled(self.validation_rows, self.weights, 0)
-        for rows, source in zip((*self.train_rows, *self.validation_rows), corpus.sources * 2, strict=True):
+        self._validation_weights = [source.weight for source in held_out_of]
+        read = (*corpus.sources, *held_out_of)
+        for rows, source in zip((*self.train_rows, *self.validation_rows), read, strict=True):
             if not len(rows):
                 raise CorpusError(
                     f"{source.name or corpus.description}: every document is longer than "
@@ -71,6 +73,19 @@ class Data:
         """How often so many samples go through each source."""
         shares = [weight / sum(self.weights) for weight in self.weights]
         return [samples * share / len(rows) for share, rows in zip(shares, self.train_rows, strict=True)]
+
+    def validation(self, batches: int, batch_size: int) -> Samples:
+        """At most so many batches of held-out rows, each row once, as `held_out` describes."""
+        return held_out(self.validation_rows, self._validation_weights, batches=batches, batch_size=batch_size)
+
+
+def _distinct(sources: Sequence[Source]) -> list[Source]:
+    """Sources that hold out different documents: one for all that are evaluated on the same, with their weight."""
+    distinct: dict[str, Source] = {}
+    for source in sources:
+        weight = distinct[source.validation.identity].weight if source.validation.identity in distinct else 0.0
+        distinct[source.validation.identity] = replace(source, weight=weight + source.weight)
+    return list(distinct.values())
 
 
 def _require_length(corpus: Corpus, length: int) -> None:

@@ -3,13 +3,13 @@
 The format, version 1. A dataset is a folder:
 
 - `dataset.json`: the manifest, written last and atomically; without it the folder is unfinished. JSON: the format's
-  version; of the tokenizer its kind, the sha256 of its file, the vocabulary size and the id of the end token; whether
-  documents have prompts; for each split its totals and shards; of each shard its documents, tokens, bytes of text,
-  longest document and the sha256 of its files; what was left out and why; the inputs and arguments.
+  version; of the tokenizer its kind, the sha256 of its file, the vocabulary size, the id of the end token and those of
+  the prefix; whether documents have prompts; for each split its totals and shards; of each shard its documents, tokens,
+  bytes of text, longest document and the sha256 of its files; what was left out and why; the inputs and arguments.
 - `tokenizer.json`: the tokenizer in the format of Hugging Face; not there for bytes.
 - For each split (`train`, `validation`) shards, numbered from 0, in order:
   - `train-00000.tokens`: the documents one after the other, little-endian uint8 for a vocabulary of up to 256, uint16
-    up to 65,536, else uint32. A document ends in the end token, if there is one.
+    up to 65,536, else uint32. A document begins with the prefix and ends in the end token, if there are such.
   - `train-00000.documents`: little-endian uint64 `[n + 1]`: document i of the n is the tokens from entry i up to entry
     i + 1. The first entry is 0, the last the number of tokens, and no document is empty or straddles shards.
   - `train-00000.prompts`, of instruction data only: little-endian uint32 `[n]`: how many tokens at the beginning of a

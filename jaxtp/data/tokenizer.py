@@ -74,7 +74,7 @@ class HuggingFaceTokenizer:
     Args:
       content: the file.
       name: what it is called in messages.
-      eos: the end token; None to find it by the names that are in use.
+      eos: the end token, or its id; None to find it by the names that are in use.
       has_eos: whether documents end in it.
       special_tokens: whether text that spells a special token becomes that token.
 
@@ -87,12 +87,12 @@ class HuggingFaceTokenizer:
         content: bytes,
         name: str,
         *,
-        eos: str | None = None,
+        eos: str | int | None = None,
         has_eos: bool = True,
         special_tokens: bool = False,
     ):
         self._name = name
-        self._tokenizer = _load(content, name)
+        self._tokenizer = load_library(content, name)
         self._tokenizer.encode_special_tokens = not special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
@@ -135,7 +135,11 @@ class HuggingFaceTokenizer:
         except KeyError as error:
             raise TokenizerError(f"{self._name}: no token has the id {error}") from None
         except BaseException as error:
-            raise _understood(error, f"{self._name}: cannot decode") from None
+            raise understood(error, f"{self._name}: cannot decode") from None
+
+    def spelled(self, token: int) -> str:
+        """A token as the vocabulary has it, for messages."""
+        return str(self._tokenizer.id_to_token(token))
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
@@ -147,7 +151,7 @@ class HuggingFaceTokenizer:
         try:
             plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
         except BaseException as error:
-            raise _understood(error, f"{self._name}: cannot encode a text") from None
+            raise understood(error, f"{self._name}: cannot encode a text") from None
         begins = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(begins, 0)])
 
@@ -167,7 +171,7 @@ class HuggingFaceTokenizer:
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:
-            raise _understood(error, f"{self._name}: cannot encode a text") from None
+            raise understood(error, f"{self._name}: cannot encode a text") from None
         return [np.array(encoding.ids, self.info.dtype) for encoding in encodings]
 
     def _pieces(self, text: str) -> Iterator[str]:
@@ -214,7 +218,12 @@ def read_tokenizer(path: Path) -> bytes:
         raise TokenizerError(f"{path}: {error.strerror}") from None
 
 
-def _load(content: bytes, name: str) -> Any:
+def load_library(content: bytes, name: str) -> Any:
+    """A tokenizer of the library, with all that would cut, fill or vary turned off.
+
+    Raises:
+      TokenizerError: it is none.
+    """
     try:
         from tokenizers import Tokenizer as Library
     except ImportError:
@@ -226,18 +235,24 @@ def _load(content: bytes, name: str) -> Any:
         if getattr(tokenizer.model, "dropout", None) is not None:
             tokenizer.model.dropout = None
     except BaseException as error:
-        raise _understood(error, f"{name}: not a tokenizer.json") from None
+        raise understood(error, f"{name}: not a tokenizer.json") from None
     return tokenizer
 
 
-def _understood(error: BaseException, what: str) -> BaseException:
+def understood(error: BaseException, what: str) -> BaseException:
     """The library raises plain `Exception`, and where it panics something that is not even that."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return TokenizerError(f"{what}: {str(error)[:300]}")
     return error
 
 
-def _end_token(ids: dict[str, int], name: str, eos: str | None) -> int:
+def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
+    if isinstance(eos, int):
+        if eos not in ids.values():
+            raise TokenizerError(
+                f"{name}: has no token with the id {eos}; name another that ends a text by --eos TOKEN"
+            )
+        return eos
     if eos is not None:
         if eos not in ids:
             raise TokenizerError(f"{name}: has no token {eos!r}; {_end_like(ids)}")

@@ -8,8 +8,8 @@ from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
 from jaxtp.data.manifest import DatasetError
+from jaxtp.data.template import ChatError
 from jaxtp.data.tokenizer import TokenizerError
-from jaxtp.generate.chat import ChatError
 from jaxtp.generate.command import run
 from jaxtp.generate.config import GenerateConfig, check
 from jaxtp.generate.engine import GenerationError

@@ -15,7 +15,8 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.config import ConfigError
-from jaxtp.generate.chat import ChatError, ChatTemplate, converse
+from jaxtp.data.template import ChatError, ChatTemplate
+from jaxtp.generate.chat import converse
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.prompts import read_prompts

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtp.checkpoint.manager import CheckpointError, newest
 from jaxtp.checkpoint.reader import open_checkpoint
+from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtp.generate.described import Described, describe
@@ -34,18 +35,27 @@ def open_folder(folder: Path, options: Options) -> Source:
     checkpoint = open_checkpoint(folder)
     config = to_generate(model_of(checkpoint.folder, checkpoint.info), options.dtype)
     tokenizer = _tokenizer(checkpoint.folder, checkpoint.info, options)
+    folders = (_place(checkpoint.folder, checkpoint.info, options), kept_files(checkpoint.folder))
+    described = [describe(folder) for folder in folders if folder is not None and folder.is_dir()]
+    chat = next((said for said in described if said.template is not None), Described())
     end = () if tokenizer.info.eos_id is None else (tokenizer.info.eos_id,)
-    kept = kept_files(checkpoint.folder)
-    described = Described() if kept is None else describe(kept)
     return Source(
         name=f"{folder}, step {checkpoint.folder.name}",
         config=config,
         tokenizer=tokenizer,
         load=lambda mesh: load_merged(checkpoint.folder, checkpoint.info, config, mesh, options.base),
-        end_ids=described.end_ids | frozenset(end),
-        template=described.template,
-        special_tokens=described.special_tokens,
+        end_ids=frozenset(end).union(*(said.end_ids for said in described)),
+        prefix=tuple(checkpoint.info.get("corpus", {}).get(PREFIX, ())),
+        template=chat.template,
+        special_tokens=chat.special_tokens,
     )
+
+
+def _place(checkpoint: Path, info: Mapping[str, Any], options: Options) -> Path | None:
+    """Where the tokenizer of the data should be, and the chat template that they were made by."""
+    data = info["config"].get("data", {})
+    places = [options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None), kept_files(checkpoint)]
+    return next((Path(place).expanduser() for place in places if place is not None), None)
 
 
 def _tokenizer(checkpoint: Path, info: Mapping[str, Any], options: Options) -> Tokenizer:
@@ -55,9 +65,7 @@ def _tokenizer(checkpoint: Path, info: Mapping[str, Any], options: Options) -> T
         if options.tokenizer is not None:
             raise SourceError(f"{checkpoint} was trained on bytes; leave --tokenizer out")
         return ByteTokenizer()
-    data = info["config"].get("data", {})
-    places = [options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None), kept_files(checkpoint)]
-    path = next((Path(place).expanduser() for place in places if place is not None), None)
+    path = _place(checkpoint, info, options)
     if path is None:
         raise SourceError(f"{checkpoint} does not say which tokenizer it needs; name it by --tokenizer PATH")
     if not path.exists():

@@ -1,4 +1,4 @@
-"""A tokenizer that is named by its place."""
+"""A tokenizer that is named by its place, and the chat template that lies beside it."""
 
 from pathlib import Path
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 from jaxtp.data.manifest import TRAIN, VALIDATION
-from jaxtp.prepare.config import PrepareConfig
-from jaxtp.prepare.errors import Document, PrepareError, Problem
-from jaxtp.prepare.formats import Source
+from jaxtp.data.rendered import without_marks
+from jaxtp.prepare.errors import Document, PrepareError, Problem, Turn
+from jaxtp.prepare.formats import Fields, Source
 from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.sources import Position, read
 
@@ -22,12 +22,11 @@ T = TypeVar("T")
 class Entry(NamedTuple):
     """A document on its way into the dataset."""
 
-    prompt: str | None
-    text: str
+    turns: tuple[Turn, ...]
     digest: bytes
-    """sha256 of prompt and text."""
-    size: int
-    """Bytes as UTF-8, of prompt and text."""
+    """sha256 of prompts and texts."""
+    sizes: tuple[int, ...]
+    """Bytes of each turn as UTF-8, of prompt and text."""
 
 
 @dataclass
@@ -48,7 +47,7 @@ class Batch:
         return self.size >= BATCH_BYTES or len(self.entries) + len(self.problems) >= BATCH_DOCUMENTS
 
 
-def batches(sources: list[Source], start: Position, config: PrepareConfig) -> Iterator[Batch]:
+def batches(sources: list[Source], start: Position, fields: Fields, on_error: str) -> Iterator[Batch]:
     """All documents from a position on.
 
     Raises:
@@ -58,15 +57,15 @@ def batches(sources: list[Source], start: Position, config: PrepareConfig) -> It
     for source in sources:
         before.append(before[-1] + source.size)
     batch = Batch(start)
-    for event, position in read(sources, start, config):
-        if isinstance(event, Problem) and config.on_error == "stop" and not event.harmless:
+    for event, position in read(sources, start, fields):
+        if isinstance(event, Problem) and on_error == "stop" and not event.harmless:
             yield batch
             raise PrepareError(event.message)
         if isinstance(event, Problem):
             batch.problems.append(event)
         else:
             batch.entries.append(entry(event))
-            batch.size += batch.entries[-1].size
+            batch.size += sum(batch.entries[-1].sizes)
         batch.position = position
         batch.done = before[position.source] + (event.done if position.item else 0)
         if batch.is_full():
@@ -77,12 +76,15 @@ def batches(sources: list[Source], start: Position, config: PrepareConfig) -> It
 
 def entry(document: Document) -> Entry:
     """Hashes a document. The length of a prompt is hashed too: another boundary is another document."""
-    text = document.text.encode()
-    if document.prompt is None:
-        return Entry(None, document.text, hashlib.sha256(text).digest(), len(text))
-    prompt = document.prompt.encode()
-    digest = hashlib.sha256(len(prompt).to_bytes(8, "little") + prompt + text).digest()
-    return Entry(document.prompt, document.text, digest, len(prompt) + len(text))
+    whole, sizes = hashlib.sha256(), []
+    for turn in document.turns:
+        shown = without_marks if turn.rendered else str
+        prompt, text = shown(turn.prompt or "").encode(), shown(turn.text).encode()
+        if turn.prompt is not None:
+            whole.update(len(prompt).to_bytes(8, "little") + prompt)
+        whole.update(text)
+        sizes.append(len(prompt) + len(text))
+    return Entry(document.turns, whole.digest(), tuple(sizes))
 
 
 def fraction(digest: bytes) -> float:

@@ -44,12 +44,11 @@ def _texts(sources: list[Source], config: PrepareConfig, report: Report, interru
     """The texts of the sample. Compressed files count as they lie on disk, so the sample of them is larger."""
     share = config.bpe_sample / max(1, sum(source.size for source in sources))
     chosen = 0
-    for batch in ahead(batches(sources, Position(0, 0), config), interrupt):
+    for batch in ahead(batches(sources, Position(0, 0), config.fields, config.on_error), interrupt):
         for entry in _sample(batch, config.held_out, share):
-            chosen += entry.size
-            yield entry.text
-            if entry.prompt:
-                yield entry.prompt
+            chosen += sum(entry.sizes)
+            for turn in entry.turns:
+                yield from filter(None, (turn.text, turn.prompt))
         report.moved(batch.done, f"reading {chosen:,} bytes of text to train the tokenizer on")
     if not chosen:
         raise PrepareError("nothing to train a tokenizer on: the inputs, without the held-out part, have no text")

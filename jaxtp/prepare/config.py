@@ -29,8 +29,9 @@ class PrepareConfig:
     out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of the dataset. The same command again goes on where it was interrupted."""
 
-    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """A tokenizer.json of Hugging Face; by default a token is a byte."""
+    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
+    """A tokenizer.json of Hugging Face, or a folder that has one, such as that of the model to tune; by default a token
+    is a byte."""
 
     train_bpe: Annotated[int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), tyro.conf.arg(metavar="SIZE")] = None
     """Trains a byte-level BPE tokenizer with this vocabulary (257 or more) on the inputs, without the held-out part."""
@@ -39,10 +40,16 @@ class PrepareConfig:
     """Bytes of text that --train-bpe learns from, about, chosen by a hash of each document."""
 
     eos: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
-    """The token that ends each document; found by the names in use, and <|endoftext|> of a tokenizer trained here."""
+    """The token that ends each document. By default the eos_token of the tokenizer_config.json beside tokenizer.json,
+    or the first eos_token_id of the config.json or generation_config.json there, or one of the names in use; and
+    <|endoftext|> of a tokenizer trained here."""
 
     no_eos: Switch = False
     """Documents end in no token of their own."""
+
+    bos: Literal["auto", "none"] = "auto"
+    """auto: each document begins with the token (or tokens) that the tokenizer.json itself puts before a text, as
+    Llama's does; none: with its text. Bytes and tokenizers trained here have no such token."""
 
     special_tokens: Switch = False
     """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it stays text."""
@@ -58,6 +65,15 @@ class PrepareConfig:
 
     completion_field: str | None = None
     """See --prompt-field."""
+
+    messages: Annotated[str | None, tyro.conf.arg(metavar="FIELD")] = None
+    """Field of a JSONL or Parquet row that is a conversation: a list of messages, each with role and content. Each
+    answer of the assistant becomes a document, with all that comes before it, as the chat template writes it, for its
+    prompt: the loss is on answers only, and the beginning of a conversation of n answers is read n times."""
+
+    template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Chat template of --messages, in Jinja; by default the one that lies beside the tokenizer (chat_template.jinja, or
+    in tokenizer_config.json)."""
 
     include: Patterns = ()
     """Files to read in folders, such as '*.py'; all, if not given. It is the name that matches, or the path in the
@@ -88,15 +104,22 @@ class PrepareConfig:
     """Instead: reads a dataset and compares it with its checksums; exit code 1 if it is damaged. Alone on the line."""
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether documents begin with what the loss leaves out."""
+        return self.prompt_field is not None or self.messages is not None
+
+    @property
     def fields(self) -> Fields:
         """The columns of a row that make a document."""
+        if self.messages is not None:
+            return Fields(self.messages)
         if self.completion_field is None:
             return Fields(self.field)
         return Fields(self.completion_field, self.prompt_field)
 
 
-_NOT_OF_THE_RESULT = {"out", "tokenizer", "on_error", "save_seconds", "overwrite", "verify"}
-"""Settings that may change when a command is resumed. The tokenizer is compared by its content."""
+_NOT_OF_THE_RESULT = {"out", "tokenizer", "bos", "template", "on_error", "save_seconds", "overwrite", "verify"}
+"""Settings that may change when a command is resumed. Tokenizer and template are compared by what is in them."""
 
 
 def arguments(config: PrepareConfig) -> dict[str, Any]:
@@ -110,7 +133,7 @@ def check(config: PrepareConfig) -> None:
     Raises:
       ConfigError: with every contradiction.
     """
-    problems = list(_contradictions(config))
+    problems = [*_contradictions(config), *_contradictions_of_chat(config)]
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -136,3 +159,16 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         yield "--prompt-field and --completion-field go together"
     elif config.prompt_field is not None and config.field != TEXT_FIELD:
         yield "--field is for documents without a prompt; give it or --prompt-field and --completion-field"
+
+
+def _contradictions_of_chat(config: PrepareConfig) -> Iterator[str]:
+    if config.messages is None:
+        if config.template is not None:
+            yield "--template is of conversations; give --messages FIELD too"
+        return
+    if config.prompt_field is not None or config.field != TEXT_FIELD:
+        yield "--messages is a row's only field; leave --field, --prompt-field and --completion-field out"
+    if config.train_bpe is not None:
+        yield "--messages needs the tokenizer that the chat template is made for: --tokenizer instead of --train-bpe"
+    if config.bos != "auto":
+        yield "--bos is of documents; what a conversation begins with is in the chat template"

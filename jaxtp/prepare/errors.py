@@ -8,6 +8,7 @@ END = -1
 EMPTY_FILE, EMPTY_DOCUMENT, BINARY_FILE, DUPLICATE = "empty file", "empty document", "binary file", "duplicate"
 UNREADABLE, BROKEN_FILE, NOT_UTF8 = "unreadable file", "broken file", "not UTF-8"
 NOT_JSON, NO_FIELD, NOT_A_STRING = "not JSON", "no such field", "not a string"
+NO_CONVERSATION = "no conversation"
 """Reasons to leave something out, as `dataset.json` counts them."""
 
 
@@ -15,14 +16,24 @@ class PrepareError(ValueError):
     """A user's mistake or a bad input, complete in its message."""
 
 
+class Turn(NamedTuple):
+    """A document of the dataset."""
+
+    prompt: str | None
+    """None but for instruction data and conversations."""
+
+    text: str
+    """All of it, or what comes after the prompt."""
+
+    rendered: bool = False
+    """Whether a chat template wrote it, with marks around its special tokens (`data/rendered.py`)."""
+
+
 class Document(NamedTuple):
     """A document as it was read."""
 
-    text: str
-    """All of it, or of instruction data what comes after the prompt."""
-
-    prompt: str | None
-    """None but for instruction data."""
+    turns: tuple[Turn, ...]
+    """One; of a conversation, one for each answer."""
 
     item: int
     """How many items (lines, rows) of its source have been read, this one included."""

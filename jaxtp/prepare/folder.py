@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxtp.data.companions import TEMPLATE, TOKENIZER_CONFIG
 from jaxtp.data.manifest import DOCUMENTS, MANIFEST, PROMPTS, SPLITS, TOKENIZER, TOKENS
 from jaxtp.files import sync_file, sync_folder
 from jaxtp.prepare.errors import PrepareError
@@ -101,7 +102,7 @@ def require_ours(folder: Path) -> None:
 
 def clear(folder: Path) -> None:
     """Deletes a dataset but for a new journal, by which the folder stays ours; files of others stay too."""
-    for name in (MANIFEST, TOKENIZER, INPUTS, SEEN):
+    for name in (MANIFEST, TOKENIZER, TEMPLATE, TOKENIZER_CONFIG, INPUTS, SEEN):
         (folder / name).unlink(missing_ok=True)
     drop_unknown(folder, set())
 

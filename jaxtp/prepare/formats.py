@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtp.data.template import ChatError
 from jaxtp.prepare import errors
 from jaxtp.prepare.compression import BROKEN, GZIP, ZSTD, Stream, open_stream
-from jaxtp.prepare.errors import END, Document, PrepareError, Problem
+from jaxtp.prepare.errors import END, Document, PrepareError, Problem, Turn
 
 TEXT, JSONL, PARQUET, DATASETS = "text", "jsonl", "parquet", "datasets"
 """Formats; the last is of the library datasets."""
@@ -31,6 +32,8 @@ class Fields:
 
     text: str
     prompt: str | None = None
+    turns: Callable[[Any], tuple[Turn, ...]] | None = None
+    """Makes them of the column, where that is a conversation; raises `ChatError` where it is none."""
 
     @property
     def names(self) -> list[str]:
@@ -74,8 +77,9 @@ def read(source: Source, start: int, fields: Fields) -> Iterator[Event]:
 def _read_text(source: Source, start: int, fields: Fields) -> Iterator[Event]:
     if start:
         return
-    if fields.prompt is not None:
-        message = f"{source.path}: text has no fields; prompts and completions are read from JSONL and Parquet"
+    if fields.prompt is not None or fields.turns is not None:
+        what = "conversations" if fields.turns else "prompts and completions"
+        message = f"{source.path}: text has no fields; {what} are read from JSONL and Parquet"
         yield Problem(errors.NO_FIELD, message, END, source.size)
         return
     try:
@@ -93,7 +97,7 @@ def _text_document(source: Source, content: bytes) -> Event:
     if source.found and b"\0" in content[:_BINARY_PREFIX]:
         return Problem(errors.BINARY_FILE, f"{source.path}: not text", END, source.size, True)
     try:
-        return Document(content.decode(), None, 1, source.size)
+        return Document((Turn(None, content.decode()),), 1, source.size)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         return Problem(errors.NOT_UTF8, f"{source.path}: {_not_utf8(error, line)}", END, source.size)
@@ -134,6 +138,11 @@ def _line(source: Source, number: int, line: bytes, fields: Fields, stream: Stre
 
 
 def _document(values: list[Any], fields: Fields, item: int, done: int, problem: Callable[[str, str], Problem]) -> Event:
+    if fields.turns is not None:
+        try:
+            return Document(fields.turns(values[0]), item, done)
+        except ChatError as error:
+            return problem(errors.NO_CONVERSATION, f"{fields.text!r}: {error}")
     for name, value in zip(fields.names, values, strict=True):
         if not isinstance(value, str):
             return problem(errors.NOT_A_STRING, f"{name!r} is not a string, but {_shown(value)}")
@@ -141,7 +150,7 @@ def _document(values: list[Any], fields: Fields, item: int, done: int, problem: 
             return problem(errors.NOT_UTF8, f"{name!r} holds half of a surrogate pair, which is no character")
     if not values[-1]:
         return problem(errors.EMPTY_DOCUMENT, f"{fields.text!r} is empty")._replace(harmless=True)
-    return Document(values[-1], values[0] if fields.prompt is not None else None, item, done)
+    return Document((Turn(values[0] if fields.prompt is not None else None, values[-1]),), item, done)
 
 
 def _read_parquet(source: Source, start: int, fields: Fields) -> Iterator[Event]:
@@ -188,8 +197,10 @@ def _wrong_columns(source: Source, schema: Any, fields: Fields) -> Problem | Non
             message = f"{source.path}: {_no_field(name, schema.names)}"
             return Problem(errors.NO_FIELD, message, END, source.size)
         kind = str(schema.field(name).type)
-        if "string" not in kind or kind.startswith(("list", "struct", "map")):
-            message = f"{source.path}: the column {name!r} holds {kind}, not strings"
+        nested = kind.startswith(("list", "large_list", "struct", "map"))
+        if nested != (fields.turns is not None) or "string" not in kind:
+            wanted = "lists of messages" if fields.turns else "strings"
+            message = f"{source.path}: the column {name!r} holds {kind}, not {wanted}"
             return Problem(errors.NOT_A_STRING, message, END, source.size)
     return None
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jaxtp.data.manifest import SPLITS, DatasetError, TokenizerInfo
+from jaxtp.data.manifest import SPLITS, DatasetError, TokenizerInfo, read_tokenizer_info
 from jaxtp.files import sync_file
 from jaxtp.prepare.folder import JOURNAL, damaged, read_journal, write_journal
 from jaxtp.prepare.sources import Position
@@ -62,7 +62,7 @@ def _parse(record: dict[str, Any], prompts: bool) -> State:
         raise DatasetError("positions that are none")
     return State(
         dict(record["arguments"]),
-        None if tokenizer is None else TokenizerInfo(**tokenizer),
+        None if tokenizer is None else read_tokenizer_info(tokenizer),
         position,
         record["seen"],
         {str(kind): int(count) for kind, count in record["skipped"].items()},

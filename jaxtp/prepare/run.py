@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.prepare import errors, folder
 from jaxtp.prepare.batches import Batch, Entry, ahead, batches, split_of
 from jaxtp.prepare.config import PrepareConfig
-from jaxtp.prepare.errors import PrepareError
+from jaxtp.prepare.conversation import Conversations, open_conversations
+from jaxtp.prepare.errors import PrepareError, Turn
 from jaxtp.prepare.formats import Source
 from jaxtp.prepare.interrupt import Interrupt, InterruptError
 from jaxtp.prepare.journal import Seen, State
+from jaxtp.prepare.marks import described
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.session import begin, given_tokenizer, tokenizer_for
 from jaxtp.prepare.sources import find_sources
@@ -31,9 +33,12 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     Raises:
       PrepareError: a bad input, a folder that cannot be written or holds something else.
       TokenizerError: a tokenizer that cannot be used.
+      CompanionError: a file beside it is damaged.
+      ChatError: a chat template that is missing or fails.
       KeyboardInterrupt: Ctrl-C.
     """
     given = given_tokenizer(config)
+    conversations = open_conversations(config, given)
     sources = find_sources(config)
     try:
         with folder.locked(out), Interrupt() as interrupt, Report(sum(source.size for source in sources)) as report:
@@ -43,7 +48,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
                 return
             tokenizer = tokenizer_for(out, config, sources, given, state, report, interrupt)
             with ExitStack() as stack:
-                _Work(out, config, sources, tokenizer, state, report, stack).finish(interrupt)
+                _Work(out, config, sources, tokenizer, conversations, state, report, stack).finish(interrupt)
     except OSError as error:  # of an output: those of inputs are told by what reads them
         raise PrepareError(
             f"{error.filename or out}: {error.strerror}; when that is mended the same command goes on"
@@ -67,14 +72,17 @@ class _Work:
         config: PrepareConfig,
         sources: list[Source],
         tokenizer: Tokenizer,
+        conversations: Conversations | None,
         state: State,
         report: Report,
         stack: ExitStack,
     ):
         self._out, self._config, self._sources = out, config, sources
-        self._tokenizer, self._state, self._report = tokenizer, state, report
-        self._prompts = config.prompt_field is not None
-        self._end = _end_of(tokenizer)
+        self._tokenizer, self._conversations = tokenizer, conversations
+        self._state, self._report = state, report
+        info, own = tokenizer.info, conversations is None  # else a template writes what comes first and last
+        self._begin = np.array(info.prefix if own else [], info.dtype)
+        self._end = np.array([info.eos_id] if own and info.eos_id is not None else [], info.dtype)
         self._writers = {name: stack.enter_context(closing(self._writer(name))) for name in SPLITS}
         folder.drop_unknown(out, {name for writer in self._writers.values() for name in writer.files()})
         self._seen = stack.enter_context(closing(Seen(out / folder.SEEN, state.seen))) if config.dedup else None
@@ -84,9 +92,13 @@ class _Work:
         """Reads what is left of the inputs, and writes the manifest."""
         if self._state.position != (0, 0):
             self._report.line(f"going on after {self._describe_position()}")
-        saved = time.monotonic()
+        saved, fields = time.monotonic(), self._config.fields
+        if self._conversations is not None:
+            self._conversations.save(self._out)
+            fields = replace(fields, turns=self._conversations.turns)
         try:
-            for batch in ahead(batches(self._sources, self._state.position, self._config), interrupt):
+            read = batches(self._sources, self._state.position, fields, self._config.on_error)
+            for batch in ahead(read, interrupt):
                 self._take(batch)
                 if time.monotonic() - saved >= self._config.save_seconds:
                     self._save()
@@ -102,14 +114,17 @@ class _Work:
     def _writer(self, split: str) -> SplitWriter:
         dtype = self._tokenizer.info.dtype
         progress = self._state.splits[split]
-        return SplitWriter(self._out, split, dtype, self._prompts, self._config.shard_tokens, progress)
+        prompts = self._config.has_prompts
+        return SplitWriter(self._out, split, dtype, prompts, self._config.shard_tokens, progress)
 
     def _take(self, batch: Batch) -> None:
         entries = batch.entries
         if self._seen is not None:
             entries = [entry for entry in entries if self._seen.is_new(entry.digest)]
-        for entry, ids in zip(entries, self._encode(entries), strict=True):
-            self._append(entry, ids)
+        encoded = self._encode([turn for entry in entries for turn in entry.turns])
+        for entry in entries:
+            for size, ids in zip(entry.sizes, encoded, strict=False):  # as many as it has turns
+                self._append(entry, size, ids)
         for problem in batch.problems:
             self._state.skip(problem.kind)
             self._report.left_out(problem)
@@ -118,21 +133,30 @@ class _Work:
         self._state.position = batch.position
         self._report.moved(batch.done, self._describe_speed())
 
-    def _encode(self, entries: list[Entry]) -> Iterator[list[NDArray[Any]]]:
-        """The ids of each document, of instruction data those of the prompt and of the rest."""
-        if not self._prompts:
-            return ([ids] for ids in self._tokenizer.encode_batch([entry.text for entry in entries]))
-        ids = self._tokenizer.encode_batch([text for entry in entries for text in (entry.prompt or "", entry.text)])
+    def _encode(self, turns: list[Turn]) -> Iterator[list[NDArray[Any]]]:
+        """The ids of each document, where it has a prompt those of the prompt and of the rest."""
+        if self._conversations is not None:
+            return iter(self._conversations.encode(turns))
+        if not self._config.has_prompts:
+            return ([ids] for ids in self._tokenizer.encode_batch([turn.text for turn in turns]))
+        ids = self._tokenizer.encode_batch([text for turn in turns for text in (turn.prompt or "", turn.text)])
         return ([ids[i], ids[i + 1]] for i in range(0, len(ids), 2))
 
-    def _append(self, entry: Entry, ids: list[NDArray[Any]]) -> None:
-        parts = [*ids, self._end]
-        if not any(len(part) for part in parts):  # a tokenizer may have nothing for white space
+    def _append(self, entry: Entry, size: int, ids: list[NDArray[Any]]) -> None:
+        if not any(len(part) for part in (*ids, self._end)):  # a tokenizer may have nothing for white space
             self._state.skip(errors.EMPTY_DOCUMENT)
             return
+        begin = self._begin[: 0 if self._spells_beginning(ids) else None]
         writer = self._writers[split_of(entry.digest, self._config.held_out)]
-        self._counts.tokens += writer.append(parts, len(ids[0]) if self._prompts else 0, entry.size)
+        prompt = len(begin) + len(ids[0]) if self._config.has_prompts else 0
+        self._counts.tokens += writer.append([begin, *ids, self._end], prompt, size)
         self._counts.documents += 1
+
+    def _spells_beginning(self, ids: list[NDArray[Any]]) -> bool:
+        """Whether a text already has what it should begin with, which it can only with --special-tokens."""
+        if not self._config.special_tokens:
+            return False
+        return np.array_equal(np.concatenate(ids)[: len(self._begin)], self._begin)
 
     def _save(self) -> None:
         for name, writer in self._writers.items():
@@ -153,7 +177,7 @@ class _Work:
         manifest = Manifest(
             self._tokenizer.info,
             shards,
-            self._prompts,
+            self._config.has_prompts,
             dict(sorted(self._state.skipped.items())),
             self._state.arguments,
             {"files": len(self._sources), "bytes": sum(source.size for source in self._sources)},
@@ -168,6 +192,8 @@ class _Work:
         wanted = self._config.train_bpe or 0
         fewer = f" (the text gives no more than that; asked for {wanted:,})" if wanted > info.vocab_size else ""
         yield f"{'dataset':<12}{self._out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
+        if marks := list(described(self._tokenizer, self._config)):
+            yield f"{'documents':<12}{'; '.join(marks)}"
         for name in (TRAIN, VALIDATION):
             of, shards = totals(manifest.splits[name]), len(manifest.splits[name])
             yield (
@@ -199,12 +225,6 @@ class _Work:
         seconds = max(time.monotonic() - self._started, 1e-9)
         counts = self._counts
         return f"{counts.documents:,} documents  {counts.tokens:,} tokens  {counts.tokens / seconds:,.0f} tokens/s"
-
-
-def _end_of(tokenizer: Tokenizer) -> NDArray[Any]:
-    """What comes after each document: `[1]` with the end token, or `[0]`."""
-    eos = tokenizer.info.eos_id
-    return np.array([] if eos is None else [eos], tokenizer.info.dtype)
 
 
 def _listed(skipped: Mapping[str, int]) -> str:

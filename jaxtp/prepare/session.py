@@ -1,6 +1,7 @@
 """Whether a command starts a dataset, goes on with one, finds it done, or must leave it alone."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,16 @@ from typing import Any
 from jaxtp import config as configuration
 from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo, read_manifest
 from jaxtp.data.store import open_dataset
-from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer
+from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
 from jaxtp.files import sha256
 from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
+from jaxtp.prepare.conversation import template_checksum
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
 from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.journal import State
+from jaxtp.prepare.marks import tokenizer_file, with_marks
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import differences, listing, parse_listing
 
@@ -28,12 +31,14 @@ def given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
 
     Raises:
       TokenizerError: its file cannot be used.
+      CompanionError: a file beside it is damaged.
     """
     if config.train_bpe is not None:
         return None
     if config.tokenizer is None:
         return ByteTokenizer()
-    return _hugging_face(read_tokenizer(config.tokenizer), str(config.tokenizer), config)
+    file = tokenizer_file(config.tokenizer)
+    return with_marks(read_tokenizer(file), str(file), config)
 
 
 def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None) -> State | None:
@@ -45,25 +50,30 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
     there = (out / MANIFEST).exists() or (out / folder.JOURNAL).exists()
     if there and config.overwrite:
         _require_elsewhere(out, config)
-        State(arguments(config)).save(out)
+        State(asked(config)).save(out)
         folder.clear(out)
     if (out / MANIFEST).exists():
         _require_same_finished(out, config, sources, given)
         folder.clear_leftovers(out)
         return None
-    state = journal.load(out, config.prompt_field is not None)
+    state = journal.load(out, config.has_prompts)
     if state is None:
         folder.require_ours(out)
-        state = State(arguments(config))
+        state = State(asked(config))
         state.save(out)
     elif changed := _changed_unfinished(out, config, sources, given, state):
         if not state.is_empty():
             _refuse(out, "an unfinished dataset", changed)
-        state = State(arguments(config))
+        state = State(asked(config))
         state.save(out)
     lines = [json.dumps(record) + "\n" for record in listing(sources)]
     folder.write_atomically(out / folder.INPUTS, "".join(lines).encode())
     return state
+
+
+def asked(config: PrepareConfig) -> dict[str, Any]:
+    """The settings that decide what the dataset holds, as plain values; of a chat template, its checksum."""
+    return arguments(config) | ({} if config.messages is None else {"template": template_checksum(config)})
 
 
 def tokenizer_for(
@@ -83,13 +93,13 @@ def tokenizer_for(
     path = out / TOKENIZER
     if given is not None:
         if config.tokenizer is not None and state.tokenizer is None:
-            folder.write_atomically(path, read_tokenizer(config.tokenizer))
+            folder.write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
         tokenizer = given
     elif config.train_bpe is not None and state.tokenizer is None:
         folder.write_atomically(path, bpe.train(config.train_bpe, sources, config, report, interrupt))
-        tokenizer = _hugging_face(path.read_bytes(), str(path), config)
+        tokenizer = with_marks(path.read_bytes(), str(path), config)
     else:
-        tokenizer = _hugging_face(read_tokenizer(path), str(path), config)
+        tokenizer = with_marks(read_tokenizer(path), str(path), config)
     if state.tokenizer is None:
         state.tokenizer = tokenizer.info
         state.save(out)
@@ -100,15 +110,12 @@ def tokenizer_for(
 
 def _require_elsewhere(out: Path, config: PrepareConfig) -> None:
     """Nothing that the command reads may be in the folder that it deletes."""
-    read = [Path(name).expanduser() for name in config.inputs] + ([config.tokenizer] if config.tokenizer else [])
+    read = [Path(name).expanduser() for name in config.inputs] + [
+        path for path in (config.tokenizer, config.template) if path
+    ]
     for path in read:
         if path.resolve().is_relative_to(out.resolve()):
             raise PrepareError(f"--overwrite would delete {path} with {out}; copy it elsewhere, or name another --out")
-
-
-def _hugging_face(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
-    eos = config.eos if config.train_bpe is None else config.eos or bpe.END_TOKEN
-    return HuggingFaceTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=config.special_tokens)
 
 
 def _require_same_finished(out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None) -> None:
@@ -117,7 +124,7 @@ def _require_same_finished(out: Path, config: PrepareConfig, sources: list[Sourc
         open_dataset(out)  # every file is there, and as long as it was
     except DatasetError as error:
         raise PrepareError(f"{error}; --overwrite starts afresh") from None
-    changed = configuration.differences(manifest.arguments, arguments(config))
+    changed = _other_settings(manifest.arguments, config)
     changed += _other_tokenizer(manifest.tokenizer, given)
     _refuse(out, "a dataset", changed or differences(_listed(out), listing(sources)))
 
@@ -126,7 +133,7 @@ def _changed_unfinished(
     out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None, state: State
 ) -> list[str]:
     """Inputs that have not been read yet may change, unless the tokenizer has learnt from them."""
-    changed = configuration.differences(state.arguments, arguments(config))
+    changed = _other_settings(state.arguments, config)
     if state.tokenizer is not None:
         changed += _other_tokenizer(state.tokenizer, given)
     read = None  # all of them
@@ -143,6 +150,11 @@ def _refuse(out: Path, what: str, changed: list[str]) -> None:
             f"{out} holds {what} that was made otherwise (there -> asked for):\n{lines}\n"
             "--overwrite starts afresh; another --out DIR keeps it. Nothing was changed."
         )
+
+
+def _other_settings(before: Mapping[str, Any], config: PrepareConfig) -> list[str]:
+    """What was asked for otherwise; a setting that is newer than the dataset was as it is by default."""
+    return configuration.differences({**arguments(PrepareConfig()), **before}, asked(config))
 
 
 def _other_tokenizer(before: TokenizerInfo, given: Tokenizer | None) -> list[str]:

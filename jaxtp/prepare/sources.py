@@ -13,7 +13,7 @@ from jaxtp.prepare import formats
 from jaxtp.prepare.compression import ZSTD, zstandard
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import END, PrepareError
-from jaxtp.prepare.formats import DATASETS, PARQUET, Event, Source
+from jaxtp.prepare.formats import DATASETS, PARQUET, Event, Fields, Source
 
 HUGGING_FACE = "hf:"
 
@@ -40,11 +40,11 @@ def find_sources(config: PrepareConfig) -> list[Source]:
     return sources
 
 
-def read(sources: list[Source], start: Position, config: PrepareConfig) -> Iterator[tuple[Event, Position]]:
+def read(sources: list[Source], start: Position, fields: Fields) -> Iterator[tuple[Event, Position]]:
     """Every event from a position on, each with the position after it."""
     for index in range(start.source, len(sources)):
         skip = start.item if index == start.source else 0
-        for event in formats.read(sources[index], skip, config.fields):
+        for event in formats.read(sources[index], skip, fields):
             yield event, Position(index + 1, 0) if event.item == END else Position(index, event.item)
 
 

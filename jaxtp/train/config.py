@@ -205,7 +205,8 @@ class EvalConfig:
     """Steps between evaluations; 0 evaluates at the end only."""
 
     batches: Count = 8
-    """Batches of data.global_batch_size in an evaluation, the same each time and on every mesh."""
+    """Batches of data.global_batch_size in an evaluation, at most: each held-out row counts once. The same each time
+    and on every mesh."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -253,19 +253,12 @@ class Loop:
         return loss
 
     def _validation_loss(self) -> float:
-        run, settings = self._run, self._config.eval
+        run, size = self._run, self._config.data.global_batch_size
         if self._eval_step is None:
             self._eval_step = make_eval_step(run.blueprint)
-        sums = [
-            self._eval_step(run.state, batch)
-            for batch in batches(
-                run.data.validation,
-                run.mesh,
-                global_batch_size=self._config.data.global_batch_size,
-                start=0,
-                count=settings.batches,
-            )
-        ]
+        rows = run.data.validation(self._config.eval.batches, size)
+        read = batches(rows, run.mesh, global_batch_size=size, start=0, count=len(rows) // size)
+        sums = [self._eval_step(run.state, batch) for batch in read]
         labels = sum(float(valid) for _, valid in sums)
         return sum(float(total) for total, _ in sums) / labels if labels else math.nan
 

@@ -8,8 +8,8 @@ from flax import nnx
 from small_tokenizers import byte_fallback
 
 import jaxtp
+from jaxtp.data.template import ChatError, ChatTemplate
 from jaxtp.generate.__main__ import main
-from jaxtp.generate.chat import ChatError, ChatTemplate
 from jaxtp.generate.source import Options, SourceError
 from jaxtp.generate.sources import open_source
 

@@ -1,0 +1,104 @@
+"""What lies beside a `tokenizer.json` in a folder of Hugging Face: end token, special tokens, chat template."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class CompanionError(ValueError):
+    """A file beside a tokenizer that cannot be read, or that says something else than it should."""
+
+
+def end_token(folder: Path) -> tuple[str | int, Path] | None:
+    """The token that ends a text, by name or id, and the file that says so; None where none does.
+
+    tokenizer_config.json comes first, then config.json and generation_config.json, of several ids the first.
+
+    Raises:
+      CompanionError: one of the files is damaged.
+    """
+    named = special_tokens(folder).get("eos_token")
+    if named is not None:
+        return named, folder / TOKENIZER_CONFIG
+    for name in (MODEL_CONFIG, GENERATION):
+        if ids := end_ids(folder / name):
+            return ids[0], folder / name
+    return None
+
+
+def end_ids(path: Path) -> list[int]:
+    """The `eos_token_id` of a config.json or generation_config.json: ids that end a text; none where it has none.
+
+    Raises:
+      CompanionError: the file is damaged, or they are no ids.
+    """
+    ids = read(path).get("eos_token_id")
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    if not all(isinstance(token, int) for token in listed):
+        raise CompanionError(f"{path}: eos_token_id = {ids}: should be ids")
+    return listed
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """What a chat template may name, such as bos_token and eos_token, as tokenizer_config.json spells it.
+
+    Raises:
+      CompanionError: the file is damaged.
+    """
+    described = read(folder / TOKENIZER_CONFIG)
+    spelled = {name: _content(described.get(name)) for name in SPECIAL_TOKENS}
+    return {name: text for name, text in spelled.items() if isinstance(text, str)}
+
+
+def chat_template(folder: Path) -> str | None:
+    """The file of its own; or what tokenizer_config.json has: one, or of several by name the one called default.
+
+    Raises:
+      CompanionError: a file is damaged.
+    """
+    if (folder / TEMPLATE).is_file():
+        return read_template(folder / TEMPLATE)
+    template = read(folder / TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def read_template(path: Path) -> str:
+    """The text of a template's file.
+
+    Raises:
+      CompanionError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CompanionError(f"{path}: {getattr(error, 'strerror', 'not UTF-8')}") from None
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A JSON object; an empty one if there is no such file.
+
+    Raises:
+      CompanionError: it is damaged.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise CompanionError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise CompanionError(f"{path}: expected a JSON object, found {type(record).__name__}")
+    return record
+
+
+def _content(token: Any) -> Any:
+    """Of a token that is spelled as a string, or as an object that says how it is matched too."""
+    return token.get("content") if isinstance(token, Mapping) else token

@@ -1,0 +1,168 @@
+"""Conversations into turns: an answer of the assistant, and as its prompt all that comes before it."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jaxtp.data.companions import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
+from jaxtp.data.rendered import RenderedTokenizer, SpecialTokens, without_marks
+from jaxtp.data.template import ChatError, ChatTemplate, Message
+from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, read_tokenizer
+from jaxtp.prepare.config import PrepareConfig
+from jaxtp.prepare.errors import Turn
+from jaxtp.prepare.folder import write_atomically
+from jaxtp.prepare.marks import tokenizer_file
+
+ASSISTANT = "assistant"
+_PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
+
+
+class Conversations:
+    """Renders conversations by a chat template, and makes tokens of them.
+
+    Args:
+      config: names the template.
+      tokenizer: of the dataset.
+
+    Raises:
+      ChatError: no template, or one that fails on the simplest conversation.
+      CompanionError: a file beside the tokenizer is damaged.
+    """
+
+    def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
+        self.template, name = template_of(config)
+        self.special_tokens = _special_tokens(config, tokenizer)
+        self._template = ChatTemplate(self.template, name, self.special_tokens)
+        self._tokenizer = tokenizer
+        self._rendered = None
+        if config.tokenizer is not None:
+            file = tokenizer_file(config.tokenizer)
+            self._rendered = RenderedTokenizer(read_tokenizer(file), str(file))
+        tokens = self._rendered.tokens if self._rendered else ()
+        self._tokens = SpecialTokens(tokens, keep=config.special_tokens)
+        self._probe = self.turns(_PROBE)
+
+    def turns(self, messages: Any) -> tuple[Turn, ...]:
+        """The answers in a conversation; what comes after the last one is left out.
+
+        Raises:
+          ChatError: it is no conversation, has no answer, or the template refuses it.
+        """
+        escaped = self._tokens.escape(_checked(messages))
+        answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
+        if not answers:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in escaped))
+            raise ChatError(f"no message has the role {ASSISTANT!r}; there are {roles}")
+        return tuple(self._turn(escaped, index) for index in answers)
+
+    def encode(self, turns: Sequence[Turn]) -> list[list[NDArray[Any]]]:
+        """The ids of prompt and answer of each turn."""
+        pairs = [(turn.prompt or "", turn.text) for turn in turns]
+        if self._rendered is not None:
+            dtype = self._tokenizer.info.dtype
+            return [[part.astype(dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
+        ids = self._tokenizer.encode_batch([text for pair in pairs for text in pair])
+        return [ids[i : i + 2] for i in range(0, len(ids), 2)]
+
+    def save(self, folder: Path) -> None:
+        """Writes the template and what it names beside the tokenizer of a dataset, so that one can talk to a run."""
+        write_atomically(folder / TEMPLATE, self.template.encode())
+        write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(self.special_tokens, indent=1) + "\n").encode())
+
+    def begins_with(self, prefix: tuple[int, ...]) -> bool:
+        """Whether the template writes the tokens that texts begin with."""
+        (ids, _), *_ = self.encode(self._probe)
+        return np.array_equal(ids[: len(prefix)], prefix)
+
+    @property
+    def end(self) -> int | None:
+        """The last special token that the template writes after an answer, if it does."""
+        (_, ids), *_ = self.encode(self._probe)
+        special = self._rendered.ids if self._rendered else ()
+        return next((token for token in reversed(ids.tolist()) if token in special), None)
+
+    def _turn(self, messages: list[Message], index: int) -> Turn:
+        before = self._template.render(messages[:index])
+        whole = self._template.render(messages[: index + 1], answer=False)
+        if not whole.startswith(before):
+            raise ChatError(
+                f"message {index + 1}: the template writes this answer otherwise than it asks for it, which is by "
+                f"{without_marks(self._tokens.mark(before))[-40:]!r} at the end; give another by --template FILE"
+            )
+        return Turn(self._tokens.mark(before), self._tokens.mark(whole[len(before) :]), rendered=True)
+
+
+def open_conversations(config: PrepareConfig, tokenizer: Tokenizer | None) -> Conversations | None:
+    """What reads the conversations that a command line asks for; prefix and end token then are what the template has.
+
+    Raises:
+      ChatError, CompanionError: as `Conversations`.
+    """
+    if config.messages is None or tokenizer is None:
+        return None
+    conversations = Conversations(config, tokenizer)
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        info = tokenizer.info
+        prefix = info.prefix if conversations.begins_with(info.prefix) else ()
+        end = conversations.end if config.eos is None and not config.no_eos else None
+        tokenizer.info = replace(info, prefix=prefix, eos_id=info.eos_id if end is None else end)
+    return conversations
+
+
+def template_of(config: PrepareConfig) -> tuple[str, str]:
+    """The chat template, and what it is called in messages.
+
+    Raises:
+      ChatError: there is none.
+      CompanionError: its file cannot be read.
+    """
+    if config.template is not None:
+        return read_template(config.template), str(config.template)
+    if config.tokenizer is None:
+        raise ChatError("bytes come with no chat template; give one by --template FILE")
+    folder = tokenizer_file(config.tokenizer).parent
+    found = chat_template(folder)
+    if found is None:
+        raise ChatError(f"{folder} has no chat template; give one by --template FILE")
+    return found, f"the chat template of {folder}"
+
+
+def template_checksum(config: PrepareConfig) -> str:
+    """What tells whether an interrupted command goes on with the same template."""
+    named = special_tokens(tokenizer_file(config.tokenizer).parent) if config.tokenizer else {}
+    return hashlib.sha256(json.dumps([template_of(config)[0], named]).encode()).hexdigest()
+
+
+def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, str]:
+    """What the template may name: as it is said beside the tokenizer, or else what documents begin and end with."""
+    if config.tokenizer is None or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return {}
+    info, found = tokenizer.info, {}
+    if info.prefix:
+        found["bos_token"] = tokenizer.spelled(info.prefix[0])
+    if info.eos_id is not None:
+        found["eos_token"] = tokenizer.spelled(info.eos_id)
+    return found | special_tokens(tokenizer_file(config.tokenizer).parent)
+
+
+def _checked(messages: Any) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        raise ChatError(f"not a list of messages, but {_shown(messages)}")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ChatError(f"message {number} is not an object with role and content, but {_shown(message)}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise ChatError(f"message {number}: {key!r} is not a string, but {_shown(message.get(key))}")
+    return messages
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return f"{text[:40]}..." if len(text) > 40 else text

@@ -1,0 +1,88 @@
+"""Text that a chat template wrote: its special tokens become tokens, and what a message spells stays text."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import CHAT_TOKENS, begins_texts, byte_fallback
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from jaxtp.data.rendered import RenderedTokenizer, SpecialTokens, without_marks
+from jaxtp.data.template import ChatError, ChatTemplate
+from jaxtp.data.tokenizer import TokenizerError
+
+CONTENTS = {"byte level": begins_texts(), "byte fallback": byte_fallback()}
+LIBRARY = {name: Tokenizer.from_str(content.decode()) for name, content in CONTENTS.items()}
+OURS = {name: RenderedTokenizer(content, name) for name, content in CONTENTS.items()}
+TEMPLATE = ChatTemplate("{% for m in messages %}<s><|turn|>{{ m.content | trim }}<|stop|> {% endfor %}", "t", {})
+TEXT = st.text(st.sampled_from("ab é語🙂\n<|>")) | st.lists(st.sampled_from([*CHAT_TOKENS, "<s>", " a", "<"])).map(
+    "".join
+)
+
+
+def marked(name, contents, **settings):
+    tokens = SpecialTokens(OURS[name].tokens, **settings)
+    return tokens.mark(TEMPLATE.render(tokens.escape([{"content": content} for content in contents])))
+
+
+@given(
+    st.sampled_from(sorted(CONTENTS)), st.lists(st.text(st.sampled_from("ab é語🙂\n.")), max_size=3), st.integers(0, 99)
+)
+@settings(deadline=None, max_examples=60)
+def test_where_no_message_spells_a_token_it_is_what_the_library_makes_of_the_text(name, contents, cut):
+    text = marked(name, contents)
+    ((first, second),) = OURS[name].encode_batch([(text[:cut], text[cut:])])
+    assert [*first, *second] == LIBRARY[name].encode(without_marks(text), add_special_tokens=False).ids
+
+
+@given(st.sampled_from(sorted(CONTENTS)), st.lists(TEXT, min_size=1, max_size=3))
+@settings(deadline=None, max_examples=100)
+def test_the_template_alone_makes_special_tokens_and_no_text_is_lost(name, contents):
+    text = marked(name, contents)
+    ((ids, _),) = OURS[name].encode_batch([(text, "")])
+    own = sum(token in OURS[name].tokens for token in ("<s>", "<|turn|>", "<|stop|>"))
+    assert np.isin(ids, list(OURS[name].ids)).sum() == own * len(contents)
+    assert without_marks(text) == TEMPLATE.render([{"content": content} for content in contents])
+    if name == "byte level":
+        assert LIBRARY[name].decode(ids.tolist(), skip_special_tokens=False) == without_marks(text)
+
+
+def test_with_the_switch_what_a_message_spells_is_a_token_too():
+    ((ids, _),) = OURS["byte level"].encode_batch([(marked("byte level", ["<|begin|>"], keep=True), "")])
+    assert np.isin(ids, list(OURS["byte level"].ids)).sum() == 3
+
+
+def test_the_cut_is_where_the_second_part_begins():
+    ((first, second),) = OURS["byte level"].encode_batch([("ab ", "cd")])
+    assert LIBRARY["byte level"].decode(first.tolist()) == "ab "
+    assert LIBRARY["byte level"].decode(second.tolist()) == "cd"
+
+
+@pytest.mark.parametrize("text", ["\ufdd0", "a\ufdd3b", "\ud800"])
+def test_what_is_no_text_is_refused(text):
+    with pytest.raises(ChatError, match="which is no character"):
+        SpecialTokens(["<s>"]).escape({"role": "user", "content": text})
+
+
+def test_absent_parts_are_left_out_and_others_are_kept():
+    assert SpecialTokens(["<s>"]).escape({"a": None, "b": [True, 3, {"c": "<s>"}]}) == {
+        "b": [True, 3, {"c": "\ufdd20\ufdd3"}]
+    }
+
+
+def test_unigram_vocabularies_too():
+    library = Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("<", -2.0)], unk_id=0))
+    library.pre_tokenizer = pre_tokenizers.Whitespace()
+    library.add_special_tokens(["</s>", "<unk>"])
+    tokenizer = RenderedTokenizer(library.to_str().encode(), "t")
+    tokens = SpecialTokens(tokenizer.tokens)
+    ((ids, _),) = tokenizer.encode_batch([(tokens.mark(tokens.escape("a</s>") + "</s>"), "")])
+    assert ids.tolist().count(1) == 1
+
+
+def test_a_tokenizer_whose_tokens_cannot_be_told_apart_is_refused(monkeypatch):
+    monkeypatch.setattr("jaxtp.data.rendered._renamed", lambda file, names: file)
+    with pytest.raises(TokenizerError, match="cannot be told from text that spells it"):
+        RenderedTokenizer(json.dumps(json.loads(begins_texts())).encode(), "t")

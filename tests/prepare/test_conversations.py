@@ -1,0 +1,197 @@
+"""Conversations: a document for each answer, made by the model's chat template."""
+
+import io
+import json
+import sys
+
+import pytest
+from corpora import jsonl, parquet, prepared, refused
+from runs import SMALL, mesh
+from small_tokenizers import CHAT_TOKENS, begins_texts
+from tokenizers import Tokenizer
+
+from jaxtp.data.template import ChatTemplate
+from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.generate.__main__ import main as generate
+from jaxtp.generate.sources import open_source
+from jaxtp.train.__main__ import main as train
+
+LIBRARY = Tokenizer.from_str(begins_texts().decode())
+FIRST, END, TURN, STOP = map(LIBRARY.token_to_id, CHAT_TOKENS)
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content | trim }}<|stop|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+NAMED = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+
+
+def said(*contents):
+    """A conversation in which user and assistant take turns."""
+    roles = ["user", "assistant"] * len(contents)
+    return {"messages": [{"role": role, "content": text} for role, text in zip(roles, contents, strict=False)]}
+
+
+ROWS = [said("naïve?", "yes", "and 🙂", "no\n"), said("a", "b <|stop|> c"), said("<|turn|>x", "y", "z")]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t/tokenizer.json").write_bytes(begins_texts())
+    (tmp_path / "t/tokenizer_config.json").write_text(json.dumps(NAMED | {"chat_template": TEMPLATE}))
+    jsonl(tmp_path / "a.jsonl", ROWS)
+    return tmp_path
+
+
+def make(folder, *flags, rows="a.jsonl"):
+    return prepared(folder / "d", folder / rows, "--tokenizer", folder / "t", "--messages", "messages", *flags)
+
+
+def documents(dataset, name="train"):
+    """Prompt and answer of each document."""
+    split = dataset.splits[name]
+    for index in range(split.num_documents):
+        ids, cut = split.document(index).tolist(), split.prompt_length(index)
+        yield ids[:cut], ids[cut:]
+
+
+def spelled(ids):
+    return LIBRARY.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+def test_each_answer_is_a_document_after_what_comes_before_it(folder, write):
+    write(folder / f"b.{write.__name__}", ROWS)
+    dataset = make(folder, "--held-out", 0, rows=f"b.{write.__name__}")
+    found = list(documents(dataset))
+    template = ChatTemplate(TEMPLATE, "t", NAMED)
+    answers = [(row["messages"], i) for row in ROWS for i, m in enumerate(row["messages"]) if m["role"] == "assistant"]
+    assert [spelled(prompt) for prompt, _ in found] == [template.render(messages[:i]) for messages, i in answers]
+    assert [spelled(answer) for _, answer in found] == [
+        f"{messages[i]['content'].strip()}<|stop|>\n" for messages, i in answers
+    ]
+    assert found[0][0] == LIBRARY.encode(template.render(ROWS[0]["messages"][:1]), add_special_tokens=False).ids
+
+
+def test_special_tokens_are_the_templates_alone(folder):
+    found = [prompt + answer for prompt, answer in documents(make(folder, "--held-out", 0))]
+    assert [ids.count(FIRST) for ids in found] == [1, 1, 1, 1]
+    assert [ids.count(TURN) for ids in found] == [2, 4, 2, 2]
+    assert [ids.count(STOP) for ids in found] == [2, 4, 2, 2]
+    again = prepared(
+        *(folder / "e", folder / "a.jsonl", "--tokenizer", folder / "t", "--messages", "messages"),
+        *("--special-tokens", "--held-out", 0),
+    )
+    assert [(p + a).count(STOP) for p, a in documents(again)] == [2, 4, 3, 2]
+
+
+def test_the_answers_of_a_conversation_are_in_one_split(folder):
+    rows = [said(f"{i}?", "yes", "sure?", "no") for i in range(60)]
+    jsonl(folder / "b.jsonl", rows)
+    dataset = make(folder, "--held-out", 0.4, rows="b.jsonl")
+    for name in ("train", "validation"):
+        texts = [spelled(prompt + answer) for prompt, answer in documents(dataset, name)]
+        assert len(texts) > 20
+        assert all(second.startswith(first) for first, second in zip(texts[::2], texts[1::2], strict=True))
+
+
+def test_bytes_and_a_template_of_ones_own(folder):
+    (folder / "x.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}")
+    command = ["--messages", "messages", "--template", folder / "x.jinja", "--held-out", 0]
+    dataset = prepared(folder / "d", folder / "a.jsonl", *command)
+    pairs = [tuple(ByteTokenizer().decode(part).decode() for part in pair) for pair in documents(dataset)]
+    assert pairs[1] == ("[naïve?][yes][and 🙂]", "[no\n]")
+
+
+def test_what_it_says_and_that_it_is_finished(folder, capsys):
+    dataset = make(folder)
+    assert (dataset.tokenizer.prefix, dataset.tokenizer.eos_id) == ((FIRST,), STOP)
+    assert f"as the chat template writes them; to generate ends at <|stop|> ({STOP})" in capsys.readouterr().out
+    make(folder)
+    assert "is finished; there is nothing to do" in capsys.readouterr().out
+    (folder / "t/chat_template.jinja").write_text("{# another #}" + TEMPLATE)
+    command = ["--tokenizer", folder / "t", "--messages", "messages", "--out", folder / "d"]
+    assert "template: " in refused(capsys, folder / "a.jsonl", *command)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": "hello"}, 'not a list of messages, but "hello"'),
+        ({"messages": []}, "not a list of messages, but []"),
+        ({"messages": ["x"]}, "message 1 is not an object with role and content"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 1: 'content' is not a string, but null"),
+        ({"messages": [{"from": "human", "value": "x"}]}, "message 1: 'role' is not a string"),
+        (said("a"), "no message has the role 'assistant'; there are user"),
+        (said("a", "\ufdd0"), "holds U+FDD0, which is no character"),
+        ({"message": []}, "no field 'messages'; did you mean 'message'?"),
+    ],
+)
+def test_what_is_no_conversation(folder, capsys, row, message):
+    jsonl(folder / "b.jsonl", [ROWS[0], row])
+    command = [folder / "b.jsonl", "--tokenizer", folder / "t", "--messages", "messages", "--held-out", 0]
+    error = refused(capsys, *command, "--out", folder / "d")
+    assert "b.jsonl, line 2: " in error
+    assert message in error
+    dataset = make(folder, "--on-error", "skip", "--held-out", 0, rows="b.jsonl")
+    assert dataset.splits["train"].num_documents == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('no') }}", "x.jinja refuses this conversation: no"),
+        ("{% if %}", "x.jinja: not a chat template"),
+        ("{% if add_generation_prompt %}<think>{% endif %}{{ messages }}", "the template writes this answer otherwise"),
+        (None, "x.jinja: No such file"),
+    ],
+)
+def test_templates_that_cannot_be_used(folder, capsys, template, message):
+    if template is not None:
+        (folder / "x.jinja").write_text(template)
+    command = [folder / "a.jsonl", "--tokenizer", folder / "t", "--messages", "messages"]
+    assert message in refused(capsys, *command, "--template", folder / "x.jinja", "--out", folder / "d")
+
+
+def test_without_a_template_one_is_asked_for(folder, capsys):
+    (folder / "t/tokenizer_config.json").write_text(json.dumps(NAMED))
+    command = [folder / "a.jsonl", "--messages", "messages", "--out", folder / "d"]
+    assert "t has no chat template; give one by --template FILE" in refused(
+        capsys, *command, "--tokenizer", folder / "t"
+    )
+    assert "bytes come with no chat template" in refused(capsys, *command)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--template", "x"], "--template is of conversations"),
+        (["--messages", "m", "--field", "f"], "--messages is a row's only field"),
+        (["--messages", "m", "--train-bpe", "300"], "--messages needs the tokenizer"),
+        (["--messages", "m", "--bos", "none"], "--bos is of documents"),
+    ],
+)
+def test_settings_that_cannot_be(capsys, flags, message):
+    assert message in refused(capsys, "x", "--out", "d", *flags)
+
+
+def test_text_and_columns_of_text_are_no_conversations(folder, capsys):
+    command = ["--tokenizer", folder / "t", "--messages", "messages", "--out", folder / "d"]
+    (folder / "a.txt").write_text("x")
+    assert "a.txt: text has no fields; conversations are read from" in refused(capsys, folder / "a.txt", *command)
+    parquet(folder / "b.parquet", [{"messages": "x"}])
+    error = refused(capsys, folder / "b.parquet", *command)
+    assert "the column 'messages' holds string, not lists of messages" in error
+
+
+def test_one_can_talk_to_a_run_as_its_data_do(folder, monkeypatch, capsys):
+    make(folder, "--held-out", 0.3, rows=jsonl(folder / "b.jsonl", [said(f"{i}?", f"{i}") for i in range(40)]).name)
+    size = ["--model.vocab-size", str(LIBRARY.get_vocab_size()), *mesh(1, 1, 1), "--train.steps", "2"]
+    assert train([*SMALL, *size, "--data.path", str(folder / "d"), "--run.dir", str(folder / "run")]) == 0
+    source = open_source(folder / "run")
+    assert (source.template, source.special_tokens) == (TEMPLATE, NAMED)
+    assert (source.prefix, source.end_ids) == ((FIRST,), {STOP})
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+    capsys.readouterr()
+    assert generate(["--model", str(folder / "run"), "--chat", "--max-tokens", "2"]) == 0
+    assert "prefill" in capsys.readouterr().err
