@@ -1,15 +1,17 @@
 """A model's jaxpr in which every value that enters or leaves a module says so.
 
-Flax gives a jaxpr no module boundaries. Here the modules of a traced copy are given a subclass of their own class, whose
-`__call__` names its arrays with `jax.ad_checkpoint.checkpoint_name`: an identity that stays in the jaxpr, through jit,
-remat and the bodies of scans. The model itself is not touched, and nothing is computed or allocated.
+Flax gives a jaxpr no module boundaries. Here the modules of a traced copy are given a subclass of their own class,
+whose `__call__` names its arrays with `jax.ad_checkpoint.checkpoint_name`: an identity that stays in the jaxpr, through
+jit, remat and the bodies of scans. The model itself is not touched, and nothing is computed or allocated.
 """
 
+import types
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -30,7 +32,7 @@ class Mark:
     """`__call__`, or `attend` of an embedding."""
 
     argument: str
-    """Position or keyword of the argument; empty on the way out."""
+    """Position or keyword of the argument; 0 for the result; empty for an array inside of either."""
 
     def __str__(self) -> str:
         return " ".join((_PREFIX, "in" if self.enters else "out", self.method, self.argument or "-", self.path))
@@ -88,14 +90,16 @@ def read_mark(equation: Any) -> Mark | None:
     if not isinstance(name, str) or not name.startswith(f"{_PREFIX} "):
         return None
     _, direction, method, argument, path = name.split(" ", 4)
-    return Mark(direction == "in", path, method, argument if direction == "in" else "")
+    return Mark(direction == "in", path, method, argument.strip("-"))
 
 
 def _watch(module: nnx.Module, path: str) -> None:
     cls = type(module)
     methods = [name for name in ("__call__", "attend") if hasattr(cls, name)]
     body = {name: _marked(getattr(cls, name), path, name) for name in methods}
-    object.__setattr__(module, "__class__", type(cls)(cls.__name__, (cls,), body))
+    object.__setattr__(
+        module, "__class__", types.new_class(cls.__name__, (cls,), exec_body=lambda space: space.update(body))
+    )
 
 
 def _marked(method: Callable[..., Any], path: str, name: str) -> Callable[..., Any]:
@@ -103,7 +107,7 @@ def _marked(method: Callable[..., Any], path: str, name: str) -> Callable[..., A
         named = {str(i): value for i, value in enumerate(args)} | kwargs
         entered = {key: _mark(value, Mark(True, path, name, key)) for key, value in named.items()}
         positional = [entered.pop(str(i)) for i in range(len(args))]
-        return _mark(method(self, *positional, **entered), Mark(False, path, name, ""))
+        return _mark(method(self, *positional, **entered), Mark(False, path, name, "0"))
 
     return call
 
@@ -111,7 +115,8 @@ def _marked(method: Callable[..., Any], path: str, name: str) -> Callable[..., A
 def _mark(tree: Any, mark: Mark) -> Any:
     """Marks the traced arrays of tuples, lists and dicts; modules and the like stay the objects that they are."""
     if isinstance(tree, jax.core.Tracer):
-        return tree if jax.dtypes.issubdtype(tree.dtype, jax.dtypes.prng_key) else checkpoint_name(tree, str(mark))
+        return tree if jnp.issubdtype(tree.dtype, jax.dtypes.prng_key) else checkpoint_name(tree, str(mark))
+    mark = replace(mark, argument="")
     if type(tree) in (tuple, list):
         return type(tree)(_mark(value, mark) for value in tree)
     return {key: _mark(value, mark) for key, value in tree.items()} if type(tree) is dict else tree

@@ -1,8 +1,8 @@
 """Through which operations a split dim passes: each device's part of the result needs its part of the operands alone.
 
-One rule for each kind of JAX primitive. A rule takes an equation of a jaxpr and, for each operand, the dim that is split
-(None: the whole array is on every device, of which any part can be taken), and gives the dim of each result, or raises
-`Blocked` with the reason. What has no rule blocks: a plan is proposed from what is known to work.
+One rule for each kind of JAX primitive. A rule takes an equation of a jaxpr and, for each operand, the dim that is
+split (None: the whole array is on every device, of which any part can be taken), and gives the dim of each result, or
+raises `Blocked` with the reason. What has no rule blocks: a plan is proposed from what is known to work.
 """
 
 import math
@@ -13,10 +13,12 @@ Dims = Sequence[int | None]
 Rule = Callable[[Any, Dims], list[int | None]]
 
 ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh "
-    "digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt "
-    "max min mul name ne neg nextafter not optimization_barrier or pow real reduce_precision rem round rsqrt select_n "
-    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor".split()
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh digamma
+    div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p logistic lt max min
+    mul name ne neg nextafter not optimization_barrier or pow real reduce_precision rem round rsqrt select_n shift_left
+    shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub tan tanh xor
+    """.split()  # noqa: SIM905  # seventy lines otherwise
 )
 """Primitives that treat every element on its own."""
 
@@ -98,7 +100,7 @@ def _reshape(equation: Any, dims: Dims) -> list[int | None]:
 
 
 def _slice(equation: Any, dims: Dims) -> list[int | None]:
-    """Of slice, dynamic_slice, split, pad, rev, dynamic_update_slice, cumulative sums: the dim must be left as it is."""
+    """Of slices, splits, reversals, updates, sorts and cumulative sums: the dim must be left as it is."""
     dim = agree(dims)
     params, source = equation.params, equation.invars[0].aval.shape
     touched = params.get("dimensions", (params.get("axis", params.get("dimension")),))

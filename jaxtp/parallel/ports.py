@@ -1,4 +1,4 @@
-"""Where the features of a stock Flax layer go in and come out: what a column or a row split of it means for its arrays."""
+"""Where the features of a stock Flax layer go in and come out: what a split of it by columns or rows means for them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,16 +21,23 @@ class Ports:
     """The input's other dims that pass untouched, and where they are in the output."""
 
 
+def is_layer(module: Any) -> bool:
+    """Whether it is a stock layer, run by Flax's own `__call__`."""
+    return _kind(module) is not None
+
+
 def ports_of(module: Any, method: str, ndim: int) -> Ports | None:
     """The ports of a stock layer that is called on an input of `ndim` dims; None for any other module.
 
-    Also None where a split would mean something else: convolutions in groups, `LinearGeneral` with batch axes, layers
-    whose `__call__` is not Flax's own.
+    Also None where a split would mean something else: convolutions in groups, `LinearGeneral` with batch axes, an
+    embedding's `attend`.
     """
-    for kind, ports in _KINDS.items():
-        if isinstance(module, kind) and type(module).__call__ is kind.__call__ and method == "__call__":
-            return ports(module, ndim)
-    return None
+    kind = _kind(module)
+    return _KINDS[kind](module, ndim) if kind and method == "__call__" else None
+
+
+def _kind(module: Any) -> type | None:
+    return next((k for k in _KINDS if isinstance(module, k) and type(module).__call__ is k.__call__), None)
 
 
 def _linear(_: nnx.Linear, ndim: int) -> Ports:
