@@ -105,6 +105,8 @@ def _unfit(traced: Traced, calls: Iterable[Call], tp: int) -> Iterable[tuple[str
         size = call.shapes[1].shape[ports.made] if ports else 0
         if call.path in traced.tied or call.path in traced.tied.values():
             yield call.path, "it shares a parameter with another module"
+        elif not call.path:
+            yield call.path, "it is the model itself, and a plan names the modules in it"
         elif call.method == "attend":
             yield call.path, "it is embedding and head in one"
         elif ports is None:

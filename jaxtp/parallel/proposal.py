@@ -58,7 +58,7 @@ class Proposal(dict[str, Style]):
 
 
 def patterns_for(styles: Mapping[str, Style | None]) -> dict[str, str]:
-    """A pattern for each path: as many of its numbers are `*` as all modules that match agree on.
+    """A pattern for each path: as many of its numbers are `*` as the modules that match agree on.
 
     Args:
       styles: of every module of the model by path, None for those that have none.
@@ -67,10 +67,15 @@ def patterns_for(styles: Mapping[str, Style | None]) -> dict[str, str]:
     for path in styles:
         for pattern in _generalisations(path):
             matching.setdefault(pattern, set()).add(path)
-    return {
-        path: next(p for p in _generalisations(path) if all(styles[other] == style for other in matching[p]))
-        for path, style in styles.items()
-    }
+    return {path: _pattern(path, style, styles, matching) for path, style in styles.items()}
+
+
+def _pattern(
+    path: str, style: Style | None, styles: Mapping[str, Style | None], matching: Mapping[str, set[str]]
+) -> str:
+    """The most general one that is right, with no star that matches a single number."""
+    right = [p for p in _generalisations(path) if all(styles[other] == style for other in matching[p])]
+    return [p for p in right if matching[p] == matching[right[0]]][-1]
 
 
 def _generalisations(path: str) -> list[str]:

@@ -11,6 +11,8 @@ from jaxtp.parallel.passing import ELEMENTWISE
 from jaxtp.parallel.proposal import Reason
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Style
 
+ROOT = "the model itself"
+
 
 def reasons(draft: Draft) -> Iterator[Reason]:
     """A reason for each module that has a style, each layer that has none, and modules with matrices of their own."""
@@ -19,11 +21,11 @@ def reasons(draft: Draft) -> Iterator[Reason]:
             style, sent = spelled(draft.styles[path]), draft.bytes.get(path, 0)
             yield Reason(draft.patterns[path], style, _why_styled(draft, path), sent)
         else:
-            yield Reason(draft.patterns[path], "", _why_whole(draft, path), 0)
+            yield Reason(draft.patterns[path] or ROOT, "", _why_whole(draft, path), 0)
     for path, module in draft.traced.modules.items():
         if path not in draft.layers and (sizes := _matrices(module)):
             why = f"{sizes} of its own: styles split the layers of Flax"
-            yield Reason(draft.patterns[path] or "the model itself", "", why, 0)
+            yield Reason(draft.patterns[path] or ROOT, "", why, 0)
 
 
 def in_order(draft: Draft) -> list[str]:
