@@ -1,5 +1,7 @@
 """Proposed plans: the pairs that are found, what is shared, what is left whole, and what is said about it."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -28,7 +30,7 @@ def reason(proposal, module):
 
 
 def sequence(*widths):
-    return lambda rngs: nnx.Sequential(*(nnx.Linear(a, b, rngs=rngs) for a, b in zip(widths, widths[1:], strict=False)))
+    return lambda rngs: nnx.Sequential(*(nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(widths)))
 
 
 class Attention(nnx.Module):
