@@ -1,7 +1,7 @@
 """How an activation lies along tp: split in one dim, or whole on every device.
 
-The names are those of `torch.distributed.tensor`. A layout says nothing of the batch, which dp and fsdp always divide in
-dim 0, and nothing of parameters, whose split follows from the style of their module.
+The names are those of `torch.distributed.tensor`. A layout says nothing of the batch, which dp and fsdp divide in dim
+0, and nothing of parameters, whose split follows from the style of their module.
 """
 
 from dataclasses import dataclass
