@@ -52,6 +52,11 @@ def activation_spec(layout: Layout, ndim: int, *, batched: bool = True) -> Parti
     return PartitionSpec(*dims)
 
 
+def has_batch(shape: tuple[int, ...], batch_ndim: int = 2) -> bool:
+    """Whether dp and fsdp divide dim 0 of an activation: not if it has too few dims, or a single row for all."""
+    return len(shape) >= batch_ndim and shape[0] != 1
+
+
 def same_layout(one: Layout, other: Layout, ndim: int) -> bool:
     """Whether two layouts of an activation of so many dims are one: `Shard(-1)` is `Shard(2)` where `ndim` is 3."""
     if isinstance(one, Shard) and isinstance(other, Shard):
