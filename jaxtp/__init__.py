@@ -20,6 +20,17 @@ from jaxtp.mesh import DP, FSDP, TP, MeshError, make_mesh
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, DecoderBlock
 from jaxtp.parallel.audit import Audit, AuditError, audit
+from jaxtp.parallel.parallelize import parallelize
+from jaxtp.parallel.plan import PlanError
+from jaxtp.parallel.styles import (
+    Colwise,
+    PrepareInput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+    SequenceParallel,
+    Shard,
+)
 
 __version__ = _version("jaxtp")
 
@@ -31,6 +42,7 @@ __all__ = [
     "AuditError",
     "CausalSelfAttention",
     "ColumnParallelLinear",
+    "Colwise",
     "Decoder",
     "DecoderBlock",
     "GenerationSettings",
@@ -38,16 +50,24 @@ __all__ = [
     "HFError",
     "MeshError",
     "ModelConfig",
+    "PlanError",
     "Precision",
+    "PrepareInput",
+    "PrepareOutput",
     "RMSNorm",
+    "Replicate",
     "Result",
     "RowParallelLinear",
+    "Rowwise",
+    "SequenceParallel",
+    "Shard",
     "SwiGLU",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "audit",
     "load_hf",
     "make_mesh",
+    "parallelize",
     "read_config",
     "save_hf",
     "vocab_parallel_cross_entropy",

@@ -1,7 +1,7 @@
 """How an activation lies along tp: split in one dim, or whole on every device.
 
-The names are those of `torch.distributed.tensor`. A layout says nothing of the batch, which dp and fsdp always divide in
-dim 0, and nothing of parameters, whose split follows from the style of their module.
+The names are those of `torch.distributed.tensor`. A layout says nothing of the batch, which dp and fsdp divide in dim
+0, and nothing of parameters, whose split follows from the style of their module.
 """
 
 from dataclasses import dataclass
@@ -50,6 +50,11 @@ def activation_spec(layout: Layout, ndim: int, *, batched: bool = True) -> Parti
     if isinstance(layout, Shard):
         dims[_dim_of(layout, ndim, batched)] = TP
     return PartitionSpec(*dims)
+
+
+def has_batch(shape: tuple[int, ...], batch_ndim: int = 2) -> bool:
+    """Whether dp and fsdp divide dim 0 of an activation: not if it has too few dims, or a single row for all."""
+    return len(shape) >= batch_ndim and shape[0] != 1
 
 
 def same_layout(one: Layout, other: Layout, ndim: int) -> bool:

@@ -18,9 +18,10 @@ class Colwise:
     """Splits a linear map by its output features, an embedding by its features.
 
     Args:
-      input_layouts: how the input arrives. `Replicate()`, or `Shard(dim)`, which is gathered: `Shard(1)` is the sequence.
+      input_layouts: how the input arrives: `Replicate()`, or `Shard(dim)`, which is gathered (`Shard(1)` is the
+        sequence).
       output_layouts: how the output leaves: None for split by its features, which costs nothing (the last dim of
-        `nnx.Linear`; the heads of an `nnx.LinearGeneral` with features `(heads, head_dim)`). `Replicate()` gathers it.
+        `nnx.Linear`; the heads of an `nnx.LinearGeneral` with features `(heads, head_dim)`); `Replicate()` gathers it.
     """
 
     input_layouts: Layout = Replicate()
@@ -59,8 +60,8 @@ class SequenceParallel:
 class PrepareInput:
     """Changes the layout of a module's arguments before it is called.
 
-    An argument made `Replicate()` is gathered once for all column layers that read it, and its gradient is reduced once;
-    without, each column layer would do both for itself (q, k and v; gate and up).
+    An argument made `Replicate()` is gathered once for all column layers that read it, and its gradient is reduced
+    once; without, each column layer would do both for itself (q, k and v; gate and up).
 
     Args:
       input_layouts: of each positional argument as it arrives, or of the first one.
