@@ -1,0 +1,97 @@
+"""What one forward and one backward pass of a model move, by module."""
+
+import re
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtp.parallel.census import Collective
+
+_MARK = "module:"
+
+
+@dataclass(frozen=True)
+class Move:
+    """Collectives of one kind in one module."""
+
+    module: str
+    """Its dotted path; empty for the model itself."""
+
+    backward: bool
+    """In the backward pass; else in the forward pass."""
+
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, ..."""
+
+    axes: tuple[str, ...]
+    """Of the mesh, along which they go."""
+
+    count: int
+    bytes: float
+    """That a device sends, of all of them together."""
+
+    added: bool = False
+    """The program does not ask for it: the compiler's partitioner added it, between the layers."""
+
+
+def passes(model: nnx.Module, inputs: tuple[Any, ...], call: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
+    """A forward and a backward pass as a function of arrays: `run(state, *inputs)`, and the state.
+
+    The loss is the sum of all outputs. What a module does carries its path as its scope.
+    """
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    given = [_is_array(value) for value in inputs]
+
+    def run(state: Any, *arrays: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            copy = nnx.merge(graph, params, state[1], copy=True)  # its own variables: they may change
+            _scope_modules(copy)
+            left = iter(arrays)
+            outputs = call(copy, *(next(left) if yes else value for yes, value in zip(given, inputs, strict=True)))
+            floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
+            return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
+
+        return jax.grad(loss)(state[0])
+
+    return run, (params, rest)
+
+
+def moves(collectives: Mapping[Collective, int], *, added: bool = False) -> list[Move]:
+    """Collectives by module, in the order of the modules' first."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    sent: Counter[tuple[Any, ...]] = Counter()
+    for collective, times in collectives.items():
+        backward = "transpose(" in collective.scope
+        key = (module_of(collective.scope), backward, collective.kind, collective.axes)
+        counts[key] += times
+        sent[key] += times * collective.bytes_sent  # type: ignore[assignment]
+    return [Move(*key, count, sent[key], added) for key, count in counts.items()]
+
+
+def module_of(scope: str) -> str:
+    """The innermost module that a scope names."""
+    found = re.findall(rf"{_MARK}([\w.]*)", scope)
+    return found[-1] if found else ""
+
+
+def _scope_modules(model: nnx.Module) -> None:
+    for path, module in nnx.iter_modules(model):
+        body = dict(_scoped(type(module), ".".join(map(str, path))))
+        cls = types.new_class(type(module).__name__, (type(module),), exec_body=lambda space, body=body: space.update(body))
+        object.__setattr__(module, "__class__", cls)
+
+
+def _scoped(cls: type, path: str) -> Iterator[tuple[str, Any]]:
+    for name in ("__call__", "attend"):
+        if hasattr(cls, name):
+            yield name, jax.named_scope(f"{_MARK}{path}")(getattr(cls, name))
+
+
+def _is_array(value: Any) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
