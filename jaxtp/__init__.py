@@ -2,12 +2,15 @@
 
 from importlib.metadata import version as _version
 
+from jaxtp.explain.explanation import explain
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.row import Result
 from jaxtp.generate.settings import GenerationSettings
+from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.load import load_hf
+from jaxtp.hf.peft import save_peft
 from jaxtp.hf.save import save_hf
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
@@ -22,6 +25,7 @@ from jaxtp.models.decoder import Decoder, DecoderBlock
 from jaxtp.parallel.audit import Audit, AuditError, audit
 from jaxtp.parallel.parallelize import parallelize
 from jaxtp.parallel.plan import PlanError
+from jaxtp.parallel.propose import propose_plan
 from jaxtp.parallel.styles import (
     Colwise,
     PrepareInput,
@@ -65,11 +69,15 @@ __all__ = [
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "audit",
+    "explain",
     "load_hf",
     "make_mesh",
+    "merge_adapters",
     "parallelize",
+    "propose_plan",
     "read_config",
     "save_hf",
+    "save_peft",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_logits",
 ]

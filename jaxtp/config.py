@@ -8,9 +8,9 @@ override them: `--mesh.tp 4`.
 import dataclasses
 import difflib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import pydantic
 import tyro
@@ -27,6 +27,21 @@ PRINT = "--print-config"
 
 class ConfigError(ValueError):
     """A user's mistake, complete in its message: what is wrong, the value, and the nearest that works."""
+
+
+def allowed(values: str) -> Any:
+    """An annotation that shows the range of a field beside its default in `--help`: `allowed("1 or more")`."""
+    return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
+
+
+Count = Annotated[int, pydantic.Field(ge=1, lt=2**31), allowed("1 or more")]
+CountOrZero = Annotated[int, pydantic.Field(ge=0, lt=2**31), allowed("0 or more")]
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False), allowed("above 0")]
+NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
+UserPath = Annotated[Path, pydantic.AfterValidator(Path.expanduser)]
+"""May begin with ~."""
+Switch = tyro.conf.FlagCreatePairsOff[bool]
+"""A flag that is given or not, without --no-... beside it."""
 
 
 def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
@@ -144,11 +159,6 @@ def validate(schema: type[T], values: Any, *, source: str) -> T:
     return config
 
 
-def allowed(values: str) -> Any:
-    """An annotation that shows the range of a field beside its default in `--help`: `allowed("1 or more")`."""
-    return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
-
-
 def to_plain(config: Any) -> dict[str, Any]:
     """The configuration as plain dicts, lists, strings and numbers."""
     plain: dict[str, Any] = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
@@ -181,6 +191,29 @@ def nearest_file(path: Path) -> str:
     others = [name for name in names if name != path.name]
     close = difflib.get_close_matches(path.name, others, n=1, cutoff=0.75)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def attempt(
+    program: str,
+    action: Callable[[], int | None],
+    mistakes: tuple[type[Exception], ...],
+    interrupted: str = "interrupted",
+) -> int:
+    """Runs what a command does; returns its exit code.
+
+    Args:
+      program: how it is called, for messages on stderr.
+      action: gives an exit code, or None for 0.
+      mistakes: the errors that a user can put right: exit code 2.
+      interrupted: said after Ctrl-C: exit code 130.
+    """
+    try:
+        return action() or 0
+    except mistakes as error:
+        return fail(program, error)
+    except KeyboardInterrupt:
+        print(f"\n{program}: {interrupted}", file=sys.stderr)
+        return 130
 
 
 def fail(program: str, error: Exception) -> int:

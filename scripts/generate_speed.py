@@ -20,6 +20,7 @@ from flax import nnx
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.mesh import describe_mesh, mesh_sizes
+from jaxtp.models.decoder import abstract_decoder
 
 MESHES = [{}, {"tp": 2}, {"fsdp": 2, "tp": 2}]
 
@@ -30,7 +31,7 @@ def build(mesh: jax.sharding.Mesh) -> jaxtp.Decoder:
         vocab_size=256, d_model=384, num_layers=8, num_heads=8, num_kv_heads=2, head_dim=48, d_ff=1024, remat="none"
     )
     with jax.set_mesh(mesh):
-        graph, _ = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))))
+        graph, _ = abstract_decoder(config)
         return nnx.merge(graph, jax.jit(lambda: nnx.state(jaxtp.Decoder(config, rngs=nnx.Rngs(0))))())
 
 

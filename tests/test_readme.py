@@ -1,5 +1,6 @@
 """What the README promises runs."""
 
+import json
 import re
 import runpy
 import shlex
@@ -148,14 +149,15 @@ def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypat
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     assert prepare(PREPARE[1]) == 0
-    (flags,) = TUNING
-    assert main([*flags, "--train.steps", "2", "--optimizer.warmup-steps", "1", "--eval.batches", "1"]) == 0
-    assert generate([*GENERATE[1], "--max-tokens", "4"]) == 0
-    (export,) = CONVERT
-    assert convert(export) == 0
-    (tuned,) = Path("models").glob("tuned")
-    assert jaxtp.read_config(tuned) == jaxtp.read_config("models/llama")
-    assert (tuned / "tokenizer.json").exists()
+    for flags in TUNING:
+        assert main([*flags, "--train.steps", "2", "--optimizer.warmup-steps", "1", "--eval.batches", "1"]) == 0
+    for flags in GENERATE[1:]:
+        assert generate([*flags, "--max-tokens", "4"]) == 0
+    assert [convert(flags) for flags in CONVERT] == [0, 0, 0]
+    for whole in ("models/tuned", "models/merged"):
+        assert jaxtp.read_config(whole) == jaxtp.read_config("models/llama")
+    assert json.loads(Path("models/adapters/adapter_config.json").read_text())["r"] == 8
+    assert all((folder / "tokenizer.json").exists() for folder in Path("models").iterdir())
 
 
 def test_set_up_commands_are_what_ci_runs():

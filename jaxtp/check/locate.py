@@ -19,7 +19,7 @@ from jaxtp.check.parity import Arrays, batches, on_case, place, relative_error
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.mesh import make_mesh
-from jaxtp.models.decoder import Decoder, layer, split_keys
+from jaxtp.models.decoder import Decoder, abstract_decoder, layer, split_keys
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.step import dropout_key, row_keys
 
@@ -121,7 +121,7 @@ def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> _
     mesh = make_mesh(*case.mesh)
     batch = batches(config)[0]
     with jax.set_mesh(mesh):
-        graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config.model, rngs=nnx.Rngs(0))))
+        graph, abstract = abstract_decoder(config.model)
         weights = {name.removeprefix("model."): a for name, a in initial.items() if name.startswith("model.")}
         state = place(weights, abstract, mesh)
 

@@ -115,7 +115,7 @@ def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
         masked = random.random(shape) < np.linspace(0, 0.5, shape[0])[:, None]
         labels = np.where(masked, IGNORE, tokens)[:, 1:]
         batch = {"inputs": tokens[:, :-1], "labels": labels}
-        if config.data.packing == "documents":
+        if config.data.packed:
             batch[SEGMENTS] = np.cumsum(
                 random.random(labels.shape) < DOCUMENTS / labels.shape[1], axis=1, dtype=np.int32
             )

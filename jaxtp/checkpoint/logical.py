@@ -26,6 +26,11 @@ def named_variables(state: nnx.State) -> dict[str, nnx.Variable[Any]]:
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
+def logical_size(state: nnx.State) -> int:
+    """Elements of a state, padding not counted."""
+    return sum(math.prod(logical_shape(variable)) for variable in named_variables(state).values())
+
+
 def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
     """The arrays of a state without padding, sharded as `abstract_logical` says."""
     targets = abstract_logical(state, mesh)

@@ -100,23 +100,23 @@ class Checkpoints:
           CheckpointError: it is damaged.
         """
         try:
-            restored = self._manager.restore(step, args=ocp.args.Composite(info=ocp.args.JsonRestore()))
-            return open_sealed(restored["info"])
+            return stored_info(self.folder / str(step))
         except Exception as error:
             raise self._unreadable(step, error) from None
 
-    def restore(self, step: int, state: nnx.State, mesh: Mesh) -> nnx.State:
+    def restore(self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any] | None = None) -> nnx.State:
         """Reads a checkpoint into the shapes and shardings that `state` declares on `mesh`.
 
         Args:
           step: which checkpoint.
           state: an abstract (or real) state of the same model; its dtypes may be others than those stored.
           mesh: any mesh, whichever one wrote the checkpoint.
+          info: of this checkpoint, if it has been read.
 
         Raises:
           CheckpointError: the checkpoint is damaged, or holds other arrays than the state.
         """
-        expected = self.info(step)["checksums"]
+        expected = (self.info(step) if info is None else info)["checksums"]
         target = abstract_logical(state, mesh)
         try:
             if extra := expected.keys() - target.keys():
@@ -177,7 +177,7 @@ def restore_newest(
         try:
             info = checkpoints.info(step)
             accept(info)
-            found = step, checkpoints.restore(step, state, mesh), info
+            found = step, checkpoints.restore(step, state, mesh, info), info
         except CheckpointError as error:
             damaged.append((step, error))
             continue
@@ -236,7 +236,7 @@ def stored_info(folder: Path) -> dict[str, Any]:
     Raises:
       CheckpointError: it was changed since.
     """
-    return open_sealed(ocp.JsonCheckpointHandler().restore((folder / "info").resolve()))
+    return _open_sealed(ocp.JsonCheckpointHandler().restore((folder / "info").resolve()))
 
 
 def stored_arrays(folder: Path) -> dict[str, Any]:
@@ -291,7 +291,7 @@ def _sealed(info: Mapping[str, Any]) -> dict[str, Any]:
     return {**info, "sha256": _digest(info)}
 
 
-def open_sealed(sealed: Mapping[str, Any]) -> dict[str, Any]:
+def _open_sealed(sealed: Mapping[str, Any]) -> dict[str, Any]:
     """What was stored beside the arrays, if it is as it was stored.
 
     Raises:

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtp.files import sync_file
+
 Block = NDArray[Any]
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
@@ -158,8 +160,7 @@ def write_file(path: Path, layout: Layout, tensor_of: Callable[[str], Block]) ->
         file.write(struct.pack("<Q", len(text)) + text)
         for name in layout:
             file.write(np.ascontiguousarray(tensor_of(name)).reshape(-1).view(np.uint8).data)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
 
 
 def _header_length(path: Path, prefix: bytes, size: int) -> int:

@@ -11,8 +11,9 @@ from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
 from jaxtp.convert.config import Export, Import, Plan
+from jaxtp.convert.exports import export_run
+from jaxtp.convert.imports import import_run
 from jaxtp.convert.plan import plan_lines
-from jaxtp.convert.run import export_run, import_run
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError
 from jaxtp.train.folder import RunFolderError
@@ -28,14 +29,7 @@ def main(argv: Sequence[str]) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         {"import": Import, "export": Export, "plan": Plan}, args=list(argv), prog=PROGRAM, description=__doc__
     )
-    try:
-        _run(command)
-    except MISTAKES as error:
-        return configuration.fail(PROGRAM, error)
-    except KeyboardInterrupt:
-        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return configuration.attempt(PROGRAM, lambda: _run(command), MISTAKES)
 
 
 def _run(command: Import | Export | Plan) -> None:

@@ -5,8 +5,11 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from jax.sharding import Mesh
 
+from jaxtp.config import Switch
 from jaxtp.layers.precision import DType
+from jaxtp.mesh import make_mesh
 
 Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
@@ -21,6 +24,14 @@ class MeshFlags:
 
     tp: int = 1
     """Shards of each matrix product."""
+
+    def make(self) -> Mesh:
+        """The mesh.
+
+        Raises:
+          MeshError: there are not so many devices.
+        """
+        return make_mesh(fsdp=self.fsdp, tp=self.tp)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +53,12 @@ class Import:
     dtype: DType | None = None
     """Of the parameters; by default as they are stored (float16 as float32)."""
 
-    mesh: Annotated[MeshFlags, tyro.conf.arg(name="")] = MeshFlags()
+    mesh: MeshFlags = MeshFlags()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Writes a checkpoint of ours as a folder in Hugging Face format.
+    """Writes a checkpoint of ours as a folder in Hugging Face format; of a run that trained adapters, as PEFT has it.
 
     python -m jaxtp.convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1B
     """
@@ -64,13 +75,19 @@ class Export:
     tokenizer_from: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
 
+    merged: Switch = False
+    """Of a run that trained adapters: the whole model, with the adapters added to the kernels that they are beside."""
+
+    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Of a run that trained adapters: the model beside them, where it is not where the run found it."""
+
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the tensors; by default that of the parameters, and of an imported model the one that it came in."""
 
     max_shard_size: str = "5GB"
     """Bytes in a file at most; a tensor is never split."""
 
-    mesh: Annotated[MeshFlags, tyro.conf.arg(name="")] = MeshFlags()
+    mesh: MeshFlags = MeshFlags()
 
 
 @dataclass(frozen=True, kw_only=True)

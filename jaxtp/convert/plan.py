@@ -11,7 +11,7 @@ from jaxtp.checkpoint.logical import named_variables, spec
 from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import CONFIG, HFError, read_attributes
 from jaxtp.mesh import TP, axes_of
-from jaxtp.models.decoder import Decoder
+from jaxtp.models.decoder import abstract_decoder
 from jaxtp.models.families.family import LAYER, Family, Tensor
 
 PLAN = "base_model_tp_plan"
@@ -35,7 +35,8 @@ def plan_lines(path: Path) -> Iterator[str]:
     config = model_config(attributes, str(path / CONFIG))
     own = attributes.get(PLAN) is not None
     theirs = _plan_in(attributes, path) if own else family.tp_plan
-    ours = our_plan(nnx.state(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))), family)
+    _, parameters = abstract_decoder(config)
+    ours = our_plan(parameters, family)
     yield f"{family.model_type}, {f'{PLAN} of {path / CONFIG}' if own else 'the plan that transformers has for it'}"
     yield ""
     yield f"{'module':<36}{'transformers':<32}{'ours':<20}"

@@ -42,6 +42,7 @@ from jaxtp.data.manifest import (
     read_manifest,
     shard_file,
 )
+from jaxtp.files import sha256
 
 __all__ = ["Dataset", "DatasetError", "Split", "TokenizerInfo", "open_dataset", "verify"]
 
@@ -223,8 +224,7 @@ def verify(dataset: Dataset) -> Iterator[str]:
 
 def _verify_sum(path: Path, expected: str) -> Iterator[str]:
     try:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256(path)
     except OSError as error:
         yield f"{path}: {error.strerror}"
         return

@@ -51,8 +51,8 @@ def _needed_whole(record: Record, group: Group) -> Iterator[str]:
     for path, why in record.blocked.items():
         sent = group.share * group.size(calls[path], 1) * calls[path].times
         yield (
-            f"{path} is Colwise(), and {why}: the compiler brings it together, at most {sent:,.0f} bytes sent by each device; "
-            "Colwise(output_layouts=Replicate()) says so, a plan without it saves it"
+            f"{path} is Colwise(), and {why}: the compiler brings it together, at most {sent:,.0f} bytes sent by each "
+            "device; Colwise(output_layouts=Replicate()) says so, a plan without it saves it"
         )
 
 
@@ -93,7 +93,8 @@ def _is_shared(call: Call, styles: Mapping[str, Style]) -> bool:
     makers = (styles.get(path) for path in call.given.left)
     takers = (styles.get(path) for path, _ in call.given.entered)
     return any(isinstance(style, PrepareInput) for style in takers) or any(
-        isinstance(style, PrepareOutput) or (isinstance(style, SequenceParallel) and style.output_layouts == Replicate())
+        isinstance(style, PrepareOutput)
+        or (isinstance(style, SequenceParallel) and style.output_layouts == Replicate())
         for style in makers
     )
 

@@ -1,7 +1,7 @@
 """`explain`: what became of a model, module by module."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,7 +152,7 @@ def _traced(model: nnx.Module, inputs: tuple[Any, ...], call: Callable[..., Any]
 def _added(
     model: Any, plan: Plan, inputs: tuple[Any, ...], call: Callable[..., Any], sizes: dict[str, int]
 ) -> list[Move]:
-    mesh = make_mesh(**sizes)
+    mesh = make_mesh(*sizes.values())
     with jax.set_mesh(mesh):
         parallel, _ = _planned(as_written(model)[0], plan, mesh)
         run, state = passes(parallel, inputs, call)
@@ -213,9 +213,13 @@ def _sections(found: Explanation) -> Iterator[str]:
         f"mesh {describe_mesh(found.sizes)}: {found.bytes_per_device:,} bytes of parameters on a device, of {whole:,}"
     )
     patterns = patterns_for({row.path: row.alike for row in found.rows})  # type: ignore[misc]
-    yield columns(("module", "of", "style", "parameter", "shape", "split", "bytes on a device"), _cells(found, patterns))
+    yield columns(
+        ("module", "of", "style", "parameter", "shape", "split", "bytes on a device"), _cells(found, patterns)
+    )
     if found.moves:
-        yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), _move_cells(found, patterns))
+        yield columns(
+            ("module", "pass", "collective", "over", "by", "count", "bytes sent"), _move_cells(found, patterns)
+        )
         totals = ", ".join(f"{found.sent(axis):,.0f} over {axis}" for axis in AXES if found.sizes[axis] > 1)
         yield f"a device sends, forward and backward, in bytes: {totals}"
     yield from (f"note: {note}" for note in found.notes)
@@ -245,10 +249,10 @@ def _written(spec: PartitionSpec) -> str:
     return " ".join(entries) if any(axes_of(entry) for entry in spec) else "whole"
 
 
-def _move_cells(found: Explanation, patterns: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
+def _move_cells(found: Explanation, patterns: Mapping[str, str]) -> list[tuple[str, ...]]:
     merged: dict[tuple[str, ...], tuple[int, float]] = {}
     for move in found.moves:
-        direction, by = "backward" if move.backward else "forward", "the compiler" if move.added else "the layer"
+        direction, by = "backward" if move.backward else "forward", "the compiler" if move.added else "the program"
         module = patterns.get(move.module, move.module) or "the model itself"
         key = (module, direction, move.kind, "+".join(move.axes), by)
         count, sent = merged.get(key, (0, 0.0))

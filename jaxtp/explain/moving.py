@@ -1,10 +1,8 @@
 """What one forward and one backward pass of a model move, by module."""
 
 import re
-import types
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -45,7 +43,7 @@ def passes(model: nnx.Module, inputs: tuple[Any, ...], call: Callable[..., Any])
 
     The loss is the sum of all outputs. What a module does carries its path as its scope.
     """
-    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    graph, *state = nnx.split(model, nnx.Param, ...)
     given = [_is_array(value) for value in inputs]
 
     def run(state: Any, *arrays: Any) -> Any:
@@ -59,19 +57,18 @@ def passes(model: nnx.Module, inputs: tuple[Any, ...], call: Callable[..., Any])
 
         return jax.grad(loss)(state[0])
 
-    return run, (params, rest)
+    return run, tuple(state)
 
 
 def moves(collectives: Mapping[Collective, int], *, added: bool = False) -> list[Move]:
     """Collectives by module, in the order of the modules' first."""
-    counts: Counter[tuple[Any, ...]] = Counter()
-    sent: Counter[tuple[Any, ...]] = Counter()
+    found: dict[tuple[str, bool, str, tuple[str, ...]], Move] = {}
     for collective, times in collectives.items():
-        backward = "transpose(" in collective.scope
-        key = (module_of(collective.scope), backward, collective.kind, collective.axes)
-        counts[key] += times
-        sent[key] += times * collective.bytes_sent  # type: ignore[assignment]
-    return [Move(*key, count, sent[key], added) for key, count in counts.items()]
+        key = module_of(collective.scope), "transpose(" in collective.scope, collective.kind, collective.axes
+        before = found.get(key, Move(*key, 0, 0.0, added))
+        sent = before.bytes + times * collective.bytes_sent
+        found[key] = replace(before, count=before.count + times, bytes=sent)
+    return list(found.values())
 
 
 def module_of(scope: str) -> str:
@@ -82,9 +79,9 @@ def module_of(scope: str) -> str:
 
 def _scope_modules(model: nnx.Module) -> None:
     for path, module in nnx.iter_modules(model):
-        body = dict(_scoped(type(module), ".".join(map(str, path))))
-        cls = types.new_class(type(module).__name__, (type(module),), exec_body=lambda space, body=body: space.update(body))
-        object.__setattr__(module, "__class__", cls)
+        cls: Any = type(module)
+        body = {"__module__": cls.__module__, **dict(_scoped(cls, ".".join(map(str, path))))}
+        object.__setattr__(module, "__class__", type(cls)(cls.__name__, (cls,), body))
 
 
 def _scoped(cls: type, path: str) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ def plot(found: Explanation, path: Path) -> None:
     """Draws every matrix as a rectangle, cut as it is split; one for modules that differ in a number only.
 
     A colour is a place along tp, and a shade one along fsdp; where a matrix is whole along an axis, all devices of that
-    axis hold what is drawn. Dims beyond two are drawn as one with the dim that follows.
+    axis hold what is drawn. Of more than two dims, those on one side are drawn as one.
 
     Raises:
       ConfigError: matplotlib is not installed, or the file cannot be written.
@@ -38,7 +38,9 @@ def plot(found: Explanation, path: Path) -> None:
         panel.axis("off")
     for panel, (title, split) in zip(panels.flat, drawn, strict=False):
         _draw(panel, title, split, found.sizes)
-    figure.suptitle(f"mesh {describe_mesh(found.sizes)}: colour = place along tp, shade = place along fsdp", fontsize=10)
+    figure.suptitle(
+        f"mesh {describe_mesh(found.sizes)}: colour = place along tp, shade = place along fsdp", fontsize=10
+    )
     figure.tight_layout()
     try:
         figure.savefig(path, dpi=110)
@@ -63,7 +65,8 @@ def _matrices(found: Explanation) -> Iterator[tuple[str, Split]]:
 def _draw(panel: Any, title: str, split: Split, sizes: Mapping[str, int]) -> None:
     from matplotlib.colors import hsv_to_rgb
 
-    height, width = _two_dims(split.shape)
+    rows = _rows(split)
+    height, width = math.prod(split.shape[:rows]), math.prod(split.shape[rows:])
     image = [
         [hsv_to_rgb(_colour(split, sizes, i / _MOST_PARTS, j / _MOST_PARTS)) for j in range(_MOST_PARTS)]
         for i in range(_MOST_PARTS)
@@ -74,8 +77,10 @@ def _draw(panel: Any, title: str, split: Split, sizes: Mapping[str, int]) -> Non
     panel.text(0.5, -0.08, f"{'x'.join(map(str, split.shape))}", ha="center", va="top", fontsize=6)
 
 
-def _two_dims(shape: tuple[int, ...]) -> tuple[int, int]:
-    return math.prod(shape[: len(shape) // 2]), math.prod(shape[len(shape) // 2 :])
+def _rows(split: Split) -> int:
+    """How many of the dims are drawn downwards: those up to the first that is split; the others go to the right."""
+    first = next((dim for dim, entry in enumerate(split.spec) if axes_of(entry)), 0)
+    return min(first + 1, len(split.shape) - 1)
 
 
 def _colour(split: Split, sizes: Mapping[str, int], row: float, column: float) -> tuple[float, float, float]:
@@ -92,5 +97,4 @@ def _place(split: Split, axis: str, parts: int, row: float, column: float) -> in
     dim = next((i for i, entry in enumerate(split.spec) if axis in axes_of(entry)), None)
     if dim is None or parts == 1:
         return None
-    half = len(split.shape) // 2
-    return int((row if dim < half else column) * min(parts, _MOST_PARTS)) * parts // min(parts, _MOST_PARTS)
+    return int((row if dim < _rows(split) else column) * min(parts, _MOST_PARTS)) * parts // min(parts, _MOST_PARTS)

@@ -49,15 +49,12 @@ MISTAKES = (
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     quieten()
-    try:
-        config = configuration.load(GenerateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
-        run(config, check(config))
-    except MISTAKES as error:
-        return configuration.fail(PROGRAM, error)
-    except KeyboardInterrupt:
-        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return configuration.attempt(PROGRAM, lambda: _run(argv), MISTAKES)
+
+
+def _run(argv: Sequence[str]) -> None:
+    config = configuration.load(GenerateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+    run(config, check(config))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ What the model says goes to standard output, everything else to standard error.
 """
 
 import json
-import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
@@ -14,7 +13,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.logical import logical_size
 from jaxtp.config import ConfigError
 from jaxtp.generate.chat import ChatError, ChatTemplate, converse
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
@@ -23,7 +22,6 @@ from jaxtp.generate.prompts import read_prompts
 from jaxtp.generate.row import Piece, Result
 from jaxtp.generate.source import Options, Source
 from jaxtp.generate.sources import open_source
-from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -41,7 +39,7 @@ def run(config: GenerateConfig, folder: Path) -> None:
     prompts = [*config.prompt, *(read_prompts(config.prompt_file, config.field) if config.prompt_file else [])]
     request_devices(config.mesh)
     special_tokens = config.special_tokens or config.chat
-    source = open_source(folder, Options(config.dtype, config.tokenizer, special_tokens))
+    source = open_source(folder, Options(config.dtype, config.tokenizer, config.base, special_tokens))
     template = _template(config, source) if config.chat else None
     mesh = open_mesh(config.mesh, source.config)
     model = source.load(mesh)
@@ -99,7 +97,7 @@ def in_order(pieces: Iterable[Piece]) -> Iterator[Result]:
 
 
 def _summary(source: Source, model: Decoder, mesh: Mesh) -> str:
-    size = sum(math.prod(logical_shape(variable)) for variable in named_variables(nnx.state(model)).values())
+    size = logical_size(nnx.state(model))
     kind = mesh.devices.flat[0].device_kind
     device = "CPU device" if mesh.devices.flat[0].platform == "cpu" else kind
     return (

@@ -9,17 +9,14 @@ from typing import Annotated, Literal
 import jax
 import tyro
 from jax.sharding import Mesh
-from pydantic import AfterValidator
 
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, Count, Switch, UserPath
 from jaxtp.generate.prompts import is_jsonl
-from jaxtp.generate.settings import Count, GenerationSettings
+from jaxtp.generate.settings import GenerationSettings
 from jaxtp.generate.settings import check as check_settings
 from jaxtp.mesh import DP, FSDP, TP, make_mesh, mesh_sizes, request_virtual_devices
 from jaxtp.models.config import ModelConfig, violations
 
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
-Switch = tyro.conf.FlagCreatePairsOff[bool]
 FIELD = "prompt"
 
 
@@ -65,6 +62,9 @@ class GenerateConfig:
 
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
     """A tokenizer.json, or a folder that has one, where it is not where the model was trained."""
+
+    base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Of a run that trained adapters: the model beside them, where it is not where the run found it."""
 
     special_tokens: Switch = False
     """A prompt that spells a special token, such as <|im_start|>, has that token; always so in a chat."""

@@ -12,11 +12,12 @@ from jaxtp.data.tokenizer import HuggingFaceTokenizer
 from jaxtp.generate.source import Options, Source, SourceError, to_generate
 from jaxtp.generate.tokenizer import open_tokenizer
 from jaxtp.hf.attributes import read_config
+from jaxtp.hf.folder import CONFIG
 from jaxtp.hf.load import load_hf
 from jaxtp.layers.precision import Precision
 from jaxtp.models.decoder import Decoder
 
-CONFIG, GENERATION = "config.json", "generation_config.json"
+GENERATION = "generation_config.json"
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 
 

@@ -4,19 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-from flax import nnx
-from jax.sharding import Mesh
-
-from jaxtp.checkpoint.manager import CheckpointError, load_weights, newest
+from jaxtp.checkpoint.manager import CheckpointError, newest
 from jaxtp.checkpoint.reader import open_checkpoint
-from jaxtp.config import validate
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtp.generate.source import Options, Source, SourceError, to_generate
 from jaxtp.generate.tokenizer import open_tokenizer
-from jaxtp.models.config import ModelConfig
-from jaxtp.models.decoder import Decoder
+from jaxtp.hf.runs import load_run, model_of
 
 
 def is_model(folder: Path) -> bool:
@@ -36,27 +30,16 @@ def open_folder(folder: Path, options: Options) -> Source:
       SourceError: it does not say what model it is of, or its tokenizer is not where it was.
     """
     checkpoint = open_checkpoint(folder)
-    stored = checkpoint.info.get("config", {})
-    if "model" not in stored:
-        raise SourceError(f"{checkpoint.folder} does not say of which model it is; jaxtp.train did not write it")
-    config = to_generate(validate(ModelConfig, stored["model"], source=str(checkpoint.folder)), options.dtype)
+    config = to_generate(model_of(checkpoint.folder, checkpoint.info), options.dtype)
     tokenizer = _tokenizer(checkpoint.folder, checkpoint.info, options)
     end = () if tokenizer.info.eos_id is None else (tokenizer.info.eos_id,)
     return Source(
         name=f"{folder}, step {checkpoint.folder.name}",
         config=config,
         tokenizer=tokenizer,
-        load=lambda mesh: _load(checkpoint.folder, config, mesh),
+        load=lambda mesh: load_run(checkpoint.folder, checkpoint.info, config, mesh, options.base),
         end_ids=frozenset(end),
     )
-
-
-def _load(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
-    with jax.set_mesh(mesh):
-        graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
-        weights, _ = load_weights(checkpoint, abstract, mesh)
-        model: Decoder = nnx.merge(graph, weights)
-    return model
 
 
 def _tokenizer(checkpoint: Path, info: Mapping[str, Any], options: Options) -> Tokenizer:

@@ -7,11 +7,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from jaxtp.config import ConfigError, allowed, to_plain, validate
-
-Count = Annotated[int, Field(ge=1, lt=2**31), allowed("1 or more")]
-CountOrZero = Annotated[int, Field(ge=0, lt=2**31), allowed("0 or more")]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
+from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, allowed, to_plain, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +20,7 @@ class GenerationSettings:
     seed: CountOrZero = 0
     """Of the first prompt; each further one has the next. A prompt gives the same text whatever the batch it is in."""
 
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False), allowed("above 0")] = 1.0
+    repetition_penalty: Positive = 1.0
     """Divides the positive logits of tokens that the text or its prompt has, and multiplies the negative ones (CTRL); 1
     is off."""
 

@@ -9,6 +9,7 @@ from typing import Literal
 from jax.sharding import Mesh
 
 from jaxtp.data.tokenizer import Tokenizer
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 
@@ -55,6 +56,9 @@ class Options:
     tokenizer: Path | None = None
     """A tokenizer.json, or a folder that has one, instead of the source's own."""
 
+    base: Path | None = None
+    """The model beside the adapters of a run, where it is not where the run found it."""
+
     special_tokens: bool = False
     """Text that spells a special token becomes that token."""
 
@@ -67,5 +71,11 @@ def to_generate(config: ModelConfig, dtype: Literal["float32", "bfloat16"] | Non
     compute = dtype or config.precision.compute
     precision = dataclasses.replace(config.precision, param=compute, compute=compute)
     return dataclasses.replace(
-        config, attention="xla", dropout=0.0, remat="none", sequence_parallel=None, precision=precision
+        config,
+        attention="xla",
+        dropout=0.0,
+        remat="none",
+        sequence_parallel=None,
+        lora=LoraConfig(),
+        precision=precision,
     )

@@ -23,7 +23,7 @@ from jaxtp.hf.names import HEAD, TABLE, Place, check_layers, check_tensors, dtyp
 from jaxtp.layers.precision import Precision
 from jaxtp.mesh import AXES, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, violations
-from jaxtp.models.decoder import Decoder
+from jaxtp.models.decoder import Decoder, abstract_decoder
 
 Progress = Callable[[int, int], None]
 """Told the bytes read so far, and those there are."""
@@ -81,7 +81,7 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
         raise HFError(f"{folder.path} does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
     try:
         check_layers(folder.tensors, config.num_layers)
-        graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+        graph, abstract = abstract_decoder(config)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
         needed = list(places(named_variables(abstract), family))
         check_tensors(folder.tensors, needed, family, config.tie_embeddings)

@@ -6,16 +6,14 @@ formulas are those of transformers, whose checkpoints they come with.
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax.numpy as jnp
 from jax import Array
-from pydantic import Field
 
-from jaxtp.config import allowed
+from jaxtp.config import Count, Positive
 
 RopeScalingKind = Literal["none", "linear", "llama3", "yarn"]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), allowed("above 0")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +27,7 @@ class RopeScaling:
     factor: Positive = 1.0
     """Divides the frequencies."""
 
-    original_length: Annotated[int, Field(ge=1, lt=2**31), allowed("1 or more")] = 8192
+    original_length: Count = 8192
     """Tokens of the context trained on, for llama3 and yarn."""
 
     low_freq_factor: Positive = 1.0

@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from jaxtp.config import allowed, to_plain
+from jaxtp.config import Count, UserPath, allowed, to_plain
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
@@ -16,7 +15,6 @@ from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import FSDP, TP
 from jaxtp.models.remat import RematPolicy
 
-Size = Annotated[int, Field(ge=1, lt=2**31), allowed("1 or more")]
 MAX_SUGGESTED = 1024
 
 
@@ -24,28 +22,28 @@ MAX_SUGGESTED = 1024
 class ModelConfig:
     """A pre-norm decoder with rotary grouped-query attention and a gated MLP: the Llama architecture."""
 
-    from_hf: Annotated[Path, AfterValidator(Path.expanduser)] | None = None
+    from_hf: UserPath | None = None
     """Folder of a model in Hugging Face format, to begin with its weights; the sizes below are then its own."""
 
-    vocab_size: Size = 256
+    vocab_size: Count = 256
     """Token ids, 0 to vocab_size - 1. Any size: what tp does not divide is padded inside the layers."""
 
-    d_model: Size = 128
+    d_model: Count = 128
     """Width of the residual stream. Divisible by mesh.fsdp."""
 
-    num_layers: Size = 4
+    num_layers: Count = 4
     """Decoder blocks, stacked and run by one scan."""
 
-    num_heads: Size = 8
+    num_heads: Count = 8
     """Query heads. Divisible by mesh.tp and by num_kv_heads."""
 
-    num_kv_heads: Size = 8
+    num_kv_heads: Count = 8
     """Key and value heads. Divides mesh.tp or is divisible by it."""
 
     head_dim: Annotated[int, Field(ge=2, multiple_of=2), allowed("even")] = 16
     """Width of a head; need not be d_model / num_heads."""
 
-    d_ff: Size = 384
+    d_ff: Count = 384
     """Hidden width of the MLP. Divisible by mesh.tp."""
 
     rope_theta: Annotated[float, Field(gt=0), allowed("above 0")] = 10_000.0
@@ -54,7 +52,7 @@ class ModelConfig:
     rope_scaling: RopeScaling = RopeScaling()
     """How rotary frequencies are lowered for long contexts."""
 
-    sliding_window: Size | None = None
+    sliding_window: Count | None = None
     """Positions that each one sees, itself and those before it; by default all. The same in every layer."""
 
     norm_eps: Annotated[float, Field(gt=0), allowed("above 0")] = 1e-5
@@ -91,7 +89,7 @@ class ModelConfig:
     sequence_parallel: bool | None = None
     """Between blocks, split activations over tp along the sequence. By default wherever tp > 1 divides the sequence."""
 
-    loss_chunk: Size = 1024
+    loss_chunk: Count = 1024
     """Positions of the sequence whose logits exist at a time."""
 
     precision: Precision = Precision()

@@ -191,6 +191,15 @@ class Decoder(nnx.Module):
         return jnp.asarray(table[...])
 
 
+def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
+    """How to build a decoder from its arrays, and their shapes, dtypes and declared splits; nothing is computed.
+
+    Call it where the decoder is to be: under its mesh, or without one.
+    """
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
+    return graph, abstract
+
+
 def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
     """One block of the stacked ones."""
     graph, state = nnx.split(blocks)

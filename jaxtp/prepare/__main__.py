@@ -24,21 +24,23 @@ python -m jaxtp.prepare --verify data/books
 compares a dataset with its checksums.
 """
 
+MISTAKES = (configuration.ConfigError, PrepareError, DatasetError, TokenizerError)
+"""What a user can put right: reported in one message, with exit code 2."""
+INTERRUPTED = "interrupted; the same command, without --overwrite, goes on"
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 for a damaged dataset, 2 for a user's mistake, 130 for Ctrl-C."""
-    try:
-        config = configuration.load(PrepareConfig, argv, prog=PROGRAM, description=DESCRIPTION)
-        check(config)
-        if config.verify is not None:
-            return _verify(config.verify)
-        if config.out is not None:
-            prepare(config.out, config)
-    except (configuration.ConfigError, PrepareError, DatasetError, TokenizerError) as error:
-        return configuration.fail(PROGRAM, error)
-    except KeyboardInterrupt:
-        print(f"\n{PROGRAM}: interrupted; the same command, without --overwrite, goes on", file=sys.stderr)
-        return 130
+    return configuration.attempt(PROGRAM, lambda: _run(argv), MISTAKES, INTERRUPTED)
+
+
+def _run(argv: Sequence[str]) -> int:
+    config = configuration.load(PrepareConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+    check(config)
+    if config.verify is not None:
+        return _verify(config.verify)
+    if config.out is not None:
+        prepare(config.out, config)
     return 0
 
 

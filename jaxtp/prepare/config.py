@@ -2,19 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from jaxtp.config import ConfigError, allowed, to_plain
+from jaxtp.config import ConfigError, NonNegative, Switch, UserPath, allowed, to_plain
 from jaxtp.prepare.formats import Fields
 
 Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN")]
-Switch = tyro.conf.FlagCreatePairsOff[bool]
 
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end token."""
@@ -81,7 +78,7 @@ class PrepareConfig:
     shard_tokens: Count = 2**26
     """Tokens after which a shard is full; a document is never split over two."""
 
-    save_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False), allowed("0 or more")] = 5.0
+    save_seconds: NonNegative = 5.0
     """Seconds between the points from which an interrupted command goes on."""
 
     overwrite: Switch = False

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.data.manifest import DOCUMENTS, MANIFEST, PROMPTS, SPLITS, TOKENIZER, TOKENS
+from jaxtp.files import sync_file, sync_folder
 from jaxtp.prepare.errors import PrepareError
 
 JOURNAL = "journal.json"
@@ -52,14 +53,9 @@ def write_atomically(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + _PARTIAL)
     with partial.open("wb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     partial.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)
 
 
 def write_journal(folder: Path, record: dict[str, Any]) -> None:

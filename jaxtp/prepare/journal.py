@@ -1,12 +1,12 @@
 """How far a dataset has been made, as its journal holds it, and the hashes of the documents so far."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxtp.data.manifest import SPLITS, DatasetError, TokenizerInfo
+from jaxtp.files import sync_file
 from jaxtp.prepare.folder import JOURNAL, damaged, read_journal, write_journal
 from jaxtp.prepare.sources import Position
 from jaxtp.prepare.writer import Progress, parse_progress
@@ -105,8 +105,7 @@ class Seen:
 
     def save(self) -> None:
         """Brings the file to the disk."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync_file(self._file)
 
     def close(self) -> None:
         """Closes the file."""

@@ -1,6 +1,5 @@
 """Whether a command starts a dataset, goes on with one, finds it done, or must leave it alone."""
 
-import hashlib
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from jaxtp import config as configuration
 from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo, read_manifest
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer
+from jaxtp.files import sha256
 from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
 from jaxtp.prepare.errors import PrepareError
@@ -93,7 +93,7 @@ def tokenizer_for(
     if state.tokenizer is None:
         state.tokenizer = tokenizer.info
         state.save(out)
-    elif state.tokenizer.sha256 is not None and _sha256(path) != state.tokenizer.sha256:
+    elif state.tokenizer.sha256 is not None and not (path.exists() and sha256(path) == state.tokenizer.sha256):
         raise folder.damaged(path, "it is not the tokenizer that made the tokens so far")
     return tokenizer
 
@@ -160,7 +160,3 @@ def _listed(out: Path) -> list[dict[str, Any]]:
         return []
     except (ValueError, RecursionError) as error:
         raise folder.damaged(path, str(error)) from None
-
-
-def _sha256(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None

@@ -1,7 +1,5 @@
 """Documents into the shards of a split, appended, so that a journal need only know how long each file was."""
 
-import hashlib
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,6 +19,7 @@ from jaxtp.data.manifest import (
     read_shard,
     shard_file,
 )
+from jaxtp.files import sha256, sync_file
 from jaxtp.prepare.folder import damaged
 
 _BUFFER = 2**20
@@ -115,8 +114,7 @@ class SplitWriter:
     def save(self) -> None:
         """Brings the open shard to the disk."""
         for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            sync_file(file)
 
     def end_shard(self) -> None:
         """Closes the open shard, if there is one; the next document begins another."""
@@ -124,7 +122,7 @@ class SplitWriter:
             return
         self.close()
         index, progress = len(self.progress.shards), self.progress
-        sums = {suffix: _sha256(self._path(index, suffix)) for suffix in self._suffixes}
+        sums = {suffix: sha256(self._path(index, suffix)) for suffix in self._suffixes}
         shard = Shard(progress.documents, progress.tokens, progress.text_bytes, progress.longest, sums)
         self.progress = Progress([*progress.shards, shard])
 
@@ -170,8 +168,3 @@ class SplitWriter:
 def _require_size(path: Path, size: int) -> None:
     if not path.exists() or path.stat().st_size != size:
         raise damaged(path, f"it should have {size:,} bytes")
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,18 +8,13 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import AfterValidator, Field
 
-from jaxtp.config import ConfigError, allowed
+from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, UserPath, allowed
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes
 from jaxtp.models import remat
 from jaxtp.models.config import ModelConfig, not_divisible, violations
 
-Count = Annotated[int, Field(ge=1, lt=2**31), allowed("1 or more")]
-CountOrZero = Annotated[int, Field(ge=0, lt=2**31), allowed("0 or more")]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False), allowed("above 0")]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
-UserPath = Annotated[Path, AfterValidator(Path.expanduser)]
 
 
 def _not_here(path: Path) -> Path:
@@ -28,7 +23,7 @@ def _not_here(path: Path) -> Path:
     return path
 
 
-Folder = Annotated[Path, AfterValidator(Path.expanduser), AfterValidator(_not_here)]
+Folder = Annotated[UserPath, AfterValidator(_not_here)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +82,11 @@ class DataConfig:
 
     global_batch_size: Count = 16
     """Sequences in a step, over all devices. Divisible by mesh.dp * mesh.fsdp * train.accumulation."""
+
+    @property
+    def packed(self) -> bool:
+        """Whether rows have segments."""
+        return self.packing == "documents"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,11 @@ _HARMLESS = (
     *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped", "train.stall_seconds"),
 )
 """Settings that leave the numbers as they are, up to the order of sums."""
+_FATAL = (
+    *(("run", "seed"), ("data", "sequence_length"), ("data", "packing"), ("data", "long_documents")),
+    *(("optimizer", "name"), ("optimizer", "groups")),
+)
+"""Beside the model, what decides the data, their order, and what the optimizer's state is."""
 
 
 class RunFolderError(ValueError):
@@ -116,18 +121,9 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
     before = architecture(ModelConfig()) | stored["model"]  # a setting that is newer than the checkpoint had no effect
     fatal = configuration.differences({name: before[name] for name in model}, model, "model.")
     fatal += configuration.differences(_contents(info["corpus"]), _contents(corpus), "data: ")
-    for section, field in (
-        ("run", "seed"),
-        ("data", "sequence_length"),
-        ("data", "packing"),
-        ("data", "long_documents"),
-    ):
+    for section, field in _FATAL:
         fatal += configuration.differences(
             {field: stored[section].get(field)}, {field: now[section][field]}, f"{section}."
-        )
-    for field in ("name", "groups"):  # they decide what the optimizer's state is
-        fatal += configuration.differences(
-            {field: stored["optimizer"].get(field)}, {field: now["optimizer"][field]}, "optimizer."
         )
     if fatal:
         raise RunFolderError(

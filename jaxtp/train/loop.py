@@ -12,6 +12,7 @@ import numpy as np
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.loader import Batch, abstract_batch, batches
+from jaxtp.hf.runs import BASE
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
@@ -106,7 +107,7 @@ class Loop:
     def _train(self, total: int) -> float | None:
         run = self._run
         train_step = self._compile()
-        self._report.start(run.step, total)
+        self._report.begin(run.step, total)
         batches = self._batches(total - run.step)
         while run.step < total:
             self._watchdog.feed()
@@ -280,7 +281,8 @@ class Loop:
 
     def _info(self, next_sample: int) -> dict[str, Any]:
         run = self._run
-        return folder.checkpoint_info(self._config, run.data.corpus.describe(), next_sample, mesh_sizes(run.mesh))
+        info = folder.checkpoint_info(self._config, run.data.corpus.describe(), next_sample, mesh_sizes(run.mesh))
+        return info if run.base is None else info | {BASE: run.base}
 
     def _batches(self, count: int) -> Iterator[Batch]:
         return batches(
@@ -302,8 +304,7 @@ class Loop:
             norm_groups=self._config.metrics.norm_groups,
         )
         step = make_train_step(run.blueprint, run.schedule, settings)
-        packed = data.packing == "documents"
-        batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length, packed=packed)
+        batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
         with self._timing.lost_to("compile"):
             compiled: TrainStep = step.lower(run.state, batch).compile()
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")

@@ -1,23 +1,20 @@
 """Where a run begins: at random, with the weights of another run, or with a model in Hugging Face format."""
 
 import dataclasses
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 from flax import nnx
+from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import load_weights, newest
+from jaxtp.checkpoint.manager import newest
 from jaxtp.config import ConfigError
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
+from jaxtp.files import sha256
 from jaxtp.hf.attributes import read_config
-from jaxtp.hf.folder import open_folder
-from jaxtp.hf.load import load_folder
-from jaxtp.layers.lora import LoraConfig, LoraParam
+from jaxtp.hf.runs import load_base
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.state import Blueprint
 
 
 def with_model(config: TrainConfig) -> TrainConfig:
@@ -29,11 +26,11 @@ def with_model(config: TrainConfig) -> TrainConfig:
     """
     if config.model.from_hf is None:
         return config
-    there = architecture(read_config(config.model.from_hf)) | {"lora": architecture(config.model)["lora"]}
+    found = read_config(config.model.from_hf)
+    there = architecture(found) | {"lora": architecture(config.model)["lora"]}
     problems = list(_contradictions(config.model, there))
     if problems:
         raise ConfigError(f"{config.model.from_hf} is another model: {'; '.join(problems)}; leave these settings out")
-    found = read_config(config.model.from_hf)
     sizes = {name: getattr(found, name) for name in there if name != "lora"}
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
 
@@ -64,25 +61,18 @@ def check_tokenizer(config: TrainConfig, made_by: TokenizerInfo) -> None:
     """
     if config.model.from_hf is None or not (file := config.model.from_hf / TOKENIZER).is_file():
         return
-    if hashlib.sha256(file.read_bytes()).hexdigest() != made_by.sha256:
+    if sha256(file) != made_by.sha256:
         raise ConfigError(f"the data were not made by the model's tokenizer; prepare them with --tokenizer {file}")
 
 
-def given_weights(config: TrainConfig, blueprint: Blueprint) -> tuple[nnx.State, Path] | None:
+def given_weights(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, Path] | None:
     """The parameters that a run begins with, adapters not among them, and where they are from; None for random ones.
 
     Raises:
       HFError, CheckpointError: they cannot be read, or are of another model.
     """
-    if config.model.from_hf is not None:
-        base = dataclasses.replace(config.model, lora=LoraConfig())
-        with jax.set_mesh(blueprint.mesh):
-            model = load_folder(open_folder(config.model.from_hf), base, blueprint.mesh)
-        return nnx.state(model), config.model.from_hf
-    if config.run.init_from is not None:
-        base_of = nnx.filter_state(blueprint.abstract["model"], lambda _, v: not isinstance(v, LoraParam))
-        return load_weights(config.run.init_from, base_of, blueprint.mesh)
-    return None
+    origin = config.model.from_hf or config.run.init_from
+    return None if origin is None else load_base(origin, config.model, mesh)
 
 
 def _contradictions(model: ModelConfig, there: dict[str, object]) -> Iterator[str]:

@@ -15,6 +15,7 @@ from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.config import ConfigError
 from jaxtp.data.corpus import Corpus, load_corpus
 from jaxtp.data.samples import Data, RowSettings
+from jaxtp.hf.runs import check_base, describe_base
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check_vocabulary
@@ -38,6 +39,8 @@ class Run:
     """Updates made so far."""
     next_sample: int
     """Global index of the first sample of the next step."""
+    base: dict[str, str] | None
+    """Describes the model beside the adapters, if adapters are all that is trained."""
 
 
 def plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
@@ -78,11 +81,22 @@ def prepare(config: TrainConfig, blueprint: Blueprint, data: Data, report: Repor
     checkpoints = Checkpoints(
         config.run.dir / folder.CHECKPOINTS, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best
     )
-    state, step, next_sample, config = _start_or_resume(config, data.corpus, blueprint, checkpoints, report)
-    if step < config.train.steps:
-        folder.write_config(config)
+    start = _start_or_resume(config, data.corpus, blueprint, checkpoints, report)
+    if start.step < config.train.steps:
+        folder.write_config(start.config)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
-    return Run(config, mesh, data, blueprint, schedule, checkpoints, state, step, next_sample)
+    return Run(
+        start.config,
+        mesh,
+        data,
+        blueprint,
+        schedule,
+        checkpoints,
+        start.state,
+        start.step,
+        start.next_sample,
+        start.base,
+    )
 
 
 def _require_memory(blueprint: Blueprint) -> None:
@@ -95,40 +109,63 @@ def _require_memory(blueprint: Blueprint) -> None:
         )
 
 
+@dataclass
+class _Start:
+    """Where a run is when it begins, or goes on; see `Run`."""
+
+    state: nnx.State
+    config: TrainConfig
+    """With the run's true origin."""
+    base: dict[str, str] | None
+    step: int = 0
+    next_sample: int = 0
+
+
 def _start_or_resume(
     config: TrainConfig, corpus: Corpus, blueprint: Blueprint, checkpoints: Checkpoints, report: Report
-) -> tuple[nnx.State, int, int, TrainConfig]:
-    """The state to train from, its step, the sample that comes next, and the configuration with its true origin."""
+) -> _Start:
     changed: list[str] = []
 
     def accept(info: dict[str, Any]) -> None:
         changed[:] = folder.check_resumable(config, corpus.describe(), info)
 
     found = restore_newest(checkpoints, blueprint.stored(blueprint.abstract), blueprint.mesh, accept, report.line)
-    if found is not None:
-        step, state, info = found
+    if found is None:
+        return _begin(config, blueprint, report, None)
+    step, state, info = found
+    base = None
+    if config.model.lora.rank:
+        start = _begin(config, blueprint, report, info)
+        state, base = nnx.merge_state(start.state, state), start.base
+    else:
         config = _with_origin(config, info["config"]["run"]["init_from"])
-        if config.model.lora.rank:
-            state = nnx.merge_state(_begin(config, blueprint, report), state)
-        # A row of skipped steps ends with the run that skipped them: this one may allow fewer.
-        skipped: Any = state["skipped"]
-        state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
-        report.line(f"resumed from the checkpoint at step {step}")
-        for line in changed:
-            report.line(f"  {line}")
-        return state, step, info["next_sample"], config
-    return _begin(config, blueprint, report), 0, 0, config
+    # A row of skipped steps ends with the run that skipped them: this one may allow fewer.
+    skipped: Any = state["skipped"]
+    state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
+    report.line(f"resumed from the checkpoint at step {step}")
+    for line in changed:
+        report.line(f"  {line}")
+    return _Start(state, config, base, step, info["next_sample"])
 
 
-def _begin(config: TrainConfig, blueprint: Blueprint, report: Report) -> nnx.State:
-    """The state of a run that has not made a step."""
-    given = given_weights(config, blueprint)
+def _begin(config: TrainConfig, blueprint: Blueprint, report: Report, resumed: dict[str, Any] | None) -> _Start:
+    """A run that has not made a step; what adapters are beside must be as a resumed run's checkpoint says.
+
+    Raises:
+      CheckpointError: it is not.
+    """
+    given = given_weights(config, blueprint.mesh)
     if given is None:
-        return blueprint.create(config.run.seed)
+        return _Start(blueprint.create(config.run.seed), config, None)
     weights, origin = given
+    base = None
+    if config.model.lora.rank:
+        base = describe_base(weights, origin, blueprint.mesh)
+        if resumed is not None:
+            check_base(resumed, base, origin)
     state = blueprint.create(config.run.seed, weights)
     report.line(f"weights from {origin}")
-    return state
+    return _Start(state, config, base)
 
 
 def _with_origin(config: TrainConfig, stored: str | None) -> TrainConfig:

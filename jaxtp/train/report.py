@@ -1,18 +1,13 @@
 """What a run shows: a summary at its start, then a progress bar, or plain lines where there is no terminal."""
 
-import os
 import platform
-import sys
-from types import TracebackType
-from typing import Self
 
 import jax
 from jax.sharding import Mesh
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 import jaxtp
 from jaxtp.checkpoint.logical import spec
+from jaxtp.console import Display
 from jaxtp.data.samples import Data
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import DP, FSDP, describe_mesh, mesh_sizes
@@ -21,58 +16,22 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 
 
-class _Console(Console):
-    """Goes quiet where nobody reads it any more, as in `| head`; rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-class Report:
+class Report(Display):
     """The console of a run; silent on all processes but the first.
 
     Use as a context manager: the progress bar lives inside it.
     """
 
     def __init__(self) -> None:
-        self._console = _Console(soft_wrap=True, highlight=False, quiet=jax.process_index() != 0)
-        self._progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=self._console,
-            disable=not self._console.is_terminal,
-        )
-        self._task: TaskID | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def line(self, text: str) -> None:
-        """Prints a line, above the progress bar if there is one."""
-        self._console.print(text, markup=False)
-
-    def start(self, first: int, total: int) -> None:
-        """Starts the progress bar."""
-        self._task = self._progress.add_task("", completed=first, total=total)
-        self._progress.start()
+        super().__init__("step {task.completed:.0f}/{task.total:.0f}", quiet=jax.process_index() != 0)
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """Moves the progress bar."""
-        if self._task is not None:
-            description = f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
-            self._progress.update(self._task, completed=step, description=description)
+        self.move(step, f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s")
 
     def logged(self, record: dict[str, float | int], total: int) -> None:
         """A plain line for a logged step, where there is no progress bar."""
-        if self._console.is_terminal:
+        if self.has_bar:
             return
         left = (total - record["step"]) * record["step_seconds"]
         self.line(

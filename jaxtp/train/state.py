@@ -10,9 +10,8 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.logical import logical_size, named_variables
 from jaxtp.layers.lora import trained
-from jaxtp.layers.parameter import logical_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.update import Optimizer
@@ -102,7 +101,7 @@ def parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
 
 def parameter_count(blueprint: Blueprint) -> int:
     """Parameters of the model, padding not counted."""
-    return sum(math.prod(logical_shape(variable)) for variable in parameters(blueprint).values())
+    return logical_size(blueprint.abstract["model"])
 
 
 def total_bytes(blueprint: Blueprint) -> int:

@@ -74,7 +74,6 @@ def make_train_step(
       settings: what else a step does.
       with_grads: returns the gradients too, as a third result, in the parameters' shardings.
     """
-
     kind = trained(blueprint.config.lora)
 
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
@@ -82,24 +81,12 @@ def make_train_step(
         updates = train_state.optimizer.step[...]
         key = dropout_key(settings.seed, updates)
         loss, grads = mean_loss_and_grads(train_state.model, batch, settings, key)
-        with jax.named_scope("grad_norm"):
-            grad_norm = optax.tree.norm(grads)
-            grad_norms = _norms_by_group("grad_norm", grads, settings.norm_groups)
+        norms = _norms("grad_norm", grads, settings.norm_groups)
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
-        with jax.named_scope("param_norm"):
-            updated = nnx.state(train_state.model, kind)
-            param_norm = optax.tree.norm(updated)
-            param_norms = _norms_by_group("param_norm", updated, settings.norm_groups)
-        scalars = {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "param_norm": param_norm,
-            "learning_rate": jnp.asarray(schedule(updates)),
-            **grad_norms,
-            **param_norms,
-        }
-        finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm) & jnp.isfinite(param_norm)
+        norms |= _norms("param_norm", nnx.state(train_state.model, kind), settings.norm_groups)
+        scalars = {"loss": loss, "learning_rate": jnp.asarray(schedule(updates)), **norms}
+        finite = jnp.isfinite(loss) & jnp.isfinite(norms["grad_norm"]) & jnp.isfinite(norms["param_norm"])
         new, scalars["skipped"] = _guarded(nnx.state(train_state), state, finite, settings.max_skipped)
         return new, scalars, *([grads] if with_grads else [])
 
@@ -108,13 +95,12 @@ def make_train_step(
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
 
-def _norms_by_group(name: str, state: nnx.State, groups: tuple[str, ...]) -> Scalars:
-    """The L2 norm of what each pattern of parameter path matches."""
+def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> Scalars:
+    """The L2 norm of all of a state, and as `name/group` of what each pattern of parameter path matches."""
     variables = named_variables(state)
-    matches = {group: fnmatch.filter(variables, group) for group in groups}
-    return {
-        f"{name}/{group}": optax.tree.norm([variables[path][...] for path in paths]) for group, paths in matches.items()
-    }
+    parts = {f"{name}/{group}": [variables[path][...] for path in fnmatch.filter(variables, group)] for group in groups}
+    with jax.named_scope(name):
+        return {key: optax.tree.norm(part) for key, part in {name: state, **parts}.items()}
 
 
 def _guarded(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) -> tuple[nnx.State, Array]:

@@ -23,12 +23,12 @@ def imported(tmp_path_factory):
     shutil.copytree(FOLDER / "qwen3", root / "source")
     (root / "source/tokenizer.json").write_text('{"version": "1.0"}')
     (root / "source/chat_template.jinja").write_text("{{ messages }}")
-    assert main(["import", str(root / "source"), str(root / "run"), "--fsdp", "2", "--tp", "2"]) == 0
+    assert main(["import", str(root / "source"), str(root / "run"), "--mesh.fsdp", "2", "--mesh.tp", "2"]) == 0
     return root
 
 
 def test_in_and_out_bit_by_bit(imported, tmp_path):
-    assert main(["export", str(imported / "run"), str(tmp_path / "out"), "--tp", "4"]) == 0
+    assert main(["export", str(imported / "run"), str(tmp_path / "out"), "--mesh.tp", "4"]) == 0
     assert weights(tmp_path / "out") == weights(FOLDER / "qwen3")
     assert (tmp_path / "out/tokenizer.json").read_text() == '{"version": "1.0"}'
     assert (tmp_path / "out/chat_template.jinja").exists()
@@ -91,7 +91,7 @@ def test_mistakes(imported, tmp_path, capsys):
     for command, expected in {
         ("import", str(tmp_path / "none"), str(tmp_path / "run")): "no such folder",
         ("import", str(imported / "source"), str(imported / "run")): "is there already; name a new folder",
-        ("import", str(imported / "source"), str(tmp_path / "run"), "--tp", "3"): "tp can be 1, 2, 4, 8",
+        ("import", str(imported / "source"), str(tmp_path / "run"), "--mesh.tp", "3"): "tp can be 1, 2, 4, 8",
         ("export", str(tmp_path), str(tmp_path / "out")): "no finished checkpoint there",
         ("export", str(imported / "run"), str(tmp_path / "out"), "--family", "bert"): "supported are llama, mistral",
         ("export", str(imported / "run"), str(tmp_path / "out"), "--family", "llama"): "a llama cannot be this model",

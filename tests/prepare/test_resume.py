@@ -71,3 +71,12 @@ def test_ended_at_each_moment_in_turn_and_resumed_to_the_byte(inputs, tmp_path, 
         assert code == 130
         assert contents(prepared(out, *command).folder) == whole
     assert moment > 20
+
+
+def test_goes_on_when_nobody_reads_its_output(inputs, tmp_path):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [str(inputs), "--on-error", "skip", "--out", str(tmp_path / "out")]
+    with os.fdopen(writing) as nobody:
+        subprocess.run([sys.executable, "-m", "jaxtp.prepare", *command], stdout=nobody, check=True, timeout=120)
+    assert (tmp_path / "out/dataset.json").exists()

@@ -1,6 +1,7 @@
 """Training that begins with a model in Hugging Face format: all of it, or adapters beside it."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -10,6 +11,9 @@ from runs import SMALL, TEXT, mesh, records
 
 import jaxtp
 from jaxtp.checkpoint.reader import open_checkpoint
+from jaxtp.convert.__main__ import main as convert
+from jaxtp.generate.__main__ import main as generate
+from jaxtp.hf.runs import load_run
 from jaxtp.train.__main__ import main
 
 MODEL = jaxtp.ModelConfig(vocab_size=256, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=64)
@@ -31,6 +35,10 @@ def command(tmp_path, model):
     return [*SHORT, *data, "--model.from-hf", str(model), "--run.dir", str(tmp_path / "run")]
 
 
+SIZES = [
+    *("--model.d-model", "32", "--model.num-layers", "2", "--model.d-ff", "64"),
+    *("--model.num-heads", "4", "--model.num-kv-heads", "2", "--model.head-dim", "6"),
+]
 LORA = ["--model.lora.rank", "4", "--optimizer.learning-rate", "0.05", "--optimizer.warmup-steps", "0"]
 
 
@@ -58,11 +66,57 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_with_them(tmp_path, command
     np.testing.assert_allclose(list(joined.values()), list(whole.values()), rtol=1e-4)
 
 
+def test_a_run_of_adapters_goes_on_beside_the_same_model_only(tmp_path, command, model, capsys):
+    copied = shutil.copytree(model, tmp_path / "copied")
+    command = [*command, *mesh(1, 1, 2), *LORA, "--model.from-hf", str(copied)]
+    assert main(command) == 0
+    assert main([*command, "--model.from-hf", str(model), "--train.steps", "4"]) == 0, "the same model, elsewhere"
+    jaxtp.save_hf(jaxtp.Decoder(MODEL, rngs=nnx.Rngs(6)), tmp_path / "other")
+    shutil.copy(tmp_path / "other/model.safetensors", copied)
+    before = records(tmp_path / "run")
+    assert main([*command, "--train.steps", "5"]) == 2
+    assert f"{copied} now has other values" in capsys.readouterr().err
+    assert records(tmp_path / "run") == before
+
+
+def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, command, model, capsys):
+    flags = ["--optimizer.learning-rate", "0.5", "--run.dir", str(tmp_path / "run")]
+    assert main([*command, *mesh(1, 1, 2), *LORA, *flags]) == 0
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "adapters")]) == 0
+    assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
+    merge = ["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"]
+    assert convert([*merge, "--mesh.tp", "2"]) == 0
+    merged = jaxtp.load_hf(tmp_path / "merged")
+    stored = open_checkpoint(tmp_path / "run")
+    adapted = load_run(stored.folder, stored.info, MODEL, jaxtp.make_mesh())
+    ids = np.arange(12).reshape(1, 12)
+    np.testing.assert_allclose(merged(ids), adapted(ids), atol=1e-5)
+    assert np.abs(np.asarray(merged(ids) - jaxtp.load_hf(model)(ids))).max() > 0.01, "the adapters do something"
+    capsys.readouterr()
+    generate_by = ["--model", str(tmp_path / "run"), "--prompt", "aaa", "--max-tokens", "4"]
+    assert generate([*generate_by, "--mesh.tp", "2"]) == 0
+    assert "parameters, float32" in capsys.readouterr().err
+    model_is = tmp_path / "moved"
+    assert generate([*generate_by, "--base", str(model_is)]) == 2
+    assert f"--base {model_is}: no such folder" in capsys.readouterr().err
+
+
+def test_what_only_adapters_have_is_refused_of_other_runs(tmp_path, command, capsys):
+    assert main([*command, *mesh(1, 1, 2)]) == 0
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merged"]) == 2
+    assert "has no adapters; leave --merged out" in capsys.readouterr().err
+    lora = [*command, *mesh(1, 1, 2), *LORA, "--run.dir", str(tmp_path / "lora")]
+    assert main(lora) == 0
+    at = command.index("--model.from-hf")
+    begin = [*command[:at], *command[at + 2 :], *SIZES, "--run.init-from", str(tmp_path / "lora")]
+    assert main([*begin, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "next")]) == 2
+    assert "holds adapters alone; make a model of them by `python -m jaxtp.convert export" in capsys.readouterr().err
+
+
 def test_adapters_of_a_run_of_ours(tmp_path, command):
     assert main([*command, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "base")]) == 0
     at = command.index("--model.from-hf")
-    sizes = "--model.num-heads 4 --model.num-kv-heads 2 --model.head-dim 6 --model.d-model 32 --model.num-layers 2 "
-    flags = [*command[:at], *command[at + 2 :], *(sizes + "--model.d-ff 64").split(), *LORA]
+    flags = [*command[:at], *command[at + 2 :], *SIZES, *LORA]
     assert main([*flags, "--run.init-from", str(tmp_path / "base"), *mesh(1, 2, 1)]) == 0
     assert main([*flags, "--run.init-from", str(tmp_path / "base"), *mesh(1, 1, 2), "--train.steps", "4"]) == 0
 

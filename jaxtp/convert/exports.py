@@ -1,0 +1,85 @@
+"""Exporting, as the command does it."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxtp.checkpoint.manager import CheckpointError, newest, stored_info
+from jaxtp.convert.config import Export
+from jaxtp.convert.imports import HF, IMPORTED
+from jaxtp.convert.progress import progress
+from jaxtp.hf.folder import HFError
+from jaxtp.hf.peft import save_peft
+from jaxtp.hf.runs import BASE, load_adapters, load_run, model_of
+from jaxtp.hf.save import save_hf
+from jaxtp.hf.writing import TOKENIZER_FILES
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.models.config import ModelConfig
+
+
+def export_run(command: Export) -> str:
+    """Writes a checkpoint as a folder in Hugging Face format; returns what was done, in a line.
+
+    Raises:
+      HFError: no family can be this model, or the folder cannot be written.
+      CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    checkpoint = newest(command.run.expanduser())
+    try:
+        info = stored_info(checkpoint)
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax raises whatever it meets
+        raise CheckpointError(f"{checkpoint} is damaged ({str(error).splitlines()[0][:200]})") from None
+    config = model_of(checkpoint, info)
+    if not config.lora.rank and (command.merged or command.base is not None):
+        raise HFError(f"{checkpoint} has no adapters; leave {'--merged' if command.merged else '--base'} out")
+    mesh = command.mesh.make()
+    if config.lora.rank and not command.merged:
+        _export_adapters(command, checkpoint, info, config, mesh)
+        return f"the adapters of {checkpoint} are in {command.out}"
+    _export_model(command, checkpoint, info, config, mesh)
+    return f"{checkpoint} is in {command.out}"
+
+
+def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
+    whole = replace(config, lora=LoraConfig())
+    save_hf(
+        load_run(checkpoint, info, whole, mesh, _base(command)),
+        command.out.expanduser(),
+        family=command.family,
+        tokenizer_from=_tokenizer(command, checkpoint, config),
+        dtype=command.dtype or info.get(IMPORTED, {}).get("dtype"),
+        max_shard_size=command.max_shard_size,
+        progress=progress("written"),
+    )
+
+
+def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
+    save_peft(
+        load_adapters(checkpoint, config, mesh),
+        command.out.expanduser(),
+        base=_base(command) or (info[BASE]["from"] if config.from_hf is not None else None),
+        family=command.family,
+        tokenizer_from=_tokenizer(command, checkpoint, config),
+        dtype=command.dtype,
+        progress=progress("written"),
+    )
+
+
+def _base(command: Export) -> Path | None:
+    return None if command.base is None else command.base.expanduser()
+
+
+def _tokenizer(command: Export, checkpoint: Path, config: ModelConfig) -> Path | None:
+    """The folder of the tokenizer's files: as asked for, as imported, or of the model that a run began with."""
+    if command.tokenizer_from is not None:
+        return command.tokenizer_from.expanduser()
+    folders = (checkpoint.resolve().parent.parent / HF, config.from_hf)
+    return next((folder for folder in folders if folder is not None and _has_tokenizer(folder)), None)
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in TOKENIZER_FILES)

@@ -1,0 +1,77 @@
+"""Importing, as the command does it."""
+
+import shutil
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.convert.config import Import
+from jaxtp.convert.progress import progress
+from jaxtp.hf.attributes import family_of
+from jaxtp.hf.folder import CONFIG, Folder, HFError, inside, open_folder
+from jaxtp.hf.load import import_config, load_folder
+from jaxtp.hf.names import dtypes
+from jaxtp.hf.writing import TOKENIZER_FILES
+from jaxtp.layers.precision import Precision
+from jaxtp.mesh import mesh_sizes
+from jaxtp.models.decoder import Decoder
+from jaxtp.models.families.family import Family
+from jaxtp.train import folder as run_folder
+from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
+
+HF = "hf"
+"""In an imported run: config.json and the tokenizer's files, as they came."""
+IMPORTED = "imported"
+"""In a checkpoint's info: where the model is from, and in which dtype it came."""
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def import_run(command: Import) -> str:
+    """Makes a run of an imported model; returns what was done, in a line.
+
+    Raises:
+      HFError: the folder cannot be imported, or the run's is not empty.
+    """
+    target = command.run.expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise HFError(f"{target} is there already; name a new folder")
+    source = open_folder(command.source.expanduser())
+    precision = None if command.dtype is None else Precision(param=command.dtype)
+    model_config = import_config(source, precision, {})
+    mesh = command.mesh.make()
+    with jax.set_mesh(mesh):
+        model = load_folder(source, model_config, mesh, progress("read"))
+    config = TrainConfig(
+        run=RunConfig(dir=target), mesh=MeshConfig(fsdp=command.mesh.fsdp, tp=command.mesh.tp), model=model_config
+    )
+    run_folder.prepare(target)
+    family = family_of(source.attributes, str(source.path))
+    _save(target, config, model, mesh, {"from": str(source.path), "dtype": _dtype(source, family)})
+    _keep_files(source.path, target / HF)
+    run_folder.write_config(config)
+    return f"{source.path} ({family.model_type}) is in {target}, parameters in {model_config.precision.param}"
+
+
+def _save(target: Path, config: TrainConfig, model: Decoder, mesh: Mesh, imported: dict[str, str]) -> None:
+    checkpoints = Checkpoints(target / run_folder.CHECKPOINTS)
+    info = run_folder.checkpoint_info(config, {IMPORTED: imported["from"]}, 0, mesh_sizes(mesh))
+    state: nnx.State = nnx.State({"model": nnx.state(model)})
+    checkpoints.save(0, state, mesh, {**info, IMPORTED: imported})
+    checkpoints.close()
+
+
+def _dtype(source: Folder, family: Family) -> str:
+    """What all tensors are stored in, or what holds any of them."""
+    stored = dtypes(source.tensors, family)
+    return _DTYPES[stored.pop()] if len(stored) == 1 else "float32"
+
+
+def _keep_files(source: Path, target: Path) -> None:
+    """Copies what an export needs beside the weights."""
+    target.mkdir()
+    for name in (CONFIG, *TOKENIZER_FILES):
+        if (source / name).exists():
+            shutil.copyfile(inside(source, name), target / name)

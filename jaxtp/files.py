@@ -1,0 +1,31 @@
+"""Files: their checksums, and waiting until they are on the disk."""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import IO, Any
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file in hexadecimal, read in pieces.
+
+    Raises:
+      OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Waits until what was written to an open file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Waits until the names in a folder are on the disk: after a rename, the new one."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

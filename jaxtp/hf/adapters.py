@@ -1,0 +1,71 @@
+"""Where a decoder's adapters are, and a decoder without them that computes the same."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+from flax import nnx
+from jax import Array
+
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.layers.lora import TARGETS, LoraConfig, Target
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.decoder import Decoder, abstract_decoder
+
+_KERNELS: Mapping[Target, str] = {
+    "q_proj": "blocks.attention.qkv.kernels.0",
+    "k_proj": "blocks.attention.qkv.kernels.1",
+    "v_proj": "blocks.attention.qkv.kernels.2",
+    "o_proj": "blocks.attention.out.kernel",
+    "gate_proj": "blocks.mlp.gate_up.kernels.0",
+    "up_proj": "blocks.mlp.gate_up.kernels.1",
+    "down_proj": "blocks.mlp.down.kernel",
+}
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter of every layer, and the kernel that it is beside, by their dotted paths."""
+
+    target: Target
+    kernel: str
+    lora: str
+    """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`."""
+
+
+def adapters(config: ModelConfig) -> Iterator[Adapter]:
+    """Those of a model."""
+    before: Counter[str] = Counter()
+    for target in TARGETS:
+        if config.lora.adapted(target):
+            layer = _KERNELS[target].partition(".kernel")[0]
+            yield Adapter(target, _KERNELS[target], f"{layer}.loras.{before[layer]}")
+            before[layer] += 1
+
+
+def merge_adapters(model: Decoder) -> Decoder:
+    """A model without adapters: each kernel with what its adapter adds to it; other arrays are shared with `model`.
+
+    The sum is made in the dtype of the parameters, where the adapter adds to the product in the compute dtype.
+    """
+    config, found = model.config, nnx.state(model, nnx.Param)
+    arrays = {path: variable[...] for path, variable in named_variables(found).items()}
+    for adapter in adapters(config):
+        kernel, a, b = (arrays[path] for path in (adapter.kernel, f"{adapter.lora}.a", f"{adapter.lora}.b"))
+        arrays[adapter.kernel] = _add(config.lora.alpha / config.lora.rank, kernel, a, b)
+    graph, abstract = abstract_decoder(replace(config, lora=LoraConfig()))
+    filled = [(path, v.replace(arrays[".".join(map(str, path))])) for path, v in nnx.to_flat_state(abstract)]
+    merged: Decoder = nnx.merge(graph, nnx.from_flat_state(filled))
+    return merged
+
+
+def _add(scale: float, kernel: Array, a: Array, b: Array) -> Array:
+    add = jax.jit(partial(_sum, scale), out_shardings=kernel.sharding)
+    added: Array = add(kernel, a, b)
+    return added
+
+
+def _sum(scale: float, kernel: Array, a: Array, b: Array) -> Array:
+    return (kernel + scale * (a @ b)).astype(kernel.dtype)

@@ -1,0 +1,158 @@
+"""The model of a run of ours: its weights; or its adapters, and the model that they were trained beside."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.checkpoint.checksum import checksums
+from jaxtp.checkpoint.logical import to_logical
+from jaxtp.checkpoint.manager import CheckpointError, load_weights, newest, stored_info
+from jaxtp.config import validate
+from jaxtp.hf.adapters import merge_adapters
+from jaxtp.hf.folder import CONFIG, open_folder
+from jaxtp.hf.load import load_folder
+from jaxtp.layers.lora import LoraConfig, LoraParam
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.decoder import Decoder, abstract_decoder
+
+BASE = "base"
+"""In the info of a checkpoint of adapters: where the model beside them is from, and what it is."""
+
+
+def load_run(
+    checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None = None
+) -> Decoder:
+    """The model of a checkpoint without adapters: if it has some, they are added to the kernels that they are beside.
+
+    Args:
+      checkpoint: its folder.
+      info: what it stored beside the arrays.
+      config: how the model is to run: `model_of` it, but for dtypes and the like, and without adapters.
+      mesh: where to put it.
+      base: where the model beside the adapters is, if it is no longer where it was.
+
+    Raises:
+      CheckpointError: it is damaged, or what is in `base` is not what its adapters were trained beside.
+      HFError: what is in `base` cannot be read.
+    """
+    trained = model_of(checkpoint, info)
+    with jax.set_mesh(mesh):
+        graph, abstract = abstract_decoder(config)
+    if not trained.lora.rank:
+        weights, _ = load_weights(checkpoint, abstract, mesh)
+    else:  # in the dtypes of training, before anything is cast
+        merged = nnx.state(merge_adapters(_adapted(checkpoint, info, trained, mesh, base)))
+        weights = jax.tree.map(lambda array: array.astype(config.precision.param), merged)
+    model: Decoder = nnx.merge(graph, weights)
+    return model
+
+
+def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
+    """The model of a checkpoint of adapters, whose other parameters are shapes.
+
+    Raises:
+      CheckpointError: it is damaged.
+    """
+    with jax.set_mesh(mesh):
+        graph, abstract = abstract_decoder(config)
+    own, _ = load_weights(checkpoint, nnx.filter_state(abstract, LoraParam), mesh)
+    model: Decoder = nnx.merge(graph, nnx.merge_state(abstract, own))
+    return model
+
+
+def model_of(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
+    """What the model of a checkpoint is.
+
+    Raises:
+      CheckpointError: it does not say.
+      ConfigError: it says something that is no model of ours.
+    """
+    stored = info.get("config", {})
+    if "model" not in stored:
+        raise CheckpointError(f"{checkpoint} does not say of which model it is; jaxtp.train did not write it")
+    return validate(ModelConfig, stored["model"], source=f"{checkpoint}: its model")
+
+
+def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, Path]:
+    """All parameters of a model but its adapters.
+
+    Args:
+      path: a folder in Hugging Face format, or a run of ours or one of its checkpoints.
+      config: the model; it may have adapters.
+      mesh: where to put them.
+
+    Returns:
+      The parameters, and the folder that they are from.
+
+    Raises:
+      HFError, CheckpointError: they cannot be read, or are of another model.
+    """
+    whole = replace(config, lora=LoraConfig())
+    if (path / CONFIG).is_file():
+        with jax.set_mesh(mesh):
+            return nnx.state(load_folder(open_folder(path), whole, mesh)), path
+    folder = newest(path)
+    if model_of(folder, stored_info(folder)).lora.rank:
+        raise CheckpointError(
+            f"{folder} holds adapters alone; make a model of them by "
+            f"`python -m jaxtp.convert export {path} DIR --merged` and begin with --model.from-hf DIR"
+        )
+    with jax.set_mesh(mesh):
+        _, abstract = abstract_decoder(whole)
+    return load_weights(folder, abstract, mesh)
+
+
+def describe_base(weights: nnx.State, origin: Path, mesh: Mesh) -> dict[str, str]:
+    """What a checkpoint of adapters says of the model beside them: where it is, and a hash of its values.
+
+    The hash is of the values as float32, so parameters in bfloat16 or in float32 that have them are the same model.
+    """
+    arrays = to_logical(weights, mesh)
+    sums = {name: checksums({name: array.astype(jnp.float32)})[name] for name, array in sorted(arrays.items())}
+    return {"from": str(origin.resolve()), "sha256": hashlib.sha256(json.dumps(sums).encode()).hexdigest()}
+
+
+def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) -> None:
+    """Checks that adapters come beside the model that they were trained beside.
+
+    Args:
+      info: of the adapters' checkpoint.
+      now: as `describe_base` gives it of the model that is to be beside them.
+      origin: where that is from.
+
+    Raises:
+      CheckpointError: it is another model.
+    """
+    stored = info.get(BASE, {})
+    if stored.get("sha256") != now["sha256"]:
+        raise CheckpointError(
+            f"the adapters were trained beside the model in {stored.get('from', 'a folder that is not recorded')}, and "
+            f"what is in {origin} now has other values, or another dtype (model.precision.param)"
+        )
+
+
+def _adapted(checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None) -> Decoder:
+    """The model as it was trained, with its adapters."""
+    if BASE not in info:
+        raise CheckpointError(f"{checkpoint} does not say beside which model its adapters were trained")
+    kept, origin = load_base(_base_of(checkpoint, info, base), config, mesh)
+    check_base(info, describe_base(kept, origin, mesh), origin)
+    model = load_adapters(checkpoint, config, mesh)
+    nnx.update(model, kept)
+    return model
+
+
+def _base_of(checkpoint: Path, info: Mapping[str, Any], given: Path | None) -> Path:
+    path = Path(info[BASE]["from"]) if given is None else given
+    if not path.is_dir():
+        where = f"--base {path}" if given is not None else f"{path}, beside which {checkpoint} was trained"
+        raise CheckpointError(f"{where}: no such folder; name the model's by --base DIR")
+    return path

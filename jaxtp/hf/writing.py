@@ -1,0 +1,113 @@
+"""Pieces of writing a folder: tensors gathered one at a time, and a folder that appears when it is complete."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.experimental import multihost_utils
+
+from jaxtp.checkpoint.safetensors import Block
+from jaxtp.files import sync_file, sync_folder
+from jaxtp.hf.folder import HFError, inside
+from jaxtp.hf.load import Progress
+from jaxtp.hf.names import Place
+from jaxtp.layers.parameter import logical_shape
+
+DType = Literal["float32", "bfloat16", "float16"]
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+"""Copied with a model, if they are there: also how it is prompted and sampled from."""
+SPELLED: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Gathered:
+    """Tensors as the file has them, each on the host when it is asked for."""
+
+    def __init__(
+        self,
+        variables: Mapping[str, nnx.Variable[Any]],
+        tensors: Mapping[str, Place],
+        dtype: np.dtype,
+        progress: Progress | None,
+    ):
+        self.variables, self.tensors, self.dtype, self.progress = variables, tensors, dtype, progress
+        self.done, self.total = 0, sum(num_bytes(place, dtype) for place in tensors.values())
+
+    def __call__(self, name: str) -> Block:
+        """The tensor of that name; called on every process."""
+        place = self.tensors[name]
+        variable = self.variables[place.ours]
+        array, logical = variable[...], logical_shape(variable)
+        if place.layer is not None:
+            array, logical = _layer(array, np.int32(place.layer)), logical[1:]
+        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+        host = np.asarray(whole)[tuple(slice(size) for size in logical)].astype(self.dtype, copy=False)
+        self.done += num_bytes(place, self.dtype)
+        if self.progress is not None:
+            self.progress(self.done, self.total)
+        return host.T if place.transposed else host
+
+
+@jax.jit
+def _layer(stacked: Array, index: Array) -> Array:
+    return jax.lax.dynamic_index_in_dim(stacked, index, 0, keepdims=False)
+
+
+def num_bytes(place: Place, dtype: np.dtype) -> int:
+    """Of a tensor in the file."""
+    return int(np.prod(place.shape)) * dtype.itemsize
+
+
+@contextmanager
+def appearing(path: Path) -> Iterator[Path]:
+    """A folder to write into, which becomes `path` when the block ends well, and vanishes otherwise.
+
+    Raises:
+      HFError: there is something at `path`, or it cannot be written.
+    """
+    try:
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise HFError(f"{path} is there already; name a new folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial_folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent))
+    except OSError as error:
+        raise HFError(f"{path}: {error.strerror}") from None
+    try:
+        yield partial_folder
+        partial_folder.chmod(0o755)  # mkdtemp's is the owner's alone
+        partial_folder.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise HFError(f"{path}: {error.strerror}") from None
+    finally:
+        shutil.rmtree(partial_folder, ignore_errors=True)
+
+
+def write_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Writes an object, and waits until it is on the disk."""
+    with path.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, sort_keys=True)
+        file.write("\n")
+        sync_file(file)
+
+
+def tokenizer_files(source: Path) -> list[Path]:
+    """Those of a folder.
+
+    Raises:
+      HFError: there are none, or one is a link out of the folder.
+    """
+    found = [inside(source, name) for name in TOKENIZER_FILES if (source / name).exists()]
+    if not found:
+        raise HFError(f"{source}: no tokenizer there: none of {', '.join(TOKENIZER_FILES)}")
+    return found

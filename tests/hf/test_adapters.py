@@ -1,0 +1,79 @@
+"""Adapters written as PEFT has them, and merged into their kernels."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file, save_file
+
+import jaxtp
+from jaxtp.layers.lora import LoraConfig, LoraParam
+
+PLAIN = jaxtp.ModelConfig(vocab_size=37, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
+LORA = LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+ADAPTED = dataclasses.replace(PLAIN, lora=LORA)
+IDS = np.arange(16).reshape(2, 8) * 5 % 37
+
+
+def decoder():
+    """A model whose adapters are not zero."""
+    model = jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(3))
+    rngs = nnx.Rngs(4)
+    trained = jax.tree.map(lambda a: 0.3 * jax.random.normal(rngs.params(), a.shape), nnx.state(model, LoraParam))
+    nnx.update(model, trained)
+    return model
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """The base and the adapters as folders, and the logits of both together on one device."""
+    folder, model = tmp_path_factory.mktemp("adapters"), decoder()
+    graph, _ = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))))
+    others = nnx.filter_state(nnx.state(model), lambda _, variable: not isinstance(variable, LoraParam))
+    jaxtp.save_hf(nnx.merge(graph, others), folder / "base")
+    jaxtp.save_peft(model, folder / "adapters", base=folder / "base")
+    return folder, np.asarray(model(IDS))
+
+
+def test_what_peft_adds_to_the_base_is_what_the_adapters_add(folders, tmp_path):
+    folder, logits = folders
+    config = json.loads((folder / "adapters/adapter_config.json").read_text())
+    adapters = load_file(folder / "adapters/adapter_model.safetensors")
+    tensors = load_file(folder / "base/model.safetensors")
+    for name in [name for name in adapters if name.endswith("lora_A.weight")]:
+        target = name.removeprefix("base_model.model.").replace("lora_A.", "")
+        b = adapters[name.replace("lora_A", "lora_B")]
+        tensors[target] = tensors[target] + config["lora_alpha"] / config["r"] * b @ adapters[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((folder / "base/config.json").read_text())
+    np.testing.assert_allclose(jaxtp.load_hf(tmp_path)(IDS), logits, atol=2e-5)
+    assert len(adapters) == 2 * len(LORA.targets) * PLAIN.num_layers
+    assert config["target_modules"] == list(LORA.targets)
+    assert config["base_model_name_or_path"] == str(folder / "base")
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 4), (1, 4, 1)], ids=str)
+def test_from_any_mesh_and_merged_on_it(folders, tmp_path, sizes):
+    folder, logits = folders
+    with jax.set_mesh(jaxtp.make_mesh(*sizes)):
+        model = nnx.jit(decoder)()
+        jaxtp.save_peft(model, tmp_path / "adapters", base=folder / "base")
+        merged = jaxtp.merge_adapters(model)
+        np.testing.assert_allclose(merged(np.tile(IDS, (2, 1)))[:2], logits, atol=2e-5)
+    one, other = (load_file(where / "adapters/adapter_model.safetensors") for where in (folder, tmp_path))
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(other[name], array, atol=1e-6)
+    kernel = merged.blocks.mlp.down.kernel[...]
+    assert kernel.sharding == model.blocks.mlp.down.kernel[...].sharding
+
+
+def test_the_other_function_is_named(tmp_path):
+    with pytest.raises(jaxtp.HFError, match="save_peft"):
+        jaxtp.save_hf(decoder(), tmp_path / "out")
+    with pytest.raises(jaxtp.HFError, match="save_hf"):
+        jaxtp.save_peft(jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0)), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
