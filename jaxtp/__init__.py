@@ -6,15 +6,18 @@ from jaxtp.explain.explanation import explain
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.row import Result
 from jaxtp.generate.settings import GenerationSettings
-from jaxtp.hf.adapters import merge_adapters
+from jaxtp.generate.tokenizer import open_tokenizer
+from jaxtp.hf.adapters import add_adapters, merge_adapters
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.load import load_hf
 from jaxtp.hf.peft import save_peft
+from jaxtp.hf.runs import load_run
 from jaxtp.hf.save import save_hf
 from jaxtp.layers.attention import CausalSelfAttention
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.loss import vocab_parallel_cross_entropy
 from jaxtp.layers.mlp import SwiGLU
 from jaxtp.layers.norm import RMSNorm
@@ -52,6 +55,7 @@ __all__ = [
     "GenerationSettings",
     "Generator",
     "HFError",
+    "LoraConfig",
     "MeshError",
     "ModelConfig",
     "PlanError",
@@ -68,11 +72,14 @@ __all__ = [
     "SwiGLU",
     "VocabParallelEmbedding",
     "VocabParallelHead",
+    "add_adapters",
     "audit",
     "explain",
     "load_hf",
+    "load_run",
     "make_mesh",
     "merge_adapters",
+    "open_tokenizer",
     "parallelize",
     "propose_plan",
     "read_config",

@@ -77,7 +77,7 @@ def test_generating_from_the_run_on_own_data(tmp_path, dataset, capsys):
     flags = [str(dataset) if flag == "data/own" else flag for flag in trained]
     assert main(shortened(flags, tmp_path, 2)) == 0
     capsys.readouterr()
-    command, _ = GENERATE
+    command, *_ = GENERATE
     assert generate([str(tmp_path) if word == "runs/own" else word for word in command]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith('--- 0: "def main("\n')
@@ -185,6 +185,12 @@ def test_the_tree_is_the_tree():
         assert (ROOT / name).exists() or (ROOT / "jaxtp" / name).exists(), name
     for folder in ROOT.glob("jaxtp/*/__init__.py"):
         assert f"  {folder.parent.name}/" in tree
+
+
+def test_the_commands_are_listed(capsys):
+    runpy.run_module("jaxtp", run_name="__main__")
+    listed = capsys.readouterr().out
+    assert set(re.findall(r"python -m (jaxtp\.\w+)", README)) <= set(re.findall(r"python -m (jaxtp\.\w+) ", listed))
 
 
 def test_links_lead_somewhere():

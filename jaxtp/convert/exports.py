@@ -1,5 +1,6 @@
 """Exporting, as the command does it."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,13 +9,13 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.manager import CheckpointError, newest, stored_info
 from jaxtp.convert.config import Export
-from jaxtp.convert.imports import HF, IMPORTED
+from jaxtp.convert.imports import IMPORTED
 from jaxtp.convert.progress import progress
 from jaxtp.hf.folder import HFError
+from jaxtp.hf.kept import has_tokenizer, kept_files
 from jaxtp.hf.peft import save_peft
-from jaxtp.hf.runs import BASE, load_adapters, load_run, model_of
+from jaxtp.hf.runs import BASE, load_adapted, load_adapters, load_merged, model_of
 from jaxtp.hf.save import save_hf
-from jaxtp.hf.writing import TOKENIZER_FILES
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.models.config import ModelConfig
 
@@ -47,10 +48,10 @@ def export_run(command: Export) -> str:
 def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
     whole = replace(config, lora=LoraConfig())
     save_hf(
-        load_run(checkpoint, info, whole, mesh, _base(command)),
+        load_merged(checkpoint, info, whole, mesh, _base(command)),
         command.out.expanduser(),
         family=command.family,
-        tokenizer_from=_tokenizer(command, checkpoint, config),
+        tokenizer_from=_tokenizer(command, checkpoint, info),
         dtype=command.dtype or info.get(IMPORTED, {}).get("dtype"),
         max_shard_size=command.max_shard_size,
         progress=progress("written"),
@@ -58,12 +59,13 @@ def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], confi
 
 
 def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
+    given = _base(command)
     save_peft(
-        load_adapters(checkpoint, config, mesh),
+        load_adapters(checkpoint, config, mesh) if given is None else load_adapted(checkpoint, info, mesh, given),
         command.out.expanduser(),
-        base=_base(command) or (info[BASE]["from"] if config.from_hf is not None else None),
+        base=given or (info[BASE]["from"] if config.from_hf is not None else None),
         family=command.family,
-        tokenizer_from=_tokenizer(command, checkpoint, config),
+        tokenizer_from=_tokenizer(command, checkpoint, info),
         dtype=command.dtype,
         progress=progress("written"),
     )
@@ -73,13 +75,13 @@ def _base(command: Export) -> Path | None:
     return None if command.base is None else command.base.expanduser()
 
 
-def _tokenizer(command: Export, checkpoint: Path, config: ModelConfig) -> Path | None:
-    """The folder of the tokenizer's files: as asked for, as imported, or of the model that a run began with."""
+def _tokenizer(command: Export, checkpoint: Path, info: dict[str, Any]) -> Path | None:
+    """The folder of the tokenizer's files: as asked for, as they came with the model, or that of the data."""
     if command.tokenizer_from is not None:
         return command.tokenizer_from.expanduser()
-    folders = (checkpoint.resolve().parent.parent / HF, config.from_hf)
-    return next((folder for folder in folders if folder is not None and _has_tokenizer(folder)), None)
-
-
-def _has_tokenizer(folder: Path) -> bool:
-    return any((folder / name).exists() for name in TOKENIZER_FILES)
+    data = info["config"].get("data", {}).get("path")
+    folders = (kept_files(checkpoint), None if data is None else Path(data).expanduser())
+    found = next((folder for folder in folders if folder is not None and has_tokenizer(folder)), None)
+    if found is None:
+        print("no tokenizer's files are known to go with it; --tokenizer-from DIR copies some", file=sys.stderr)
+    return found

@@ -1,6 +1,5 @@
 """Importing, as the command does it."""
 
-import shutil
 from pathlib import Path
 
 import jax
@@ -11,10 +10,10 @@ from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.convert.config import Import
 from jaxtp.convert.progress import progress
 from jaxtp.hf.attributes import family_of
-from jaxtp.hf.folder import CONFIG, Folder, HFError, inside, open_folder
+from jaxtp.hf.folder import Folder, HFError, open_folder
+from jaxtp.hf.kept import keep_files
 from jaxtp.hf.load import import_config, load_folder
 from jaxtp.hf.names import dtypes
-from jaxtp.hf.writing import TOKENIZER_FILES
 from jaxtp.layers.precision import Precision
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -22,8 +21,6 @@ from jaxtp.models.families.family import Family
 from jaxtp.train import folder as run_folder
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
 
-HF = "hf"
-"""In an imported run: config.json and the tokenizer's files, as they came."""
 IMPORTED = "imported"
 """In a checkpoint's info: where the model is from, and in which dtype it came."""
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -50,7 +47,7 @@ def import_run(command: Import) -> str:
     run_folder.prepare(target)
     family = family_of(source.attributes, str(source.path))
     _save(target, config, model, mesh, {"from": str(source.path), "dtype": _dtype(source, family)})
-    _keep_files(source.path, target / HF)
+    keep_files(source.path, target)
     run_folder.write_config(config)
     return f"{source.path} ({family.model_type}) is in {target}, parameters in {model_config.precision.param}"
 
@@ -67,11 +64,3 @@ def _dtype(source: Folder, family: Family) -> str:
     """What all tensors are stored in, or what holds any of them."""
     stored = dtypes(source.tensors, family)
     return _DTYPES[stored.pop()] if len(stored) == 1 else "float32"
-
-
-def _keep_files(source: Path, target: Path) -> None:
-    """Copies what an export needs beside the weights."""
-    target.mkdir()
-    for name in (CONFIG, *TOKENIZER_FILES):
-        if (source / name).exists():
-            shutil.copyfile(inside(source, name), target / name)

@@ -65,7 +65,7 @@ class Generator:
       model: built with `sequence_parallel=None` (or False), which a single token needs.
       tokenizer: of the model.
       end_ids: tokens that end a text; default, the tokenizer's end token if it has one.
-      prefix: ids before each prompt that is text.
+      prefix: ids before each prompt that is text; default, those that the tokenizer's own file asks for.
       batch_size: prompts that are continued together, rounded up to a multiple of dp * fsdp.
       chunk: tokens of a prompt that are read at a time.
 
@@ -79,7 +79,7 @@ class Generator:
         tokenizer: Tokenizer,
         *,
         end_ids: frozenset[int] | None = None,
-        prefix: Sequence[int] = (),
+        prefix: Sequence[int] | None = None,
         batch_size: int = 8,
         chunk: int = 512,
     ):
@@ -93,7 +93,7 @@ class Generator:
         self.model = model
         self.tokenizer = tokenizer
         self.end_ids = frozenset(own_end) if end_ids is None else end_ids
-        self.prefix = tuple(prefix)
+        self.prefix = tuple(getattr(tokenizer, "prefix", ()) if prefix is None else prefix)
         self.speed = Speed()
         """Of the last call."""
         self._num_ids = min(tokenizer.info.vocab_size, model.config.vocab_size)

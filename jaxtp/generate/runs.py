@@ -8,9 +8,11 @@ from jaxtp.checkpoint.manager import CheckpointError, newest
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer
+from jaxtp.generate.described import Described, describe
 from jaxtp.generate.source import Options, Source, SourceError, to_generate
 from jaxtp.generate.tokenizer import open_tokenizer
-from jaxtp.hf.runs import load_run, model_of
+from jaxtp.hf.kept import kept_files
+from jaxtp.hf.runs import load_merged, model_of
 
 
 def is_model(folder: Path) -> bool:
@@ -33,12 +35,16 @@ def open_folder(folder: Path, options: Options) -> Source:
     config = to_generate(model_of(checkpoint.folder, checkpoint.info), options.dtype)
     tokenizer = _tokenizer(checkpoint.folder, checkpoint.info, options)
     end = () if tokenizer.info.eos_id is None else (tokenizer.info.eos_id,)
+    kept = kept_files(checkpoint.folder)
+    described = Described() if kept is None else describe(kept)
     return Source(
         name=f"{folder}, step {checkpoint.folder.name}",
         config=config,
         tokenizer=tokenizer,
-        load=lambda mesh: load_run(checkpoint.folder, checkpoint.info, config, mesh, options.base),
-        end_ids=frozenset(end),
+        load=lambda mesh: load_merged(checkpoint.folder, checkpoint.info, config, mesh, options.base),
+        end_ids=described.end_ids | frozenset(end),
+        template=described.template,
+        special_tokens=described.special_tokens,
     )
 
 
@@ -50,7 +56,7 @@ def _tokenizer(checkpoint: Path, info: Mapping[str, Any], options: Options) -> T
             raise SourceError(f"{checkpoint} was trained on bytes; leave --tokenizer out")
         return ByteTokenizer()
     data = info["config"].get("data", {})
-    places = [options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None)]
+    places = [options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None), kept_files(checkpoint)]
     path = next((Path(place).expanduser() for place in places if place is not None), None)
     if path is None:
         raise SourceError(f"{checkpoint} does not say which tokenizer it needs; name it by --tokenizer PATH")

@@ -5,6 +5,7 @@ from pathlib import Path
 from jaxtp.config import nearest_file
 from jaxtp.generate import huggingface, runs
 from jaxtp.generate.source import Options, Source, SourceError
+from jaxtp.hf.peft import CONFIG as ADAPTERS
 
 
 def open_source(folder: Path, options: Options = Options()) -> Source:
@@ -20,6 +21,11 @@ def open_source(folder: Path, options: Options = Options()) -> Source:
     for kind in (huggingface, runs):
         if kind.is_model(folder):
             return kind.open_folder(folder, options)
+    if (folder / ADAPTERS).is_file():
+        raise SourceError(
+            f"--model {folder}: adapters in PEFT's format, without their model; give the run that trained them, or "
+            "export it with --merged"
+        )
     raise SourceError(
         f"--model {folder}: no run with a finished checkpoint, and no model in Hugging Face's format (config.json)"
     )

@@ -6,7 +6,7 @@ from jaxtp.data.manifest import MANIFEST, TOKENIZER
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerError, load_tokenizer, read_tokenizer
 
 
-def open_tokenizer(path: Path, *, special_tokens: bool = False) -> Tokenizer:
+def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokenizer:
     """The tokenizer of a dataset, or a `tokenizer.json`, or the one in a folder.
 
     Args:
@@ -17,6 +17,7 @@ def open_tokenizer(path: Path, *, special_tokens: bool = False) -> Tokenizer:
       DatasetError: an unfinished or damaged dataset.
       TokenizerError: no tokenizer.
     """
+    path = Path(path)
     if (path / MANIFEST).is_file():
         return load_tokenizer(path, special_tokens=special_tokens)
     file = path / TOKENIZER if path.is_dir() else path

@@ -10,7 +10,8 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.layers.lora import TARGETS, LoraConfig, Target
+from jaxtp.layers.lora import TARGETS, LoraConfig, LoraParam, Target
+from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
@@ -43,6 +44,27 @@ def adapters(config: ModelConfig) -> Iterator[Adapter]:
             layer = _KERNELS[target].partition(".kernel")[0]
             yield Adapter(target, _KERNELS[target], f"{layer}.loras.{before[layer]}")
             before[layer] += 1
+
+
+def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
+    """A model with adapters that begin as nothing, split like the kernels that they are beside; its arrays are shared.
+
+    Args:
+      model: without adapters, on the mesh in context or on one device without one.
+      lora: their rank, and where they are.
+      seed: of what is random in them.
+    """
+    config = replace(model.config, lora=lora)
+    graph, abstract = abstract_decoder(config)
+    own = nnx.filter_state(abstract, LoraParam)
+
+    def create() -> nnx.State:
+        return nnx.filter_state(nnx.state(Decoder(config, rngs=nnx.Rngs(seed))), LoraParam)
+
+    shardings = None if current_mesh() is None else nnx.get_named_sharding(own, jax.sharding.get_mesh())
+    created: nnx.State = jax.jit(create, out_shardings=shardings)()
+    adapted: Decoder = nnx.merge(graph, nnx.merge_state(nnx.state(model), created))
+    return adapted
 
 
 def merge_adapters(model: Decoder) -> Decoder:

@@ -1,6 +1,7 @@
 """A folder in Hugging Face format into a model on a mesh: every device's part straight from the bytes of the files."""
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -65,6 +66,13 @@ def import_config(folder: Folder, precision: Precision | None, overrides: Mappin
       HFError: an override of the architecture, or as `load_hf`.
     """
     config = model_config(folder.attributes, str(folder.path / CONFIG))
+    unknown = [name for name in overrides if not hasattr(config, name)]
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], [field.name for field in dataclasses.fields(config)], n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise HFError(f"{', '.join(unknown)}: no field of ModelConfig{hint}")
+    if "lora" in overrides:
+        raise HFError("lora: load the model, then give it adapters: jaxtp.add_adapters(model, LoraConfig(rank=8))")
     fixed = [name for name in overrides if name in architecture(config)]
     if fixed:
         raise HFError(f"{', '.join(fixed)}: what the model is follows from {folder.path / CONFIG}; leave it out")

@@ -15,11 +15,13 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint.checksum import checksums
 from jaxtp.checkpoint.logical import to_logical
 from jaxtp.checkpoint.manager import CheckpointError, load_weights, newest, stored_info
+from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.config import validate
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.folder import CONFIG, open_folder
 from jaxtp.hf.load import load_folder
 from jaxtp.layers.lora import LoraConfig, LoraParam
+from jaxtp.mesh import current_mesh, make_mesh
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
@@ -27,7 +29,26 @@ BASE = "base"
 """In the info of a checkpoint of adapters: where the model beside them is from, and what it is."""
 
 
-def load_run(
+def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
+    """The model of a run as it was trained, with its adapters if it has any, on the mesh in context.
+
+    Args:
+      path: the folder of a run (its newest checkpoint), or of one checkpoint.
+      base: where the model beside the adapters is, if it is no longer where the run found it.
+
+    Raises:
+      CheckpointError: there is none, it is damaged, or `base` is not what its adapters were trained beside.
+      HFError: what is in `base` cannot be read.
+    """
+    checkpoint = open_checkpoint(Path(path).expanduser())
+    mesh = make_mesh() if current_mesh() is None else jax.sharding.get_mesh()
+    model = model_of(checkpoint.folder, checkpoint.info)
+    if model.lora.rank:
+        return load_adapted(checkpoint.folder, checkpoint.info, mesh, None if base is None else Path(base).expanduser())
+    return load_merged(checkpoint.folder, checkpoint.info, model, mesh)
+
+
+def load_merged(
     checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None = None
 ) -> Decoder:
     """The model of a checkpoint without adapters: if it has some, they are added to the kernels that they are beside.
@@ -49,9 +70,21 @@ def load_run(
     if not trained.lora.rank:
         weights, _ = load_weights(checkpoint, abstract, mesh)
     else:  # in the dtypes of training, before anything is cast
-        merged = nnx.state(merge_adapters(_adapted(checkpoint, info, trained, mesh, base)))
+        merged = nnx.state(merge_adapters(load_adapted(checkpoint, info, mesh, base)))
         weights = jax.tree.map(lambda array: array.astype(config.precision.param), merged)
     model: Decoder = nnx.merge(graph, weights)
+    return model
+
+
+def load_adapted(checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Path | None = None) -> Decoder:
+    """The model of a checkpoint of adapters, with those and what they were trained beside; see `load_merged`."""
+    if BASE not in info:
+        raise CheckpointError(f"{checkpoint} does not say beside which model its adapters were trained")
+    config = model_of(checkpoint, info)
+    kept, origin = load_base(_base_of(checkpoint, info, base), config, mesh)
+    check_base(info, describe_base(kept, origin, mesh), origin)
+    model = load_adapters(checkpoint, config, mesh)
+    nnx.update(model, kept)
     return model
 
 
@@ -137,17 +170,6 @@ def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) ->
             f"the adapters were trained beside the model in {stored.get('from', 'a folder that is not recorded')}, and "
             f"what is in {origin} now has other values, or another dtype (model.precision.param)"
         )
-
-
-def _adapted(checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None) -> Decoder:
-    """The model as it was trained, with its adapters."""
-    if BASE not in info:
-        raise CheckpointError(f"{checkpoint} does not say beside which model its adapters were trained")
-    kept, origin = load_base(_base_of(checkpoint, info, base), config, mesh)
-    check_base(info, describe_base(kept, origin, mesh), origin)
-    model = load_adapters(checkpoint, config, mesh)
-    nnx.update(model, kept)
-    return model
 
 
 def _base_of(checkpoint: Path, info: Mapping[str, Any], given: Path | None) -> Path:

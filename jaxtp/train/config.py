@@ -264,8 +264,8 @@ def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
     """
     if model.vocab_size < needed:
         raise ConfigError(
-            f"model.vocab_size={model.vocab_size} is less than the {needed} values of a token of the {source}; "
-            f"at least --model.vocab-size {needed}"
+            f"the ids of {source} go up to {needed - 1}, and model.vocab_size={model.vocab_size} has fewer; a new "
+            f"model needs at least --model.vocab-size {needed}, that of a run is in --config RUN/config.yaml"
         )
 
 

@@ -4,14 +4,16 @@ import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import newest
-from jaxtp.config import ConfigError
+from jaxtp.checkpoint.manager import CheckpointError, newest, stored_info
+from jaxtp.config import ConfigError, validate
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.files import sha256
 from jaxtp.hf.attributes import read_config
+from jaxtp.hf.kept import keep_files, kept_files
 from jaxtp.hf.runs import load_base
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
@@ -24,7 +26,7 @@ def with_model(config: TrainConfig) -> TrainConfig:
       HFError: it names none that is understood.
       ConfigError: settings that contradict it.
     """
-    if config.model.from_hf is None:
+    if config.model.from_hf is None or _goes_on_without(config):
         return config
     found = read_config(config.model.from_hf)
     there = architecture(found) | {"lora": architecture(config.model)["lora"]}
@@ -73,6 +75,26 @@ def given_weights(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, Path] | N
     """
     origin = config.model.from_hf or config.run.init_from
     return None if origin is None else load_base(origin, config.model, mesh)
+
+
+def _goes_on_without(config: TrainConfig) -> bool:
+    """Whether the model's folder is gone and not needed: the run has its weights, and its configuration the sizes."""
+    if config.model.from_hf is None or config.model.from_hf.exists() or config.model.lora.rank:
+        return False
+    try:
+        stored = stored_info(newest(config.run.dir))["config"]["model"]
+    except CheckpointError:
+        return False
+    return validate(ModelConfig, stored, source=str(config.run.dir)) == config.model
+
+
+def keep_files_of_origin(config: TrainConfig) -> None:
+    """Keeps what came with the model that a run begins with, its tokenizer and chat template, in the run's folder."""
+    source = config.model.from_hf
+    if source is None and config.run.init_from is not None:
+        source = kept_files(newest(config.run.init_from))
+    if source is not None and jax.process_index() == 0:
+        keep_files(source, config.run.dir)
 
 
 def _contradictions(model: ModelConfig, there: dict[str, object]) -> Iterator[str]:

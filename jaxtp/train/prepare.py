@@ -19,7 +19,7 @@ from jaxtp.hf.runs import check_base, describe_base
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check_vocabulary
-from jaxtp.train.origin import check_tokenizer, given_weights
+from jaxtp.train.origin import check_tokenizer, given_weights, keep_files_of_origin
 from jaxtp.train.report import Report, summary
 from jaxtp.train.state import Blueprint, parameters, plan_state, total_bytes
 
@@ -164,6 +164,7 @@ def _begin(config: TrainConfig, blueprint: Blueprint, report: Report, resumed: d
         if resumed is not None:
             check_base(resumed, base, origin)
     state = blueprint.create(config.run.seed, weights)
+    keep_files_of_origin(config)
     report.line(f"weights from {origin}")
     return _Start(state, config, base)
 

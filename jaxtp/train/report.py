@@ -3,12 +3,14 @@
 import platform
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 import jaxtp
-from jaxtp.checkpoint.logical import spec
+from jaxtp.checkpoint.logical import logical_size, spec
 from jaxtp.console import Display
 from jaxtp.data.samples import Data
+from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import DP, FSDP, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
@@ -48,7 +50,8 @@ def summary(config: TrainConfig, mesh: Mesh, data: Data, blueprint: Blueprint) -
     rows = {
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
         "mesh": f"{describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}",
-        "model": f"{parameter_count(blueprint):,} parameters: {_describe_model(config.model)}",
+        "model": f"{parameter_count(blueprint):,} parameters{_describe_trained(blueprint)}: "
+        f"{_describe_model(config.model)}",
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
         "data": f"{data.corpus.description}: {data.corpus.train_tokens:,} {data.corpus.unit} to train on, "
@@ -89,6 +92,12 @@ def _describe_batch(config: TrainConfig, mesh: Mesh, unit: str) -> str:
         f"{batch} sequences of {config.data.sequence_length} {unit} = dp {sizes[DP]} x fsdp {sizes[FSDP]} x "
         f"accumulation {accumulation} x {per_device} per device"
     )
+
+
+def _describe_trained(blueprint: Blueprint) -> str:
+    """How many are trained, where they are not all."""
+    adapters = logical_size(nnx.filter_state(blueprint.abstract["model"], trained(blueprint.config.lora)))
+    return "" if adapters == parameter_count(blueprint) else f", {adapters:,} of them trained"
 
 
 def _describe_model(model: ModelConfig) -> str:

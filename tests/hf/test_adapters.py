@@ -1,5 +1,6 @@
 """Adapters written as PEFT has them, and merged into their kernels."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -71,9 +72,29 @@ def test_from_any_mesh_and_merged_on_it(folders, tmp_path, sizes):
     assert kernel.sharding == model.blocks.mlp.down.kernel[...].sharding
 
 
+@pytest.mark.parametrize("sizes", [None, (1, 2, 2)], ids=str)
+def test_added_to_a_loaded_model_they_begin_as_nothing(folders, tmp_path, sizes):
+    folder, _ = folders
+    with contextlib.nullcontext() if sizes is None else jax.set_mesh(jaxtp.make_mesh(*sizes)):
+        model = jaxtp.load_hf(folder / "base")
+        adapted = jaxtp.add_adapters(model, LORA)
+        np.testing.assert_array_equal(adapted(IDS), model(IDS))
+        a = adapted.blocks.mlp.down.loras[0].a[...]
+        assert np.abs(np.asarray(a)).max() > 0
+        assert sizes is None or a.addressable_shards[0].data.shape[1] == PLAIN.d_ff // 2
+        jaxtp.save_peft(adapted, tmp_path / "out")
+
+
 def test_the_other_function_is_named(tmp_path):
     with pytest.raises(jaxtp.HFError, match="save_peft"):
         jaxtp.save_hf(decoder(), tmp_path / "out")
     with pytest.raises(jaxtp.HFError, match="save_hf"):
         jaxtp.save_peft(jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0)), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_the_import_cannot_be_told(folders):
+    with pytest.raises(jaxtp.HFError, match="did you mean remat"):
+        jaxtp.load_hf(folders[0] / "base", remta="none")
+    with pytest.raises(jaxtp.HFError, match="add_adapters"):
+        jaxtp.load_hf(folders[0] / "base", lora=LORA)

@@ -98,7 +98,7 @@ MISTAKES = {
     "config without a file": ("--config", "--config needs a file"),
     "no such text": ("--data.path nowhere.txt", "nowhere.txt: No such file"),
     "folder for text": ("--data.path .", "has no dataset.json: it is not a dataset"),
-    "vocabulary too small": ("--model.vocab-size 100", "is less than the 256 values of a token of the"),
+    "vocabulary too small": ("--model.vocab-size 100", "go up to 255, and model.vocab_size=100 has fewer"),
     "sequence longer than the text": (
         "--data.sequence-length 200000 --model.num-layers 1",
         "less than one sequence of data.sequence_length=200000",

@@ -1,7 +1,9 @@
 """Training that begins with a model in Hugging Face format: all of it, or adapters beside it."""
 
+import io
 import json
 import shutil
+from unittest import mock
 
 import jax
 import numpy as np
@@ -13,7 +15,7 @@ import jaxtp
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.convert.__main__ import main as convert
 from jaxtp.generate.__main__ import main as generate
-from jaxtp.hf.runs import load_run
+from jaxtp.hf.runs import load_merged
 from jaxtp.train.__main__ import main
 
 MODEL = jaxtp.ModelConfig(vocab_size=256, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=64)
@@ -83,12 +85,15 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, command, mod
     flags = ["--optimizer.learning-rate", "0.5", "--run.dir", str(tmp_path / "run")]
     assert main([*command, *mesh(1, 1, 2), *LORA, *flags]) == 0
     assert convert(["export", str(tmp_path / "run"), str(tmp_path / "adapters")]) == 0
+    assert "no tokenizer's files are known" in capsys.readouterr().err
+    with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
+        assert jaxtp.load_run(tmp_path / "run").config.lora.rank == 4
     assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
     merge = ["export", str(tmp_path / "run"), str(tmp_path / "merged"), "--merged"]
     assert convert([*merge, "--mesh.tp", "2"]) == 0
     merged = jaxtp.load_hf(tmp_path / "merged")
     stored = open_checkpoint(tmp_path / "run")
-    adapted = load_run(stored.folder, stored.info, MODEL, jaxtp.make_mesh())
+    adapted = load_merged(stored.folder, stored.info, MODEL, jaxtp.make_mesh())
     ids = np.arange(12).reshape(1, 12)
     np.testing.assert_allclose(merged(ids), adapted(ids), atol=1e-5)
     assert np.abs(np.asarray(merged(ids) - jaxtp.load_hf(model)(ids))).max() > 0.01, "the adapters do something"
@@ -96,6 +101,11 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, command, mod
     generate_by = ["--model", str(tmp_path / "run"), "--prompt", "aaa", "--max-tokens", "4"]
     assert generate([*generate_by, "--mesh.tp", "2"]) == 0
     assert "parameters, float32" in capsys.readouterr().err
+    assert generate(["--model", str(tmp_path / "adapters"), "--prompt", "a"]) == 2
+    assert "adapters in PEFT's format, without their model" in capsys.readouterr().err
+    jaxtp.save_hf(jaxtp.Decoder(MODEL, rngs=nnx.Rngs(6)), tmp_path / "other")
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "z"), "--base", str(tmp_path / "other")]) == 2
+    assert "now has other values" in capsys.readouterr().err
     model_is = tmp_path / "moved"
     assert generate([*generate_by, "--base", str(model_is)]) == 2
     assert f"--base {model_is}: no such folder" in capsys.readouterr().err
@@ -111,6 +121,23 @@ def test_what_only_adapters_have_is_refused_of_other_runs(tmp_path, command, cap
     begin = [*command[:at], *command[at + 2 :], *SIZES, "--run.init-from", str(tmp_path / "lora")]
     assert main([*begin, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "next")]) == 2
     assert "holds adapters alone; make a model of them by `python -m jaxtp.convert export" in capsys.readouterr().err
+
+
+def test_a_run_needs_the_folder_that_it_began_with_no_more(tmp_path, command, model, capsys):
+    copied = shutil.copytree(model, tmp_path / "copied")
+    (copied / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    command = [*command, *mesh(1, 1, 2), "--model.from-hf", str(copied)]
+    assert main(command) == 0
+    shutil.rmtree(copied)
+    assert main(["--config", str(tmp_path / "run/config.yaml"), "--train.steps", "4"]) == 0
+    assert main([*command, "--train.steps", "5"]) == 2, "without its configuration the sizes are others"
+    assert f"{copied}: no such folder" in capsys.readouterr().err
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out/chat_template.jinja").exists()
+    chat = ["--model", str(tmp_path / "run"), "--chat", "--max-tokens", "2"]
+    monkeypatch_input = io.StringIO("aaa\n")
+    with mock.patch("sys.stdin", monkeypatch_input):
+        assert generate(chat) == 0
 
 
 def test_adapters_of_a_run_of_ours(tmp_path, command):

@@ -1,0 +1,19 @@
+"""`python -m jaxtp`: the commands of the package."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def commands() -> Iterator[tuple[str, str]]:
+    """Each command, and the first line of what its package says that it is."""
+    for folder in sorted(Path(__file__).parent.iterdir()):
+        if (folder / "__main__.py").is_file():
+            documented = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
+            yield f"python -m jaxtp.{folder.name}", documented.partition("\n")[0]
+
+
+if __name__ == "__main__":
+    for command, description in commands():
+        print(f"{command:<29}{description}")
+    print("\nEach has --help.")
