@@ -25,6 +25,7 @@ from jaxtp.parallel.plan import PlanError
 from jaxtp.parallel.styles import (
     Colwise,
     PrepareInput,
+    PrepareInputOutput,
     PrepareOutput,
     Replicate,
     Rowwise,
@@ -53,6 +54,7 @@ __all__ = [
     "PlanError",
     "Precision",
     "PrepareInput",
+    "PrepareInputOutput",
     "PrepareOutput",
     "RMSNorm",
     "Replicate",
