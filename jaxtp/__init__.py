@@ -32,6 +32,7 @@ from jaxtp.parallel.propose import propose_plan
 from jaxtp.parallel.styles import (
     Colwise,
     PrepareInput,
+    PrepareInputOutput,
     PrepareOutput,
     Replicate,
     Rowwise,
@@ -61,6 +62,7 @@ __all__ = [
     "PlanError",
     "Precision",
     "PrepareInput",
+    "PrepareInputOutput",
     "PrepareOutput",
     "RMSNorm",
     "Replicate",
