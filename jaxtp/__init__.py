@@ -22,6 +22,8 @@ from jaxtp.models.decoder import Decoder, DecoderBlock
 from jaxtp.parallel.audit import Audit, AuditError, audit
 from jaxtp.parallel.parallelize import parallelize
 from jaxtp.parallel.plan import PlanError
+from jaxtp.parallel.proposal import Proposal
+from jaxtp.parallel.propose import propose_plan
 from jaxtp.parallel.styles import (
     Colwise,
     PrepareInput,
@@ -54,6 +56,7 @@ __all__ = [
     "Precision",
     "PrepareInput",
     "PrepareOutput",
+    "Proposal",
     "RMSNorm",
     "Replicate",
     "Result",
@@ -68,6 +71,7 @@ __all__ = [
     "load_hf",
     "make_mesh",
     "parallelize",
+    "propose_plan",
     "read_config",
     "save_hf",
     "vocab_parallel_cross_entropy",

@@ -165,7 +165,7 @@ class _Walk:
         self.layer = None
         ports = ports_of(self.modules[mark.path], mark.method, before.ndim)
         whole = Flow(trained=True, batched=given.batched)
-        row = ports is not None and given.dim is not None and given.dim in ports.summed[:1]
+        row = ports is not None and given.dim is not None and given.dim == ports.row
         self.record.calls.append(Call(mark.path, mark.method, given, (before, after), times, row))
         if given.dim is not None and not row:
             if ports and given.dim in ports.kept:
@@ -173,7 +173,7 @@ class _Walk:
             self.block(given.labels, f"goes into {mark.path}, which needs all {before.shape[given.dim]} of it")
         if ports is None or mark.path in self.closed:
             return whole
-        return replace(whole, dim=ports.made, labels=frozenset({mark.path}))
+        return replace(whole, dim=ports.column, labels=frozenset({mark.path}))
 
     def keep(self, path: str, given: Flow, ports: Ports) -> Flow:
         """The layer works on each part of the split dim; the gradient of its parameters is summed over the parts."""

@@ -102,7 +102,7 @@ def _unfit(traced: Traced, calls: Iterable[Call], tp: int) -> Iterable[tuple[str
     """Layers that can be no column layers whatever they feed."""
     for call in calls:
         ports = ports_of(traced.modules[call.path], call.method, call.shapes[0].ndim)
-        size = call.shapes[1].shape[ports.made] if ports else 0
+        size = call.shapes[1].shape[ports.column] if ports else 0
         if call.path in traced.tied or call.path in traced.tied.values():
             yield call.path, "it shares a parameter with another module"
         elif not call.path:
