@@ -7,6 +7,7 @@ from flax import nnx
 
 from jaxtp.parallel.dataflow import walk
 from jaxtp.parallel.marking import trace
+from jaxtp.parallel.subject import subject_of
 
 X = jax.ShapeDtypeStruct((4, 6, 8), jnp.float32)
 
@@ -27,8 +28,8 @@ def model(between):
     return lambda: Pair(between, nnx.Rngs(0))
 
 
-def look(build, *inputs, closed=(), call=lambda model, *inputs: model(*inputs), tp=4, parts=1):
-    return walk(trace(build, inputs or (X,), call), closed, tp=tp, parts=parts)
+def look(build, *inputs, closed=(), tp=4, parts=1):
+    return walk(trace(subject_of(build, inputs or (X,), None)), closed, tp=tp, parts=parts)
 
 
 def feeds(record):
@@ -189,7 +190,7 @@ def test_the_model_is_left_as_it_is():
     built = Pair(nnx.gelu, nnx.Rngs(0))
     classes = [type(module) for _, module in nnx.iter_modules(built)]
     before, arrays = jax.tree.leaves(nnx.state(built)), len(jax.live_arrays())
-    record = look(built, call=lambda model, x: model(x))
+    record = look(built)
     assert feeds(record) == {"down": {"up"}}
     assert [type(module) for _, module in nnx.iter_modules(built)] == classes
     assert all(a is b for a, b in zip(before, jax.tree.leaves(nnx.state(built)), strict=True))
