@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jaxtp.parallel.marking import Mark, Traced, read_mark
 from jaxtp.parallel.passing import Blocked, agree, pass_through
-from jaxtp.parallel.ports import Ports, is_layer, ports_of
+from jaxtp.parallel.ports import Ports, is_norm, is_stock, ports_of
 
 Labels = frozenset[str]
 """The column layers by whose outputs an array is split."""
@@ -77,6 +78,9 @@ class Record:
     """What a walk found."""
 
     calls: list[Call] = field(default_factory=list)
+    norms: list[Call] = field(default_factory=list)
+    """Calls of norms; one can run on parts of a dim that it leaves alone."""
+
     joined: list[Labels] = field(default_factory=list)
     """Layers that are split together or not at all."""
 
@@ -152,7 +156,7 @@ class _Walk:
                 self.places.append(mark.path)
             if mark.argument:
                 flow = replace(flow, entered=(*flow.entered, (mark.path, mark.argument)))
-            if self.layer is None and is_layer(self.modules[mark.path]):
+            if self.layer is None and is_stock(self.modules[mark.path]):
                 self.layer = (mark, flow, aval)
             return flow
         if mark.path in self.places:
@@ -163,22 +167,32 @@ class _Walk:
 
     def leave_layer(self, mark: Mark, given: Flow, before: Any, after: Any, times: int) -> Flow:
         self.layer = None
-        ports = ports_of(self.modules[mark.path], mark.method, before.ndim)
-        whole = Flow(trained=True, batched=given.batched)
+        module = self.modules[mark.path]
+        ports = ports_of(module, mark.method, before.ndim)
         row = ports is not None and given.dim is not None and given.dim == ports.row
-        self.record.calls.append(Call(mark.path, mark.method, given, (before, after), times, row))
+        calls = self.record.norms if is_norm(module) else self.record.calls
+        calls.append(Call(mark.path, mark.method, given, (before, after), times, row))
         if given.dim is not None and not row:
             if ports and given.dim in ports.kept:
-                return self.keep(mark.path, given, ports)
+                return self.keep(calls[-1], ports)
             self.block(given.labels, f"goes into {mark.path}, which needs all {before.shape[given.dim]} of it")
-        if ports is None or mark.path in self.closed:
+        whole = Flow(trained=True, batched=given.batched)
+        if ports is None or ports.column is None or mark.path in self.closed:
             return whole
         return replace(whole, dim=ports.column, labels=frozenset({mark.path}))
 
-    def keep(self, path: str, given: Flow, ports: Ports) -> Flow:
-        """The layer works on each part of the split dim; the gradient of its parameters is summed over the parts."""
-        size = sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(_parameters(self.modules[path])))
-        self.move(given.labels, 2 * size)
+    def keep(self, call: Call, ports: Ports) -> Flow:
+        """A layer leaves the split dim alone.
+
+        A norm can be told to run on parts; the gradient of its parameters is then summed. Any other runs on whole
+        arrays: what it reads is gathered, and the gradient of what it makes.
+        """
+        given, (before, after) = call.given, call.shapes
+        if is_norm(self.modules[call.path]):
+            self.move(given.labels, 2 * parameter_bytes(self.modules[call.path]))
+        else:
+            whole = Flow(trained=True, batched=given.batched)
+            self.move(given.labels, call.times * (self.bytes(given, before) + self.bytes(whole, after)))
         return Flow(ports.kept[given.dim or 0], given.labels, trained=True, batched=given.batched)
 
     def operation(self, equation: Any, flows: list[Flow], times: int) -> list[Flow]:
@@ -278,8 +292,9 @@ class _Walk:
         return size / (self.parts if flow.batched else 1)
 
 
-def _parameters(module: Any) -> Any:
-    return jax.tree.leaves({name: value for name, value in vars(module).items() if hasattr(value, "get_value")})
+def parameter_bytes(module: nnx.Module) -> int:
+    """Of a module and those in it."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
 def _body(equation: Any) -> Any:

@@ -14,28 +14,37 @@ class Ports:
     """Dims of a layer's input and output, counted from the front."""
 
     row: int | None
-    """Of the input, the one that a row layer splits; None for ids."""
+    """Of the input, the one that a row layer splits; None for ids and norms."""
 
-    column: int
-    """Of the output, the one that a column layer splits."""
+    column: int | None
+    """Of the output, the one that a column layer splits; None for norms."""
 
     kept: Mapping[int, int]
     """Dims of the input that the layer leaves alone, and where they are in the output."""
 
 
-def is_layer(module: nnx.Module) -> bool:
-    """Whether a module makes features of others by a stock layer's own code; a norm does not."""
+def is_stock(module: nnx.Module) -> bool:
+    """Whether a module runs a stock layer's own code."""
+    return signature(module, original_class(module)) is not None
+
+
+def is_norm(module: nnx.Module) -> bool:
+    """Whether it is a stock layer that gives features back as it got them."""
     read = signature(module, original_class(module))
-    return read is not None and read.inputs.keys() != read.outputs.keys()
+    return read is not None and read.inputs.keys() == read.outputs.keys()
 
 
 def ports_of(module: nnx.Module, method: str, ndim: int) -> Ports | None:
-    """The ports of a layer that is called on an input of `ndim` dims; None of what no style splits.
+    """The ports of a stock layer that is called on an input of `ndim` dims; None of what no style splits.
 
     That is an embedding's `attend`, a convolution in groups, a `LinearGeneral` with batch axes.
     """
     read = signature(module, original_class(module))
-    if read is None or read.column is None or method != "__call__":
+    if read is None or method != "__call__":
+        return None
+    if is_norm(module):
+        return Ports(None, None, _kept(read, ndim))
+    if read.column is None:
         return None
     row = read.inputs.get(read.row) if read.row else None
     column = read.outputs[read.column] % (ndim + read.more_dims)
