@@ -19,7 +19,7 @@ def rope(x, theta=10_000.0):
 class Attention(nnx.Module):
     """Llama's: separate wq, wk, wv."""
 
-    def __init__(self, *, kv_heads=K, use_bias=False, rngs):
+    def __init__(self, rngs, *, kv_heads=K, use_bias=False):
         self.heads = (N, kv_heads)
         self.wq = nnx.Linear(D, N * H, use_bias=use_bias, rngs=rngs)
         self.wk = nnx.Linear(D, kv_heads * H, use_bias=use_bias, rngs=rngs)
@@ -36,7 +36,7 @@ class Attention(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    def __init__(self, *, use_bias=False, rngs):
+    def __init__(self, rngs, *, use_bias=False):
         self.w1 = nnx.Linear(D, F, use_bias=use_bias, rngs=rngs)
         self.w2 = nnx.Linear(F, D, use_bias=use_bias, rngs=rngs)
         self.w3 = nnx.Linear(D, F, use_bias=use_bias, rngs=rngs)
@@ -46,11 +46,11 @@ class FeedForward(nnx.Module):
 
 
 class LlamaBlock(nnx.Module):
-    def __init__(self, *, kv_heads=K, use_bias=False, rngs):
+    def __init__(self, rngs, *, kv_heads=K, use_bias=False):
         self.attention_norm = nnx.RMSNorm(D, rngs=rngs)
-        self.attention = Attention(kv_heads=kv_heads, use_bias=use_bias, rngs=rngs)
+        self.attention = Attention(rngs, kv_heads=kv_heads, use_bias=use_bias)
         self.ffn_norm = nnx.RMSNorm(D, rngs=rngs)
-        self.feed_forward = FeedForward(use_bias=use_bias, rngs=rngs)
+        self.feed_forward = FeedForward(rngs, use_bias=use_bias)
 
     def __call__(self, x):
         x = x + self.attention(self.attention_norm(x))
@@ -62,7 +62,7 @@ class Llama(nnx.Module):
 
     def __init__(self, rngs, *, num_layers=2, **block):
         self.tok_embeddings = nnx.Embed(V, D, rngs=rngs)
-        self.layers = nnx.List([LlamaBlock(**block, rngs=rngs) for _ in range(num_layers)])
+        self.layers = nnx.List([LlamaBlock(rngs, **block) for _ in range(num_layers)])
         self.norm = nnx.RMSNorm(D, rngs=rngs)
         self.output = nnx.Linear(D, V, use_bias=False, rngs=rngs)
 
@@ -132,7 +132,7 @@ class Universal(nnx.Module):
     """One block, by two names and three times; two linear layers with one kernel."""
 
     def __init__(self, rngs):
-        self.first = FeedForward(rngs=rngs)
+        self.first = FeedForward(rngs)
         self.again = self.first
         self.one = nnx.Linear(D, D, rngs=rngs)
         self.two = nnx.Linear(D, D, rngs=rngs)
@@ -150,14 +150,18 @@ class Stack(nnx.Module):
         def __init__(self, rngs):
             self.gain = nnx.Param(1 + jax.random.normal(rngs.params(), (D,)) / 10)
             self.norm = nnx.LayerNorm(D, rngs=rngs)
-            self.mlp = FeedForward(use_bias=True, rngs=rngs)
+            self.mlp = FeedForward(rngs, use_bias=True)
 
         def __call__(self, x):
             return x + self.gain[...] * self.mlp(self.norm(x))
 
     def __init__(self, rngs, num_layers=3):
-        make = nnx.vmap(Stack.Block, in_axes=0, out_axes=0)
-        self.blocks = nnx.split_rngs(make, splits=num_layers)(rngs)
+        @nnx.split_rngs(splits=num_layers)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def make(rngs):
+            return Stack.Block(rngs)
+
+        self.blocks = make(rngs)
 
     def __call__(self, x):
         @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
@@ -188,7 +192,7 @@ class General(nnx.Module):
     def __init__(self, rngs):
         self.heads = nnx.LinearGeneral(D, (N, H), rngs=rngs)
         self.merge = nnx.LinearGeneral((N, H), D, axis=(-2, -1), rngs=rngs)
-        self.up = nnx.Einsum("btd,dnf->bntf", (D, N, H), (N, 1, H), rngs=rngs)
+        self.up = nnx.Einsum("btd,dnf->bntf", (D, N, H), (N, H), rngs=rngs)
         self.down = nnx.Einsum("bntf,nfd->btd", (N, H, D), (D,), rngs=rngs)
         self.mix = nnx.Einsum("...td,ts->...sd", (T, T), rngs=rngs)
 

@@ -8,7 +8,7 @@ from flax import nnx
 
 import jaxtp
 
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # of float32; these models are in float64, and come far below it
 STEPS = 3
 
 
@@ -27,6 +27,7 @@ def step(model, optimizer, inputs):
 
 def train(model, inputs):
     """Outputs and gradients of each step, and everything that the model holds in the end, on the host, by name."""
+    inputs = [x.astype(float) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in inputs]
     # A gradient that is zero but for rounding (of a bias of keys) would be all that a small eps looks at.
     optimizer = nnx.Optimizer(model, optax.adamw(1e-2, eps=1e-3), wrt=nnx.Param)
     found = {}
@@ -38,7 +39,17 @@ def train(model, inputs):
 
 
 def by_name(state):
-    return {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(state)}
+    return {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(state)}
+
+
+def in_float64(model):
+    """The same model in double precision, in which rounding hides nothing."""
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Embed):
+            node.dtype = None
+        if isinstance(node, nnx.Variable) and jnp.issubdtype(node.dtype, jnp.floating):
+            node.set_value(node[...].astype(jnp.float64))
+    return model
 
 
 def assert_same(actual, expected, tolerance=TOLERANCE):
@@ -54,8 +65,14 @@ def assert_same(actual, expected, tolerance=TOLERANCE):
         assert not worst, worst
 
 
+def train_alone(build, inputs):
+    """As `train`, of a new model on one device, in float64."""
+    with jax.enable_x64(True):
+        return train(in_float64(build()), inputs)
+
+
 def train_on(mesh, build, plan, inputs, *, born=True, **options):
-    """As `train`, of a model that is made in its parts, or split when it is there."""
-    with jax.set_mesh(jaxtp.make_mesh(*mesh)):
-        model = jaxtp.parallelize(build if born else build(), plan, **options)
-        return train(model, inputs)
+    """As `train_alone`, of a model that is made in its parts, or split when it is there."""
+    with jax.enable_x64(True), jax.set_mesh(jaxtp.make_mesh(*mesh)):
+        make = lambda: in_float64(build())
+        return train(jaxtp.parallelize(make if born else make(), plan, **options), inputs)

@@ -52,6 +52,9 @@ class Copies:
             raise AttributeError(name)
         return getattr(self.array if name in _FACTS else self.__jax_array__(), name)
 
+    def __neg__(self) -> Array:
+        return -self.__jax_array__()
+
     def __len__(self) -> int:
         return len(self.array)
 
@@ -76,7 +79,6 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"
     setattr(Copies, f"__r{_bare}__", _binary(_operation, swapped=True))
 for _name in ("lt", "le", "gt", "ge", "eq", "ne", "getitem"):
     setattr(Copies, f"__{_name}__", _binary(getattr(operator, _name)))
-Copies.__neg__ = lambda self: -self.__jax_array__()  # type: ignore[attr-defined]
 
 
 def make_copies(x: Array, layout: Layout) -> Array | Copies:

@@ -187,7 +187,8 @@ def _check_tied(decisions: Sequence[Decision]) -> None:
                 raise PlanError(f"{other!r} and {path!r} are one tied parameter, split as {expected} and as {spec}")
 
 
-def specs_by_variable(decisions: Sequence[Decision]) -> dict[int, PartitionSpec]:
-    """The spec of every parameter, by its identity: a module whose type is known has the say."""
+def declarations(decisions: Sequence[Decision]) -> list[tuple[nnx.Param[Any], PartitionSpec]]:
+    """Every parameter and its spec; of a tied one, a module whose type is known has the say."""
     ordered = sorted(decisions, key=lambda decision: decision.found.signature is not None)
-    return {id(p): d.specs[name] for d in ordered for name, p in d.found.parameters.items()}
+    found = {id(p): (p, d.specs[name]) for d in ordered for name, p in d.found.parameters.items()}
+    return list(found.values())

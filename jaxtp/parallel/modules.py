@@ -57,11 +57,6 @@ def find_modules(model: nnx.Module) -> list[Found]:
     return sorted(found, key=lambda f: f.path.count(".") + bool(f.path))
 
 
-def variables(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
-    """Every variable once, by its first path."""
-    return {_join(path): node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Variable)}
-
-
 def _is_module(node: Any) -> bool:
     return isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict)
 

@@ -3,8 +3,8 @@
 Nothing is changed before all of the plan is known to fit.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import jax
 from flax import nnx
@@ -12,8 +12,8 @@ from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
-from jaxtp.parallel.fitting import decide, specs_by_variable
-from jaxtp.parallel.modules import find_modules, variables
+from jaxtp.parallel.fitting import decide, declarations
+from jaxtp.parallel.modules import find_modules
 from jaxtp.parallel.plan import Plan, PlanError
 from jaxtp.parallel.swap import swap_class
 
@@ -51,9 +51,10 @@ def parallelize(
     mesh = _mesh(mesh)
     if not isinstance(model, nnx.Module):
         return _born(model, plan or {}, mesh, fsdp)
-    for variable, spec in _swap(model, plan or {}, mesh, fsdp):
-        variable.set_value(_put(variable.get_value(), NamedSharding(mesh, spec)))
-    return model
+    _swap(model, plan or {}, mesh_sizes(mesh), fsdp)
+    state = nnx.state(model)
+    nnx.update(model, jax.tree.map(_put, state, _shardings(state, mesh)))
+    return cast(Model, model)
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
@@ -67,20 +68,25 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     return mesh
 
 
-def _swap(
-    model: nnx.Module, plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool
-) -> list[tuple[nnx.Variable[Any], PartitionSpec]]:
-    """Gives modules their classes and parameters their declarations; every variable with its spec."""
-    decisions = decide(find_modules(model), plan, mesh_sizes(mesh), fsdp)
+def _swap(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: bool) -> None:
+    """Gives modules their classes, and parameters their declarations."""
+    decisions = decide(find_modules(model), plan, sizes, fsdp)
     for decision in decisions:
         if decision.role is not None:
             swap_class(decision.found.module, decision.role)
-    specs = specs_by_variable(decisions)
-    found = list(variables(model).values())
-    for variable in found:
-        if id(variable) in specs:
-            variable.set_metadata(out_sharding=specs[id(variable)])
-    return [(variable, specs.get(id(variable), PartitionSpec())) for variable in found]
+    for parameter, spec in declarations(decisions):
+        parameter.set_metadata(out_sharding=spec)
+
+
+def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
+    """Of every array: as its variable declares; whole, if it does not."""
+
+    def declared(leaf: Any) -> Any:
+        metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+        sharding = NamedSharding(mesh, PartitionSpec(*(metadata.get("out_sharding") or ())))
+        return jax.tree.map(lambda _: sharding, leaf)
+
+    return jax.tree.map(declared, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def _put(value: Any, sharding: NamedSharding) -> Any:
@@ -95,12 +101,11 @@ def _put(value: Any, sharding: NamedSharding) -> Any:
 def _born(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
     if not callable(build):
         raise PlanError(f"parallelize takes an nnx.Module or a function that makes one, and got {build!r}")
-    abstract = _without_outer_state(nnx.eval_shape, build)
-    parallelize(abstract, plan, mesh=mesh, fsdp=fsdp)
+    abstract = _abstract(build)
+    _swap(abstract, plan, mesh_sizes(mesh), fsdp)
     graph, state = nnx.split(abstract)
-    leaves, tree = jax.tree.flatten(state)
-    create = creation(build, tuple(leaf.sharding for leaf in leaves))
-    model: Model = nnx.merge(graph, jax.tree.unflatten(tree, _without_outer_state(lambda f: f(), create)))
+    create = creation(build, tuple(jax.tree.leaves(_shardings(state, mesh))))
+    model: Model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), create()))
     return model
 
 
@@ -109,11 +114,12 @@ def creation(build: Callable[[], nnx.Module], shardings: tuple[NamedSharding, ..
     return jax.jit(lambda: tuple(jax.tree.leaves(nnx.state(build()))), out_shardings=shardings)
 
 
-def _without_outer_state(run: Callable[[Any], Any], build: Any) -> Any:
+def _abstract(build: Callable[[], Model]) -> Model:
     try:
-        return run(build)
+        abstract: Model = nnx.eval_shape(build)
     except TraceContextError as error:
         raise PlanError(
             "the function that makes the model draws from something made outside of it, such as an nnx.Rngs; make it "
             f"inside: parallelize(lambda: Model(nnx.Rngs(0)), plan) ({error})"
         ) from None
+    return abstract

@@ -85,7 +85,9 @@ def attend_cut(lookup: Cut, signature: Signature) -> Cut:
 class Run:
     """One call of a module's method on global arrays."""
 
-    module: nnx.Module
+    module: Any
+    """An `nnx.Module`."""
+
     cls: type
     """The class that its author gave it."""
 
@@ -124,7 +126,7 @@ class Run:
     @property
     def _late(self) -> list[str]:
         """Parameters to be added once, after the reduction: those without the letter that is summed over."""
-        return [n for n in self._names if self._sums and self.cut.letter not in self.signature.params[n]]
+        return [n for n in self._names if self._sums and self.cut.tp_dim(self.signature.params[n]) is None]
 
     @property
     def _body_leaves(self) -> Layout:
@@ -175,8 +177,8 @@ class Run:
 
     def _compute_dtype(self, shard: Array) -> Any:
         """The module would cast its weights to this anyway: cast before, the gather moves less."""
-        module: Any = self.module
-        return module.dtype if module.dtype is not None and module.promote_dtype is promote_dtype else shard.dtype
+        dtype = self.module.dtype
+        return dtype if dtype is not None and self.module.promote_dtype is promote_dtype else shard.dtype
 
     def _local(self, weights: Mapping[str, Array]) -> nnx.Module:
         """The module as this device sees it."""

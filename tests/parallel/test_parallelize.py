@@ -10,7 +10,7 @@ import jax
 import pytest
 from flax import nnx
 from flax_models import D, T, V
-from flax_parity import assert_same, train, train_on
+from flax_parity import assert_same, train_alone, train_on
 from support import MESHES
 
 from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
@@ -124,7 +124,7 @@ FAST = {
 
 @functools.cache
 def on_one_device(name):
-    return train(CASES[name].build(nnx.Rngs(0)), CASES[name].inputs)
+    return train_alone(lambda: CASES[name].build(nnx.Rngs(0)), CASES[name].inputs)
 
 
 @pytest.mark.parametrize(
