@@ -18,9 +18,9 @@ TOKENS, PIXELS = (vit.IMAGE // vit.PATCH) ** 2, vit.PATCH**2
 class Mlp(nnx.Module):
     """Two layers on the last dim."""
 
-    def __init__(self, width: int, hidden: int, rngs: nnx.Rngs, use_bias: bool = True):
+    def __init__(self, width: int, hidden: int, rngs: nnx.Rngs):
         self.up = nnx.Linear(width, hidden, rngs=rngs)
-        self.down = nnx.Linear(hidden, width, use_bias=use_bias, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, rngs=rngs)
 
     def __call__(self, x: Array) -> Array:
         return self.down(nnx.gelu(self.up(x)))
@@ -31,7 +31,7 @@ class Block(nnx.Module):
 
     def __init__(self, width: int, rngs: nnx.Rngs):
         self.token_norm = nnx.LayerNorm(width, rngs=rngs)
-        self.tokens = Mlp(TOKENS, 2 * TOKENS, rngs, use_bias=False)  # the same in all channels: norms take it out
+        self.tokens = Mlp(TOKENS, 2 * TOKENS, rngs)
         self.channel_norm = nnx.LayerNorm(width, rngs=rngs)
         self.channels = Mlp(width, 4 * width, rngs)
 
