@@ -130,7 +130,7 @@ class _Walk:
         def read(variable: Any) -> Flow:
             return Flow() if isinstance(variable, jax.extend.core.Literal) else known.get(variable, Flow())
 
-        for equation in jaxpr.eqns:
+        for equation in _live(jaxpr):
             results = self.equation(equation, [read(v) for v in equation.invars], times)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -290,6 +290,16 @@ class _Walk:
     def bytes(self, flow: Flow, aval: Any) -> float:
         size = flow.source[0] if flow.source else aval.size * aval.dtype.itemsize
         return size / (self.parts if flow.batched else 1)
+
+
+def _live(jaxpr: Any) -> list[Any]:
+    """The equations that the results need, in order."""
+    needed, live = set(map(id, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if any(id(variable) in needed for variable in equation.outvars):
+            needed |= set(map(id, equation.invars))
+            live.append(equation)
+    return live[::-1]
 
 
 def parameter_bytes(module: nnx.Module) -> int:

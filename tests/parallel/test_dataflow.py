@@ -206,3 +206,12 @@ def test_an_abstract_model_is_traced_and_numbers_are_passed_as_they_are():
 
     abstract = nnx.eval_shape(lambda: Repeated(nnx.gelu, nnx.Rngs(0)))
     assert len(look(abstract, X, 3).calls) == 6
+
+
+def test_what_no_result_needs_is_not_there():
+    class Unused(Pair):
+        def __call__(self, x):
+            super().__call__(x)
+            return self.up(x)
+
+    assert [call.path for call in look(lambda: Unused(nnx.gelu, nnx.Rngs(0))).calls] == ["up"]
