@@ -27,6 +27,7 @@ from jaxtp.parallel.propose import propose_plan
 from jaxtp.parallel.styles import (
     Colwise,
     PrepareInput,
+    PrepareInputOutput,
     PrepareOutput,
     Replicate,
     Rowwise,
@@ -55,6 +56,7 @@ __all__ = [
     "PlanError",
     "Precision",
     "PrepareInput",
+    "PrepareInputOutput",
     "PrepareOutput",
     "Proposal",
     "RMSNorm",

@@ -94,7 +94,14 @@ class PrepareOutput:
     desired_output_layouts: Layouts = None
 
 
-Style = Colwise | Rowwise | SequenceParallel | PrepareInput | PrepareOutput | Replicate
+@dataclass(frozen=True)
+class PrepareInputOutput(PrepareInput, PrepareOutput):
+    """Both, for one module; by keyword."""
+
+    __hash__ = PrepareInput.__hash__
+
+
+Style = Colwise | Rowwise | SequenceParallel | PrepareInput | PrepareOutput | PrepareInputOutput | Replicate
 """What a plan may give a module."""
 
 __all__ = [
@@ -102,6 +109,7 @@ __all__ = [
     "Layout",
     "Layouts",
     "PrepareInput",
+    "PrepareInputOutput",
     "PrepareOutput",
     "Replicate",
     "Rowwise",
