@@ -5,9 +5,10 @@ from functools import cached_property
 
 from flax import nnx
 
-from jaxtp.parallel.dataflow import Call, Record, parameter_bytes
+from jaxtp.parallel.flows import Call, Record
 from jaxtp.parallel.marking import Traced
 from jaxtp.parallel.pairing import Group, Region, choose, find_regions
+from jaxtp.parallel.ports import parameter_bytes
 from jaxtp.parallel.proposal import patterns_for
 from jaxtp.parallel.styles import Colwise, Rowwise, SequenceParallel, Style
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from jaxtp.parallel.dataflow import Call, Labels, Record, walk
+from jaxtp.parallel.dataflow import walk
+from jaxtp.parallel.flows import Call, Labels, Record
 from jaxtp.parallel.marking import Traced
 from jaxtp.parallel.ports import ports_of
 

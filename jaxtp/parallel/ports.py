@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax
 from flax import nnx
 
 from jaxtp.parallel.stock import Signature, signature
@@ -49,6 +50,11 @@ def ports_of(module: nnx.Module, method: str, ndim: int) -> Ports | None:
     row = read.inputs.get(read.row) if read.row else None
     column = read.outputs[read.column] % (ndim + read.more_dims)
     return Ports(None if row is None else row % ndim, column, _kept(read, ndim))
+
+
+def parameter_bytes(module: nnx.Module) -> int:
+    """Of a module and those in it."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
 def _kept(read: Signature, ndim: int) -> dict[int, int]:

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtp.parallel.dataflow import Call
 from jaxtp.parallel.draft import Draft
+from jaxtp.parallel.flows import Call
 from jaxtp.parallel.layouts import Replicate
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Style
 
