@@ -28,6 +28,7 @@ from jaxtp.models.decoder import Decoder, DecoderBlock
 from jaxtp.parallel.audit import Audit, AuditError, audit
 from jaxtp.parallel.parallelize import parallelize
 from jaxtp.parallel.plan import PlanError
+from jaxtp.parallel.proposal import Proposal
 from jaxtp.parallel.propose import propose_plan
 from jaxtp.parallel.styles import (
     Colwise,
@@ -64,6 +65,7 @@ __all__ = [
     "PrepareInput",
     "PrepareInputOutput",
     "PrepareOutput",
+    "Proposal",
     "RMSNorm",
     "Replicate",
     "Result",

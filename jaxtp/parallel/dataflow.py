@@ -6,92 +6,24 @@ be the row layer of the pair, or an operation that needs it whole, with the reas
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
+from jaxtp.parallel.equations import (
+    body_of,
+    differentiable,
+    has_split_dim,
+    live,
+    opened,
+    parts_of_scan,
+    source_of,
+)
+from jaxtp.parallel.flows import Call, Flow, Labels, Record
 from jaxtp.parallel.marking import Mark, Traced, read_mark
 from jaxtp.parallel.passing import Blocked, agree, pass_through
-from jaxtp.parallel.ports import Ports, is_layer, ports_of
-
-Labels = frozenset[str]
-"""The column layers by whose outputs an array is split."""
-
-_CALLS = {
-    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
-    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
-}
-
-
-@dataclass(frozen=True)
-class Flow:
-    """What is known of an array."""
-
-    dim: int | None = None
-    """Split along tp, where the layers of `labels` are column layers."""
-
-    labels: Labels = frozenset()
-
-    trained: bool = False
-    """Has a gradient: it depends on a parameter."""
-
-    batched: bool = False
-    """Depends on the inputs: each device has its part of the batch."""
-
-    source: tuple[int, frozenset[int]] | None = None
-    """Bytes and dims before it was broadcast; None for an array that was not."""
-
-    key: object = field(default_factory=object)
-    """The same for two arrays that are one."""
-
-    entered: tuple[tuple[str, str], ...] = ()
-    """Modules into which it went as it is, and as which argument, from the outermost."""
-
-    left: tuple[str, ...] = ()
-    """Modules that gave it as it is, from the innermost."""
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of a stock layer."""
-
-    path: str
-    method: str
-    given: Flow
-    """Its input."""
-
-    shapes: tuple[Any, Any]
-    """Abstract values of its input and output."""
-
-    times: int
-    """How often it runs in one forward pass."""
-
-    row: bool = False
-    """Its input is split in the dim that a row layer splits."""
-
-
-@dataclass
-class Record:
-    """What a walk found."""
-
-    calls: list[Call] = field(default_factory=list)
-    joined: list[Labels] = field(default_factory=list)
-    """Layers that are split together or not at all."""
-
-    blocked: dict[str, str] = field(default_factory=dict)
-    """Layers whose output is needed whole, and why."""
-
-    through: dict[str, dict[str, None]] = field(default_factory=dict)
-    """By layer, the operations that its split output passes."""
-
-    moved: dict[Labels, float] = field(default_factory=dict)
-    """Bytes of the gradients that are summed (counted twice) or gathered because of a split between layers; times
-    (tp-1)/tp, that is what each device sends."""
-
-    open: dict[Labels, Any] = field(default_factory=dict)
-    """Layers whose split output is an output of the model, and its abstract value."""
+from jaxtp.parallel.ports import Ports, is_norm, is_stock, parameter_bytes, ports_of
 
 
 def walk(traced: Traced, closed: Iterable[str], *, tp: int, parts: int) -> Record:
@@ -126,7 +58,7 @@ class _Walk:
         def read(variable: Any) -> Flow:
             return Flow() if isinstance(variable, jax.extend.core.Literal) else known.get(variable, Flow())
 
-        for equation in jaxpr.eqns:
+        for equation in live(jaxpr):
             results = self.equation(equation, [read(v) for v in equation.invars], times)
             known.update(zip(equation.outvars, results, strict=True))
         return [read(v) for v in jaxpr.outvars]
@@ -141,7 +73,7 @@ class _Walk:
             return self.scan(equation, flows, times)
         if name == "cond":
             return self.branches(equation, flows, times)
-        if name in _CALLS and (body := _body(equation)):
+        if body := body_of(equation):
             return self.run(body, flows, times)
         return self.operation(equation, flows, times)
 
@@ -152,7 +84,7 @@ class _Walk:
                 self.places.append(mark.path)
             if mark.argument:
                 flow = replace(flow, entered=(*flow.entered, (mark.path, mark.argument)))
-            if self.layer is None and is_layer(self.modules[mark.path]):
+            if self.layer is None and is_stock(self.modules[mark.path]):
                 self.layer = (mark, flow, aval)
             return flow
         if mark.path in self.places:
@@ -163,31 +95,41 @@ class _Walk:
 
     def leave_layer(self, mark: Mark, given: Flow, before: Any, after: Any, times: int) -> Flow:
         self.layer = None
-        ports = ports_of(self.modules[mark.path], mark.method, before.ndim)
-        whole = Flow(trained=True, batched=given.batched)
-        row = ports is not None and given.dim is not None and given.dim in ports.summed[:1]
-        self.record.calls.append(Call(mark.path, mark.method, given, (before, after), times, row))
+        module = self.modules[mark.path]
+        ports = ports_of(module, mark.method, before.ndim)
+        row = ports is not None and given.dim is not None and given.dim == ports.row
+        calls = self.record.norms if is_norm(module) else self.record.calls
+        calls.append(Call(mark.path, mark.method, given, (before, after), times, row))
         if given.dim is not None and not row:
             if ports and given.dim in ports.kept:
-                return self.keep(mark.path, given, ports)
+                return self.keep(calls[-1], ports)
             self.block(given.labels, f"goes into {mark.path}, which needs all {before.shape[given.dim]} of it")
-        if ports is None or mark.path in self.closed:
+        whole = Flow(trained=True, batched=given.batched)
+        if ports is None or ports.column is None or mark.path in self.closed:
             return whole
-        return replace(whole, dim=ports.made, labels=frozenset({mark.path}))
+        return replace(whole, dim=ports.column, labels=frozenset({mark.path}))
 
-    def keep(self, path: str, given: Flow, ports: Ports) -> Flow:
-        """The layer works on each part of the split dim; the gradient of its parameters is summed over the parts."""
-        size = sum(v.size * v.dtype.itemsize for v in jax.tree.leaves(_parameters(self.modules[path])))
-        self.move(given.labels, 2 * size)
+    def keep(self, call: Call, ports: Ports) -> Flow:
+        """A layer leaves the split dim alone.
+
+        A norm can be told to run on parts; the gradient of its parameters is then summed. Any other runs on whole
+        arrays: what it reads is gathered, and the gradient of what it makes.
+        """
+        given, (before, after) = call.given, call.shapes
+        if is_norm(self.modules[call.path]):
+            self.move(given.labels, 2 * parameter_bytes(self.modules[call.path]))
+        else:
+            whole = Flow(trained=True, batched=given.batched)
+            self.move(given.labels, call.times * (self.bytes(given, before) + self.bytes(whole, after)))
         return Flow(ports.kept[given.dim or 0], given.labels, trained=True, batched=given.batched)
 
     def operation(self, equation: Any, flows: list[Flow], times: int) -> list[Flow]:
         trained = any(flow.trained for flow in flows) and equation.primitive.name != "stop_gradient"
-        batched, source = any(flow.batched for flow in flows), _source(equation, flows)
+        batched, source = any(flow.batched for flow in flows), source_of(equation, flows)
         labels = frozenset[str]().union(*(flow.labels for flow in flows))
         dims = self.pass_through(equation, flows, labels, times) if labels else [None] * len(equation.outvars)
         return [
-            Flow(dim, labels if dim is not None else frozenset(), trained and _differentiable(v.aval), batched, source)
+            Flow(dim, labels if dim is not None else frozenset(), trained and differentiable(v.aval), batched, source)
             for dim, v in zip(dims, equation.outvars, strict=True)
         ]
 
@@ -213,42 +155,49 @@ class _Walk:
         """A whole operand beside a split one: its gradient is gathered, or summed where it has no such dim."""
         for flow, operand in zip(flows, equation.invars, strict=True):
             if flow.dim is None and flow.trained:
-                factor = 1 if _has_split_dim(equation, flows, flow, operand.aval) else 2
+                factor = 1 if has_split_dim(equation, flows, flow, operand.aval) else 2
                 self.move(labels, factor * self.bytes(flow, operand.aval) * times)
 
     def scan(self, equation: Any, flows: list[Flow], times: int) -> list[Flow]:
         """Walks the body until what its steps carry is known, then once for the record."""
-        params, body = equation.params, equation.params["jaxpr"].jaxpr
-        first, carries = params["num_consts"], params["num_carry"]
+        body = opened(equation.params["jaxpr"])
+        first, carries = parts_of_scan(equation, body)
         constants, carry = [replace(f, entered=()) for f in flows[:first]], flows[first : first + carries]
         slices = [self.shift(flow, -1) for flow in flows[first + carries :]]
-        times *= params["length"]
+        times *= equation.params["length"]
         for _ in range(2 + 2 * carries):
             kept, self.record = self.record, Record()
             after = self.run(body, [*constants, *carry, *slices], times)[:carries]
             self.record = kept
-            before, carry = carry, [self.meet([c, a]) for c, a in zip(carry, after, strict=True)]
+            avals = [variable.aval for variable in equation.outvars[:carries]]
+            before, carry = carry, [self.meet([*c], aval, times) for *c, aval in zip(carry, after, avals, strict=True)]
             if [(c.dim, c.labels) for c in carry] == [(c.dim, c.labels) for c in before]:
                 break
         results = self.run(body, [*constants, *carry, *slices], times)
         return [*results[:carries], *(self.shift(flow, 1) for flow in results[carries:])]
 
     def branches(self, equation: Any, flows: list[Flow], times: int) -> list[Flow]:
-        results = [self.run(branch.jaxpr, flows[1:], times) for branch in equation.params["branches"]]
-        return [self.meet(list(found)) for found in zip(*results, strict=True)]
+        results = [self.run(opened(branch), flows[1:], times) for branch in equation.params["branches"]]
+        avals = [variable.aval for variable in equation.outvars]
+        return [self.meet([*found], aval, times) for *found, aval in zip(*results, avals, strict=True)]
 
-    def meet(self, flows: list[Flow]) -> Flow:
-        """What is known of a value that is one of several: split as any of them is, unless they differ."""
+    def meet(self, flows: list[Flow], aval: Any, times: int) -> Flow:
+        """What is known of a value that is one of several: split as any of them is, unless they differ.
+
+        The gradient of one that is whole is then gathered.
+        """
         labels = frozenset[str]().union(*(flow.labels for flow in flows))
         trained, batched = any(flow.trained for flow in flows), any(flow.batched for flow in flows)
-        if not labels:
-            return Flow(trained=trained, batched=batched)
         try:
-            dim = agree([flow.dim for flow in flows])
+            dim = agree([flow.dim for flow in flows]) if labels else None
         except Blocked as why:
             self.block(labels, str(why))
             return Flow(trained=trained, batched=batched)
-        self.record.joined.append(labels)
+        if labels:
+            self.record.joined.append(labels)
+            whole = [flow for flow in flows if flow.dim is None and flow.trained]
+            if whole:
+                self.move(labels, sum(self.bytes(flow, aval) for flow in whole) * times)
         return Flow(dim, labels, trained, batched)
 
     def shift(self, flow: Flow, by: int) -> Flow:
@@ -276,40 +225,3 @@ class _Walk:
     def bytes(self, flow: Flow, aval: Any) -> float:
         size = flow.source[0] if flow.source else aval.size * aval.dtype.itemsize
         return size / (self.parts if flow.batched else 1)
-
-
-def _parameters(module: Any) -> Any:
-    return jax.tree.leaves({name: value for name, value in vars(module).items() if hasattr(value, "get_value")})
-
-
-def _body(equation: Any) -> Any:
-    """The jaxpr that an equation calls on its operands, without captured constants of its own."""
-    found = next((equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None)
-    body = getattr(found, "jaxpr", found)
-    return body if body is not None and len(body.invars) == len(equation.invars) else None
-
-
-def _differentiable(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
-
-
-def _source(equation: Any, flows: list[Flow]) -> tuple[int, frozenset[int]] | None:
-    """Of the result, what was broadcast to it."""
-    name, arrays = equation.primitive.name, [v.aval for v in equation.invars if v.aval.ndim]
-    if name == "broadcast_in_dim" and arrays:
-        (aval, flow), dims = (arrays[0], flows[0]), equation.params["broadcast_dimensions"]
-        size, varying = flow.source or (aval.size * aval.dtype.itemsize, frozenset(range(aval.ndim)))
-        return size, frozenset(dims[d] for d in varying if aval.shape[d] > 1)
-    if name in ("convert_element_type", "mul", "add", "neg") and len(arrays) == 1:
-        return next(flow.source for flow, v in zip(flows, equation.invars, strict=True) if v.aval.ndim)
-    return None
-
-
-def _has_split_dim(equation: Any, flows: list[Flow], flow: Flow, aval: Any) -> bool:
-    """Whether a whole operand has the dim that is split in another one."""
-    side, dim = next((i, f.dim) for i, f in enumerate(flows) if f.dim is not None)
-    if equation.primitive.name == "dot_general":
-        return dim in equation.params["dimension_numbers"][1][side]
-    if flow.source:
-        return dim in flow.source[1]
-    return bool(aval.ndim > (dim or 0) and aval.shape[dim] > 1)

@@ -2,16 +2,15 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
-import jax
 from flax import nnx
 
-from jaxtp.parallel.dataflow import Call, Record
+from jaxtp.parallel.flows import Call, Record
 from jaxtp.parallel.marking import Traced
 from jaxtp.parallel.pairing import Group, Region, choose, find_regions
+from jaxtp.parallel.ports import parameter_bytes
 from jaxtp.parallel.proposal import patterns_for
-from jaxtp.parallel.styles import Colwise, Rowwise, Style
+from jaxtp.parallel.styles import Colwise, Rowwise, SequenceParallel, Style
 
 
 @dataclass
@@ -55,8 +54,7 @@ class Draft:
 
     def saved(self, *paths: str) -> float:
         """Bytes of parameters that a device does without where some layers are split."""
-        leaves = [leaf for path in paths for leaf in parameters(self.traced.modules[path])]
-        return self.group.share * sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+        return self.group.share * sum(parameter_bytes(self.traced.modules[path]) for path in paths)
 
 
 def draft_plan(traced: Traced, group: Group) -> Draft:
@@ -73,6 +71,9 @@ def draft_plan(traced: Traced, group: Group) -> Draft:
         elif region or vocabulary_pays(draft, path):
             draft.styles[path] = Rowwise()
             draft.bytes[path] = group.rows(draft.calls(path)) if region else vocabulary_bytes(draft, path)
+    for call in record.norms:
+        if call.given.dim is not None and any(call.given.labels <= region.columns for region in draft.chosen):
+            draft.styles[call.path] = SequenceParallel(call.given.dim)
     return draft
 
 
@@ -97,8 +98,3 @@ def vocabulary_bytes(draft: Draft, path: str) -> float:
     """That a device sends to sum what an embedding looks up, and the gradients of what it is applied to as a head."""
     looked_up, attended = draft.calls(path, "__call__"), draft.calls(path, "attend")
     return draft.group.rows(looked_up) + draft.group.columns(attended)
-
-
-def parameters(module: nnx.Module) -> list[Any]:
-    """The arrays, or abstract ones, of a module and those in it."""
-    return jax.tree.leaves(nnx.state(module, nnx.Param))

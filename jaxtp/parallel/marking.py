@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtp.parallel.subject import Subject
+
 _PREFIX = "jaxtp"
 
 
@@ -55,27 +57,17 @@ class Traced:
     """Modules that hold a parameter of another module, and that one's path."""
 
 
-def trace(model: Any, inputs: tuple[Any, ...], call: Callable[..., Any]) -> Traced:
-    """Traces `call(model, *inputs)` abstractly.
-
-    Args:
-      model: an `nnx.Module`, real or abstract, or a function of no arguments that makes one.
-      inputs: arrays, or `jax.ShapeDtypeStruct`s, and anything else, which is passed as it is.
-      call: what is run.
-    """
-    model = model if isinstance(model, nnx.Module) else nnx.eval_shape(model)
-    graph, state = nnx.split(model)
-    arrays = [value for value in inputs if _is_array(value)]
+def trace(subject: Subject) -> Traced:
+    """Traces the call of a model abstractly."""
 
     def run(state: Any, arrays: list[Any]) -> Any:
-        copy = nnx.merge(graph, state)
+        copy = nnx.merge(subject.graph, state)
         for path, module in modules_of(copy).items():
             _watch(module, path)
-        given = iter(arrays)
-        return call(copy, *(next(given) if _is_array(value) else value for value in inputs))
+        return subject.run(copy, arrays)
 
-    jaxpr = jax.make_jaxpr(run)(state, arrays)
-    return Traced(jaxpr, tuple(_variables(state)), modules_of(model), _tied(model))
+    jaxpr, model = jax.make_jaxpr(run)(subject.state, subject.arrays), subject.model()
+    return Traced(jaxpr, tuple(_variables(subject.state)), modules_of(model), _tied(model))
 
 
 def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
@@ -120,10 +112,6 @@ def _mark(tree: Any, mark: Mark) -> Any:
     if type(tree) in (tuple, list):
         return type(tree)(_mark(value, mark) for value in tree)
     return {key: _mark(value, mark) for key, value in tree.items()} if type(tree) is dict else tree
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
 
 
 def _variables(state: nnx.State) -> Iterator[tuple[str, bool]]:

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from jaxtp.parallel.dataflow import Call, Labels, Record, walk
+from jaxtp.parallel.dataflow import walk
+from jaxtp.parallel.flows import Call, Labels, Record
 from jaxtp.parallel.marking import Traced
 from jaxtp.parallel.ports import ports_of
 
@@ -102,7 +103,7 @@ def _unfit(traced: Traced, calls: Iterable[Call], tp: int) -> Iterable[tuple[str
     """Layers that can be no column layers whatever they feed."""
     for call in calls:
         ports = ports_of(traced.modules[call.path], call.method, call.shapes[0].ndim)
-        size = call.shapes[1].shape[ports.made] if ports else 0
+        size = call.shapes[1].shape[ports.column] if ports and ports.column is not None else 0
         if call.path in traced.tied or call.path in traced.tied.values():
             yield call.path, "it shares a parameter with another module"
         elif not call.path:
@@ -145,8 +146,10 @@ def _region(record: Record, members: Labels, group: Group) -> Region:
 def _refused(regions: Iterable[Region], record: Record) -> Iterable[tuple[str, str]]:
     """Column layers of regions that cannot be."""
     whole = {call.path for call in record.calls if not call.row}
+    whole |= {call.path for call in record.norms if call.given.dim is None}
     for region in regions:
-        itself, also = sorted(region.columns & region.rows), sorted(region.rows & whole)
+        norms = {call.path for call in record.norms if call.given.labels & region.columns}
+        itself, also = sorted(region.columns & region.rows), sorted((region.rows | norms) & whole)
         for path in region.columns:
             if itself:
                 yield path, f"its output comes back to {', '.join(itself)}, which makes a part of it"

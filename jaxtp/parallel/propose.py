@@ -13,11 +13,13 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.mesh import AXES, DP, FSDP, TP, MeshError, check_sizes, mesh_sizes
 from jaxtp.parallel.draft import draft_plan
-from jaxtp.parallel.marking import trace
+from jaxtp.parallel.marking import Traced, trace
 from jaxtp.parallel.pairing import Group
-from jaxtp.parallel.proposal import Proposal, merge_reasons
-from jaxtp.parallel.reasons import in_order, reasons
+from jaxtp.parallel.proposal import Proposal, Reason, merge_reasons
+from jaxtp.parallel.reasons import ROOT, in_order, reasons
 from jaxtp.parallel.sharing import share_inputs
+from jaxtp.parallel.subject import Subject, subject_of
+from jaxtp.parallel.trial import try_plan
 
 
 def propose_plan(
@@ -34,8 +36,8 @@ def propose_plan(
 
     Args:
       model: as it would be given to `parallelize`, real, abstract, or a function that makes it.
-      *inputs: of one call, a global batch: arrays or `jax.ShapeDtypeStruct`s, dim 0 the batch; anything else is passed
-        as it is.
+      *inputs: of one call, a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s, dim 0 the batch; anything else
+        in them is passed as it is.
       mesh: what the plan is for, by default the mesh in context. The devices need not be there: sizes do,
         `{"fsdp": 2, "tp": 4}`.
       call: what is run, of the model and the inputs; by default `model(*inputs)`.
@@ -48,16 +50,31 @@ def propose_plan(
     Raises:
       MeshError: there is no mesh, or it has one device along tp.
     """
-    sizes = _sizes(mesh)
-    group = Group(sizes[TP], sizes[DP] * sizes[FSDP])
-    traced = trace(model, inputs, call or (lambda model, *inputs: model(*inputs)))
-    draft = draft_plan(traced, group)
-    share_inputs(draft)
-    plan = {draft.patterns[path]: draft.styles[path] for path in in_order(draft) if path in draft.styles}
-    proposal = Proposal(plan, merge_reasons(reasons(draft)), sizes)
+    sizes, subject = _sizes(mesh), subject_of(model, inputs, call)
+    proposal = _propose(subject, trace(subject), sizes)
     if report:
         report(str(proposal))
     return proposal
+
+
+def _propose(subject: Subject, traced: Traced, sizes: Mapping[str, int]) -> Proposal:
+    """A proposal that has been tried: user code that cannot work on shared inputs gets a plan without them."""
+    shared = _proposal(traced, sizes, share=True)
+    try:
+        try_plan(subject, shared, sizes)
+    except Exception as error:
+        alone = _proposal(traced, sizes, share=False)
+        try_plan(subject, alone, sizes)
+        lost = f"inputs of column layers are not shared: {str(error).splitlines()[0]}"
+        return Proposal(alone, (*alone.reasons, Reason(ROOT, "", lost, 0)), sizes)
+    return shared
+
+
+def _proposal(traced: Traced, sizes: Mapping[str, int], *, share: bool) -> Proposal:
+    draft = draft_plan(traced, Group(sizes[TP], sizes[DP] * sizes[FSDP]))
+    share_inputs(draft, share=share)
+    plan = {draft.patterns[path]: draft.styles[path] for path in in_order(draft) if path in draft.styles}
+    return Proposal(plan, merge_reasons(reasons(draft)), sizes)
 
 
 def _sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | None) -> dict[str, int]:
@@ -67,7 +84,7 @@ def _sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | None) -> dict[str, in
     if unknown := sorted(sizes.keys() - set(AXES)):
         raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; there are {', '.join(AXES)}")
     check_sizes(sizes)
-    if sizes[TP] < 2:
+    if min(sizes.values()) < 1 or sizes[TP] < 2:
         raise MeshError(
             f"propose_plan splits over {TP}, which has {sizes[TP]} device; set a mesh with more, or say what the plan "
             f'is for: propose_plan(..., mesh={{"{TP}": 4}})'

@@ -5,11 +5,11 @@ from dataclasses import fields
 
 from flax import nnx
 
-from jaxtp.parallel.draft import Draft, is_vocabulary, parameters, vocabulary_bytes
+from jaxtp.parallel.draft import Draft, is_vocabulary, vocabulary_bytes
 from jaxtp.parallel.pairing import Region, excludes
 from jaxtp.parallel.passing import ELEMENTWISE
 from jaxtp.parallel.proposal import Reason
-from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Style
+from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, SequenceParallel, Style
 
 ROOT = "the model itself"
 
@@ -31,7 +31,8 @@ def reasons(draft: Draft) -> Iterator[Reason]:
 def in_order(draft: Draft) -> list[str]:
     """The layers as they are called, each module that shares an array for some of them before those."""
     order: list[str] = []
-    for path in draft.layers:
+    norms = [call.path for call in draft.record.norms if isinstance(draft.styles.get(call.path), SequenceParallel)]
+    for path in dict.fromkeys([*draft.layers, *norms]):
         order += [module for module, readers in draft.shared.items() if path in readers and module not in order]
         order.append(path)
     return order
@@ -53,6 +54,10 @@ def _why_styled(draft: Draft, path: str) -> str:
     if isinstance(style, (PrepareInput, PrepareOutput)):
         readers = draft.shared[path]
         return f"one array for {_names(draft, readers)}: its gradient is all-reduced once, not {len(readers)} times"
+    if isinstance(style, SequenceParallel):
+        return (
+            f"runs on parts of dim {style.sequence_dim} of its input, which column layers split; it leaves that alone"
+        )
     if region is None:
         return f"its vocabulary is split: {_trade(draft.saved(path), vocabulary_bytes(draft, path))}"
     if not isinstance(style, Colwise):
@@ -115,5 +120,5 @@ def _names(draft: Draft, paths: Iterable[str]) -> str:
 
 def _matrices(module: nnx.Module) -> str:
     own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
-    large = {name: leaf.shape for name, value in own.items() for leaf in parameters(nnx.Dict(w=value)) if leaf.ndim > 1}
+    large = {name: value.shape for name, value in own.items() if len(value.shape) > 1}
     return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in large.items())

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtp.parallel.dataflow import Call
 from jaxtp.parallel.draft import Draft
+from jaxtp.parallel.flows import Call
 from jaxtp.parallel.layouts import Replicate
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Style
 
@@ -15,11 +15,16 @@ Share = tuple[str, str | None, list[Call]]
 """A module, its argument (or `RESULT`; None for a layer that shares with nobody), and who reads it."""
 
 
-def share_inputs(draft: Draft) -> None:
-    """Gives a style to the modules that can share an array for column layers, and counts what its gradient moves."""
+def share_inputs(draft: Draft, *, share: bool = True) -> None:
+    """Gives a style to the modules that can share an array for column layers, and counts what its gradient moves.
+
+    Args:
+      draft: a plan without such styles, which is completed.
+      share: whether modules may; if not, every column layer is on its own.
+    """
     arguments: dict[str, set[str]] = {}
     for calls in _readers(draft):
-        for path, argument, readers in _sharing(draft, calls, arguments):
+        for path, argument, readers in _sharing(draft, calls, arguments) if share else _alone(calls):
             draft.bytes[path] = draft.bytes.get(path, 0) + draft.group.columns(readers)
             if argument is not None:
                 arguments.setdefault(path, set()).add(argument)
@@ -62,7 +67,11 @@ def _by_argument(calls: list[Call], arguments: dict[str, set[str]]) -> Iterator[
         if len({call.path for call in readers}) > 1:
             yield path, argument, readers
         else:
-            yield from ((call.path, None, [call]) for call in readers)
+            yield from _alone(readers)
+
+
+def _alone(calls: list[Call]) -> Iterator[Share]:
+    return ((call.path, None, [call]) for call in calls)
 
 
 def _entries(call: Call, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:

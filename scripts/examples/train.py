@@ -51,7 +51,7 @@ def main(build: Any, loss: Any, batch: Any, plan: Any, argv: list[str] | None = 
         mesh = jaxtp.make_mesh(**{axis: int(size) for axis, size in (p.split("=") for p in arguments.mesh.split(","))})
         if arguments.propose:
             with jax.set_mesh(mesh):
-                plan = jaxtp.propose_plan(build, *batch(np.random.default_rng(0), 64))
+                plan = jaxtp.propose_plan(build, *batch(np.random.default_rng(0), 64), call=loss)
         train(build, loss, batch, plan, mesh, arguments.steps)
     except (TypeError, ValueError) as error:
         parser.error(str(error))

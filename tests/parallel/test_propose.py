@@ -299,8 +299,10 @@ def test_it_prints_and_takes_a_mesh_in_context(capsys):
     assert capsys.readouterr().out == f"{proposal}\n"
     assert proposal.sizes == {"dp": 1, "fsdp": 2, "tp": 4}
     assert propose_plan(Mlp(nnx.Rngs(0)), X, mesh=mesh, report=None) == proposal
-    abstract = jax.sharding.AbstractMesh((3, 16), ("fsdp", "tp"))
+    abstract = jax.sharding.AbstractMesh((2, 16), ("fsdp", "tp"))
     assert propose_plan(Mlp(nnx.Rngs(0)), X, mesh=abstract, report=None) == proposal
+    with pytest.raises(ValueError, match="dim 0 of shape"):
+        propose_plan(Mlp(nnx.Rngs(0)), X, mesh={"fsdp": 3, "tp": 2})
 
 
 @pytest.mark.parametrize(
@@ -315,3 +317,21 @@ def test_a_mesh_without_tp_is_refused(mesh, message):
 def test_another_function_than_call():
     proposal = propose(Decoder, IDS, call=lambda model, ids: model.blocks[0].mlp(model.embed(ids)))
     assert proposal.keys() == {"blocks.0.mlp", "blocks.0.mlp.up", "blocks.0.mlp.gate", "blocks.0.mlp.down"}
+
+
+def test_code_that_wants_arrays_gets_a_plan_without_shared_inputs():
+    class Strict(Mlp):
+        def __call__(self, x):
+            return super().__call__(x) + jax.lax.reduce_max(x, (2,))[..., None]
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.mlp = nnx.Linear(16, 16, rngs=rngs), Strict(rngs)
+
+        def __call__(self, x):
+            return self.mlp(jnp.sin(self.first(x)) / 2)
+
+    proposal = propose(Model)
+    assert proposal == {"mlp.up": COL, "mlp.gate": COL, "mlp.down": ROW}
+    assert proposal.bytes == 3 * 2 * 3 / 4 * (8 * 6 * 16 * 4)
+    assert "inputs of column layers are not shared" in reason(proposal, "the model itself").why
