@@ -2,37 +2,30 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from flax import nnx
 
 from jaxtp.mesh import DP, FSDP, TP
-from jaxtp.parallel.dataflow import Call, Record, walk
+from jaxtp.parallel.dataflow import walk
+from jaxtp.parallel.flows import Call, Record
 from jaxtp.parallel.layouts import Replicate
 from jaxtp.parallel.marking import trace
 from jaxtp.parallel.pairing import Group
 from jaxtp.parallel.ports import ports_of
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
+from jaxtp.parallel.subject import Subject
 
 
-def advice(
-    model: nnx.Module,
-    inputs: tuple[Any, ...],
-    call: Callable[..., Any],
-    styles: Mapping[str, Style],
-    sizes: Mapping[str, int],
-) -> list[str]:
+def advice(subject: Subject, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
     """Notes on a plan; those that differ in the number of a layer only are one.
 
     Args:
-      model: abstract, as it was written.
-      inputs: of one call.
-      call: what is run.
+      subject: the model as it was written, and what is run.
       styles: of the modules that have one, by their paths.
       sizes: devices along each axis.
     """
-    traced = trace(model, inputs, call)
+    traced = trace(subject)
     group = Group(sizes[TP], sizes[DP] * sizes[FSDP])
     split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
     record = walk(traced, set(traced.modules) - split, tp=group.tp, parts=group.parts)
@@ -62,7 +55,13 @@ def _fed_whole(
     """Row layers whose input is not split."""
     for call in record.calls:
         style, ports = styles.get(call.path), ports_of(modules[call.path], call.method, call.shapes[0].ndim)
-        if isinstance(style, Rowwise) and style.input_layouts is None and not call.row and ports and ports.summed:
+        if (
+            isinstance(style, Rowwise)
+            and style.input_layouts is None
+            and not call.row
+            and ports
+            and ports.row is not None
+        ):
             sent = group.share * group.size(call, 0) * call.times
             cost = f"is gathered, {sent:,.0f} bytes sent by each device" if call.given.trained else "is not needed"
             yield (

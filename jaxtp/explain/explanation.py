@@ -23,6 +23,7 @@ from jaxtp.parallel.plan import Plan, PlanError
 from jaxtp.parallel.proposal import patterns_for
 from jaxtp.parallel.reasons import spelled
 from jaxtp.parallel.styles import Style
+from jaxtp.parallel.subject import Subject, subject_of
 from jaxtp.parallel.swap import original_class, role_of
 from jaxtp.parallel.tables import columns
 
@@ -109,8 +110,8 @@ def explain(
 
     Args:
       model: what `parallelize` gave; or a model as it was written, real or abstract, or a function that makes it.
-      *inputs: of one call, a global batch: arrays or `jax.ShapeDtypeStruct`s, and anything else, which is passed as it
-        is. Without them there are no collectives.
+      *inputs: of one call, a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s, and anything else, which is
+        passed as it is. Without them there are no collectives.
       plan: of a model that is not parallel yet.
       mesh: by default the one in context. The devices need not be there: sizes do, `{"fsdp": 2, "tp": 4}`. A parallel
         model is planned anew for it.
@@ -123,14 +124,14 @@ def explain(
     """
     sizes = _sizes(mesh)
     abstract = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-    call = call or (lambda model, *inputs: model(*inputs))
     with jax.sharding.use_abstract_mesh(abstract):
         parallel, plan = _planned(model, plan, abstract)
-        found = [] if not inputs else _traced(parallel, inputs, call, sizes)
         written, styles, _ = as_written(parallel)
-        notes = advice(written, inputs, call, styles, sizes) if inputs and sizes[TP] > 1 else []
+        subject = subject_of(written, inputs, call)
+        found = _traced(parallel, subject, sizes) if inputs else []
+        notes = advice(subject, styles, sizes) if inputs and sizes[TP] > 1 else []
     if inputs and compiled:
-        found += _added(model, plan, inputs, call, sizes)
+        found += _added(model, plan, subject, sizes)
     return Explanation(sizes, tuple(_rows(parallel)), tuple(found), tuple(notes))
 
 
@@ -144,28 +145,21 @@ def _planned(
     return parallelize(written, plan or made, mesh=mesh, fsdp=fsdp), plan or made
 
 
-def _traced(model: nnx.Module, inputs: tuple[Any, ...], call: Callable[..., Any], sizes: dict[str, int]) -> list[Move]:
-    run, state = passes(model, inputs, call)
-    return moves(count_collectives(jax.make_jaxpr(run)(state, *_arrays(inputs)), sizes))
+def _traced(model: nnx.Module, subject: Subject, sizes: dict[str, int]) -> list[Move]:
+    run, state = passes(model, subject)
+    return moves(count_collectives(jax.make_jaxpr(run)(state, subject.arrays), sizes))
 
 
-def _added(
-    model: Any, plan: Plan, inputs: tuple[Any, ...], call: Callable[..., Any], sizes: dict[str, int]
-) -> list[Move]:
+def _added(model: Any, plan: Plan, subject: Subject, sizes: dict[str, int]) -> list[Move]:
     mesh = make_mesh(*sizes.values())
     with jax.set_mesh(mesh):
         parallel, _ = _planned(as_written(model)[0], plan, mesh)
-        run, state = passes(parallel, inputs, call)
-        traced = jax.jit(run).trace(state, *_arrays(inputs, mesh))
+        run, state = passes(parallel, subject)
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch(x.shape, mesh)) for x in subject.arrays]
+        traced = jax.jit(run).trace(state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
     written, realised = count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes)
     return moves(added_by_compiler(written, realised), added=True)
-
-
-def _arrays(inputs: tuple[Any, ...], mesh: Mesh | None = None) -> list[jax.ShapeDtypeStruct]:
-    """The inputs that are arrays, their batch split over the mesh where it divides."""
-    found = [x for x in inputs if hasattr(x, "shape") and hasattr(x, "dtype")]
-    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch(x.shape, mesh) if mesh else None) for x in found]
 
 
 def _batch(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.parallel.census import Collective
+from jaxtp.parallel.subject import Subject
 
 _MARK = "module:"
 
@@ -38,20 +39,21 @@ class Move:
     """The program does not ask for it: the compiler's partitioner added it, between the layers."""
 
 
-def passes(model: nnx.Module, inputs: tuple[Any, ...], call: Callable[..., Any]) -> tuple[Callable[..., Any], Any]:
-    """A forward and a backward pass as a function of arrays: `run(state, *inputs)`, and the state.
+def passes(model: nnx.Module, subject: Subject) -> tuple[Callable[..., Any], Any]:
+    """A forward and a backward pass of what a subject runs, with another model, as a function of arrays.
+
+    Returns:
+      `run(state, arrays)`, and the state.
 
     The loss is the sum of all outputs. What a module does carries its path as its scope.
     """
     graph, *state = nnx.split(model, nnx.Param, ...)
-    given = [_is_array(value) for value in inputs]
 
-    def run(state: Any, *arrays: Any) -> Any:
+    def run(state: Any, arrays: list[Any]) -> Any:
         def loss(params: Any) -> jax.Array:
             copy = nnx.merge(graph, params, state[1], copy=True)  # its own variables: they may change
             _scope_modules(copy)
-            left = iter(arrays)
-            outputs = call(copy, *(next(left) if yes else value for yes, value in zip(given, inputs, strict=True)))
+            outputs = subject.run(copy, arrays)
             floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
             return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
 
@@ -88,7 +90,3 @@ def _scoped(cls: type, path: str) -> Iterator[tuple[str, Any]]:
     for name in ("__call__", "attend"):
         if hasattr(cls, name):
             yield name, jax.named_scope(f"{_MARK}{path}")(getattr(cls, name))
-
-
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "shape") and hasattr(value, "dtype")
