@@ -34,7 +34,7 @@ def advice(subject: Subject, styles: Mapping[str, Style], sizes: Mapping[str, in
         *_fed_whole(record, traced.modules, styles, group),
         *_reduced_apart(record, styles, group),
     ]
-    merged = Counter(re.sub(r"(?<=\.)\d+(?=\.)", "*", note) for note in found)
+    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.)])", "*", note) for note in found)
     return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
 
 
@@ -55,13 +55,8 @@ def _fed_whole(
     """Row layers whose input is not split."""
     for call in record.calls:
         style, ports = styles.get(call.path), ports_of(modules[call.path], call.method, call.shapes[0].ndim)
-        if (
-            isinstance(style, Rowwise)
-            and style.input_layouts is None
-            and not call.row
-            and ports
-            and ports.row is not None
-        ):
+        splits_input = ports is not None and ports.row is not None
+        if isinstance(style, Rowwise) and style.input_layouts is None and splits_input and not call.row:
             sent = group.share * group.size(call, 0) * call.times
             cost = f"is gathered, {sent:,.0f} bytes sent by each device" if call.given.trained else "is not needed"
             yield (
