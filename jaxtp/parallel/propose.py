@@ -13,10 +13,11 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.mesh import AXES, DP, FSDP, TP, MeshError, check_sizes, mesh_sizes
 from jaxtp.parallel.draft import draft_plan
+from jaxtp.parallel.flows import ROOT
 from jaxtp.parallel.marking import Traced, trace
 from jaxtp.parallel.pairing import Group
 from jaxtp.parallel.proposal import Proposal, Reason, merge_reasons
-from jaxtp.parallel.reasons import ROOT, in_order, reasons
+from jaxtp.parallel.reasons import in_order, reasons
 from jaxtp.parallel.sharing import share_inputs
 from jaxtp.parallel.subject import Subject, subject_of
 from jaxtp.parallel.trial import try_plan

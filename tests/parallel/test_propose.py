@@ -281,6 +281,22 @@ def test_patterns_say_no_more_than_is_meant():
     assert not {"blocks.*.attention.q", "blocks.1.attention.q"} & plan.keys()
 
 
+def test_a_layer_on_each_head_is_gathered_for():
+    class PerHead(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+            self.head, self.unused = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.head(self.up(x).reshape(8, 6, 4, 16)).reshape(8, 6, 64))
+
+    proposal = propose(PerHead)
+    assert proposal == {"up": COL, "down": ROW}
+    assert proposal.bytes == 3 / 4 * 8 * 6 * 4 * (2 * 16 + 2 * 64)
+    assert reason(proposal, "head").why == "leaves alone what up split; what it reads is gathered for it"
+    assert reason(proposal, "unused").why == "makes nothing that this call returns"
+
+
 def test_every_layer_has_a_reason():
     proposal = propose(Decoder, IDS)
     assert {"embed", "head", *megatron("blocks.*.")} == {reason.module for reason in proposal.reasons}
