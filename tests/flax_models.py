@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 V, T, D, F, N, K, H = 32, 8, 16, 32, 8, 8, 4
@@ -229,7 +230,7 @@ class Grouped(nnx.Module):
     """Convolutions over a sequence that no plan can split: by groups, masked; and one transposed."""
 
     def __init__(self, rngs):
-        mask = jnp.tril(jnp.ones((D, D)))[None]
+        mask = np.tril(np.ones((D, D)))[None]
         self.depthwise = nnx.Conv(D, D, 3, feature_group_count=D, rngs=rngs)
         self.masked = nnx.Conv(D, D, 1, mask=mask, rngs=rngs)
         self.back = nnx.ConvTranspose(D, 4, 2, strides=2, rngs=rngs)

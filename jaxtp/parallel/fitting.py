@@ -1,5 +1,6 @@
 """What a plan comes to, module by module, or why it does not fit: before anything is changed."""
 
+import inspect
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -16,7 +17,7 @@ from jaxtp.parallel.running import cut_of
 from jaxtp.parallel.stock import fitting
 from jaxtp.parallel.storage import stacked, stored_spec
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
-from jaxtp.parallel.swap import Role, role_of
+from jaxtp.parallel.swap import Role, original_class, role_of
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _decided(
         name: declared.get(name) or _spec(found, name, parameter, style, sizes, fsdp)
         for name, parameter in found.parameters.items()
     }
-    idle = style is None and (not found.parameters or len(declared) == len(specs))
+    idle = not _is_called(found) or (style is None and (not found.parameters or len(declared) == len(specs)))
     return Decision(found, None if idle else Role(style, fsdp), specs)
 
 
@@ -128,7 +129,10 @@ def _layouts(style: Any) -> Iterator[Any]:
 
 def _check_fits(found: Found, style: Style, declares: bool) -> None:
     name = type(style).__name__
+    if not isinstance(style, Replicate) and not _is_called(found):
+        raise PlanError(f"cannot be {name}: it has no __call__{_parts(found)}")
     if isinstance(style, PrepareInput | PrepareOutput):
+        _check_keywords(found, style)
         return
     if declares:
         raise PlanError(f"cannot be {name}: it declares itself how its parameters are split")
@@ -140,6 +144,18 @@ def _check_fits(found: Found, style: Style, declares: bool) -> None:
         raise PlanError(f"cannot be {name}, which fits {fitting(name)}{_parts(found)}")
     if isinstance(style, SequenceParallel) and read and not isinstance(found.module, _PER_TOKEN):
         raise PlanError(f"cannot be {name}, which fits {fitting(name)}")
+
+
+def _is_called(found: Found) -> bool:
+    return any("__call__" in vars(cls) for cls in original_class(found.module).__mro__)
+
+
+def _check_keywords(found: Found, style: PrepareInput | PrepareOutput) -> None:
+    names = style.desired_input_kwarg_layouts or {} if isinstance(style, PrepareInput) else {}
+    parameters = inspect.signature(original_class(found.module).__call__).parameters  # type: ignore[operator]
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if unknown := [name for name in names if name not in parameters and not open_ended]:
+        raise PlanError(f"has no argument {unknown[0]!r}; nearest: {', '.join(map(repr, list(parameters)[1:]))}")
 
 
 _PER_TOKEN = nnx.Linear | nnx.LayerNorm | nnx.RMSNorm

@@ -50,6 +50,8 @@ def assign_styles(
     for pattern, style in plan.items():
         if not isinstance(style, Style):
             raise PlanError(f"{pattern!r}: {style!r} is no style; a style is {_names_of_styles()}")
+        if not _is_hashable(style):
+            raise PlanError(f"{pattern!r}: {style}: layouts of several arguments are a tuple")
         if not any(matches(pattern, path) for paths in modules for path in paths):
             raise PlanError(_nothing(pattern, [path for paths in modules for path in paths], list(parameters)))
     return [_style_of(plan, paths) for paths in modules]
@@ -82,6 +84,14 @@ def _nothing(pattern: str, paths: list[str], parameters: list[str]) -> str:
         return f"{pattern!r} matches a parameter; a style is for a module: {owner!r}"
     near = difflib.get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.3) or paths[1:4]
     return f"{pattern!r} matches no module; nearest: {', '.join(map(repr, near)) or 'there are none'}"
+
+
+def _is_hashable(style: Style) -> bool:
+    try:
+        hash(style)
+    except TypeError:
+        return False
+    return True
 
 
 def _names_of_styles() -> str:

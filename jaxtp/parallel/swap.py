@@ -6,6 +6,7 @@ as it was written.
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -79,17 +80,19 @@ def _wrap(method: Callable[..., Any], instead: Callable[..., Any]) -> Callable[.
 def _call(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     style = role.style
     if isinstance(style, PrepareInput):
-        args, kwargs = _prepare(style, args, kwargs)
+        args, kwargs = _prepare(cls, style, args, kwargs)
     result = _compute(cls, role, module, *args, **kwargs)
     if isinstance(style, PrepareOutput):
         return _convert_all(result, style.output_layouts, style.desired_output_layouts)
-    if isinstance(style, SequenceParallel) and style.output_layouts == Replicate():
-        return make_copies(result, Shard(style.sequence_dim))
+    if isinstance(style, SequenceParallel):
+        return _convert(result, Shard(style.sequence_dim), style.output_layouts)
     return result
 
 
 def _compute(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     """On shards if its rows can be told apart, else on global arrays."""
+    if not args and (name := _first_argument(cls)) in kwargs:
+        args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
     read = signature(module, cls, **_static(kwargs)) if args and not _arrays((args[1:], kwargs)) else None
     splits = isinstance(role.style, Colwise | Rowwise)
     if read is None and splits:
@@ -102,6 +105,12 @@ def _compute(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: An
         return cls.__call__(local, x, *args[1:], **kwargs)  # type: ignore[operator]
 
     return Run(module, cls, method, read, cut, _name(cls, role.style))(args[0])
+
+
+@functools.cache
+def _first_argument(cls: type) -> str:
+    """Its name; that of `self` where there is none."""
+    return list(inspect.signature(cls.__call__).parameters)[:2][-1]  # type: ignore[operator]
 
 
 def _attend(cls: type, role: Role, module: nnx.Embed, query: Any, **kwargs: Any) -> Any:
@@ -146,9 +155,16 @@ def _spec_here(parameter: nnx.Param[Any]) -> PartitionSpec:
     return PartitionSpec(*spec[max(len(spec) - parameter.ndim, 0) :])
 
 
-def _prepare(style: PrepareInput, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    if args:
-        args = _convert_all(args, _several(style.input_layouts), _several(style.desired_input_layouts))
+def _prepare(
+    cls: type, style: PrepareInput, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    desired = _several(style.desired_input_layouts)
+    if any(layout is not None for layout in desired[len(args) :]):
+        raise TypeError(
+            f"{cls.__name__} as {style} was called with {len(args)} positional arguments; those given by keyword are "
+            "prepared by input_kwarg_layouts and desired_input_kwarg_layouts"
+        )
+    args = _convert_all(args, _several(style.input_layouts), desired)
     before, after = style.input_kwarg_layouts or {}, style.desired_input_kwarg_layouts or {}
     return args, {k: _convert(v, before.get(k), after.get(k)) for k, v in kwargs.items()}
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import flax_models as models
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
 from support import MESHES
 
+import jaxtp
 from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
 
 B = 8
@@ -45,7 +47,7 @@ class Case:
 
 
 CASES = {
-    "llama": Case(models.Llama, (IDS,), LLAMA),
+    "llama": Case(functools.partial(models.Llama, num_layers=1), (IDS,), LLAMA),
     "llama_without_a_plan": Case(functools.partial(models.Llama, num_layers=1), (IDS,)),
     "llama_all_reduce": Case(
         functools.partial(models.LlamaBlock, kv_heads=2, use_bias=True),
@@ -116,10 +118,22 @@ CASES = {
     "grouped": Case(models.Grouped),
 }
 FAST = {
-    *((name, MESHES[index % len(MESHES)]) for index, name in enumerate(CASES)),
-    *((name, (1, 2, 4)) for name in ("containers", "convolutions", "general", "tied_features", "dropout")),
-    *((name, (2, 2, 2)) for name in ("llama", "tied_vocabulary", "stacked", "shared", "homemade", "grouped")),
+    "llama": [(1, 2, 4)],
+    "llama_without_a_plan": [(8, 1, 1)],
+    "llama_all_reduce": [(1, 1, 4)],
+    "containers": [(1, 1, 8)],
+    "tied_vocabulary": [(2, 2, 2)],
+    "tied_features": [(1, 1, 2)],
+    "dropout": [(2, 2, 2)],
+    "convolutions": [(1, 2, 4)],
+    "shared": [(1, 1, 1)],
+    "stacked": [(2, 2, 2)],
+    "multi_head_attention": [(1, 1, 4)],
+    "general": [(1, 2, 4)],
+    "homemade": [(2, 2, 2)],
+    "grouped": [(1, 8, 1)],
 }
+"""The others are slow: every mesh is here, and every model."""
 
 
 @functools.cache
@@ -130,7 +144,7 @@ def on_one_device(name):
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
-        pytest.param(name, mesh, marks=() if (name, mesh) in FAST else pytest.mark.slow, id=f"{name}-{mesh}")
+        pytest.param(name, mesh, marks=() if mesh in FAST[name] else pytest.mark.slow, id=f"{name}-{mesh}")
         for name in CASES
         for mesh in MESHES
     ],
@@ -139,3 +153,33 @@ def test_parallel_equals_one_device(name, mesh):
     case = CASES[name]
     actual = train_on(mesh, lambda: case.build(nnx.Rngs(0)), case.plan, case.inputs, born=mesh != (2, 2, 2))
     assert_same(actual, on_one_device(name))
+
+
+@pytest.mark.parametrize("style", [Colwise(), Rowwise(), None], ids=str)
+def test_ids_that_are_not_there_give_what_flax_gives(style):
+    ids = jnp.array([[0, V - 1, -1, -V], [V, 3, -V - 1, 7]])
+    with jax.set_mesh(jaxtp.make_mesh(dp=2, tp=4)):
+        embed = jaxtp.parallelize(nnx.Embed(V, D, rngs=nnx.Rngs(0)), {"": style} if style else {})
+        found = nnx.jit(lambda embed, ids: embed(ids))(embed, ids)
+    expected = nnx.Embed(V, D, rngs=nnx.Rngs(0))(ids)
+    assert jnp.array_equal(found, expected, equal_nan=True)
+
+
+def test_what_was_gathered_once_stands_for_the_array():
+    """A module whose input is shared by column layers may do with it what it did before."""
+
+    class Curious(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(D, D, rngs=rngs)
+
+        def __call__(self, x):
+            assert x.shape == (B, T, D)
+            assert len(x) == B
+            halves = jnp.concatenate([x[..., :8], x.reshape(B, T, D)[..., 8:]], axis=-1)
+            return -x + 2 * self.up(x) - x * x + x.mean() + halves @ jnp.ones((D, D)) + (x > 0) + jax.nn.gelu(x) / 2
+
+    plan = {"": PrepareInput(Shard(1), Replicate()), "up": Colwise()}
+    expected = Curious(nnx.Rngs(0))(X)
+    with jax.set_mesh(jaxtp.make_mesh(dp=2, tp=4)):
+        found = nnx.jit(lambda model, x: model(x))(jaxtp.parallelize(lambda: Curious(nnx.Rngs(0)), plan), X)
+    assert jnp.allclose(found, expected, atol=1e-5)

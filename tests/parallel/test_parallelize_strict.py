@@ -46,6 +46,13 @@ class Sideways(nnx.Module):
         self.layers = make(nnx.Rngs(0))
 
 
+class Table(nnx.Module):
+    """Is read, never called."""
+
+    def __init__(self):
+        self.rows = nnx.Param(jnp.ones((F, D)))
+
+
 class OwnLayer(nnx.Module):
     def __init__(self):
         self.up = jaxtp.ColumnParallelLinear(D, F, rngs=nnx.Rngs(0))
@@ -107,6 +114,13 @@ REFUSED = {
     "tied": (Tied, {"one": Colwise()}, r"'one.kernel' and 'two.kernel' are one tied parameter"),
     "stacked elsewhere": (Sideways, {"layers": Colwise()}, r"layers may be stacked along dim 0 only"),
     "our own layer": (OwnLayer, {"up": Colwise()}, r"it declares itself how its parameters are split"),
+    "no such keyword": (
+        llama,
+        {"output": PrepareInput(desired_input_kwarg_layouts={"y": Replicate()})},
+        r"'output' \(Linear\) has no argument 'y'; nearest: 'inputs'",
+    ),
+    "never called": (Table, {"": SequenceParallel()}, r"cannot be SequenceParallel: it has no __call__"),
+    "a list": (llama, {"layers.*": PrepareInput([Shard(1)], [Replicate()])}, r"layouts .* are a tuple"),
     "not a model": (lambda: {"a": 1}, {}, r"takes an nnx.Module or a function"),
 }
 
@@ -169,6 +183,30 @@ def test_a_layout_that_does_not_divide_is_not_ignored(style):
         dropout = jaxtp.parallelize(nnx.Dropout(0.0, deterministic=True), {"": style})
         with pytest.raises(ValueError, match=r"Shard\(dim=1\): dim 1 .* not divisible by tp=4"):
             dropout(jnp.ones((4, 6, D)))
+
+
+def test_a_module_that_is_never_called_keeps_its_class():
+    table = parallelize(Table, {})
+    assert type(table) is Table
+    assert table.rows.sharding.spec == jax.P("fsdp", None)
+
+
+def test_an_argument_by_keyword():
+    x = jnp.ones((4, T, D))
+    with jax.set_mesh(jaxtp.make_mesh(*MESH)):
+        up = jaxtp.parallelize(nnx.Linear(D, F, rngs=nnx.Rngs(0)), {"": Colwise()})
+        assert jnp.array_equal(up(inputs=x), up(x))
+        prepared = jaxtp.parallelize(nnx.Linear(D, F, rngs=nnx.Rngs(0)), {"": PrepareInput(Shard(1), Replicate())})
+        with pytest.raises(TypeError, match=r"called with 0 positional arguments; .* input_kwarg_layouts"):
+            prepared(inputs=x)
+
+
+def test_a_sequence_parallel_result_in_another_layout():
+    x = jax.random.normal(jax.random.key(0), (4, T, D))
+    with jax.set_mesh(jaxtp.make_mesh(*MESH)):
+        norm = jaxtp.parallelize(nnx.RMSNorm(D, rngs=nnx.Rngs(0)), {"": SequenceParallel(output_layouts=Shard(-1))})
+        y = nnx.jit(lambda norm, x: norm(x))(norm, x)
+    assert y.sharding.shard_shape(y.shape) == (2, T, D // 4)
 
 
 @pytest.mark.parametrize(
