@@ -323,11 +323,23 @@ def test_it_prints_and_takes_a_mesh_in_context(capsys):
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
-    [(None, "has 1 device"), ({"fsdp": 4}, "has 1 device"), ({"tpp": 4}, "tpp: no axis"), ({"tp": 0}, "tp=0")],
+    [
+        (None, "has 1 device"),
+        ({"fsdp": 4}, "has 1 device"),
+        ({"tpp": 4}, "tpp: no axis"),
+        ({"tp": 0}, "tp=0"),
+        ({"tp": -1}, "-1 is"),
+    ],
 )
 def test_a_mesh_without_tp_is_refused(mesh, message):
     with pytest.raises(MeshError, match=message):
         propose_plan(Mlp(nnx.Rngs(0)), X, mesh=mesh)
+
+
+@pytest.mark.parametrize("model", [Mlp, {}, lambda: 3, None])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match="a plan is for an nnx.Module"):
+        propose_plan(model, X, mesh={"tp": 2})
 
 
 def test_another_function_than_call():
