@@ -336,9 +336,9 @@ def test_a_mesh_without_tp_is_refused(mesh, message):
         propose_plan(Mlp(nnx.Rngs(0)), X, mesh=mesh)
 
 
-@pytest.mark.parametrize("model", [Mlp, {}, lambda: 3, None])
+@pytest.mark.parametrize("model", [{}, lambda: 3, None])
 def test_what_is_no_model_is_refused(model):
-    with pytest.raises(TypeError, match="a plan is for an nnx.Module"):
+    with pytest.raises(TypeError, match=r"a plan is for an nnx\.Module"):
         propose_plan(model, X, mesh={"tp": 2})
 
 
