@@ -18,14 +18,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxtp.collectives import axis_size, check_divides, constrain, gather_weight
+from jaxtp.collectives import axis_size, gather_weight
 from jaxtp.mesh import DP, FSDP, current_mesh
-from jaxtp.parallel.copies import Copies, make_copies
-from jaxtp.parallel.layouts import Layout, Replicate, Shard, activation_spec, has_batch
+from jaxtp.parallel.converting import constrained, convert, convert_all, prepare
+from jaxtp.parallel.copies import Copies
+from jaxtp.parallel.layouts import Shard, has_batch
 from jaxtp.parallel.running import Run, attend_cut, cut_of
 from jaxtp.parallel.stock import attend_signature, signature
 from jaxtp.parallel.storage import dim_over, without
-from jaxtp.parallel.styles import Colwise, Layouts, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
+from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,12 @@ def _wrap(method: Callable[..., Any], instead: Callable[..., Any]) -> Callable[.
 def _call(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     style = role.style
     if isinstance(style, PrepareInput):
-        args, kwargs = _prepare(cls, style, args, kwargs)
+        args, kwargs = prepare(cls, style, args, kwargs)
     result = _compute(cls, role, module, *args, **kwargs)
     if isinstance(style, PrepareOutput):
-        return _convert_all(result, style.output_layouts, style.desired_output_layouts)
+        return convert_all(result, style.output_layouts, style.desired_output_layouts)
     if isinstance(style, SequenceParallel):
-        return _convert(result, Shard(style.sequence_dim), style.output_layouts)
+        return convert(result, Shard(style.sequence_dim), style.output_layouts)
     return result
 
 
@@ -126,10 +127,10 @@ def _attend(cls: type, role: Role, module: nnx.Embed, query: Any, **kwargs: Any)
 def _on_global_arrays(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
     if isinstance(role.style, SequenceParallel):
         layout = Shard(role.style.sequence_dim)
-        args = (_constrained(args[0], layout), *args[1:])
+        args = (constrained(args[0], layout), *args[1:])
     with _gathered(module, role):
         result = cls.__call__(module, *args, **kwargs)  # type: ignore[operator]
-    return _constrained(result, layout) if isinstance(role.style, SequenceParallel) else result
+    return constrained(result, layout) if isinstance(role.style, SequenceParallel) else result
 
 
 @contextmanager
@@ -153,48 +154,6 @@ def _spec_here(parameter: nnx.Param[Any]) -> PartitionSpec:
     """How a parameter is stored; in a loop over stacked layers it has lost the dim in front."""
     spec = tuple(parameter.get_metadata().get("out_sharding") or ())
     return PartitionSpec(*spec[max(len(spec) - parameter.ndim, 0) :])
-
-
-def _prepare(
-    cls: type, style: PrepareInput, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    desired = _several(style.desired_input_layouts)
-    if any(layout is not None for layout in desired[len(args) :]):
-        raise TypeError(
-            f"{cls.__name__} as {style} was called with {len(args)} positional arguments; those given by keyword are "
-            "prepared by input_kwarg_layouts and desired_input_kwarg_layouts"
-        )
-    args = _convert_all(args, _several(style.input_layouts), desired)
-    before, after = style.input_kwarg_layouts or {}, style.desired_input_kwarg_layouts or {}
-    return args, {k: _convert(v, before.get(k), after.get(k)) for k, v in kwargs.items()}
-
-
-def _several(layouts: Layouts) -> tuple[Layout | None, ...]:
-    return layouts if isinstance(layouts, tuple) else (layouts,)
-
-
-def _convert_all(values: Any, before: Layouts, after: Layouts) -> Any:
-    if not isinstance(values, tuple):
-        return _convert(values, _several(before)[0], _several(after)[0])
-    rest = (None,) * len(values)
-    pairs = zip(values, (*_several(before), *rest), (*_several(after), *rest), strict=False)
-    return tuple(_convert(value, old, new) for value, old, new in pairs)
-
-
-def _convert(x: Any, before: Layout | None, after: Layout | None) -> Any:
-    """A value in another layout; None of the two leaves it as it is."""
-    if x is None or after is None:
-        return x
-    if after == Replicate():
-        return x if isinstance(x, Copies) else make_copies(jnp.asarray(x), before or Replicate())
-    return _constrained(x, after)
-
-
-def _constrained(x: Any, layout: Layout) -> jax.Array:
-    x = jnp.asarray(x)
-    spec = activation_spec(layout, x.ndim, batched=has_batch(x.shape))
-    check_divides(f"an activation that the plan has as {layout}", x.shape, spec)
-    return constrain(x, spec)
 
 
 def _divides_batch(x: Any, batch_ndim: int | None) -> bool:
