@@ -20,7 +20,7 @@ from jaxtp.parallel.equations import (
     parts_of_scan,
     source_of,
 )
-from jaxtp.parallel.flows import Call, Flow, Labels, Record
+from jaxtp.parallel.flows import ROOT, Call, Flow, Labels, Record
 from jaxtp.parallel.marking import Mark, Traced, read_mark
 from jaxtp.parallel.passing import Blocked, agree, pass_through
 from jaxtp.parallel.ports import Ports, is_norm, is_stock, parameter_bytes, ports_of
@@ -139,7 +139,8 @@ class _Walk:
             for dim, result in zip(dims, equation.outvars, strict=True):
                 self.check_divides(equation, result.aval.shape[dim])
         except Blocked as why:
-            self.block(labels, str(why))
+            place = next((place for place in reversed(self.places) if place), ROOT)
+            self.block(labels, f"{why} (in {place})")
             return [None] * len(equation.outvars)
         self.record.joined.append(labels)
         self.note(labels, equation.primitive.name)
@@ -211,9 +212,8 @@ class _Walk:
         return replace(flow, dim=flow.dim + by)
 
     def block(self, labels: Labels, why: str) -> None:
-        place = next((place for place in reversed(self.places) if place), "the model itself")
         for label in labels:
-            self.record.blocked.setdefault(label, f"its output {why} (in {place})")
+            self.record.blocked.setdefault(label, f"its output {why}")
 
     def note(self, labels: Labels, operation: str) -> None:
         for label in labels:

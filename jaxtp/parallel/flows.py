@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+ROOT = "the model itself"
+"""For messages: the module whose path is empty."""
+
 Labels = frozenset[str]
 """The column layers by whose outputs an array is split."""
 

@@ -11,12 +11,13 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jaxtp.mesh import AXES, DP, FSDP, TP, MeshError, check_sizes, mesh_sizes
+from jaxtp.mesh import AXES, DP, FSDP, TP, MeshError, check_sizes, describe_mesh, mesh_sizes
 from jaxtp.parallel.draft import draft_plan
+from jaxtp.parallel.flows import ROOT
 from jaxtp.parallel.marking import Traced, trace
 from jaxtp.parallel.pairing import Group
 from jaxtp.parallel.proposal import Proposal, Reason, merge_reasons
-from jaxtp.parallel.reasons import ROOT, in_order, reasons
+from jaxtp.parallel.reasons import in_order, reasons
 from jaxtp.parallel.sharing import share_inputs
 from jaxtp.parallel.subject import Subject, subject_of
 from jaxtp.parallel.trial import try_plan
@@ -49,6 +50,7 @@ def propose_plan(
 
     Raises:
       MeshError: there is no mesh, or it has one device along tp.
+      TypeError: what is given for a model is none, and no function that makes one.
     """
     sizes, subject = _sizes(mesh), subject_of(model, inputs, call)
     proposal = _propose(subject, trace(subject), sizes)
@@ -65,7 +67,8 @@ def _propose(subject: Subject, traced: Traced, sizes: Mapping[str, int]) -> Prop
     except Exception as error:
         alone = _proposal(traced, sizes, share=False)
         try_plan(subject, alone, sizes)
-        lost = f"inputs of column layers are not shared: {str(error).splitlines()[0]}"
+        problem = (str(error) or type(error).__name__).splitlines()[0]
+        lost = f"inputs of column layers are not shared: {problem}"
         return Proposal(alone, (*alone.reasons, Reason(ROOT, "", lost, 0)), sizes)
     return shared
 
@@ -84,7 +87,9 @@ def _sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | None) -> dict[str, in
     if unknown := sorted(sizes.keys() - set(AXES)):
         raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; there are {', '.join(AXES)}")
     check_sizes(sizes)
-    if min(sizes.values()) < 1 or sizes[TP] < 2:
+    if -1 in sizes.values():
+        raise MeshError(f"{describe_mesh(sizes)}: -1 is what is left of some devices, and here there need be none")
+    if sizes[TP] < 2:
         raise MeshError(
             f"propose_plan splits over {TP}, which has {sizes[TP]} device; set a mesh with more, or say what the plan "
             f'is for: propose_plan(..., mesh={{"{TP}": 4}})'

@@ -6,12 +6,12 @@ from dataclasses import fields
 from flax import nnx
 
 from jaxtp.parallel.draft import Draft, is_vocabulary, vocabulary_bytes
+from jaxtp.parallel.flows import ROOT
 from jaxtp.parallel.pairing import Region, excludes
 from jaxtp.parallel.passing import ELEMENTWISE
+from jaxtp.parallel.ports import is_stock
 from jaxtp.parallel.proposal import Reason
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, SequenceParallel, Style
-
-ROOT = "the model itself"
 
 
 def reasons(draft: Draft) -> Iterator[Reason]:
@@ -24,7 +24,8 @@ def reasons(draft: Draft) -> Iterator[Reason]:
             yield Reason(draft.patterns[path] or ROOT, "", _why_whole(draft, path), 0)
     for path, module in draft.traced.modules.items():
         if path not in draft.layers and (sizes := _matrices(module)):
-            why = f"{sizes} of its own: styles split the layers of Flax"
+            why = f"has {sizes} of its own: styles split the layers of Flax"
+            why = "makes nothing that this call returns" if is_stock(module) else why
             yield Reason(draft.patterns[path] or ROOT, "", why, 0)
 
 
@@ -86,6 +87,8 @@ def _through(draft: Draft, path: str) -> str:
 
 
 def _why_whole(draft: Draft, path: str) -> str:
+    if kept := [call for call in draft.calls(path) if call.given.dim is not None and not call.row]:
+        return f"leaves alone what {_names(draft, kept[0].given.labels)} split; what it reads is gathered for it"
     own = next((region for region in draft.regions if path in region.columns), None)
     vocabulary = f"; to split its vocabulary {_trade(draft.saved(path), vocabulary_bytes(draft, path))}"
     if own is None:

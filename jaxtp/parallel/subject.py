@@ -34,8 +34,14 @@ def subject_of(model: Any, inputs: tuple[Any, ...], call: Callable[..., Any] | N
       model: an `nnx.Module`, real or abstract, or a function of no arguments that makes one.
       inputs: pytrees of arrays, `jax.ShapeDtypeStruct`s, and anything else, which is passed as it is.
       call: by default `model(*inputs)`.
+
+    Raises:
+      TypeError: `model` is neither.
     """
-    graph, state = nnx.split(model if isinstance(model, nnx.Module) else nnx.eval_shape(model))
+    made = nnx.eval_shape(model) if callable(model) and not isinstance(model, nnx.Module) else model
+    if not isinstance(made, nnx.Module):
+        raise TypeError(f"a plan is for an nnx.Module, or a function that makes one, and this is {made!r}")
+    graph, state = nnx.split(made)
     leaves, tree = jax.tree.flatten(inputs)
 
     def run(model: Any, arrays: list[Any]) -> Any:

@@ -28,7 +28,7 @@ def train(
         optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
 
         @nnx.jit
-        def step(model: nnx.Module, optimizer: nnx.Optimizer, *arrays: jax.Array) -> jax.Array:
+        def step(model: nnx.Module, optimizer: nnx.Optimizer, *arrays: np.ndarray) -> jax.Array:
             value, gradients = nnx.value_and_grad(loss)(model, *arrays)
             optimizer.update(model, gradients)
             return value
@@ -48,7 +48,8 @@ def main(build: Any, loss: Any, batch: Any, plan: Any, argv: list[str] | None = 
     parser.add_argument("--propose", action="store_true", help="print and use the plan that jaxtp proposes")
     arguments = parser.parse_args(argv)
     try:
-        mesh = jaxtp.make_mesh(**{axis: int(size) for axis, size in (p.split("=") for p in arguments.mesh.split(","))})
+        sizes: dict[str, Any] = {axis: int(n) for axis, n in (part.split("=") for part in arguments.mesh.split(","))}
+        mesh = jaxtp.make_mesh(**sizes)
         if arguments.propose:
             with jax.set_mesh(mesh):
                 plan = jaxtp.propose_plan(build, *batch(np.random.default_rng(0), 64), call=loss)

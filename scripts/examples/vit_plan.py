@@ -1,7 +1,7 @@
 """How `vit.py` is split: attention by heads, the MLP by its hidden features; one all-reduce after each and one before.
 
 The patch convolution stays whole: what it makes is normalised at once, so `Colwise(output_layouts=Replicate())` would
-save an eighth of a small kernel for an all-gather of every image.
+save a part of a small kernel for an all-gather of every image.
 """
 
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise

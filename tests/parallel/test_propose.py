@@ -281,6 +281,22 @@ def test_patterns_say_no_more_than_is_meant():
     assert not {"blocks.*.attention.q", "blocks.1.attention.q"} & plan.keys()
 
 
+def test_a_layer_on_each_head_is_gathered_for():
+    class PerHead(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+            self.head, self.unused = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.head(self.up(x).reshape(8, 6, 4, 16)).reshape(8, 6, 64))
+
+    proposal = propose(PerHead)
+    assert proposal == {"up": COL, "down": ROW}
+    assert proposal.bytes == 3 / 4 * 8 * 6 * 4 * (2 * 16 + 2 * 64)
+    assert reason(proposal, "head").why == "leaves alone what up split; what it reads is gathered for it"
+    assert reason(proposal, "unused").why == "makes nothing that this call returns"
+
+
 def test_every_layer_has_a_reason():
     proposal = propose(Decoder, IDS)
     assert {"embed", "head", *megatron("blocks.*.")} == {reason.module for reason in proposal.reasons}
@@ -307,11 +323,23 @@ def test_it_prints_and_takes_a_mesh_in_context(capsys):
 
 @pytest.mark.parametrize(
     ("mesh", "message"),
-    [(None, "has 1 device"), ({"fsdp": 4}, "has 1 device"), ({"tpp": 4}, "tpp: no axis"), ({"tp": 0}, "tp=0")],
+    [
+        (None, "has 1 device"),
+        ({"fsdp": 4}, "has 1 device"),
+        ({"tpp": 4}, "tpp: no axis"),
+        ({"tp": 0}, "tp=0"),
+        ({"tp": -1}, "-1 is"),
+    ],
 )
 def test_a_mesh_without_tp_is_refused(mesh, message):
     with pytest.raises(MeshError, match=message):
         propose_plan(Mlp(nnx.Rngs(0)), X, mesh=mesh)
+
+
+@pytest.mark.parametrize("model", [{}, lambda: 3, None])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError, match=r"a plan is for an nnx\.Module"):
+        propose_plan(model, X, mesh={"tp": 2})
 
 
 def test_another_function_than_call():
