@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jaxtp.explain.explanation import explain
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.row import Result
 from jaxtp.generate.settings import GenerationSettings
@@ -25,6 +26,20 @@ from jaxtp.mesh import DP, FSDP, TP, MeshError, make_mesh
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, DecoderBlock
 from jaxtp.parallel.audit import Audit, AuditError, audit
+from jaxtp.parallel.parallelize import parallelize
+from jaxtp.parallel.plan import PlanError
+from jaxtp.parallel.proposal import Proposal
+from jaxtp.parallel.propose import propose_plan
+from jaxtp.parallel.styles import (
+    Colwise,
+    PrepareInput,
+    PrepareInputOutput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+    SequenceParallel,
+    Shard,
+)
 
 __version__ = _version("jaxtp")
 
@@ -36,6 +51,7 @@ __all__ = [
     "AuditError",
     "CausalSelfAttention",
     "ColumnParallelLinear",
+    "Colwise",
     "Decoder",
     "DecoderBlock",
     "GenerationSettings",
@@ -44,20 +60,32 @@ __all__ = [
     "LoraConfig",
     "MeshError",
     "ModelConfig",
+    "PlanError",
     "Precision",
+    "PrepareInput",
+    "PrepareInputOutput",
+    "PrepareOutput",
+    "Proposal",
     "RMSNorm",
+    "Replicate",
     "Result",
     "RowParallelLinear",
+    "Rowwise",
+    "SequenceParallel",
+    "Shard",
     "SwiGLU",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "add_adapters",
     "audit",
+    "explain",
     "load_hf",
     "load_run",
     "make_mesh",
     "merge_adapters",
     "open_tokenizer",
+    "parallelize",
+    "propose_plan",
     "read_config",
     "save_hf",
     "save_peft",

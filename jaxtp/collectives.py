@@ -96,6 +96,21 @@ def constrain(x: Array, spec: PartitionSpec) -> Array:
     return x if current_mesh() is None else lax.with_sharding_constraint(x, spec)
 
 
+def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> Array:
+    """Asks the compiler for more of a stored weight, and to leave its gradient split as the weight is.
+
+    For code that is written on global arrays; inside `device_view` it is `load_weight`.
+
+    Args:
+      x: a global weight.
+      stored: how it is split.
+      gathered: how the result is.
+    """
+    gather = jax.custom_vjp(lambda x: constrain(x, gathered))
+    gather.defvjp(lambda x: (constrain(x, gathered), None), lambda _, grad: (constrain(grad, stored),))
+    return gather(x)
+
+
 def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
     """Checks that each dim of `shape` can be divided over its axes of the mesh in context.
 

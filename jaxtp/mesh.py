@@ -109,6 +109,25 @@ def fitting_meshes(num_devices: int) -> list[tuple[int, int, int]]:
     ]
 
 
+def parse_mesh(text: str) -> dict[str, int]:
+    """`fsdp=2,tp=4` as the size of each axis; one that is left out is 1.
+
+    Raises:
+      MeshError: it is not of that form.
+    """
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        axis, _, size = (piece.strip() for piece in part.partition("="))
+        if axis not in AXES:
+            raise MeshError(f"--mesh {text}: {axis!r} is not an axis; they are {', '.join(AXES)}, as in fsdp=2,tp=4")
+        if not size.isdecimal() or int(size) < 1:
+            raise MeshError(f"--mesh {text}: {axis}={size} is not a number of devices: 1, 2, ...")
+        if axis in sizes:
+            raise MeshError(f"--mesh {text}: {axis} is there twice; write two meshes as --mesh tp=2 tp=4")
+        sizes[axis] = int(size)
+    return dict.fromkeys(AXES, 1) | sizes
+
+
 def check_sizes(sizes: Mapping[str, int]) -> None:
     """Checks that every size is positive, or -1 for at most one.
 

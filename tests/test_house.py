@@ -14,7 +14,7 @@ LEVELS = [
     {"models", "checkpoint"},
     {"hf"},
     {"train", "generate", "prepare"},
-    {"check", "estimate", "convert"},
+    {"check", "estimate", "convert", "explain"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COLLECTIVES = {

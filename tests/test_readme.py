@@ -13,6 +13,7 @@ import jaxtp
 from jaxtp.check.__main__ import main as check
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.convert.__main__ import main as convert
+from jaxtp.explain.__main__ import main as explain
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main
@@ -29,6 +30,7 @@ PREPARE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python
 GENERATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.generate")]
 CHECK = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.check ")]
 CONVERT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.convert")]
+EXPLAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.explain")]
 TUNING = [flags for flags in TRAIN if "--model.from-hf" in flags]
 OWN = [flags for flags in TRAIN if flags not in TUNING]
 SHORT = [
@@ -160,6 +162,24 @@ def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypat
     assert all((folder / "tokenizer.json").exists() for folder in Path("models").iterdir())
 
 
+@pytest.mark.parametrize("flags", EXPLAIN, ids=" ".join)
+def test_explain_command(flags, tmp_path, capsys):
+    assert explain([str(tmp_path / "vit.png") if flag == "runs/vit.png" else flag for flag in flags]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    block = next(block for block in README.split("```")[1::2] if "bytes of parameters on a device" in block)
+    shown = [line for line in block.strip().splitlines() if line not in ("", "...")]
+    assert set(shown) <= set(printed), "the README shows what it prints"
+
+
+@pytest.mark.parametrize("command", [line for line in SCRIPTS if "/examples/" in line])
+def test_example_command(command, monkeypatch, capsys):
+    _, script, *flags = shlex.split(command)
+    monkeypatch.syspath_prepend(str(ROOT / "scripts/examples"))
+    monkeypatch.setattr("sys.argv", [script, *flags, "--steps", "10"])
+    runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert "step 10/10  loss " in capsys.readouterr().out
+
+
 def test_set_up_commands_are_what_ci_runs():
     install, test = (line for line in COMMANDS if "pip install" in line)
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
@@ -167,7 +187,15 @@ def test_set_up_commands_are_what_ci_runs():
     assert "pip\" install --quiet -e '.[dev]'" in (ROOT / ".ci/run").read_text()
     assert (
         len(COMMANDS)
-        == len(TRAIN) + len(CHECK) + len(SCRIPTS) + len(CHECKPOINT) + len(PREPARE) + len(GENERATE) + len(CONVERT) + 2
+        == len(TRAIN)
+        + len(CHECK)
+        + len(SCRIPTS)
+        + len(CHECKPOINT)
+        + len(PREPARE)
+        + len(GENERATE)
+        + len(CONVERT)
+        + len(EXPLAIN)
+        + 2
     )
 
 

@@ -66,15 +66,7 @@ class Audit:
     @property
     def added(self) -> Counter[Collective]:
         """What the partitioner moves that the program does not say."""
-        left: Counter[Any] = Counter()
-        for collective, times in self.written.items():
-            left[_likeness(collective)] += times
-        added: Counter[Collective] = Counter()
-        for collective, times in self.realised.items():
-            asked = min(times, left[_likeness(collective)])
-            left[_likeness(collective)] -= asked
-            added[collective] = times - asked
-        return +added
+        return added_by_compiler(self.written, self.realised)
 
     def problems(self, large: int = LARGE) -> list[str]:
         """What breaks the plan, one line each; empty if nothing does.
@@ -190,6 +182,24 @@ def audit(
         global_view=global_view,
         compiled=compiled,
     )
+
+
+def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Collective, int]) -> Counter[Collective]:
+    """What a compiled program moves that its jaxpr does not say.
+
+    Args:
+      written: collectives of the jaxpr, and how often they run.
+      realised: those of the HLO after SPMD partitioning.
+    """
+    left: Counter[Any] = Counter()
+    for collective, times in written.items():
+        left[_likeness(collective)] += times
+    added: Counter[Collective] = Counter()
+    for collective, times in realised.items():
+        asked = min(times, left[_likeness(collective)])
+        left[_likeness(collective)] -= asked
+        added[collective] = times - asked
+    return +added
 
 
 def bytes_by_place(collectives: Counter[Collective]) -> dict[Place, float]:

@@ -1,0 +1,98 @@
+"""What a plan moves that another one would not, in words."""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+
+from flax import nnx
+
+from jaxtp.mesh import DP, FSDP, TP
+from jaxtp.parallel.dataflow import walk
+from jaxtp.parallel.flows import Call, Record
+from jaxtp.parallel.layouts import Replicate
+from jaxtp.parallel.marking import trace
+from jaxtp.parallel.pairing import Group
+from jaxtp.parallel.ports import ports_of
+from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
+from jaxtp.parallel.subject import Subject
+
+
+def advice(subject: Subject, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
+    """Notes on a plan; those that differ in the number of a layer only are one.
+
+    Args:
+      subject: the model as it was written, and what is run.
+      styles: of the modules that have one, by their paths.
+      sizes: devices along each axis.
+    """
+    traced = trace(subject)
+    group = Group(sizes[TP], sizes[DP] * sizes[FSDP])
+    split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
+    record = walk(traced, set(traced.modules) - split, tp=group.tp, parts=group.parts)
+    found = [
+        *_needed_whole(record, group),
+        *_fed_whole(record, traced.modules, styles, group),
+        *_reduced_apart(record, styles, group),
+    ]
+    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.)])", "*", note) for note in found)
+    return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
+
+
+def _needed_whole(record: Record, group: Group) -> Iterator[str]:
+    """Column layers whose output something needs whole."""
+    calls = {call.path: call for call in record.calls}
+    for path, why in record.blocked.items():
+        sent = group.share * group.size(calls[path], 1) * calls[path].times
+        yield (
+            f"{path} is Colwise(), and {why}: the compiler brings it together, at most {sent:,.0f} bytes sent by each "
+            "device; Colwise(output_layouts=Replicate()) says so, a plan without it saves it"
+        )
+
+
+def _fed_whole(
+    record: Record, modules: Mapping[str, nnx.Module], styles: Mapping[str, Style], group: Group
+) -> Iterator[str]:
+    """Row layers whose input is not split."""
+    for call in record.calls:
+        style, ports = styles.get(call.path), ports_of(modules[call.path], call.method, call.shapes[0].ndim)
+        splits_input = ports is not None and ports.row is not None
+        if isinstance(style, Rowwise) and style.input_layouts is None and splits_input and not call.row:
+            sent = group.share * group.size(call, 0) * call.times
+            cost = f"is gathered, {sent:,.0f} bytes sent by each device" if call.given.trained else "is not needed"
+            yield (
+                f"{call.path} is Rowwise(), and its input is whole on every device: each cuts its part, and the "
+                f"gradient {cost}; a Colwise layer before it would leave the input split, "
+                "Rowwise(input_layouts=Replicate()) says that it is meant"
+            )
+
+
+def _reduced_apart(record: Record, styles: Mapping[str, Style], group: Group) -> Iterator[str]:
+    """Column layers that read one array, and each reduce its gradient."""
+    readers: dict[object, dict[str, Call]] = {}
+    for call in record.calls:
+        style = styles.get(call.path)
+        if isinstance(style, Colwise) and style.input_layouts == Replicate() and call.given.trained:
+            readers.setdefault(call.given.key, {})[call.path] = call
+    for calls in readers.values():
+        first = next(iter(calls.values()))
+        if len(calls) > 1 and not _is_shared(first, styles):
+            sent = (len(calls) - 1) * 2 * group.share * group.size(first, 0) * first.times
+            yield (
+                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; PrepareInput(Replicate(), "
+                f"Replicate()) for {_where(first)} reduces it once: {sent:,.0f} bytes less sent by each device"
+            )
+
+
+def _is_shared(call: Call, styles: Mapping[str, Style]) -> bool:
+    makers = (styles.get(path) for path in call.given.left)
+    takers = (styles.get(path) for path, _ in call.given.entered)
+    return any(isinstance(style, PrepareInput) for style in takers) or any(
+        isinstance(style, PrepareOutput)
+        or (isinstance(style, SequenceParallel) and style.output_layouts == Replicate())
+        for style in makers
+    )
+
+
+def _where(call: Call) -> str:
+    outside = [path for path, _ in call.given.entered if path and path != call.path]
+    return repr(outside[-1]) if outside else "a module around them"

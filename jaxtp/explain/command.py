@@ -1,0 +1,150 @@
+"""The command line of `python -m jaxtp.explain`, and what it names."""
+
+import importlib
+import importlib.util
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+
+from jaxtp.config import ConfigError, Switch, from_yaml, nearest_file
+from jaxtp.explain.explanation import Explanation, explain
+from jaxtp.explain.plot import plot
+from jaxtp.mesh import parse_mesh, request_virtual_devices
+from jaxtp.models.decoder import Decoder
+from jaxtp.parallel.propose import propose_plan
+from jaxtp.train.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explain:
+    """Shows how a model is split over a mesh and what one forward and backward pass moves, without the devices.
+
+    python -m jaxtp.explain model.py:build --plan plan.py:PLAN --input 64x16x16x1 --mesh fsdp=2,tp=4
+
+    Each module has a line with its style, how its parameters are split, and the bytes that a device stores; then come
+    the collectives by module, and notes on what the plan costs that another would not. A configuration of jaxtp.train
+    is a model, too:
+
+    python -m jaxtp.explain configs/llama3_8b.yaml --mesh fsdp=4,tp=8
+    """
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
+    """A function without arguments that makes an nnx.Module, in a file or a module (package.model:build); or a YAML
+    configuration of jaxtp.train."""
+
+    mesh: Annotated[str, tyro.conf.arg(metavar="fsdp=2,tp=4")]
+    """Devices along each axis; an axis that is left out is 1. None of them has to be there."""
+
+    plan: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
+    """A dict from patterns of module paths to styles. Without one everything is split over fsdp alone."""
+
+    propose: Switch = False
+    """Uses the plan that jaxtp.propose_plan gives, and prints its reasons first."""
+
+    input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="64x16x16x1")] = ()
+    """Shape of an input of a global batch, and its dtype if it is not float32: 16x128:int32. Once for each input.
+    Without one the collectives are left out."""
+
+    compile: Switch = False
+    """Compiles for virtual CPU devices, too, and shows what the compiler adds between the layers."""
+
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Draws how each matrix is cut."""
+
+
+def run(command: Explain) -> None:
+    """Prints the explanation.
+
+    Raises:
+      ConfigError: what the command names is not there, or is something else.
+      PlanError, MeshError: as `explain`.
+    """
+    sizes = parse_mesh(command.mesh)
+    if command.propose and command.plan is not None:
+        raise ConfigError("--propose makes a plan, and --plan names one; leave one of them out")
+    if command.compile:
+        request_virtual_devices(sizes["dp"] * sizes["fsdp"] * sizes["tp"])
+    model, inputs = _model(command)
+    plan = None if command.plan is None else _named("--plan", command.plan)
+    if command.propose:
+        plan = propose_plan(model, *inputs, mesh=sizes)
+        print()
+    found: Explanation = explain(model, *inputs, plan=plan, mesh=sizes, compiled=command.compile)
+    print(found)
+    if command.plot is not None:
+        plot(found, command.plot.expanduser())
+        print(f"\ndrawn in {command.plot}")
+
+
+def _model(command: Explain) -> tuple[Callable[[], nnx.Module], list[jax.ShapeDtypeStruct]]:
+    """A function that makes the model, and abstract inputs."""
+    inputs = [_input(text) for text in command.input]
+    if not command.model.endswith((".yaml", ".yml")):
+        return _function(command.model), inputs
+    config = from_yaml(TrainConfig, command.model)
+    shape = (config.data.global_batch_size, config.data.sequence_length)
+    return lambda: Decoder(config.model, rngs=nnx.Rngs(0)), inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
+
+
+def _function(name: str) -> Callable[[], nnx.Module]:
+    build = _named("MODEL", name)
+    if not callable(build):
+        raise ConfigError(f"{name} is {build!r}, and should be a function that makes a model")
+
+    def made() -> nnx.Module:
+        model = build()
+        if not isinstance(model, nnx.Module):
+            raise ConfigError(f"{name} gives a {type(model).__name__}, and should give an nnx.Module")
+        return model
+
+    return made
+
+
+def _input(text: str) -> jax.ShapeDtypeStruct:
+    match = re.fullmatch(r"(\d+(?:x\d+)*)(?::(\w+))?", text)
+    try:
+        dtype = jnp.dtype(match[2] or "float32") if match else None
+    except TypeError:
+        dtype = None
+    if match is None or dtype is None:
+        raise ConfigError(f"--input {text}: should be a shape such as 64x16x16x1, or with a dtype 16x128:int32")
+    return jax.ShapeDtypeStruct(tuple(map(int, match[1].split("x"))), dtype)
+
+
+def _named(flag: str, text: str) -> Any:
+    """What `file.py:name` or `package.module:name` stands for."""
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"{flag} {text}: should be FILE.py:NAME or package.module:NAME")
+    module = _load_file(flag, Path(place)) if place.endswith(".py") else _import(flag, place)
+    if not hasattr(module, name):
+        there = ", ".join(key for key in vars(module) if not key.startswith("_"))
+        raise ConfigError(f"{flag} {text}: {place} has no {name}; it has {there}")
+    return getattr(module, name)
+
+
+def _load_file(flag: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if not path.is_file() or spec is None or spec.loader is None:
+        raise ConfigError(f"{flag} {path}: no such file{nearest_file(path)}")
+    sys.path.insert(0, str(path.parent))  # it may import what is beside it, as when it is run
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _import(flag: str, name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{flag} {name}: {error}; a file is named by FILE.py:NAME") from None

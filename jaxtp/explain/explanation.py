@@ -1,0 +1,254 @@
+"""`explain`: what became of a model, module by module."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.explain.advice import advice
+from jaxtp.explain.moving import Move, moves, passes
+from jaxtp.explain.written import as_written
+from jaxtp.mesh import AXES, BATCH, DP, FSDP, TP, MeshError, axes_of, check_sizes, describe_mesh, make_mesh, mesh_sizes
+from jaxtp.parallel.audit import added_by_compiler
+from jaxtp.parallel.census import count_collectives
+from jaxtp.parallel.compiling import compile_with_spmd_text
+from jaxtp.parallel.hlo import count_collectives_in_hlo
+from jaxtp.parallel.parallelize import parallelize
+from jaxtp.parallel.plan import Plan, PlanError
+from jaxtp.parallel.proposal import patterns_for
+from jaxtp.parallel.reasons import spelled
+from jaxtp.parallel.styles import Style
+from jaxtp.parallel.subject import Subject, subject_of
+from jaxtp.parallel.swap import original_class, role_of
+from jaxtp.parallel.tables import columns
+
+
+@dataclass(frozen=True)
+class Split:
+    """How a parameter is stored."""
+
+    name: str
+    """In its module."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+
+    def shard(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the part on a device."""
+        entries = (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
+        parts = (math.prod(sizes[axis] for axis in axes_of(entry)) for entry in entries)
+        return tuple(size // n for size, n in zip(self.shape, parts, strict=True))
+
+    def bytes(self, sizes: Mapping[str, int]) -> int:
+        """On a device."""
+        return math.prod(self.shard(sizes)) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Row:
+    """A module that has parameters or a style."""
+
+    path: str
+    """Dotted; the first one of a shared module."""
+
+    kind: str
+    """Its class."""
+
+    style: Style | None
+    parameters: tuple[Split, ...]
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """Equal for modules that one line can stand for."""
+        return self.kind, self.style, self.parameters
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What `explain` found; `str` of it is a text of tables, and `plot` draws it."""
+
+    sizes: dict[str, int]
+    """Devices along each axis."""
+
+    rows: tuple[Row, ...]
+    """The modules, in the model's order."""
+
+    moves: tuple[Move, ...]
+    """What one forward and backward pass moves; empty without inputs."""
+
+    notes: tuple[str, ...]
+    """What the plan costs that another one would not."""
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Of all parameters."""
+        return sum(split.bytes(self.sizes) for row in self.rows for split in row.parameters)
+
+    def sent(self, axis: str) -> float:
+        """Bytes that a device sends along an axis, alone or with others, in a forward and a backward pass."""
+        return sum(move.bytes for move in self.moves if axis in move.axes)
+
+    def __str__(self) -> str:
+        return "\n\n".join(_sections(self))
+
+
+def explain(
+    model: nnx.Module | Callable[[], nnx.Module],
+    *inputs: Any,
+    plan: Plan | None = None,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+    call: Callable[..., Any] | None = None,
+    compiled: bool = False,
+) -> Explanation:
+    """How a model is split, and what it moves: nothing is computed, and no array is made.
+
+    Args:
+      model: what `parallelize` gave; or a model as it was written, real or abstract, or a function that makes it.
+      *inputs: of one call, a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s, and anything else, which is
+        passed as it is. Without them there are no collectives.
+      plan: of a model that is not parallel yet.
+      mesh: by default the one in context. The devices need not be there: sizes do, `{"fsdp": 2, "tp": 4}`. A parallel
+        model is planned anew for it.
+      call: what is run, of the model and the inputs; by default `model(*inputs)`.
+      compiled: compiles too, for devices that are there, and says what the compiler adds between the layers.
+
+    Raises:
+      PlanError: the plan does not fit, or the model has one already.
+      MeshError: there is no mesh; or `compiled` and there are not so many devices.
+    """
+    sizes = _sizes(mesh)
+    abstract = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    with jax.sharding.use_abstract_mesh(abstract):
+        parallel, plan = _planned(model, plan, abstract)
+        written, styles, _ = as_written(parallel)
+        subject = subject_of(written, inputs, call)
+        found = _traced(parallel, subject, sizes) if inputs else []
+        notes = advice(subject, styles, sizes) if inputs and sizes[TP] > 1 else []
+    if inputs and compiled:
+        found += _added(model, plan, subject, sizes)
+    return Explanation(sizes, tuple(_rows(parallel)), tuple(found), tuple(notes))
+
+
+def _planned(
+    model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, mesh: Mesh | AbstractMesh
+) -> tuple[nnx.Module, Plan]:
+    """The abstract parallel model, and its plan."""
+    written, made, fsdp = as_written(model)
+    if made and plan:
+        raise PlanError("the model is parallel already, by a plan of its own; give explain one or the other")
+    return parallelize(written, plan or made, mesh=mesh, fsdp=fsdp), plan or made
+
+
+def _traced(model: nnx.Module, subject: Subject, sizes: dict[str, int]) -> list[Move]:
+    run, state = passes(model, subject)
+    return moves(count_collectives(jax.make_jaxpr(run)(state, subject.arrays), sizes))
+
+
+def _added(model: Any, plan: Plan, subject: Subject, sizes: dict[str, int]) -> list[Move]:
+    mesh = make_mesh(*sizes.values())
+    with jax.set_mesh(mesh):
+        parallel, _ = _planned(as_written(model)[0], plan, mesh)
+        run, state = passes(parallel, subject)
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch(x.shape, mesh)) for x in subject.arrays]
+        traced = jax.jit(run).trace(state, arrays)
+        _, text = compile_with_spmd_text(traced.lower())
+    written, realised = count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes)
+    return moves(added_by_compiler(written, realised), added=True)
+
+
+def _batch(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    divides = shape and shape[0] % (mesh.shape[DP] * mesh.shape[FSDP]) == 0
+    return NamedSharding(mesh, PartitionSpec(BATCH) if divides else PartitionSpec())
+
+
+def _rows(model: nnx.Module) -> Iterator[Row]:
+    seen: set[int] = set()
+    for path, module in sorted(nnx.iter_modules(model), key=lambda item: tuple(map(_in_order, item[0]))):
+        role = role_of(module)
+        own = {n: v for n, v in vars(module).items() if isinstance(v, nnx.Param) and id(v) not in seen}
+        seen |= {id(parameter) for parameter in own.values()}
+        if own or (role and role.style):
+            name = ".".join(map(str, path))
+            yield Row(name, original_class(module).__name__, role.style if role else None, tuple(_splits(own)))
+
+
+def _in_order(name: Any) -> tuple[bool, int, str]:
+    """Numbers by size, before names."""
+    return (False, name, "") if isinstance(name, int) else (True, 0, str(name))
+
+
+def _splits(parameters: Mapping[str, nnx.Param[Any]]) -> Iterator[Split]:
+    for name, parameter in parameters.items():
+        spec = PartitionSpec(*(parameter.get_metadata().get("out_sharding") or ()))
+        yield Split(name, tuple(parameter.shape), str(parameter.dtype), spec)
+
+
+def _sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | None) -> dict[str, int]:
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+        if mesh.empty:
+            raise MeshError('explain needs a mesh: call it under jax.set_mesh(...), or say mesh={"tp": 8}')
+    sizes = mesh_sizes(mesh) if isinstance(mesh, Mesh | AbstractMesh) else dict.fromkeys(AXES, 1) | dict(mesh)
+    if unknown := sorted(sizes.keys() - set(AXES)):
+        raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; there are {', '.join(AXES)}")
+    check_sizes(sizes)
+    return sizes
+
+
+def _sections(found: Explanation) -> Iterator[str]:
+    whole = sum(math.prod(s.shape) * jnp.dtype(s.dtype).itemsize for row in found.rows for s in row.parameters)
+    yield (
+        f"mesh {describe_mesh(found.sizes)}: {found.bytes_per_device:,} bytes of parameters on a device, of {whole:,}"
+    )
+    patterns = patterns_for({row.path: row.alike for row in found.rows})  # type: ignore[misc]
+    yield columns(
+        ("module", "of", "style", "parameter", "shape", "split", "bytes on a device"), _cells(found, patterns)
+    )
+    if found.moves:
+        yield columns(
+            ("module", "pass", "collective", "over", "by", "count", "bytes sent"), _move_cells(found, patterns)
+        )
+        totals = ", ".join(f"{found.sent(axis):,.0f} over {axis}" for axis in AXES if found.sizes[axis] > 1)
+        yield f"a device sends, forward and backward, in bytes: {totals}"
+    yield from (f"note: {note}" for note in found.notes)
+
+
+def _cells(found: Explanation, patterns: Mapping[str, str]) -> list[tuple[str, ...]]:
+    groups: dict[str, list[Row]] = {}
+    for row in found.rows:
+        groups.setdefault(patterns[row.path], []).append(row)
+    return [cells for pattern, rows in groups.items() for cells in _group(pattern, rows, found.sizes)]
+
+
+def _group(pattern: str, rows: list[Row], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    row, times = rows[0], f" x {len(rows)}" if len(rows) > 1 else ""
+    style = spelled(row.style) if row.style else ""
+    first = (f"{pattern or 'the model itself'}{times}", row.kind, style)
+    if not row.parameters:
+        yield (*first, "", "", "", "")
+    for i, split in enumerate(row.parameters):
+        shape = "x".join(map(str, split.shape)) or "scalar"
+        total = f"{len(rows) * split.bytes(sizes):,}"
+        yield (*(first if i == 0 else ("", "", "")), split.name, shape, _written(split.spec), total)
+
+
+def _written(spec: PartitionSpec) -> str:
+    entries = ("+".join(axes_of(entry)) or "-" for entry in spec)
+    return " ".join(entries) if any(axes_of(entry) for entry in spec) else "whole"
+
+
+def _move_cells(found: Explanation, patterns: Mapping[str, str]) -> list[tuple[str, ...]]:
+    merged: dict[tuple[str, ...], tuple[int, float]] = {}
+    for move in found.moves:
+        direction, by = "backward" if move.backward else "forward", "the compiler" if move.added else "the program"
+        module = patterns.get(move.module, move.module) or "the model itself"
+        key = (module, direction, move.kind, "+".join(move.axes), by)
+        count, sent = merged.get(key, (0, 0.0))
+        merged[key] = (count + move.count, sent + move.bytes)
+    return [(*key, f"{count:,}", f"{sent:,.0f}") for key, (count, sent) in merged.items()]

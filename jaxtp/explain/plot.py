@@ -1,0 +1,100 @@
+"""A picture of how a model's parameters are split."""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtp.config import ConfigError
+from jaxtp.explain.explanation import Explanation, Row, Split
+from jaxtp.mesh import AXES, FSDP, TP, axes_of, describe_mesh
+from jaxtp.parallel.proposal import patterns_for
+
+_COLUMNS = 6
+_MOST_PARTS = 16
+"""Of an axis that are drawn; more would be a grey square."""
+
+
+def plot(found: Explanation, path: Path) -> None:
+    """Draws every matrix as a rectangle, cut as it is split; one for modules that differ in a number only.
+
+    A colour is a place along tp, and a shade one along fsdp; where a matrix is whole along an axis, all devices of that
+    axis hold what is drawn. Of more than two dims, those on one side are drawn as one.
+
+    Raises:
+      ConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ConfigError("--plot needs matplotlib: pip install 'jaxtp[plot]'") from None
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    drawn = list(_matrices(found))
+    rows = max(1, math.ceil(len(drawn) / _COLUMNS))
+    figure, panels = pyplot.subplots(rows, _COLUMNS, figsize=(2.6 * _COLUMNS, 2.3 * rows), squeeze=False)
+    for panel in panels.flat:
+        panel.axis("off")
+    for panel, (title, split) in zip(panels.flat, drawn, strict=False):
+        _draw(panel, title, split, found.sizes)
+    figure.suptitle(
+        f"mesh {describe_mesh(found.sizes)}: colour = place along tp, shade = place along fsdp", fontsize=10
+    )
+    figure.tight_layout()
+    try:
+        figure.savefig(path, dpi=110)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--plot {path}: {error}") from None
+    finally:
+        pyplot.close(figure)
+
+
+def _matrices(found: Explanation) -> Iterator[tuple[str, Split]]:
+    patterns = patterns_for({row.path: row.alike for row in found.rows})  # type: ignore[misc]
+    first: dict[str, Row] = {}
+    for row in found.rows:
+        first.setdefault(patterns[row.path], row)
+    for pattern, row in first.items():
+        for split in row.parameters:
+            if len(split.shape) > 1:
+                style = f"\n{type(row.style).__name__}" if row.style else ""
+                yield f"{pattern}.{split.name}{style}" if pattern else split.name, split
+
+
+def _draw(panel: Any, title: str, split: Split, sizes: Mapping[str, int]) -> None:
+    from matplotlib.colors import hsv_to_rgb
+
+    rows = _rows(split)
+    height, width = math.prod(split.shape[:rows]), math.prod(split.shape[rows:])
+    image = [
+        [hsv_to_rgb(_colour(split, sizes, i / _MOST_PARTS, j / _MOST_PARTS)) for j in range(_MOST_PARTS)]
+        for i in range(_MOST_PARTS)
+    ]
+    aspect = max(0.4, min(2.5, (height / width) ** 0.5))
+    panel.imshow(image, extent=(0, 1, 0, aspect), interpolation="nearest")
+    panel.set_title(title, fontsize=6)
+    panel.text(0.5, -0.08, f"{'x'.join(map(str, split.shape))}", ha="center", va="top", fontsize=6)
+
+
+def _rows(split: Split) -> int:
+    """How many of the dims are drawn downwards: those up to the first that is split; the others go to the right."""
+    first = next((dim for dim, entry in enumerate(split.spec) if axes_of(entry)), 0)
+    return min(first + 1, len(split.shape) - 1)
+
+
+def _colour(split: Split, sizes: Mapping[str, int], row: float, column: float) -> tuple[float, float, float]:
+    """Hue, saturation and value at a point of the rectangle."""
+    place = {axis: _place(split, axis, sizes[axis], row, column) for axis in AXES}
+    tp, fsdp = place[TP], place[FSDP]
+    hue = 0.0 if tp is None else tp / sizes[TP]
+    shade = 0.0 if fsdp is None else fsdp / max(sizes[FSDP] - 1, 1)
+    return (hue, 0.0, 0.85 - 0.4 * shade) if tp is None else (hue, 0.55, 0.95 - 0.45 * shade)
+
+
+def _place(split: Split, axis: str, parts: int, row: float, column: float) -> int | None:
+    """Which part along an axis a point belongs to; None if the matrix is whole along it."""
+    dim = next((i for i, entry in enumerate(split.spec) if axis in axes_of(entry)), None)
+    if dim is None or parts == 1:
+        return None
+    return int((row if dim < _rows(split) else column) * min(parts, _MOST_PARTS)) * parts // min(parts, _MOST_PARTS)

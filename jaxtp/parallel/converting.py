@@ -1,0 +1,64 @@
+"""Activations from one layout to another, around the call of a module."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from jaxtp.collectives import check_divides, constrain
+from jaxtp.parallel.copies import Copies, make_copies
+from jaxtp.parallel.layouts import Layout, Replicate, activation_spec, has_batch
+from jaxtp.parallel.styles import Layouts, PrepareInput
+
+
+def prepare(
+    cls: type, style: PrepareInput, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call in the layouts that a style wants.
+
+    Raises:
+      TypeError: it names a positional argument that was given by keyword, or not at all.
+    """
+    desired = _several(style.desired_input_layouts)
+    if any(layout is not None for layout in desired[len(args) :]):
+        raise TypeError(
+            f"{cls.__name__} as {style} was called with {len(args)} positional arguments; those given by keyword are "
+            "prepared by input_kwarg_layouts and desired_input_kwarg_layouts"
+        )
+    args = convert_all(args, _several(style.input_layouts), desired)
+    before, after = style.input_kwarg_layouts or {}, style.desired_input_kwarg_layouts or {}
+    return args, {k: convert(v, before.get(k), after.get(k)) for k, v in kwargs.items()}
+
+
+def _several(layouts: Layouts) -> tuple[Layout | None, ...]:
+    return layouts if isinstance(layouts, tuple) else (layouts,)
+
+
+def convert_all(values: Any, before: Layouts, after: Layouts) -> Any:
+    """A value, or each of a tuple, in other layouts."""
+    if not isinstance(values, tuple):
+        return convert(values, _several(before)[0], _several(after)[0])
+    rest = (None,) * len(values)
+    pairs = zip(values, (*_several(before), *rest), (*_several(after), *rest), strict=False)
+    return tuple(convert(value, old, new) for value, old, new in pairs)
+
+
+def convert(x: Any, before: Layout | None, after: Layout | None) -> Any:
+    """A value in another layout; None of the two leaves it as it is."""
+    if x is None or after is None:
+        return x
+    if after == Replicate():
+        return x if isinstance(x, Copies) else make_copies(jnp.asarray(x), before or Replicate())
+    return constrained(x, after)
+
+
+def constrained(x: Any, layout: Layout) -> Array:
+    """A global array in a layout, by the compiler's collectives.
+
+    Raises:
+      ValueError: the layout does not divide it.
+    """
+    x = jnp.asarray(x)
+    spec = activation_spec(layout, x.ndim, batched=has_batch(x.shape))
+    check_divides(f"an activation that the plan has as {layout}", x.shape, spec)
+    return constrain(x, spec)

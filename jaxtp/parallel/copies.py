@@ -1,0 +1,110 @@
+"""An activation of which every device of a tp group has its copy.
+
+Column layers that read one replicated array would each reduce its gradient over tp. `Copies` instead holds the array
+once for each device, `[tp, *shape]` split over tp in dim 0, which takes the memory of a replicated array. Each column
+layer reads the copy of its device and gives back that device's summand of the gradient; the summands add up where
+they are, and are reduced once, by the transpose of what made the copies.
+"""
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jaxtp.collectives import axis_size, constrain, device_view, enter_parallel
+from jaxtp.mesh import TP
+from jaxtp.parallel.layouts import Layout, Replicate, Shard, activation_spec, has_batch
+
+
+@jax.tree_util.register_pytree_node_class
+class Copies:
+    """Stands for a global array wherever JAX takes one: in `jax.numpy`, in arithmetic, as `[...]`, by its methods.
+
+    `jax.lax` wants arrays: `jnp.asarray(copies)` is one.
+
+    Args:
+      array: the array itself, as it arrived. Nothing is gathered for it unless somebody reads it.
+      copies: `[tp, *shape]`, for column layers.
+    """
+
+    def __init__(self, array: Any, copies: Any):
+        self.array = array
+        self.copies = copies
+
+    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
+        """Two arrays: it passes through every transformation of JAX."""
+        return (self.array, self.copies), None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> "Copies":
+        """From the two."""
+        return cls(*children)
+
+    def __jax_array__(self) -> Array:
+        return constrain(self.array, activation_spec(Replicate(), self.array.ndim, batched=has_batch(self.array.shape)))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.array if name in _FACTS else self.__jax_array__(), name)
+
+    def __neg__(self) -> Array:
+        return -self.__jax_array__()
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __repr__(self) -> str:
+        return f"Copies({self.array!r})"
+
+
+_FACTS = {"shape", "dtype", "ndim", "size", "itemsize", "nbytes", "aval", "weak_type"}
+
+
+def _binary(operation: Callable[[Any, Any], Any], *, swapped: bool = False) -> Callable[[Copies, Any], Any]:
+    def call(self: Copies, other: Any) -> Any:
+        other = jnp.asarray(other) if isinstance(other, Copies) else other
+        return operation(other, self.__jax_array__()) if swapped else operation(self.__jax_array__(), other)
+
+    return call
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
+    _operation, _bare = getattr(operator, _name), _name.rstrip("_")
+    setattr(Copies, f"__{_bare}__", _binary(_operation))
+    setattr(Copies, f"__r{_bare}__", _binary(_operation, swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "getitem"):
+    setattr(Copies, f"__{_name}__", _binary(getattr(operator, _name)))
+
+
+def make_copies(x: Array, layout: Layout) -> Array | Copies:
+    """Brings an activation to every device of a tp group, for all column layers that will read it.
+
+    The gradient of what they read is all-reduced here, or reduce-scattered where the sequence was split. With one
+    device along tp there is nothing to share, and the array is returned.
+
+    Args:
+      x: a global activation `[B, ...]`.
+      layout: how it lies along tp.
+    """
+    if axis_size(TP) == 1:
+        return x
+    dim = layout.dim % x.ndim if isinstance(layout, Shard) else None
+    batched = has_batch(x.shape)
+    whole = activation_spec(Replicate(), x.ndim, batched=batched)
+    gather = device_view(
+        lambda part: enter_parallel(part, dim)[None],
+        "make_copies",
+        in_specs=(activation_spec(layout, x.ndim, batched=batched),),
+        out_specs=PartitionSpec(TP, *whole),
+    )
+    return Copies(x, gather(x))
+
+
+def copies_spec(x: Copies) -> PartitionSpec:
+    """The spec of `x.copies`."""
+    return PartitionSpec(TP, *activation_spec(Replicate(), x.array.ndim, batched=has_batch(x.array.shape)))

@@ -1,0 +1,82 @@
+"""What is known of the arrays of a model, and what a walk through its jaxpr finds."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+ROOT = "the model itself"
+"""For messages: the module whose path is empty."""
+
+Labels = frozenset[str]
+"""The column layers by whose outputs an array is split."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """What is known of an array."""
+
+    dim: int | None = None
+    """Split along tp, where the layers of `labels` are column layers."""
+
+    labels: Labels = frozenset()
+
+    trained: bool = False
+    """Has a gradient: it depends on a parameter."""
+
+    batched: bool = False
+    """Depends on the inputs: each device has its part of the batch."""
+
+    source: tuple[int, frozenset[int]] | None = None
+    """Bytes and dims before it was broadcast; None for an array that was not."""
+
+    key: object = field(default_factory=object)
+    """The same for two arrays that are one."""
+
+    entered: tuple[tuple[str, str], ...] = ()
+    """Modules into which it went as it is, and as which argument, from the outermost."""
+
+    left: tuple[str, ...] = ()
+    """Modules that gave it as it is, from the innermost."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a stock layer."""
+
+    path: str
+    method: str
+    given: Flow
+    """Its input."""
+
+    shapes: tuple[Any, Any]
+    """Abstract values of its input and output."""
+
+    times: int
+    """How often it runs in one forward pass."""
+
+    row: bool = False
+    """Its input is split in the dim that a row layer splits."""
+
+
+@dataclass
+class Record:
+    """What a walk found."""
+
+    calls: list[Call] = field(default_factory=list)
+    norms: list[Call] = field(default_factory=list)
+    """Calls of norms; one can run on parts of a dim that it leaves alone."""
+
+    joined: list[Labels] = field(default_factory=list)
+    """Layers that are split together or not at all."""
+
+    blocked: dict[str, str] = field(default_factory=dict)
+    """Layers whose output is needed whole, and why."""
+
+    through: dict[str, dict[str, None]] = field(default_factory=dict)
+    """By layer, the operations that its split output passes."""
+
+    moved: dict[Labels, float] = field(default_factory=dict)
+    """Bytes of the gradients that are summed (counted twice) or gathered because of a split between layers; times
+    (tp-1)/tp, that is what each device sends."""
+
+    open: dict[Labels, Any] = field(default_factory=dict)
+    """Layers whose split output is an output of the model, and its abstract value."""

@@ -1,0 +1,125 @@
+"""`parallelize`: any Flax NNX model on a mesh, by a plan.
+
+Nothing is changed before all of the plan is known to fit.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
+
+import jax
+from flax import nnx
+from flax.errors import TraceContextError
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.mesh import AXES, MeshError, mesh_sizes
+from jaxtp.parallel.fitting import decide, declarations
+from jaxtp.parallel.modules import find_modules
+from jaxtp.parallel.plan import Plan, PlanError
+from jaxtp.parallel.swap import swap_class
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+
+def parallelize(
+    model: Model | Callable[[], Model],
+    plan: Plan | None = None,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    fsdp: bool = True,
+) -> Model:
+    """Splits a Flax NNX model over a mesh, by a plan, and leaves its code as it is.
+
+    The model goes on seeing global arrays, and any mesh gives the numbers of one device. Modules keep their places, and
+    parameters their paths; the classes of modules become subclasses of their own. Call it under `jax.set_mesh(mesh)`;
+    without a mesh in context it computes as it did.
+
+    Args:
+      model: the model, which is changed in place; or a function that makes it, which is then compiled so that every
+        parameter is born in its parts and no device ever holds the whole model.
+      plan: styles by pattern of module paths (`plan.py`), such as `{"blocks.*.mlp.up": Colwise()}`. What no pattern
+        matches computes as it did, on its part of the batch.
+      mesh: default the one in context. An abstract mesh does for an abstract model (`nnx.eval_shape`).
+      fsdp: stores each parameter split over fsdp too, in its largest dim that fsdp divides, and gathers it before use.
+
+    Returns:
+      The model.
+
+    Raises:
+      PlanError: the plan does not fit the model or the mesh: which pattern, which module, which sizes, what would.
+      MeshError: there is no mesh.
+    """
+    mesh = _mesh(mesh)
+    if not isinstance(model, nnx.Module):
+        return _born(model, plan or {}, mesh, fsdp)
+    _swap(model, plan or {}, mesh_sizes(mesh), fsdp)
+    state = nnx.state(model)
+    nnx.update(model, jax.tree.map(_put, state, _shardings(state, mesh)))
+    return cast(Model, model)
+
+
+def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    if mesh is None:
+        concrete = jax.sharding.get_mesh()
+        mesh = jax.sharding.get_abstract_mesh() if concrete.empty else concrete
+    if mesh.empty:
+        raise MeshError("parallelize needs a mesh: call it under jax.set_mesh(jaxtp.make_mesh(...)), or give mesh=")
+    if missing := [axis for axis in AXES if axis not in mesh.axis_names]:
+        raise MeshError(f"the mesh has axes {mesh.axis_names} and lacks {missing}; build it with jaxtp.make_mesh")
+    return mesh
+
+
+def _swap(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: bool) -> None:
+    """Gives modules their classes, and parameters their declarations."""
+    decisions = decide(find_modules(model), plan, sizes, fsdp)
+    for decision in decisions:
+        if decision.role is not None:
+            swap_class(decision.found.module, decision.role)
+    for parameter, spec in declarations(decisions):
+        parameter.set_metadata(out_sharding=spec)
+
+
+def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
+    """Of every array: as its variable declares; whole, if it does not."""
+
+    def declared(leaf: Any) -> Any:
+        metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
+        sharding = NamedSharding(mesh, PartitionSpec(*(metadata.get("out_sharding") or ())))
+        return jax.tree.map(lambda _: sharding, leaf)
+
+    return jax.tree.map(declared, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+
+
+def _put(value: Any, sharding: NamedSharding) -> Any:
+    """An array, abstract or traced or real, in its parts."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    if isinstance(value, jax.core.Tracer):
+        return jax.lax.with_sharding_constraint(value, sharding)
+    return jax.device_put(value, sharding)
+
+
+def _born(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
+    if not callable(build):
+        raise PlanError(f"parallelize takes an nnx.Module or a function that makes one, and got {build!r}")
+    abstract = _abstract(build)
+    _swap(abstract, plan, mesh_sizes(mesh), fsdp)
+    graph, state = nnx.split(abstract)
+    create = creation(build, tuple(jax.tree.leaves(_shardings(state, mesh))))
+    model: Model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), create()))
+    return model
+
+
+def creation(build: Callable[[], nnx.Module], shardings: tuple[NamedSharding, ...]) -> Any:
+    """The compiled creation of a model: its arrays, in the order of its state, each in its parts."""
+    return jax.jit(lambda: tuple(jax.tree.leaves(nnx.state(build()))), out_shardings=shardings)
+
+
+def _abstract(build: Callable[[], Model]) -> Model:
+    try:
+        abstract: Model = nnx.eval_shape(build)
+    except TraceContextError as error:
+        raise PlanError(
+            "the function that makes the model draws from something made outside of it, such as an nnx.Rngs; make it "
+            f"inside: parallelize(lambda: Model(nnx.Rngs(0)), plan) ({error})"
+        ) from None
+    return abstract

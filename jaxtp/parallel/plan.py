@@ -1,0 +1,98 @@
+"""Plans: patterns of module paths and the styles they name, matched strictly.
+
+A path has a name for each step, joined by dots: `blocks.0.attn.query`. In a pattern `*` stands for one name (or a
+part of it, `w*`), `**` for any number of names, `{a,b}` for either.
+"""
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxtp.parallel.styles import Style
+
+Plan = Mapping[str, Style]
+"""The styles of the modules whose paths match each pattern."""
+
+
+class PlanError(ValueError):
+    """A plan that does not fit its model, or its mesh."""
+
+
+def expand_braces(pattern: str) -> list[str]:
+    """`a.{b,c}.d` is `a.b.d` and `a.c.d`."""
+    found = re.search(r"\{([^{}]*)\}", pattern)
+    if found is None:
+        return [pattern]
+    parts = (pattern[: found.start()] + choice + pattern[found.end() :] for choice in found[1].split(","))
+    return [expanded for part in parts for expanded in expand_braces(part)]
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern matches a whole path."""
+    names = path.split(".") if path else []
+    return any(_match(p.split(".") if p else [], names) for p in expand_braces(pattern))
+
+
+def assign_styles(
+    plan: Plan, modules: Sequence[Sequence[str]], parameters: Iterable[str] = ()
+) -> list[tuple[str, Style | None]]:
+    """The pattern and the style of each module; `""` and None where no pattern matches.
+
+    Args:
+      plan: patterns and styles.
+      modules: the paths of each module; more than one if it is shared.
+      parameters: their paths, for messages.
+
+    Raises:
+      PlanError: a pattern matches nothing, two match one module, or a value is no style.
+    """
+    for pattern, style in plan.items():
+        if not isinstance(style, Style):
+            raise PlanError(f"{pattern!r}: {style!r} is no style; a style is {_names_of_styles()}")
+        if not _is_hashable(style):
+            raise PlanError(f"{pattern!r}: {style}: layouts of several arguments are a tuple")
+        if not any(matches(pattern, path) for paths in modules for path in paths):
+            raise PlanError(_nothing(pattern, [path for paths in modules for path in paths], list(parameters)))
+    return [_style_of(plan, paths) for paths in modules]
+
+
+def _style_of(plan: Plan, paths: Sequence[str]) -> tuple[str, Style | None]:
+    hits = [(pattern, path) for pattern in plan for path in paths if matches(pattern, path)]
+    patterns = list(dict.fromkeys(pattern for pattern, _ in hits))
+    if len(patterns) > 1 and len(paths) == 1:
+        both = " and ".join(map(repr, patterns))
+        raise PlanError(f"{both} match the same module, {paths[0]!r}; one module has one style")
+    styles = {plan[pattern] for pattern in patterns}
+    if len(styles) > 1:
+        both = " and ".join(f"{path!r} ({pattern!r}: {plan[pattern]})" for pattern, path in hits)
+        raise PlanError(f"{both} are one shared module; give it one style")
+    return (patterns[0], styles.pop()) if styles else ("", None)
+
+
+def _match(pattern: list[str], names: list[str]) -> bool:
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        return _match(pattern[1:], names) or (bool(names) and _match(pattern, names[1:]))
+    return bool(names) and fnmatch.fnmatchcase(names[0], pattern[0]) and _match(pattern[1:], names[1:])
+
+
+def _nothing(pattern: str, paths: list[str], parameters: list[str]) -> str:
+    owner = next((p.rpartition(".")[0] for p in parameters if matches(pattern, p)), None)
+    if owner is not None:
+        return f"{pattern!r} matches a parameter; a style is for a module: {owner!r}"
+    near = difflib.get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.3) or paths[1:4]
+    return f"{pattern!r} matches no module; nearest: {', '.join(map(repr, near)) or 'there are none'}"
+
+
+def _is_hashable(style: Style) -> bool:
+    try:
+        hash(style)
+    except TypeError:
+        return False
+    return True
+
+
+def _names_of_styles() -> str:
+    return ", ".join(kind.__name__ for kind in Style.__args__)

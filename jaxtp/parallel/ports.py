@@ -1,0 +1,69 @@
+"""Where the features of a stock layer go in and come out, in dims: what a split by columns or rows means for them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+from flax import nnx
+
+from jaxtp.parallel.stock import Signature, signature
+from jaxtp.parallel.swap import original_class
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Dims of a layer's input and output, counted from the front."""
+
+    row: int | None
+    """Of the input, the one that a row layer splits; None for ids and norms."""
+
+    column: int | None
+    """Of the output, the one that a column layer splits; None for norms."""
+
+    kept: Mapping[int, int]
+    """Dims of the input that the layer leaves alone, and where they are in the output."""
+
+
+def is_stock(module: nnx.Module) -> bool:
+    """Whether a module runs a stock layer's own code."""
+    return signature(module, original_class(module)) is not None
+
+
+def is_norm(module: nnx.Module) -> bool:
+    """Whether it is a stock layer that gives features back as it got them."""
+    read = signature(module, original_class(module))
+    return read is not None and read.inputs.keys() == read.outputs.keys()
+
+
+def ports_of(module: nnx.Module, method: str, ndim: int) -> Ports | None:
+    """The ports of a stock layer that is called on an input of `ndim` dims; None of what no style splits.
+
+    That is an embedding's `attend`, a convolution in groups, a `LinearGeneral` with batch axes.
+    """
+    read = signature(module, original_class(module))
+    if read is None or method != "__call__":
+        return None
+    if is_norm(module):
+        return Ports(None, None, _kept(read, ndim))
+    if read.column is None:
+        return None
+    row = read.inputs.get(read.row) if read.row else None
+    column = read.outputs[read.column] % (ndim + read.more_dims)
+    return Ports(None if row is None else row % ndim, column, _kept(read, ndim))
+
+
+def parameter_bytes(module: nnx.Module) -> int:
+    """Of a module and those in it."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+
+def _kept(read: Signature, ndim: int) -> dict[int, int]:
+    """Of a convolution, the batch alone: its windows reach over the other dims."""
+    if read.batch_ndim is None:
+        return {}
+    unnamed = [
+        [dim for dim in range(dims) if dim not in {named % dims for named in names.values()}]
+        for dims, names in ((ndim, read.inputs), (ndim + read.more_dims, read.outputs))
+    ]
+    windows = read.batch_ndim - 1 - max(len(read.inputs), 1)
+    return dict(list(zip(*unnamed, strict=False))[: len(unnamed[0]) - windows])

@@ -1,0 +1,94 @@
+"""A proposed plan and its reasoning: what a user reads, and edits."""
+
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from jaxtp.mesh import describe_mesh
+from jaxtp.parallel.styles import Style
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a module has its style, or none."""
+
+    module: str
+    """Its pattern in the plan, or that of several modules with one reason."""
+
+    style: str
+    """As it is written in the plan; empty for a module that stays whole."""
+
+    why: str
+    """In words."""
+
+    bytes: float
+    """That each device sends over tp in a forward and a backward pass, all modules of the pattern together."""
+
+    def __str__(self) -> str:
+        sent = f"  {self.bytes:,.0f} bytes" if self.bytes else ""
+        return f"{self.module}  {self.style or 'whole'}{sent}\n    {self.why}"
+
+
+class Proposal(dict[str, Style]):
+    """A plan, as `parallelize` takes it, and its reasons.
+
+    Args:
+      plan: styles by pattern.
+      reasons: for every layer of the model, in its order.
+      sizes: of the mesh that it was made for.
+    """
+
+    def __init__(self, plan: Mapping[str, Style], reasons: Iterable[Reason], sizes: Mapping[str, int]):
+        super().__init__(plan)
+        self.reasons = tuple(reasons)
+        self.sizes = dict(sizes)
+
+    @property
+    def bytes(self) -> float:
+        """That each device sends over tp in a forward and a backward pass, without recomputation."""
+        return sum(reason.bytes for reason in self.reasons)
+
+    def __str__(self) -> str:
+        mesh = f"mesh {describe_mesh(self.sizes)}"
+        if not self:
+            header = f"no plan for {mesh}: nothing in this model is worth a split over tp"
+        else:
+            header = f"proposed for {mesh}: a device sends {self.bytes:,.0f} bytes over tp, forward and backward"
+        return "\n".join([header, *(f"\n{reason}" for reason in self.reasons)])
+
+
+def patterns_for(styles: Mapping[str, Style | None]) -> dict[str, str]:
+    """A pattern for each path: as many of its numbers are `*` as the modules that match agree on.
+
+    Args:
+      styles: of every module of the model by path, None for those that have none.
+    """
+    matching: dict[str, set[str]] = {}
+    for path in styles:
+        for pattern in _generalisations(path):
+            matching.setdefault(pattern, set()).add(path)
+    return {path: _pattern(path, style, styles, matching) for path, style in styles.items()}
+
+
+def _pattern(
+    path: str, style: Style | None, styles: Mapping[str, Style | None], matching: Mapping[str, set[str]]
+) -> str:
+    """The most general one that is right, with no star that matches a single number."""
+    right = [p for p in _generalisations(path) if all(styles[other] == style for other in matching[p])]
+    return [p for p in right if matching[p] == matching[right[0]]][-1]
+
+
+def _generalisations(path: str) -> list[str]:
+    """The path with some of its numbers starred, most of them and the first ones first."""
+    choices = [("*", part) if part.isdigit() else (part,) for part in path.split(".")]
+    found = [".".join(parts) for parts in itertools.product(*choices)]
+    return sorted(found, key=lambda pattern: -pattern.split(".").count("*"))
+
+
+def merge_reasons(reasons: Iterable[Reason]) -> list[Reason]:
+    """Reasons that differ in their bytes alone, added up."""
+    merged: dict[tuple[str, str, str], float] = {}
+    for reason in reasons:
+        key = (reason.module, reason.style, reason.why)
+        merged[key] = merged.get(key, 0) + reason.bytes
+    return [Reason(*key, total) for key, total in merged.items()]

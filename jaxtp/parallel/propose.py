@@ -1,0 +1,97 @@
+"""`propose_plan`: a plan read off the model's own jaxpr.
+
+Column and row layers are paired as in Megatron-LM (arXiv 1909.08053), wherever nothing between them needs the split dim
+whole. What is left is split only where that saves more bytes of parameters than it moves: vocabularies.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxtp.mesh import AXES, DP, FSDP, TP, MeshError, check_sizes, describe_mesh, mesh_sizes
+from jaxtp.parallel.draft import draft_plan
+from jaxtp.parallel.flows import ROOT
+from jaxtp.parallel.marking import Traced, trace
+from jaxtp.parallel.pairing import Group
+from jaxtp.parallel.proposal import Proposal, Reason, merge_reasons
+from jaxtp.parallel.reasons import in_order, reasons
+from jaxtp.parallel.sharing import share_inputs
+from jaxtp.parallel.subject import Subject, subject_of
+from jaxtp.parallel.trial import try_plan
+
+
+def propose_plan(
+    model: nnx.Module | Callable[[], nnx.Module],
+    *inputs: Any,
+    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+    call: Callable[..., Any] | None = None,
+    report: Callable[[str], None] | None = print,
+) -> Proposal:
+    """Proposes how to split a model over tp.
+
+    The model is traced abstractly: it is not changed, and no array is made. A trace shows what runs on these inputs, so
+    a branch of Python that they do not take is not split.
+
+    Args:
+      model: as it would be given to `parallelize`, real, abstract, or a function that makes it.
+      *inputs: of one call, a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s, dim 0 the batch; anything else
+        in them is passed as it is.
+      mesh: what the plan is for, by default the mesh in context. The devices need not be there: sizes do,
+        `{"fsdp": 2, "tp": 4}`.
+      call: what is run, of the model and the inputs; by default `model(*inputs)`.
+      report: called with the reasoning; None for silence. It is `str(proposal)`, too.
+
+    Returns:
+      The plan, a dict from patterns to styles that can be edited; empty where nothing is worth a split. Its `reasons`
+      say why, module by module, and what each split costs.
+
+    Raises:
+      MeshError: there is no mesh, or it has one device along tp.
+      TypeError: what is given for a model is none, and no function that makes one.
+    """
+    sizes, subject = _sizes(mesh), subject_of(model, inputs, call)
+    proposal = _propose(subject, trace(subject), sizes)
+    if report:
+        report(str(proposal))
+    return proposal
+
+
+def _propose(subject: Subject, traced: Traced, sizes: Mapping[str, int]) -> Proposal:
+    """A proposal that has been tried: user code that cannot work on shared inputs gets a plan without them."""
+    shared = _proposal(traced, sizes, share=True)
+    try:
+        try_plan(subject, shared, sizes)
+    except Exception as error:
+        alone = _proposal(traced, sizes, share=False)
+        try_plan(subject, alone, sizes)
+        problem = (str(error) or type(error).__name__).splitlines()[0]
+        lost = f"inputs of column layers are not shared: {problem}"
+        return Proposal(alone, (*alone.reasons, Reason(ROOT, "", lost, 0)), sizes)
+    return shared
+
+
+def _proposal(traced: Traced, sizes: Mapping[str, int], *, share: bool) -> Proposal:
+    draft = draft_plan(traced, Group(sizes[TP], sizes[DP] * sizes[FSDP]))
+    share_inputs(draft, share=share)
+    plan = {draft.patterns[path]: draft.styles[path] for path in in_order(draft) if path in draft.styles}
+    return Proposal(plan, merge_reasons(reasons(draft)), sizes)
+
+
+def _sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | None) -> dict[str, int]:
+    if mesh is None:
+        mesh = jax.sharding.get_abstract_mesh()
+    sizes = mesh_sizes(mesh) if isinstance(mesh, (Mesh, AbstractMesh)) else dict.fromkeys(AXES, 1) | dict(mesh)
+    if unknown := sorted(sizes.keys() - set(AXES)):
+        raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; there are {', '.join(AXES)}")
+    check_sizes(sizes)
+    if -1 in sizes.values():
+        raise MeshError(f"{describe_mesh(sizes)}: -1 is what is left of some devices, and here there need be none")
+    if sizes[TP] < 2:
+        raise MeshError(
+            f"propose_plan splits over {TP}, which has {sizes[TP]} device; set a mesh with more, or say what the plan "
+            f'is for: propose_plan(..., mesh={{"{TP}": 4}})'
+        )
+    return sizes

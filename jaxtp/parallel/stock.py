@@ -1,0 +1,173 @@
+"""What the stock modules of Flax compute, as far as splitting them goes: a letter for each dim, as in an einsum.
+
+`nnx.Linear` is `...i, io -> ...o`. A letter that the result has can be split without a reduction (by columns); one
+that it lacks is summed over (by rows). Everything else about a split module follows from its letters: how its
+parameters and its activations are cut, and which sizes its own code must be told.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flax import nnx
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The dims of a module's parameters, input and result."""
+
+    params: Mapping[str, str]
+    """Letters of each parameter's dims, those of a single layer."""
+
+    inputs: Mapping[str, int]
+    """Dims of the first argument that have a letter."""
+
+    outputs: Mapping[str, int]
+    """Likewise of the result."""
+
+    column: str | None = None
+    """The letter that `Colwise` splits; None if it does not fit."""
+
+    row: str | None = None
+    """The letter that `Rowwise` splits; None if it does not fit."""
+
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    """Attributes that hold the sizes of letters, and that the module's code reads: a number or a tuple."""
+
+    more_dims: int = 0
+    """Dims that the result has more than the input."""
+
+    batch_ndim: int | None = 2
+    """Dims from which on dim 0 of the input is a batch, whose rows the module keeps apart; None: it mixes them."""
+
+    def sizes(self, module: nnx.Module) -> dict[str, int]:
+        """The whole size of each letter that an attribute tells."""
+        values = ((getattr(module, name), letters) for name, letters in self.attributes.items())
+        pairs = (zip(letters, (v,) if isinstance(v, int) else v, strict=True) for v, letters in values)
+        return {letter: size for pair in pairs for letter, size in pair}
+
+
+def signature(module: nnx.Module, cls: type, **kwargs: Any) -> Signature | None:
+    """Of a stock module, or a subclass that computes the same; None of any other.
+
+    Args:
+      module: not necessarily with arrays in it.
+      cls: the class that its author gave it.
+      **kwargs: those of the call, as far as they change what is computed (`einsum_str`).
+    """
+    for kind, read in _READERS.items():
+        if issubclass(cls, kind) and cls.__call__ is kind.__call__:
+            return read(module, **kwargs)
+    return None
+
+
+def attend_signature() -> Signature:
+    """Of `nnx.Embed.attend`: `...d, vd -> ...v`."""
+    return Signature({"embedding": "vd"}, {"d": -1}, {"v": -1}, attributes=_EMBED_SIZES)
+
+
+def fitting(style: str) -> str:
+    """For messages: the modules that a style fits."""
+    norms = "nnx.LayerNorm, nnx.RMSNorm and modules without parameters"
+    linear = "nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed"
+    return norms if style == "SequenceParallel" else linear
+
+
+def _linear(module: nnx.Linear) -> Signature:
+    attributes = {"in_features": "i", "out_features": "o"}
+    return Signature({"kernel": "io", "bias": "o"}, {"i": -1}, {"o": -1}, "o", "i", attributes)
+
+
+def _linear_general(module: nnx.LinearGeneral) -> Signature | None:
+    if module.batch_axis:
+        return None
+    ins = "abcdefgh"[: len(module.in_features)]
+    outs = "ijklmnop"[: len(module.out_features)]
+    return Signature(
+        {"kernel": ins + outs, "bias": outs},
+        dict(zip(ins, module.axis, strict=True)),
+        {letter: i - len(outs) for i, letter in enumerate(outs)},
+        outs[0],
+        ins[0],
+        {"in_features": ins, "out_features": outs},
+        len(outs) - len(ins),
+        batch_ndim=len(ins) + 1 if 0 not in module.axis else None,
+    )
+
+
+def _einsum(module: nnx.Einsum, einsum_str: str | None = None) -> Signature | None:
+    equation = (einsum_str or module.einsum_str or "").replace(" ", "")
+    if not equation or (einsum_str and module.einsum_str):
+        return None
+    operands, result = equation.split("->")
+    data, kernel = operands.split(",")
+    if "." in kernel or len(set(kernel)) != len(kernel):
+        return None
+    ins = [letter for letter in kernel if letter in data and letter not in result]
+    outs = [letter for letter in kernel if letter in result and letter not in data]
+    bias = "".join(letter for letter in result if letter in kernel) if module.bias is not None else ""
+    if len(module.bias_shape or bias) != len(bias):
+        return None
+    keeps_rows = data[0] == result[0] and data[0] not in kernel
+    return Signature(
+        {"kernel": kernel, "bias": bias},
+        _positions(data, kernel),
+        _positions(result, kernel),
+        outs[0] if outs else None,
+        ins[0] if ins else None,
+        {"kernel_shape": kernel},
+        len(result.replace("...", "")) - len(data.replace("...", "")),
+        batch_ndim=2 if keeps_rows else None,
+    )
+
+
+def _positions(operand: str, letters: str) -> dict[str, int]:
+    """Dims of the letters in one operand of an einsum; what stands after an ellipsis is counted from the end."""
+    before, dots, after = operand.partition("...")
+    if not dots:
+        before, after = "", operand
+    positions = {letter: i for i, letter in enumerate(before)}
+    positions |= {letter: i - len(after) for i, letter in enumerate(after)}
+    return {letter: dim for letter, dim in positions.items() if letter in letters}
+
+
+def _conv(module: nnx.Conv) -> Signature:
+    space = "stuvwxyz"[: len(module.kernel_size)]
+    grouped = module.feature_group_count != 1
+    splits = not grouped and module.mask is None
+    attributes = {"in_features": "i", "out_features": "o", "kernel_shape": f"{space}io"}
+    return Signature(
+        {"kernel": f"{space}io", "bias": "o"},
+        {"i": -1},
+        {"o": -1},
+        "o" if splits else None,
+        "i" if splits else None,
+        {} if grouped else attributes,
+        batch_ndim=len(space) + 2,
+    )
+
+
+_EMBED_SIZES = {"num_embeddings": "v", "features": "d"}
+
+
+def _embed(module: nnx.Embed) -> Signature:
+    return Signature({"embedding": "vd"}, {}, {"d": -1}, "d", "v", _EMBED_SIZES, 1)
+
+
+def _norm(module: nnx.LayerNorm | nnx.RMSNorm) -> Signature | None:
+    last = all(axes in (-1, (-1,)) for axes in (module.reduction_axes, module.feature_axes))
+    if not last or module.axis_name is not None:
+        return None
+    params = {name: "d" for name in ("scale", "bias") if hasattr(module, name)}  # nnx.RMSNorm has no bias
+    return Signature(params, {"d": -1}, {"d": -1}, attributes={"num_features": "d"})
+
+
+_READERS: dict[type[nnx.Module], Callable[..., Signature | None]] = {
+    nnx.Linear: _linear,
+    nnx.LinearGeneral: _linear_general,
+    nnx.Einsum: _einsum,
+    nnx.Conv: _conv,
+    nnx.Embed: _embed,
+    nnx.LayerNorm: _norm,
+    nnx.RMSNorm: _norm,
+}

@@ -1,0 +1,175 @@
+"""The classes of parallel modules: each a subclass of the module's own, made for one style.
+
+A module keeps its place, its attributes, its parameters and their paths; only its class changes, so that
+`isinstance`, tied weights, checkpoints and `nnx.split` find what they found before. Without a mesh in context it runs
+as it was written.
+"""
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxtp.collectives import axis_size, gather_weight
+from jaxtp.mesh import DP, FSDP, current_mesh
+from jaxtp.parallel.converting import constrained, convert, convert_all, prepare
+from jaxtp.parallel.copies import Copies
+from jaxtp.parallel.layouts import Shard, has_batch
+from jaxtp.parallel.running import Run, attend_cut, cut_of
+from jaxtp.parallel.stock import attend_signature, signature
+from jaxtp.parallel.storage import dim_over, without
+from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
+
+
+@dataclass(frozen=True)
+class Role:
+    """What became of a module."""
+
+    style: Style | None
+    """None: it computes as it did, from parameters that are gathered over fsdp."""
+
+    fsdp: bool
+    """Its parameters are stored split over fsdp."""
+
+
+def original_class(module: nnx.Module) -> type:
+    """The class that the author of a module gave it."""
+    return getattr(type(module), "_jaxtp_original", type(module))
+
+
+def role_of(module: nnx.Module) -> Role | None:
+    """What `parallelize` made of a module; None if nothing."""
+    return getattr(type(module), "_jaxtp_role", None)
+
+
+def swap_class(module: nnx.Module, role: Role) -> None:
+    """Gives a module the class for its role."""
+    object.__setattr__(module, "__class__", _class_for(original_class(module), role))
+
+
+@functools.cache
+def _class_for(cls: type, role: Role) -> type:
+    members: dict[str, Any] = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "_jaxtp_original": cls,
+        "_jaxtp_role": role,
+        "__call__": _wrap(cls.__call__, functools.partial(_call, cls, role)),
+    }
+    if issubclass(cls, nnx.Embed):
+        members["attend"] = _wrap(cls.attend, functools.partial(_attend, cls, role))
+    return type(cls)(cls.__name__, (cls,), members)
+
+
+def _wrap(method: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        return (method if current_mesh() is None else instead)(self, *args, **kwargs)
+
+    return call
+
+
+def _call(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    style = role.style
+    if isinstance(style, PrepareInput):
+        args, kwargs = prepare(cls, style, args, kwargs)
+    result = _compute(cls, role, module, *args, **kwargs)
+    if isinstance(style, PrepareOutput):
+        return convert_all(result, style.output_layouts, style.desired_output_layouts)
+    if isinstance(style, SequenceParallel):
+        return convert(result, Shard(style.sequence_dim), style.output_layouts)
+    return result
+
+
+def _compute(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    """On shards if its rows can be told apart, else on global arrays."""
+    if not args and (name := _first_argument(cls)) in kwargs:
+        args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
+    read = signature(module, cls, **_static(kwargs)) if args and not _arrays((args[1:], kwargs)) else None
+    splits = isinstance(role.style, Colwise | Rowwise)
+    if read is None and splits:
+        raise TypeError(f"{cls.__name__} as {role.style} takes one array, and nothing else that is one")
+    if read is None or not (splits or _divides_batch(args[0], read.batch_ndim)):
+        return _on_global_arrays(cls, role, module, *args, **kwargs)
+    cut = cut_of(role.style, read, fsdp=role.fsdp)
+
+    def method(local: nnx.Module, x: Any) -> Any:
+        return cls.__call__(local, x, *args[1:], **kwargs)  # type: ignore[operator]
+
+    return Run(module, cls, method, read, cut, _name(cls, role.style))(args[0])
+
+
+@functools.cache
+def _first_argument(cls: type) -> str:
+    """Its name; that of `self` where there is none."""
+    return list(inspect.signature(cls.__call__).parameters)[:2][-1]  # type: ignore[operator]
+
+
+def _attend(cls: type, role: Role, module: nnx.Embed, query: Any, **kwargs: Any) -> Any:
+    lookup, read = signature(module, cls), attend_signature()
+    if lookup is None or not (isinstance(role.style, Colwise | Rowwise) or _divides_batch(query, read.batch_ndim)):
+        with _gathered(module, role):
+            return cls.attend(module, jnp.asarray(query), **kwargs)  # type: ignore[attr-defined]
+    cut = attend_cut(cut_of(role.style, lookup, fsdp=role.fsdp), read)
+    attend = functools.partial(cls.attend, **kwargs)  # type: ignore[attr-defined]
+    return Run(module, cls, attend, read, cut, f"{_name(cls, role.style)}_attend")(query)
+
+
+def _on_global_arrays(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+    if isinstance(role.style, SequenceParallel):
+        layout = Shard(role.style.sequence_dim)
+        args = (constrained(args[0], layout), *args[1:])
+    with _gathered(module, role):
+        result = cls.__call__(module, *args, **kwargs)  # type: ignore[operator]
+    return constrained(result, layout) if isinstance(role.style, SequenceParallel) else result
+
+
+@contextmanager
+def _gathered(module: nnx.Module, role: Role) -> Iterator[None]:
+    """While it lasts, the module's own parameters are whole over fsdp."""
+    own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param) and role.fsdp}
+    specs = {name: _spec_here(parameter) for name, parameter in own.items()}
+    whole = {
+        name: own[name].replace(gather_weight(own[name][...], spec, without(FSDP, spec)))
+        for name, spec in specs.items()
+        if dim_over(FSDP, spec) is not None
+    }
+    vars(module).update(whole)
+    try:
+        yield
+    finally:
+        vars(module).update({name: own[name] for name, value in whole.items() if vars(module).get(name) is value})
+
+
+def _spec_here(parameter: nnx.Param[Any]) -> PartitionSpec:
+    """How a parameter is stored; in a loop over stacked layers it has lost the dim in front."""
+    spec = tuple(parameter.get_metadata().get("out_sharding") or ())
+    return PartitionSpec(*spec[max(len(spec) - parameter.ndim, 0) :])
+
+
+def _divides_batch(x: Any, batch_ndim: int | None) -> bool:
+    shape = jnp.shape(x) if not isinstance(x, Copies) else x.shape
+    rows = axis_size(DP) * axis_size(FSDP)
+    return batch_ndim is not None and has_batch(shape, batch_ndim) and shape[0] % rows == 0
+
+
+def _arrays(tree: Any) -> bool:
+    return any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Copies)))
+
+
+def _static(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in kwargs.items() if name == "einsum_str"}
+
+
+def _name(cls: type, style: Style | None) -> str:
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).lower()
+    return f"{words}_{type(style).__name__.lower()}" if style else words

@@ -1,0 +1,58 @@
+"""The training loop of the examples: a model of plain Flax and its plan, on a mesh."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+
+import jaxtp
+
+
+def train(
+    build: Callable[[], Any],
+    loss: Callable[..., jax.Array],
+    batch: Callable[[np.random.Generator, int], tuple[np.ndarray, ...]],
+    plan: Mapping[str, Any],
+    mesh: jax.sharding.Mesh,
+    steps: int,
+    batch_size: int = 64,
+) -> list[float]:
+    """Trains by AdamW and gives the loss of each step."""
+    losses, random = [], np.random.default_rng(0)
+    with jax.set_mesh(mesh):
+        model = jaxtp.parallelize(build, plan)
+        optimizer = nnx.Optimizer(model, optax.adamw(3e-3), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model: nnx.Module, optimizer: nnx.Optimizer, *arrays: np.ndarray) -> jax.Array:
+            value, gradients = nnx.value_and_grad(loss)(model, *arrays)
+            optimizer.update(model, gradients)
+            return value
+
+        for _ in range(steps):
+            losses.append(float(step(model, optimizer, *batch(random, batch_size))))
+            if len(losses) % 10 == 0:
+                print(f"step {len(losses)}/{steps}  loss {np.mean(losses[-10:]):.4f}", flush=True)
+    return losses
+
+
+def main(build: Any, loss: Any, batch: Any, plan: Any, argv: list[str] | None = None) -> None:
+    """The command of an example."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mesh", default="fsdp=2,tp=4", help="devices along dp, fsdp, tp; virtual ones on a CPU")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--propose", action="store_true", help="print and use the plan that jaxtp proposes")
+    arguments = parser.parse_args(argv)
+    try:
+        sizes: dict[str, Any] = {axis: int(n) for axis, n in (part.split("=") for part in arguments.mesh.split(","))}
+        mesh = jaxtp.make_mesh(**sizes)
+        if arguments.propose:
+            with jax.set_mesh(mesh):
+                plan = jaxtp.propose_plan(build, *batch(np.random.default_rng(0), 64), call=loss)
+        train(build, loss, batch, plan, mesh, arguments.steps)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))

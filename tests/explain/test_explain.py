@@ -1,0 +1,209 @@
+"""What `explain` says of models whose answer is known."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise
+from jaxtp.explain.__main__ import main
+
+WIDTH, HIDDEN, ROWS, LENGTH = 16, 32, 8, 6
+X = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)
+REPLICATE = Replicate()
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.gate = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.norm(x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build():
+    return Model(nnx.Rngs(0))
+
+
+PAIR = {"blocks.*.{gate,up}": Colwise(), "blocks.*.down": Rowwise()}
+SHARED = PAIR | {"blocks.*.norm": PrepareOutput(REPLICATE, REPLICATE)}
+
+
+def sent(times, parts, sizes):
+    """Bytes of so many all-reduces of an activation over tp."""
+    return times * 2 * (sizes["tp"] - 1) / sizes["tp"] * ROWS * LENGTH * WIDTH * 4 / parts
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 8}], ids=str)
+def test_bytes_stored_and_sent(sizes):
+    found = jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
+    matrices = 3 * 3 * WIDTH * HIDDEN * 4 / (sizes["tp"] * sizes.get("fsdp", 1))
+    assert found.bytes_per_device == matrices + 3 * 2 * WIDTH * 4 / sizes.get("fsdp", 1)
+    assert found.sent("tp") == pytest.approx(sent(3 * 2, sizes.get("dp", 1) * sizes.get("fsdp", 1), sizes))
+    assert not found.notes
+    table = str(found)
+    assert "blocks.*.gate x 3  Linear     Colwise()" in table
+    assert "blocks.*.norm" in table
+
+
+def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
+    sizes = {"fsdp": 2, "tp": 4}
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        model = jaxtp.parallelize(build, SHARED)
+        here = jaxtp.explain(model, X)
+    assert here == jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
+    elsewhere = jaxtp.explain(model, X, mesh={"tp": 16, "fsdp": 4})
+    assert elsewhere == jaxtp.explain(build, X, plan=SHARED, mesh={"tp": 16, "fsdp": 4})
+    assert type(model.blocks[0].gate).__call__ is not nnx.Linear.__call__, "the model stays as it was"
+    for row in here.rows:
+        for split in row.parameters:
+            module = model
+            for name in row.path.split("."):
+                module = module[int(name)] if name.isdecimal() else getattr(module, name)
+            array = getattr(module, split.name)[...]
+            assert array.addressable_shards[0].data.nbytes == split.bytes(here.sizes)
+
+
+def test_what_each_column_layer_reduces_for_itself_is_noted_with_its_cost():
+    apart, shared = (jaxtp.explain(build, X, plan=plan, mesh={"tp": 4}) for plan in (PAIR, SHARED))
+    (note,) = apart.notes
+    assert "blocks.*.gate, blocks.*.up read one array" in note
+    assert f"{(apart.sent('tp') - shared.sent('tp')) / 3:,.0f} bytes less" in note
+    assert note.endswith("(x 3)")
+
+
+def test_a_column_layer_whose_output_is_needed_whole():
+    found = jaxtp.explain(build, X, plan={"blocks.*.down": Colwise()}, mesh={"tp": 4})
+    (note,) = found.notes
+    assert "blocks.*.down is Colwise(), and its output goes into blocks.*.norm, which needs all 16 of it" in note
+    assert f"at most {3 / 4 * ROWS * LENGTH * WIDTH * 4:,.0f} bytes" in note
+    assert note.endswith("(x 2)"), "the last block's output is the model's"
+
+
+def test_a_row_layer_whose_input_is_whole():
+    found = jaxtp.explain(build, X, plan={"blocks.*.down": Rowwise()}, mesh={"tp": 4})
+    (note,) = found.notes
+    assert f"is gathered, {3 / 4 * ROWS * LENGTH * HIDDEN * 4:,.0f} bytes" in note
+    meant = jaxtp.explain(build, X, plan={"blocks.*.down": Rowwise(input_layouts=REPLICATE)}, mesh={"tp": 4})
+    assert not meant.notes
+
+
+def test_what_the_compiler_adds_is_told_from_what_the_layers_do():
+    plan = {"blocks.*.down": Colwise()}
+    found = jaxtp.explain(build, X, plan=plan, mesh={"tp": 4}, compiled=True)
+    added = [move for move in found.moves if move.added]
+    assert added, "the residual stream has to be brought together"
+    assert all(move.axes == ("tp",) for move in added)
+    clean = jaxtp.explain(build, X, plan=SHARED, mesh={"fsdp": 2, "tp": 4}, compiled=True)
+    assert not [move for move in clean.moves if move.added]
+
+
+def test_without_inputs_there_is_what_is_stored():
+    found = jaxtp.explain(build, plan=SHARED, mesh={"tp": 4})
+    assert not found.moves
+    assert found.rows == jaxtp.explain(build, X, plan=SHARED, mesh={"tp": 4}).rows
+
+
+def test_our_own_decoder_has_the_split_it_declares():
+    config = jaxtp.ModelConfig(num_layers=2)
+    ids = jax.ShapeDtypeStruct((8, 32), jnp.int32)
+    found = jaxtp.explain(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), ids, mesh={"fsdp": 2, "tp": 4})
+    with jax.set_mesh(jaxtp.make_mesh(1, 2, 4)):
+        state = nnx.state(jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    shards = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(state))
+    assert found.bytes_per_device == shards
+    assert found.sent("tp") > 0
+
+
+def test_one_plan_at_a_time_and_a_mesh():
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        model = jaxtp.parallelize(build, PAIR)
+        with pytest.raises(jaxtp.PlanError, match="parallel already"):
+            jaxtp.explain(model, X, plan=SHARED)
+    with pytest.raises(jaxtp.MeshError, match="needs a mesh"):
+        jaxtp.explain(build, X)
+    with pytest.raises(jaxtp.MeshError, match="model: no axis"):
+        jaxtp.explain(build, X, mesh={"model": 2})
+
+
+def test_shared_inputs_by_the_module_around_them():
+    plan = {"layers.0": Colwise(), "layers.2": Rowwise(), "": PrepareInput(REPLICATE, REPLICATE)}
+
+    def sequential():
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(nnx.Linear(WIDTH, HIDDEN, rngs=rngs), nnx.relu, nnx.Linear(HIDDEN, WIDTH, rngs=rngs))
+
+    found = jaxtp.explain(sequential, X, plan=plan, mesh={"tp": 2})
+    assert "the model itself" in str(found)
+    assert not found.notes
+
+
+FILE = """
+from flax import nnx
+from jaxtp import Colwise, Rowwise
+def build():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.relu, nnx.Linear(16, 8, rngs=rngs))
+PLAN = {"layers.0": Colwise(), "layers.2": Rowwise()}
+number = 3
+def no_model():
+    return 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    return tmp_path / "mine.py"
+
+
+def test_the_command(file, tmp_path, capsys):
+    picture = tmp_path / "split.png"
+    flags = ["--plan", f"{file}:PLAN", "--input", "4x8", "--mesh", "tp=2", "--compile", "--plot", str(picture)]
+    assert main([f"{file}:build", *flags]) == 0
+    output = capsys.readouterr().out
+    assert "layers.0" in output
+    assert "Rowwise()" in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main([f"{file}:build", "--propose", "--input", "4x8", "--mesh", "tp=2"]) == 0
+    assert "Colwise()" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "{file}:biuld": "has no biuld; it has",
+    "{file}:number": "is 3, and should be a function that makes a model",
+    "{file}:no_model": "gives a int, and should give an nnx.Module",
+    "{folder}/mien.py:build": "did you mean {file}?",
+    "mine": "should be FILE.py:NAME or package.module:NAME",
+    "no.such.package:build": "a file is named by FILE.py:NAME",
+    "{file}:build --input 4,8": "--input 4,8: should be a shape such as",
+    "{file}:build --input 4x8:float33": "should be a shape such as",
+    "{file}:build --plan {file}:PLAN --propose": "leave one of them out",
+    "{file}:build --mesh tp=0": "tp=0 is not a number of devices",
+    "{file}:build --plan {file}:PLAN --mesh tp=3": "not divisible by tp=3",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(file, capsys, words):
+    places = {"file": str(file), "folder": str(file.parent)}
+    command = words.format(**places).split()
+    assert main([*command, *([] if "--mesh" in command else ["--mesh", "tp=2"])]) == 2
+    assert MISTAKES[words].format(**places) in capsys.readouterr().err
