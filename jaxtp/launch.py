@@ -47,3 +47,8 @@ def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
     if not all(number.isdecimal() for number in numbers):
         raise LaunchError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers, found {numbers}")
     jax.distributed.initialize(address, num_processes=int(numbers[0]), process_id=int(numbers[1]))
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with changes, for a process that it starts."""
+    return {**os.environ, **changes}
