@@ -1,8 +1,8 @@
 """Accelerators by name: memory, peak, bandwidth and links, each with its source; a user's own in YAML.
 
 Links are counted one way for each device. A domain is what the fast links join: a host of GPUs, a slice of TPUs;
-between domains each device has its share of the network. Peaks and bandwidths are those of data sheets; the shares of them
-that programs reach (`matmul_efficiency` and the like) are assumptions, to be replaced by measured ones in a file:
+between domains each device has its share of the network. Peaks and bandwidths are those of data sheets; the shares of
+them that programs reach (`matmul_efficiency` and the like) are assumptions, to be replaced by measured ones in a file:
 
     like: h100                # what is left out is as of this name
     matmul_efficiency: 0.73

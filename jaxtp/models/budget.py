@@ -136,9 +136,8 @@ def _activations(config: ModelConfig, mesh: Mapping[str, int], rows: int, length
             yield from _between_layers(
                 module, entry=entry, again=repeated, copies=layers, tp=tp, size=whole, split=split
             )
-    once = {"again": False, "copies": 1, "tp": tp, "size": whole, "split": split}
-    yield from _between_layers("vocab_parallel_embedding", entry=False, **once)
-    yield from _between_layers(LOSS, entry=True, **once)
+    for module, entry in (("vocab_parallel_embedding", False), (LOSS, True)):
+        yield from _between_layers(module, entry=entry, again=False, copies=1, tp=tp, size=whole, split=split)
     chunks = -(-length // config.loss_chunk)
     yield Move(LOSS, ALL_REDUCE, (TP,), tp, 3 * chunks, tokens * FLOAT32 / chunks)
     yield Move(LOSS, ALL_REDUCE, (DP, FSDP), mesh[DP] * mesh[FSDP], 1, 2 * FLOAT32)
@@ -226,13 +225,13 @@ def _weight_moves(weight: _Weight, config: ModelConfig, mesh: Mapping[str, int])
     compute, reduce = (jnp.dtype(d).itemsize for d in (config.precision.compute, config.precision.reduce))
     stored = weight.size / (mesh[TP] if weight.tp else 1)  # on a device, fsdp apart
     shard = stored / (mesh[FSDP] if weight.fsdp else 1)
-    groups = [((TP,), weight.group, shard * weight.group)]
+    groups: list[tuple[str, int, float]] = [(TP, weight.group, shard * weight.group)]
     if weight.fsdp:
-        groups.append(((FSDP,), mesh[FSDP], stored * weight.group))
-    for axes, devices, size in groups:
-        yield Move(weight.module, ALL_GATHER, axes, devices, weight.copies * weight.gathers, size * compute)
+        groups.append((FSDP, mesh[FSDP], stored * weight.group))
+    for axis, devices, size in groups:
+        yield Move(weight.module, ALL_GATHER, (axis,), devices, weight.copies * weight.gathers, size * compute)
         if not weight.frozen:
-            yield Move(weight.module, REDUCE_SCATTER, axes, devices, weight.copies, size * reduce)
+            yield Move(weight.module, REDUCE_SCATTER, (axis,), devices, weight.copies, size * reduce)
     if weight.frozen:
         return
     axes = (DP,) + (() if weight.fsdp else (FSDP,)) + ((TP,) if weight.used_by_all_tp else ())

@@ -80,6 +80,9 @@ class Work:
     logits: float
     """Bytes of logits through memory outside of products."""
 
+    itemsize: int
+    """Bytes of an element of the compute dtype."""
+
     @property
     def flops(self) -> float:
         """Of all products."""
@@ -108,6 +111,7 @@ def step_work(
         passes * _elementwise(config, mesh[TP], rows, sequence_length),
         passes * scores * SCORE_PASSES,
         float(accumulation * logits * LOGIT_PASSES),
+        jnp.dtype(config.precision.compute).itemsize,
     )
 
 

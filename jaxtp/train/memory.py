@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import jax
 from flax import nnx
 
 from jaxtp.checkpoint.logical import named_variables
