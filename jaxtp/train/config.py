@@ -161,6 +161,9 @@ class LoopConfig:
     max_skipped: Count = 10
     """Steps in a row that skip may leave out before it stops."""
 
+    allow_oversize: bool = False
+    """Train even where a step takes more memory than a device has, by the estimate, which is modelled in part."""
+
     stall_seconds: NonNegative = 1800.0
     """A step that takes longer prints the stacks of all Python threads; 0 never does."""
 

@@ -30,6 +30,12 @@ def peak_flops(device: jax.Device) -> float:
     return math.nan if hardware is None else hardware.flops
 
 
+def bytes_limit(device: jax.Device) -> int | None:
+    """Bytes of a device that JAX may allocate; None where it does not say, as on CPUs."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else int(limit)
+
+
 def memory_record(device: jax.Device) -> dict[str, int]:
     """Bytes in use and at their peak on a device; nothing where it does not say, as on CPUs."""
     stats = device.memory_stats() or {}
