@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,7 @@ from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
 from jaxtp.train.origin import with_model
 
+WIDTH = 110
 PROGRAM = "python -m jaxtp.estimate"
 DESCRIPTION = """Will it fit, and what will it cost: answered before the hardware is there.
 
@@ -63,7 +65,7 @@ def _estimate(asked: EstimateConfig) -> int:
     configured = None if asked.as_configured or asked.meshes else _configured(config, where, model)
     words = why(found, configured, model) if found.fitting else what_would_fit(found, model)
     print(details(found.settings[0]), end="\n\n")
-    print("\n".join(words), flush=True)
+    print("\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in words), flush=True)
     numbers = record(config, where, model, found, words)
     if asked.plot is not None:
         draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")

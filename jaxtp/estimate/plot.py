@@ -32,7 +32,7 @@ def draw(path: Path, found: Search, title: str) -> None:
 
     chosen = {setting.sizes[TP]: setting for setting in reversed(found.settings)}
     settings = [chosen[tp] for tp in sorted(chosen)]
-    figure = Figure(figsize=(12, 5.2), layout="constrained")
+    figure = Figure(figsize=(12, 6), layout="constrained")
     memory, time = figure.subplots(1, 2)
     figure.suptitle(title)
     _memory(memory, settings)
@@ -40,7 +40,7 @@ def draw(path: Path, found: Search, title: str) -> None:
     for panel in (memory, time):
         panel.set_xticks(range(len(settings)), [_label(setting) for setting in settings], fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=8)
+        panel.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     figure.savefig(path, dpi=120)
 
 
@@ -70,11 +70,12 @@ def _stack(panel: Any, parts: dict[str, list[float]]) -> None:
     """Bars from the first part up."""
     below = [0.0] * len(next(iter(parts.values())))
     for number, (name, values) in enumerate(parts.items()):
-        panel.bar(range(len(values)), values, bottom=below, width=0.6, label=name, color=f"C{number}")
+        panel.bar(range(len(values)), values, bottom=below, width=0.6, label=name, color=f"C{number}", zorder=2)
         below = [bottom + value for bottom, value in zip(below, values, strict=True)]
 
 
 def _label(setting: Setting) -> str:
     missing = "" if setting.fits else "\ndoes not fit"
     others = " ".join(f"{axis} {size}" for axis, size in setting.sizes.items() if size > 1 and axis != TP)
-    return f"tp {setting.sizes[TP]}\n{others or 'alone'}\n{setting.config.model.remat}{missing}"
+    ways = f"{setting.config.model.remat}, micro-batch {setting.rows}"
+    return "\n".join(filter(None, (f"tp {setting.sizes[TP]}", others, ways, missing.strip())))
