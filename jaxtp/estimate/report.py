@@ -1,7 +1,6 @@
 """What an estimate prints: the settings, ranked; the best one in detail, each number with where it comes from."""
 
 from collections.abc import Iterator
-from itertools import groupby
 
 from jaxtp.estimate.partitioned import Partitioned
 from jaxtp.estimate.remedies import kinds_of
@@ -46,11 +45,8 @@ def ranking(found: Search) -> str:
         lines.append(f"... and {more} more meshes (--json FILE has all)")
     counts = [f"{len(found.all):,} settings of {len(found.settings)} meshes"]
     if found.refused:
-        reasons = groupby(sorted(found.refused.values()))
-        first = next(iter(found.refused.items()))
-        counts.append(
-            f"{len(found.refused)} more meshes cannot run it, for {len(list(reasons))} reasons; {first[0]}: {first[1]}"
-        )
+        mesh, reason = next(iter(found.refused.items()))
+        counts.append(f"{len(found.refused)} meshes cannot run it, such as {mesh}: {reason}")
     return "\n".join([*lines, *counts])
 
 

@@ -20,6 +20,10 @@ REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "full")
 """Those that are tried; `offload` only where it is configured: the way to the host's memory is not modelled."""
 
 
+MAX_REASONS = 6
+"""Why meshes cannot run a configuration, in one message."""
+
+
 @dataclass(frozen=True)
 class Target:
     """The hardware that is asked about."""
@@ -164,10 +168,18 @@ def search(
         every += settings
         best.append(min(settings, key=_rank))
     if not best:
-        raise ConfigError(
-            "no mesh can run this configuration:\n" + "\n".join(f"  {mesh}: {why}" for mesh, why in refused.items())
-        )
+        raise ConfigError(_none_can(refused))
     return Search(tuple(sorted(best, key=_rank)), tuple(every), refused)
+
+
+def _none_can(refused: Mapping[str, str]) -> str:
+    """Each reason once, with the first mesh that it stands against."""
+    first: dict[str, str] = {}
+    for mesh, reason in refused.items():
+        first.setdefault(reason, mesh)
+    lines = [f"  {mesh}: {reason}" for reason, mesh in first.items()]
+    more = [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
+    return "\n".join(["no mesh can run this configuration:", *lines[:MAX_REASONS], *more])
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
