@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import jax
 from flax import nnx
 
 from jaxtp.checkpoint.logical import named_variables
@@ -92,3 +91,8 @@ def _stored(name: str, variable: nnx.Variable) -> StoredArray:
     spec = tuple(variable.get_metadata().get("out_sharding") or ())
     spec += (None,) * (len(variable.shape) - len(spec))
     return StoredArray(name, tuple(variable.shape), variable.dtype.itemsize, tuple(axes_of(entry) for entry in spec))
+
+
+def score_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
+    """Of XLA's attention: the scores of one layer that its backward pass has at once."""
+    return 0
