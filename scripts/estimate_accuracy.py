@@ -4,7 +4,8 @@
     python scripts/estimate_accuracy.py --table-only
 
 Each point is a Llama shape, a sequence length, a remat policy and a mesh; the compiler's numbers are appended to
-scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and goes on. Needs the extra estimate-gpu.
+scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and goes on. It needs the extra
+estimate-gpu.
 """
 
 import argparse
@@ -32,7 +33,9 @@ SHAPES = {
 
 POLICIES = ("none", "save_dots", "save_gathered", "full", "offload")
 SEQUENCES = (2048, 4096, 8192)
-MESHES = [(1, f, t) for f, t in [(1, 1), (8, 1), (1, 8), (2, 2), (4, 1), (1, 2), (8, 8), (2, 4), (4, 8), (1, 4), (8, 2)]]
+MESHES = [
+    (1, f, t) for f, t in [(1, 1), (8, 1), (1, 8), (2, 2), (4, 1), (1, 2), (8, 8), (2, 4), (4, 8), (1, 4), (8, 2)]
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,13 +149,27 @@ def table(rows: dict[str, dict]) -> str:
                 f"{100 * errors[-1]:+.1f}",
             )
         )
-    header = ("shape", "sequence", "remat", "dp fsdp tp", "batch x acc", "state, GB", "compiled, GB", "modelled, GB", "error, %")
+    header = (
+        "shape",
+        "sequence",
+        "remat",
+        "dp fsdp tp",
+        "batch x acc",
+        "state, GB",
+        "compiled, GB",
+        "modelled, GB",
+        "error, %",
+    )
     worst = max(map(abs, errors), default=0)
     within = sum(abs(error) <= 0.15 for error in errors)
     summary = (
-        f"{len(errors)} points, {within} within 15%; error: median {100 * statistics.median(map(abs, errors)):.1f}%, "
-        f"worst {100 * worst:.1f}%"
-    ) if errors else ""
+        (
+            f"{len(errors)} points, {within} within 15%; error: median {100 * statistics.median(map(abs, errors)):.1f}%, "
+            f"worst {100 * worst:.1f}%"
+        )
+        if errors
+        else ""
+    )
     return columns(header, cells) + "\n\n" + summary
 
 

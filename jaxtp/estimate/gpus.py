@@ -77,12 +77,8 @@ GPUS = {
     "a100-40": _gpu(
         _AMPERE, description="NVIDIA A100-SXM4-40GB", clock_ghz=1.41, bandwidth=1555e9, memory=42_297_786_368
     ),
-    "a100": _gpu(
-        _AMPERE, description="NVIDIA A100-SXM4-80GB", clock_ghz=1.41, bandwidth=2039e9, memory=85_100_068_864
-    ),
-    "h100": _gpu(
-        _HOPPER, description="NVIDIA H100 80GB HBM3", clock_ghz=1.98, bandwidth=3352e9, memory=84_942_979_072
-    ),
+    "a100": _gpu(_AMPERE, description="NVIDIA A100-SXM4-80GB", clock_ghz=1.41, bandwidth=2039e9, memory=85_100_068_864),
+    "h100": _gpu(_HOPPER, description="NVIDIA H100 80GB HBM3", clock_ghz=1.98, bandwidth=3352e9, memory=84_942_979_072),
     "h200": _gpu(_HOPPER, description="NVIDIA H200", clock_ghz=1.98, bandwidth=4800e9, memory=151_397_597_184),
     "b200": _gpu(
         _BLACKWELL,

@@ -46,7 +46,9 @@ def run(command: Sequence[str], request: str, *, environment: Mapping[str, str],
             f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow it more"
         ) from None
     if done.returncode < 0:
-        raise TargetError(f"the compiler for the target crashed ({_signal(-done.returncode)}){_last_words(done.stderr)}")
+        raise TargetError(
+            f"the compiler for the target crashed ({_signal(-done.returncode)}){_last_words(done.stderr)}"
+        )
     if done.returncode:
         raise TargetError(f"the compiler for the target failed{_last_words(done.stderr)}")
     return Output(done.stdout, done.stderr)

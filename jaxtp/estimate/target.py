@@ -17,7 +17,7 @@ from jaxtp.launch import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh
 from jaxtp.parallel.schedule import Moved
 from jaxtp.train.config import TrainConfig, check
-from jaxtp.train.memory import score_bytes
+from jaxtp.train.memory import score_bytes, with_attention
 
 WORKER = (sys.executable, "-m", "jaxtp.estimate.worker")
 CPU_ONLY = {
@@ -88,7 +88,7 @@ def compile_for(
         raise TargetError(f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number")
     target = topology(hardware, hosts, devices_per_host)
     cudnn = config.model.attention == "cudnn"
-    compiled = ask(_with_xla_attention(config), sizes, target, timeout_s=timeout_s)
+    compiled = ask(with_attention(config, "xla"), sizes, target, timeout_s=timeout_s)
     if not cudnn:
         return compiled
     scores = score_bytes(config, sizes)
@@ -141,7 +141,3 @@ def read_answer(text: str, target: Topology) -> Compiled:
     notes = ((_WITHOUT_LIBRARIES,) if target.platform == "cuda" else ()) + tuple(answer["notes"])
     sizes = {name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds")}
     return Compiled(**sizes, score_bytes=0, collectives=moved, notes=notes)
-
-
-def _with_xla_attention(config: TrainConfig) -> TrainConfig:
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, attention="xla"))

@@ -1,4 +1,4 @@
-"""Devices that are not there, as `jax.experimental.topologies` describes them, and which package can compile for them."""
+"""Devices that are not there, as `jax.experimental.topologies` describes them, and the package that compiles for them."""
 
 import math
 from collections.abc import Sequence
@@ -46,9 +46,7 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
     if hardware in GPUS:
         compiler = installed(_GPU_COMPILERS, GPU_EXTRA)
         name = f"1x{hosts}x{devices_per_host}"
-        return Topology(
-            platform="cuda", name=name, target_config=GPUS[hardware].target_config(), compiler=compiler
-        )
+        return Topology(platform="cuda", name=name, target_config=GPUS[hardware].target_config(), compiler=compiler)
     if hardware in _TPU_DIMS:
         shape = torus(hosts * devices_per_host, _TPU_DIMS[hardware])
         compiler = installed(_TPU_COMPILERS, TPU_EXTRA)
