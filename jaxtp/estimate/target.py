@@ -1,43 +1,58 @@
-"""Compiling the real training step for accelerators that are not there."""
+"""Compiling the real training step for accelerators that are not there (tier 3)."""
 
-from collections.abc import Mapping
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from jaxtp.train.config import TrainConfig
+from jaxtp.config import to_plain
+from jaxtp.estimate import process
+from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.topology import Topology, topology
+from jaxtp.launch import cache_folder, child_environment
+from jaxtp.mesh import describe_mesh
+from jaxtp.parallel.schedule import Moved
+from jaxtp.train.config import TrainConfig, check
+from jaxtp.train.memory import score_bytes, with_attention
 
-
-class TargetError(RuntimeError):
-    """The compiler for the target is missing, crashed or took too long."""
-
-
-@dataclass(frozen=True)
-class Moved:
-    """Collectives of one kind over the same axes, in the final program."""
-
-    kind: str
-    """all-reduce, all-gather, reduce-scatter, all-to-all, permute."""
-    axes: tuple[str, ...]
-    """Mesh axes along which the devices talk."""
-    count: int
-    """Times in a step."""
-    bytes: int
-    """Whole messages of a step, on one device."""
-    asynchronous: int
-    """Of `count`: those with computation between their start and their end."""
-    compute_between: int
-    """Operations that compute, between start and end, over all of them in a step."""
+WORKER = (sys.executable, "-m", "jaxtp.estimate.worker")
+CPU_ONLY = {
+    "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
+    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud's metadata server, for minutes
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file is for devices, of which there are none
+}
+_WITHOUT_LIBRARIES = "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler for the target made of a step. Sizes are bytes on each device."""
+    """What the compiler for a target made of a training step. Bytes are those of each device."""
+
+    argument_bytes: int
+    """State and batch."""
+
+    temp_bytes: int
+    """The block that everything else lives in."""
+
+    alive_bytes: int
+    """At once, at most; the gaps between them make the block larger."""
 
     peak_bytes: int
-    argument_bytes: int
-    temp_bytes: int
+    """That the allocator must give: arguments, temporaries and results that take nobody's place."""
+
+    score_bytes: int
+    """Modelled, of the peak: scores of XLA's attention, which cuDNN's would not hold; 0 unless cudnn is asked for."""
+
     collectives: tuple[Moved, ...]
+    """What moves, by kind and axes, and what is computed beside it."""
+
     seconds: float
     """That the compiler took, when it was asked."""
+
     notes: tuple[str, ...]
     """How this differs from the program on real devices, and what the compiler warned of."""
 
@@ -53,6 +68,8 @@ def compile_for(
 ) -> Compiled:
     """Compiles the training step for hardware that need not be there, in a process of its own.
 
+    Asked again for the same program, target and versions it gives what it gave.
+
     Args:
       config: the run; its own mesh is not looked at.
       sizes: devices along each axis.
@@ -62,6 +79,65 @@ def compile_for(
       timeout_s: seconds after which the compiler is ended.
 
     Raises:
-      TargetError: the compiler is not installed, crashed, or took too long; the message says what to do.
+      TargetError: the compiler is not installed, crashed, took too long or says that the program does not fit.
+      ConfigError: the configuration does not fit the mesh.
     """
-    raise TargetError("not written yet")
+    check(config, dict(sizes))
+    if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
+        there = f"{hosts} hosts of {devices_per_host}"
+        raise TargetError(f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number")
+    target = topology(hardware, hosts, devices_per_host)
+    cudnn = config.model.attention == "cudnn"
+    compiled = ask(with_attention(config, "xla"), sizes, target, timeout_s=timeout_s)
+    if not cudnn:
+        return compiled
+    scores = score_bytes(config, sizes)
+    note = "cuDNN's attention needs its library: compiled with XLA's, whose scores are modelled"
+    return dataclasses.replace(compiled, score_bytes=scores, notes=(*compiled.notes, note))
+
+
+def ask(
+    config: TrainConfig,
+    sizes: Mapping[str, int],
+    target: Topology,
+    *,
+    timeout_s: float,
+    worker: Sequence[str] = WORKER,
+    cache: Path | None = None,
+) -> Compiled:
+    """As `compile_for`, of a worker.
+
+    Args:
+      config: the run.
+      sizes: devices along each axis.
+      target: what to compile for.
+      timeout_s: seconds after which the worker is ended.
+      worker: the command, which reads a request and prints an answer.
+      cache: folder of earlier answers; by default the user's.
+    """
+    request = {
+        "config": to_plain(config),
+        "sizes": dict(sizes),
+        "target": dataclasses.asdict(target),
+        "cache": str(cache or cache_folder() / "compiled"),
+    }
+    done = process.run(worker, json.dumps(request), environment=child_environment(**CPU_ONLY), timeout_s=timeout_s)
+    return read_answer(done.out, target)
+
+
+def read_answer(text: str, target: Topology) -> Compiled:
+    """The answer of a worker: JSON on the last line of what it printed.
+
+    Raises:
+      TargetError: it is an error, or no answer.
+    """
+    try:
+        answer: dict[str, Any] = json.loads(text.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise TargetError(f"the compiler for the target gave no answer: {text[-200:]!r}") from None
+    if error := answer.get("error"):
+        raise TargetError(error)
+    moved = tuple(Moved(**{**one, "axes": tuple(one["axes"])}) for one in answer["collectives"])
+    notes = ((_WITHOUT_LIBRARIES,) if target.platform == "cuda" else ()) + tuple(answer["notes"])
+    sizes = {name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds")}
+    return Compiled(**sizes, score_bytes=0, collectives=moved, notes=notes)

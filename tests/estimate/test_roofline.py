@@ -1,6 +1,7 @@
 """Links, rings and the parts of a step's time."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -71,5 +72,5 @@ def test_one_device_moves_nothing():
 
 def test_more_tensor_parallelism_computes_less_and_moves_more():
     times = [timed(tp=tp) for tp in (1, 2, 4, 8)]
-    assert all(a.products > b.products for a, b in zip(times, times[1:], strict=False))
-    assert all(a.computing_share > b.computing_share for a, b in zip(times, times[1:], strict=False))
+    assert all(a.products > b.products for a, b in itertools.pairwise(times))
+    assert all(a.computing_share > b.computing_share for a, b in itertools.pairwise(times))
