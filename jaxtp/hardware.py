@@ -31,6 +31,9 @@ class Hardware:
     name: str = "custom"
     """As it is asked for."""
 
+    like: str = ""
+    """In a file: the one of the table that what is left out is taken from, and that it is compiled as."""
+
     kind: str = ""
     """What `jax.Device.device_kind` contains on it."""
 
@@ -193,7 +196,7 @@ def read(path: Path) -> Hardware:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected keys such as 'memory:', found {values!r}")
-    like = values.pop("like", None)
+    like = values.get("like")
     base = {} if like is None else dataclasses.asdict(find(str(like)))
     hardware = validate(Hardware, {**base, "name": path.stem, "source": str(path), **values}, source=str(path))
     if hardware.platform not in PLATFORMS:

@@ -11,13 +11,16 @@ from typing import Any
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.config import ConfigError
+from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
 from jaxtp.estimate.config import EstimateConfig
+from jaxtp.estimate.errors import TargetError
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import check_plot, draw
-from jaxtp.estimate.record import partitioned_record, record
+from jaxtp.estimate.record import record
 from jaxtp.estimate.remedies import what_would_fit
-from jaxtp.estimate.report import details, heading, partitioned_lines, ranking
+from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import Model, Setting, Target, all_meshes, describe_model, estimate, search, target
+from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.words import why
 from jaxtp.files import require_writable
 from jaxtp.hardware import parse
@@ -69,18 +72,43 @@ def _estimate(asked: EstimateConfig) -> int:
     numbers = record(config, where, model, found, words)
     if asked.plot is not None:
         draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
-    if asked.tier >= 2:
-        numbers["tier_2"] = _tier_2(found.settings[0])
+    failed = _compile(asked, found.settings[0], numbers)
     if asked.json is not None:
         asked.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    if failed is not None:
+        return configuration.fail(PROGRAM, failed)
     return 0 if found.fitting else 1
 
 
-def _tier_2(best: Setting) -> dict[str, Any]:
-    request_devices(best)
-    found = compile_partitioned(best)
-    print("", *partitioned_lines(best, found), sep="\n", flush=True)
-    return partitioned_record(found)
+def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> TargetError | None:
+    """Tiers 2 and 3, as far as they are asked for; what tier 3 could not do does not take back what is there."""
+    if asked.tier >= 2:
+        request_devices(best)
+        partitioned = compile_partitioned(best)
+        numbers["tier_2"] = partitioned_record(partitioned)
+        print("", *partitioned_lines(best, partitioned), sep="\n", flush=True)
+    if asked.tier == 3:
+        try:
+            compiled = _compile_for_target(best, asked.timeout)
+        except TargetError as error:
+            numbers["tier_3"] = {"error": str(error)}
+            return error
+        numbers["tier_3"] = target_record(best, compiled)
+        print("", *target_lines(best, compiled), sep="\n", flush=True)
+    return None
+
+
+def _compile_for_target(best: Setting, timeout: float) -> Compiled:
+    hardware, devices = best.target.hardware, best.target.devices
+    each = math.gcd(devices, hardware.domain)
+    return compile_for(
+        best.config,
+        best.sizes,
+        hardware.like or hardware.name,
+        hosts=devices // each,
+        devices_per_host=each,
+        timeout_s=timeout,
+    )
 
 
 def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]:

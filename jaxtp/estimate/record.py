@@ -6,7 +6,6 @@ from typing import Any
 import jax
 
 import jaxtp
-from jaxtp.estimate.partitioned import Bytes, Partitioned
 from jaxtp.estimate.remedies import kinds_of
 from jaxtp.estimate.report import MODELLED, PROVENANCE_OF_MEMORY, provenance_of_moves
 from jaxtp.estimate.search import Model, Search, Setting, Target
@@ -77,21 +76,3 @@ def setting_record(setting: Setting) -> dict[str, Any]:
         "tokens_per_second_range": list(setting.tokens_per_second_range),
         "mfu_range": list(setting.mfu_range),
     }
-
-
-def partitioned_record(found: Partitioned) -> dict[str, Any]:
-    """Tier 2."""
-    return {
-        "provenance": "compiled",
-        "equal_to_tier_1": found.equal,
-        "planned": _sent(found.planned),
-        "realised": _sent(found.realised),
-        "problems": list(found.problems),
-        "warnings": list(found.warnings),
-        "notes": list(found.notes),
-        "seconds": found.seconds,
-    }
-
-
-def _sent(sent: Bytes) -> list[dict[str, Any]]:
-    return [{"kind": kind, "axes": list(axes), "bytes_sent": size} for (kind, axes), size in sent.items()]

@@ -1,8 +1,5 @@
 """What an estimate prints: the settings, ranked; the best one in detail, each number with where it comes from."""
 
-from collections.abc import Iterator
-
-from jaxtp.estimate.partitioned import Partitioned
 from jaxtp.estimate.remedies import kinds_of
 from jaxtp.estimate.search import Model, Search, Setting, Target
 from jaxtp.models.budget import Move
@@ -12,7 +9,7 @@ from jaxtp.train.config import TrainConfig
 
 GB = 1e9
 MAX_ROWS = 10
-EXACT, MODELLED, COMPILED, AT_MOST = "exact", "modelled", "compiled", "at most"
+EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
 PROVENANCE_OF_MEMORY = {"parameters": EXACT, "optimizer": EXACT, "batch": EXACT}
 
 
@@ -46,7 +43,8 @@ def ranking(found: Search) -> str:
     counts = [f"{len(found.all):,} settings of {len(found.settings)} meshes"]
     if found.refused:
         mesh, reason = next(iter(found.refused.items()))
-        counts.append(f"{len(found.refused)} meshes cannot run it, such as {mesh}: {reason}")
+        short = reason.partition(";")[0]
+        counts.append(f"{len(found.refused)} meshes cannot run it, such as {mesh}: {short}")
     return "\n".join([*lines, *counts])
 
 
@@ -124,18 +122,3 @@ def is_plain(model: ModelConfig) -> bool:
 def provenance_of_moves(config: TrainConfig) -> str:
     """Of tier 1's collectives."""
     return EXACT if is_plain(config.model) else AT_MOST
-
-
-def partitioned_lines(setting: Setting, found: Partitioned) -> Iterator[str]:
-    """Tier 2 beside tier 1."""
-    yield f"compiled {setting} for {setting.target.devices} virtual CPU devices in {found.seconds:.0f} s"
-    rows = [
-        (key[0], "+".join(key[1]), *(f"{sent.get(key, 0) / GB:,.3f}" for sent in (found.planned, found.realised)))
-        for key in dict.fromkeys((*found.planned, *found.realised))
-    ]
-    yield columns(("collective", "over", "GB, tier 1", "GB, compiled"), rows)
-    same = "the partitioned program moves what tier 1 says, in kind, axes and bytes, and nothing else"
-    yield same if found.equal and not found.problems else "the partitioned program does not move what tier 1 says"
-    yield from (f"  {problem}" for problem in found.problems)
-    yield from (f"  the compiler warns: {line}" for line in found.warnings)
-    yield from (f"  ({note})" for note in found.notes)

@@ -20,6 +20,9 @@ REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "full")
 """Those that are tried; `offload` only where it is configured: the way to the host's memory is not modelled."""
 
 
+NEAR = 1.02
+"""Slower by less than that is as fast: the model of time is not that good."""
+
 MAX_REASONS = 6
 """Why meshes cannot run a configuration, in one message."""
 
@@ -166,7 +169,7 @@ def search(
             continue
         settings = [estimate(choice, where, model) for choice in choices]
         every += settings
-        best.append(min(settings, key=_rank))
+        best.append(_choose(settings))
     if not best:
         raise ConfigError(_none_can(refused))
     return Search(tuple(sorted(best, key=_rank)), tuple(every), refused)
@@ -211,6 +214,13 @@ def all_meshes(devices: int) -> list[dict[str, int]]:
         for fsdp in divisors
         if devices % (fsdp * tp) == 0
     ]
+
+
+def _choose(settings: Sequence[Setting]) -> Setting:
+    """The best setting of a mesh: of those that are as fast as the fastest that fits, the one that takes the least."""
+    first = min(settings, key=_rank)
+    as_fast = [s for s in settings if s.fits and s.time.expected <= NEAR * first.time.expected]
+    return min(as_fast, key=lambda setting: setting.memory.total) if first.fits else first
 
 
 def _rank(setting: Setting) -> tuple[bool, float, float]:

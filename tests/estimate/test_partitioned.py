@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.estimate import partitioned
+from jaxtp.estimate.compiled import partitioned_lines
 from jaxtp.estimate.partitioned import MAX_DEVICES, compile_partitioned, request_devices
-from jaxtp.estimate.report import partitioned_lines
 from jaxtp.estimate.search import Target, describe_model, estimate
 from jaxtp.hardware import find
 from jaxtp.mesh import fitting_meshes
