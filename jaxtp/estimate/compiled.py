@@ -49,10 +49,7 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
     rows = [
         ("state and batch", f"{found.argument_bytes / GB:,.2f}", "compiled"),
         ("temporaries", f"{found.temp_bytes / GB:,.2f}", "compiled"),
-        *(
-            [("scores that cuDNN does not hold", f"-{found.score_bytes / GB:,.2f}", "modelled")]
-            * bool(found.score_bytes)
-        ),
+        *([("less scores, with cuDNN", f"-{found.score_bytes / GB:,.2f}", "modelled")] if found.score_bytes else []),
         ("peak", f"{peak / GB:,.2f}", f"of {room / GB:,.2f} for JAX: {'fits' if peak <= room else 'does not fit'}"),
         ("tier 1 said", f"{setting.memory.total / GB:,.2f}", f"{setting.memory.total / peak - 1:+.0%}"),
     ]

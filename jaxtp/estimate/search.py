@@ -20,7 +20,7 @@ REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "full")
 """Those that are tried; `offload` only where it is configured: the way to the host's memory is not modelled."""
 
 
-NEAR = 1.02
+NEAR = 1.05
 """Slower by less than that is as fast: the model of time is not that good."""
 
 MAX_REASONS = 6

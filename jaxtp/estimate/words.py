@@ -26,8 +26,8 @@ def why(found: Search, configured: Setting | None, model: Model) -> list[str]:
     return [
         f"{_how(best)} is the fastest that fits, with {best.spare / GB:,.1f} GB to spare: {_share(best)} of a step is "
         "left for computing where nothing overlaps.",
-        _limit(best),
         *_with_a_margin(found, best),
+        _limit(best),
         *_others(found, best),
         *_as_configured(best, configured),
         *_would_fit_elsewhere(found, best),

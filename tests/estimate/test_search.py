@@ -7,7 +7,7 @@ import pytest
 import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.estimate.remedies import what_would_fit
-from jaxtp.estimate.search import REMATS, Target, all_meshes, describe_model, estimate, search, target
+from jaxtp.estimate.search import NEAR, REMATS, Target, all_meshes, describe_model, estimate, search, target
 from jaxtp.estimate.words import why
 from jaxtp.hardware import find
 from jaxtp.mesh import make_mesh
@@ -51,7 +51,9 @@ def test_those_that_fit_come_first_and_the_fastest_of_them():
     assert times == sorted(times)
     for best in tight.fitting:
         same = [other for other in tight.all if other.sizes == best.sizes and other.fits]
-        assert best.time.expected == min(other.time.expected for other in same)
+        as_fast = [o for o in same if o.time.expected <= NEAR * min(other.time.expected for other in same)]
+        assert best in as_fast
+        assert best.memory.total == min(other.memory.total for other in as_fast)
     assert {setting.config.model.remat for setting in tight.all} == set(REMATS)
 
 
@@ -88,7 +90,7 @@ def test_the_best_is_explained():
     best = result.settings[0]
     words = why(result, result.settings[-1], MODEL_FACTS)
     assert words[0].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows} is")
-    assert "What limits it: " in words[1]
+    assert any(sentence.startswith("What limits it: ") for sentence in words[1:3])
     assert any(sentence.startswith("As configured, ") for sentence in words)
     assert any("leaves" in sentence and "for computing" in sentence for sentence in words[2:])
 
