@@ -40,7 +40,7 @@ def draw(path: Path, found: Search, title: str) -> None:
     for panel in (memory, time):
         panel.set_xticks(range(len(settings)), [_label(setting) for setting in settings], fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
-        panel.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+        panel.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
     figure.savefig(path, dpi=120)
 
 
@@ -75,7 +75,7 @@ def _stack(panel: Any, parts: dict[str, list[float]]) -> None:
 
 
 def _label(setting: Setting) -> str:
-    missing = "" if setting.fits else "\ndoes not fit"
+    missing = "" if setting.fits else "does not fit"
     others = " ".join(f"{axis} {size}" for axis, size in setting.sizes.items() if size > 1 and axis != TP)
-    ways = f"{setting.config.model.remat}, micro-batch {setting.rows}"
-    return "\n".join(filter(None, (f"tp {setting.sizes[TP]}", others, ways, missing.strip())))
+    ways = (setting.config.model.remat, f"micro-batch {setting.rows}")
+    return "\n".join(filter(None, (f"tp {setting.sizes[TP]}", others, *ways, missing)))

@@ -44,6 +44,7 @@ def setting_record(setting: Setting) -> dict[str, Any]:
     return {
         **setting.sizes,
         "fits": setting.fits,
+        "fits_surely": setting.fits_surely,
         "remat": setting.config.model.remat,
         "accumulation": setting.config.train.accumulation,
         "micro_batch_size": setting.rows,

@@ -56,7 +56,7 @@ def _row(setting: Setting) -> tuple[str, ...]:
         setting.config.model.remat,
         f"{setting.config.train.accumulation} of {setting.rows}",
         f"{setting.memory.total / GB:,.1f}",
-        f"{setting.spare / GB:,.1f}" if setting.fits else "does not fit",
+        f"{setting.spare / GB:,.1f}" + ("" if setting.fits_surely else ", tight") if setting.fits else "does not fit",
         f"{low:,.0f} to {high:,.0f}",
         f"{slow:.0%} to {fast:.0%}",
         f"{setting.time.computing_share:.0%}",

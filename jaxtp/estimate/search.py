@@ -20,6 +20,9 @@ REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "full")
 """Those that are tried; `offload` only where it is configured: the way to the host's memory is not modelled."""
 
 
+MEMORY_ERROR = 0.15
+"""Of what is modelled: the bound that `scripts/estimate_accuracy.py` holds the model of memory to."""
+
 NEAR = 1.05
 """Slower by less than that is as fast: the model of time is not that good."""
 
@@ -97,6 +100,11 @@ class Setting:
         return self.target.room - self.memory.total
 
     @property
+    def fits_surely(self) -> bool:
+        """Whether it fits even where the model of memory is off by as much as it may be."""
+        return self.spare >= MEMORY_ERROR * (self.memory.total - self.memory.state)
+
+    @property
     def tokens_per_second(self) -> float:
         """Of all devices, at the middle of the range of a step's time."""
         return self._tokens / self.time.expected
@@ -127,7 +135,8 @@ class Search:
     """What was found."""
 
     settings: tuple[Setting, ...]
-    """The best of each mesh: those that fit, the fastest first; then the others, by what they lack."""
+    """The best of each mesh: those that surely fit, the fastest first; those that fit by less than the model's error,
+    the fastest first; the others, by what they lack."""
     all: tuple[Setting, ...]
     """Every setting that can run, over all meshes."""
     refused: Mapping[str, str]
@@ -172,7 +181,7 @@ def search(
         best.append(_choose(settings))
     if not best:
         raise ConfigError(_none_can(refused))
-    return Search(tuple(sorted(best, key=_rank)), tuple(every), refused)
+    return Search(tuple(sorted(best, key=rank)), tuple(every), refused)
 
 
 def _none_can(refused: Mapping[str, str]) -> str:
@@ -218,14 +227,15 @@ def all_meshes(devices: int) -> list[dict[str, int]]:
 
 def _choose(settings: Sequence[Setting]) -> Setting:
     """The best setting of a mesh: of those that are as fast as the fastest that fits, the one that takes the least."""
-    first = min(settings, key=_rank)
+    first = min(settings, key=rank)
     as_fast = [s for s in settings if s.fits and s.time.expected <= NEAR * first.time.expected]
     return min(as_fast, key=lambda setting: setting.memory.total) if first.fits else first
 
 
-def _rank(setting: Setting) -> tuple[bool, float, float]:
-    """Those that fit by time; the others by what they lack."""
-    return not setting.fits, 0.0 if setting.fits else -setting.spare, setting.time.expected
+def rank(setting: Setting) -> tuple[int, float, float]:
+    """What settings are sorted by: how surely they fit, then time; those that do not fit by what they lack."""
+    how = 0 if setting.fits_surely else 1 if setting.fits else 2
+    return how, 0.0 if setting.fits else -setting.spare, setting.time.expected
 
 
 def _with_mesh(config: TrainConfig, sizes: Mapping[str, int]) -> TrainConfig:

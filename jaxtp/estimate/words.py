@@ -3,15 +3,12 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jaxtp.estimate.search import NEAR, Model, Search, Setting, estimate
+from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, estimate
 from jaxtp.mesh import AXES, TP
 
 GB = 1e9
 FAR = 1.5
 """What lacks more than half of the room again is not spoken of."""
-
-MEMORY_ERROR = 0.15
-"""Of what is modelled: the bound that `scripts/estimate_accuracy.py` holds the model to."""
 
 
 def why(found: Search, configured: Setting | None, model: Model) -> list[str]:
@@ -23,14 +20,15 @@ def why(found: Search, configured: Setting | None, model: Model) -> list[str]:
       model: what the search was about.
     """
     best = found.settings[0]
+    fits = "surely fits" if best.fits_surely else "fits"
     return [
-        f"{_how(best)} is the fastest that fits, with {best.spare / GB:,.1f} GB to spare: {_share(best)} of a step is "
+        f"{_how(best)} is the fastest that {fits}, with {best.spare / GB:,.1f} GB to spare: {_share(best)} of a step is "
         "left for computing where nothing overlaps.",
-        *_with_a_margin(found, best),
+        *_doubt(best),
         _limit(best),
         *_others(found, best),
         *_as_configured(best, configured),
-        *_would_fit_elsewhere(found, best),
+        *_would_be_faster(found, best),
         *_fused_attention(best, model),
     ]
 
@@ -47,25 +45,13 @@ def _limit(best: Setting) -> str:
     return f"What limits it: {name}, {seconds / time.serial:.0%} of a step."
 
 
-def _with_a_margin(found: Search, best: Setting) -> Iterator[str]:
-    """Where the best fits by less than the model of memory is off: the fastest that has more to spare."""
-    if best.spare >= _doubt(best):
-        return
-    safe = [setting for setting in found.all if setting.fits and setting.spare >= _doubt(setting)]
-    yield (
-        f"That is less than the {MEMORY_ERROR:.0%} by which the modelled part may be wrong"
-        + (f"; the fastest with more to spare: {_safest(safe, best)}." if safe else ", and nothing has more to spare.")
-    )
-
-
-def _safest(safe: list[Setting], best: Setting) -> str:
-    setting = min(safe, key=lambda setting: setting.time.expected)
-    return f"{_how(setting)}, {_slower(setting, best)}, {setting.spare / GB:,.1f} GB"
-
-
-def _doubt(setting: Setting) -> float:
-    """Bytes by which its memory may be wrong."""
-    return MEMORY_ERROR * (setting.memory.total - setting.memory.state)
+def _doubt(best: Setting) -> Iterator[str]:
+    """Where even the best fits by less than the model of memory may be off."""
+    if not best.fits_surely:
+        yield (
+            f"That is less than the {MEMORY_ERROR:.0%} by which the modelled part may be wrong, and nothing has more "
+            "to spare: --tier 3 compiles it."
+        )
 
 
 def _others(found: Search, best: Setting) -> Iterator[str]:
@@ -88,12 +74,17 @@ def _as_configured(best: Setting, configured: Setting | None) -> Iterator[str]:
         yield f"As configured, {_how(configured)}, it lacks {-configured.spare / GB:,.1f} GB."
 
 
-def _would_fit_elsewhere(found: Search, best: Setting) -> Iterator[str]:
-    """The fastest of those that do not lack too much, if it does not fit."""
-    lacking = (setting for setting in found.all if setting.memory.total < FAR * setting.target.room)
-    fastest = min(lacking, key=lambda setting: setting.time.expected, default=best)
+def _would_be_faster(found: Search, best: Setting) -> Iterator[str]:
+    """The fastest of those that do not lack too much, if it does not fit, or not surely."""
+    near = (setting for setting in found.all if setting.memory.total < FAR * setting.target.room)
+    fastest = min(near, key=lambda setting: setting.time.expected, default=best)
     faster = best.time.expected / fastest.time.expected
-    if faster > NEAR and not fastest.fits:
+    if faster > 1 and fastest.fits and not fastest.fits_surely:
+        yield (
+            f"{_how(fastest)} would be {faster:.2f} x as fast, with {fastest.spare / GB:,.1f} GB to spare, less than "
+            f"the {MEMORY_ERROR:.0%} by which the modelled part may be wrong."
+        )
+    elif faster > NEAR and not fastest.fits:
         yield f"{_how(fastest)} would be {faster:.2f} x as fast, and lacks {-fastest.spare / GB:,.1f} GB."
 
 

@@ -47,10 +47,11 @@ def test_those_that_fit_come_first_and_the_fastest_of_them():
     flags = [setting.fits for setting in tight.settings]
     assert flags == sorted(flags, reverse=True)
     assert True in flags
-    times = [setting.time.expected for setting in tight.fitting]
-    assert times == sorted(times)
-    for best in tight.fitting:
-        same = [other for other in tight.all if other.sizes == best.sizes and other.fits]
+    for surely in (True, False):
+        times = [setting.time.expected for setting in tight.fitting if setting.fits_surely == surely]
+        assert times == sorted(times)
+    for best in (setting for setting in tight.fitting if setting.fits_surely):
+        same = [other for other in tight.all if other.sizes == best.sizes and other.fits_surely]
         as_fast = [o for o in same if o.time.expected <= NEAR * min(other.time.expected for other in same)]
         assert best in as_fast
         assert best.memory.total == min(other.memory.total for other in as_fast)
