@@ -25,9 +25,9 @@ from jaxtp.train.memory import memory_per_device
 RESULTS = Path(__file__).parent / "results" / "estimate_accuracy.jsonl"
 GB = 1e9
 SHAPES = {
-    "1b": dict(d_model=2048, num_layers=16, num_heads=32, head_dim=64, d_ff=8192, tie_embeddings=True),
-    "8b": dict(d_model=4096, num_layers=32, num_heads=32, head_dim=128, d_ff=14336),
-    "70b": dict(d_model=8192, num_layers=80, num_heads=64, head_dim=128, d_ff=28672),
+    "1b": {"d_model": 2048, "num_layers": 16, "num_heads": 32, "head_dim": 64, "d_ff": 8192, "tie_embeddings": True},
+    "8b": {"d_model": 4096, "num_layers": 32, "num_heads": 32, "head_dim": 128, "d_ff": 14336},
+    "70b": {"d_model": 8192, "num_layers": 80, "num_heads": 64, "head_dim": 128, "d_ff": 28672},
 }
 """Llama 3.2 1B, Llama 3 8B and 70B."""
 
@@ -65,6 +65,10 @@ class Point:
         data = DataConfig(sequence_length=self.sequence, global_batch_size=rows, packing=self.packing)
         return TrainConfig(model=model, data=data, train=LoopConfig(accumulation=self.accumulation, z_loss=1e-4))
 
+    def cells(self) -> tuple[str, ...]:
+        mesh = " ".join(map(str, self.mesh))
+        return self.shape, str(self.sequence), self.remat, mesh, f"{self.micro} x {self.accumulation}"
+
     @property
     def sizes(self) -> dict[str, int]:
         return dict(zip(AXES, self.mesh, strict=True))
@@ -73,14 +77,19 @@ class Point:
     def key(self) -> str:
         return json.dumps(dataclasses.astuple(self))
 
+    @classmethod
+    def from_key(cls, key: str) -> "Point":
+        return cls(*(tuple(value) if isinstance(value, list) else value for value in json.loads(key)))
+
 
 def points() -> list[Point]:
     """Every shape with every policy four times, the lengths and meshes going round; and what these leave out."""
-    spread = [
+    everywhere = [
         Point(shape, SEQUENCES[(i // 15 + i) % 3], policy, MESHES[7 * i % len(MESHES)])
         for i, (_, policy, shape) in enumerate((r, p, s) for r in range(4) for p in POLICIES for s in SHAPES)
     ]
-    return spread + [
+    return [
+        *everywhere,
         Point("8b", 8192, "full", (1, 8, 1), accumulation=4),
         Point("8b", 4096, "save_dots", (1, 2, 4), accumulation=2),
         Point("1b", 2048, "full", (8, 1, 1), micro=4),
@@ -127,50 +136,27 @@ def read() -> dict[str, dict]:
 
 
 def table(rows: dict[str, dict]) -> str:
-    """Modelled beside compiled, and how far apart."""
-    cells, errors = [], []
+    """Modelled beside compiled, and how far apart: the whole, and what is not state alone."""
+    header = ("shape", "sequence", "remat", "dp fsdp tp", "rows x acc", "state", "compiled", "modelled", "error, %")
+    cells, errors, alone = [], [], []
     for point in points():
-        if point.key not in rows:
-            continue
-        compiled = rows[point.key]["peak_bytes"]
-        modelled = memory_per_device(point.config(), point.sizes)
-        errors.append(modelled.total / compiled - 1)
-        dp, fsdp, tp = point.mesh
-        cells.append(
-            (
-                point.shape,
-                str(point.sequence),
-                point.remat,
-                f"{dp} {fsdp} {tp}",
-                f"{point.micro} x {point.accumulation}",
-                f"{rows[point.key]['argument_bytes'] / GB:.2f}",
-                f"{compiled / GB:.2f}",
-                f"{modelled.total / GB:.2f}",
-                f"{100 * errors[-1]:+.1f}",
+        if row := rows.get(point.key):
+            modelled = memory_per_device(point.config(), point.sizes)
+            errors.append(modelled.total / row["peak_bytes"] - 1)
+            alone.append((modelled.total - row["argument_bytes"]) / row["temp_bytes"] - 1)
+            cells.append(
+                (*point.cells(), *(f"{n / GB:.2f}" for n in (modelled.state, row["peak_bytes"], modelled.total)))
             )
-        )
-    header = (
-        "shape",
-        "sequence",
-        "remat",
-        "dp fsdp tp",
-        "batch x acc",
-        "state, GB",
-        "compiled, GB",
-        "modelled, GB",
-        "error, %",
-    )
-    worst = max(map(abs, errors), default=0)
-    within = sum(abs(error) <= 0.15 for error in errors)
-    summary = (
-        (
-            f"{len(errors)} points, {within} within 15%; error: median {100 * statistics.median(map(abs, errors)):.1f}%, "
-            f"worst {100 * worst:.1f}%"
-        )
-        if errors
-        else ""
-    )
-    return columns(header, cells) + "\n\n" + summary
+            cells[-1] += (f"{100 * errors[-1]:+.1f}",)
+    summary = [f"{name}: {spread(errors)}" for name, errors in (("whole", errors), ("temporaries alone", alone))]
+    return "\n".join((columns(header, cells), "", *summary))
+
+
+def spread(errors: list[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    within = sum(size <= 0.15 for size in sizes)
+    median, worst = (100 * size for size in (statistics.median(sizes), max(sizes)))
+    return f"{within} of {len(sizes)} within 15%, median {median:.1f}%, worst {worst:.1f}%"
 
 
 if __name__ == "__main__":

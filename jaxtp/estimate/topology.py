@@ -1,4 +1,4 @@
-"""Devices that are not there, as `jax.experimental.topologies` describes them, and the package that compiles for them."""
+"""Devices that are not there, as `jax.experimental.topologies` has them, and the package that compiles for them."""
 
 import math
 from collections.abc import Sequence

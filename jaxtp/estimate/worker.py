@@ -34,6 +34,9 @@ from jaxtp.train.tracing import trace_step
 OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0}, "tpu": {}}
 """There is no GPU to time kernels on."""
 
+_FORMAT = "1"
+"""Of an answer, for those that are kept."""
+
 _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
 
 
@@ -72,7 +75,7 @@ def _lower(config: TrainConfig, mesh: Mesh) -> Any:
 
 def _key(lowered: Any, target: dict[str, str], sizes: dict[str, int]) -> str:
     """Of the program, the target and the versions that decide what comes out."""
-    parts = (lowered.as_text(), json.dumps([target, sizes]), jax.__version__, jaxtp.__version__)
+    parts = (lowered.as_text(), json.dumps([target, sizes]), jax.__version__, jaxtp.__version__, _FORMAT)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

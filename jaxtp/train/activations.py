@@ -125,8 +125,12 @@ def _copied_scores(local: Local) -> int:
 
 
 def score_bytes_of_block(local: Local) -> int:
-    """Scores in one block's backward pass: float32, their softmax in the compute dtype in two layouts, and the mask."""
-    return local.scores * (FLOAT32 + 2 * local.compute + 1)
+    """Scores in one block's backward pass: two arrays of them in float32, two in the compute dtype.
+
+    The scores or their gradient, and a constant of their shape that the mask selects (XLA takes it out of the loop over
+    the blocks); the softmax, in the layouts of two products.
+    """
+    return local.scores * 2 * (FLOAT32 + local.compute)
 
 
 def block_bytes(local: Local) -> int:

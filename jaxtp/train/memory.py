@@ -1,9 +1,9 @@
 """Bytes that a training step takes on each device, by kind: the state exactly, the rest modelled; arithmetic only.
 
-A step has two moments at which it may hold most. Between forward and backward pass there are the gradients of all blocks
-(XLA makes room for them before the forward pass), what the blocks keep, and the working sets of the loss and of the last
-block. In the update there are all gradients and, because a step that is not finite must change nothing, the new
-parameters beside the old. The larger of the two is the peak.
+A step has two moments at which it may hold most. Between forward and backward pass there are the gradients of all
+blocks (XLA makes room for them before the forward pass), what the blocks keep, and the working sets of the loss and of
+the last block. In the update there are all gradients and, because a step that is not finite must change nothing, the
+new parameters beside the old. The larger of the two is the peak.
 
 Not modelled: temporaries of muon, which multiplies whole matrices, and of dropout; small arrays; gaps in XLA's block of
 temporaries. `scripts/estimate_accuracy.py` compares with XLA's compiler for GPUs.
