@@ -14,6 +14,7 @@ from jaxtp.config import ConfigError
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
 from jaxtp.estimate.config import EstimateConfig
 from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import check_plot, draw
 from jaxtp.estimate.record import record
@@ -72,6 +73,11 @@ def _estimate(asked: EstimateConfig) -> int:
     numbers = record(config, where, model, found, words)
     if asked.plot is not None:
         draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
+    if asked.generate:
+        length = config.data.sequence_length
+        generating = generations(config.model, where, model, meshes, asked.generate, length)
+        print("", table(generating, length), sep="\n", flush=True)
+        numbers["generation"] = records(generating)
     failed = _compile(asked, found.settings[0], numbers)
     if asked.json is not None:
         asked.json.write_text(json.dumps(numbers, indent=2) + "\n")

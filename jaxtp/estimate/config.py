@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import Field
 
-from jaxtp.config import Positive, Switch, allowed
+from jaxtp.config import CountOrZero, Positive, Switch, allowed
 from jaxtp.train.config import TrainConfig
 
 
@@ -32,6 +32,10 @@ class EstimateConfig(TrainConfig):
 
     memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 0.75
     """Share of a GPU's memory that JAX takes, as in XLA_PYTHON_CLIENT_MEM_FRACTION, whose default this is."""
+
+    generate: CountOrZero = 0
+    """Texts to generate at a time, each data.sequence_length tokens long: weights, KV cache and speed on each mesh too.
+    0 for training alone."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Where to write every number, for machines."""

@@ -22,8 +22,8 @@ def why(found: Search, configured: Setting | None, model: Model) -> list[str]:
     best = found.settings[0]
     fits = "surely fits" if best.fits_surely else "fits"
     return [
-        f"{_how(best)} is the fastest that {fits}, with {best.spare / GB:,.1f} GB to spare: {_share(best)} of a step is "
-        "left for computing where nothing overlaps.",
+        f"{_how(best)} is the fastest that {fits}, with {best.spare / GB:,.1f} GB to spare: {_share(best)} of a step "
+        "is left for computing where nothing overlaps.",
         *_doubt(best),
         _limit(best),
         *_others(found, best),
