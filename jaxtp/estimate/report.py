@@ -72,6 +72,7 @@ def _memory(setting: Setting) -> str:
     rows = [
         (name.replace("_", " "), f"{getattr(setting.memory, name) / GB:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
         for name in kinds_of(setting)
+        if getattr(setting.memory, name)
     ]
     total = ("total", f"{setting.memory.total / GB:,.2f}", f"of {setting.target.room / GB:,.2f} for JAX")
     return columns(("on each device", "GB", ""), [*rows, total])
