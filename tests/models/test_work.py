@@ -58,5 +58,5 @@ def test_a_kernel_without_scores_makes_half_of_them_and_moves_none():
     fused = dataclasses.replace(MODEL, attention="cudnn")
     squares, halves = (step_work(config, sizes, **SHAPE) for config in (MODEL, fused))
     assert squares.scores > halves.scores == 0
-    scores = [sum(p.flops for p in work.products if p.name == "scores") for work in (squares, halves)]
+    scores = [sum(p.flops for p in work.attention if p.name == "scores") for work in (squares, halves)]
     assert scores[0] == 2 * scores[1]
