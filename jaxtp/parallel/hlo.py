@@ -4,6 +4,7 @@ The jaxpr (`census`) has what the program says; this text has what the partition
 the passes that merge, split and schedule collectives for one kind of device. Loops count as often as they turn.
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxtp.parallel.census import Collective
+from jaxtp.parallel.sources import read_frames, source_line
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _DTYPES = {"pred": "bool", "bf16": "bfloat16"} | {
@@ -71,11 +73,13 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
       HloError: a group of devices or a loop bound in a spelling that is not known.
     """
     module, entry = parse_module(text)
+    frames = read_frames(text)
     counts: Counter[Collective] = Counter()
-    for _, instruction, scope, times in walk(module, entry, "", 1):
+    for computation, instruction, scope, times in walk(module, entry, "", 1):
         for collective in collectives_of(instruction, scope, mesh_sizes) if instruction.opcode in KINDS else ():
             if collective.group > 1:
-                counts[collective] += times
+                source = _source(instruction, module[computation], frames)
+                counts[dataclasses.replace(collective, source=source)] += times
     return counts
 
 
@@ -87,6 +91,14 @@ def count_flops_in_hlo(text: str) -> int:
         for computation, instruction, _, times in walk(module, entry, "", 1)
         if instruction.opcode == "dot"
     )
+
+
+def _source(instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]) -> str:
+    """Its own line; where the partitioner left none, that of what reads its result."""
+    name = re.compile(rf"%{re.escape(instruction.name)}[,)]")
+    readers = (other.rest for other in computation if name.search(other.rest))
+    lines = (source_line(metadata, frames) for metadata in (instruction.rest, *readers))
+    return next(filter(None, lines), "")
 
 
 def parse_module(text: str) -> tuple[Module, str]:
