@@ -25,7 +25,10 @@ CPU_ONLY = {
     "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud's metadata server, for minutes
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file is for devices, of which there are none
 }
-_WITHOUT_LIBRARIES = "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ"
+_DIFFERENCES = {
+    "cuda": "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ",
+    "tpu": "what a TPU's program computes beside its collectives is not read",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +141,6 @@ def read_answer(text: str, target: Topology) -> Compiled:
     if error := answer.get("error"):
         raise TargetError(error)
     moved = tuple(Moved(**{**one, "axes": tuple(one["axes"])}) for one in answer["collectives"])
-    notes = ((_WITHOUT_LIBRARIES,) if target.platform == "cuda" else ()) + tuple(answer["notes"])
+    notes = (_DIFFERENCES[target.platform], *answer["notes"])
     sizes = {name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds")}
     return Compiled(**sizes, score_bytes=0, collectives=moved, notes=notes)
