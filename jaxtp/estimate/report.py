@@ -71,7 +71,7 @@ def details(setting: Setting) -> str:
 
 
 def _memory(setting: Setting) -> str:
-    unit, size = _unit(setting.memory.total)
+    unit, size = unit_of(setting.memory.total)
     rows = [
         (name.replace("_", " "), f"{held / size:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
         for name in kinds_of(setting)
@@ -112,7 +112,7 @@ def _scores(model: ModelConfig) -> str:
 
 def _communication(setting: Setting) -> str:
     totals = by_kind(setting.moves)
-    unit, size = _unit(sum(sent for _, sent in totals.values()))
+    unit, size = unit_of(sum(sent for _, sent in totals.values()))
     rows = [
         (kind, "+".join(axes), f"{count:,}", f"{sent / size:,.3f}", provenance_of_moves(setting.config))
         for (kind, axes), (count, sent) in totals.items()
@@ -120,7 +120,7 @@ def _communication(setting: Setting) -> str:
     return columns(("collective", "over", "times", f"{unit} sent by a device", ""), rows)
 
 
-def _unit(largest: float) -> tuple[str, float]:
+def unit_of(largest: float) -> tuple[str, float]:
     """GB, or MB for what would be nothing."""
     return ("GB", GB) if largest >= GB / 10 else ("MB", GB / 1000)
 
