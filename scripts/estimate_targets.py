@@ -9,6 +9,7 @@ Needs the extra estimate-gpu. The attention is XLA's; of runs with cuDNN's the m
 """
 
 import argparse
+import math
 import time
 from pathlib import Path
 
@@ -35,12 +36,19 @@ def compile_on_h100(config: TrainConfig, sizes: dict[str, int]) -> tuple[Compile
     return compiled, time.perf_counter() - started
 
 
+def whole_mesh(config: TrainConfig, devices: int) -> dict[str, int]:
+    """The configured mesh; -1 is what the other axes leave."""
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    given = math.prod(size for size in sizes.values() if size != -1)
+    return {axis: devices // given if size == -1 else size for axis, size in sizes.items()}
+
+
 def shipped() -> str:
     """The first table."""
     rows, moved = [], []
     for name, hosts in SHIPPED:
         config = from_yaml(TrainConfig, CONFIGS / name)
-        sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+        sizes = whole_mesh(config, 8 * hosts)
         compiled, seconds = compile_on_h100(config, sizes)
         memory = memory_per_device(config, sizes)
         peak = compiled.peak_bytes - compiled.score_bytes
@@ -49,8 +57,8 @@ def shipped() -> str:
             (name, f"h100x{8 * hosts}", describe_mesh(sizes), f"{seconds:.0f}", f"{compiled.seconds:.0f}", *cells)
         )
         for m in compiled.collectives:
-            numbers = (m.count, m.overlapped, m.computing, m.bytes / GB)
-            moved.append((name, m.kind, "+".join(m.axes), *(f"{n:,.0f}" for n in numbers)))
+            numbers = (f"{n:,}" for n in (m.count, m.overlapped, m.computing))
+            moved.append((name, m.kind, "+".join(m.axes), *numbers, f"{m.bytes / GB:,.3f}"))
     header = ("config", "hardware", "mesh", "seconds", "compiler", "state", "compiled", "without scores", "modelled")
     beside = ("config", "collective", "over", "count", "overlapped", "computing beside", "GB")
     return columns(header, rows) + "\n\n" + columns(beside, moved)

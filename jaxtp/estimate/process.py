@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from jaxtp.estimate.errors import TargetError
 
-_LAST_LINES = 5
+_LAST_LINES = 3
+"""Of what a process has printed, without the marks under a traceback's lines."""
 
 
 @dataclass(frozen=True)
@@ -62,5 +63,5 @@ def _signal(number: int) -> str:
 
 
 def _last_words(errors: str) -> str:
-    lines = [line for line in errors.splitlines() if line.strip()][-_LAST_LINES:]
+    lines = [line for line in errors.splitlines() if line.strip(" ^~")][-_LAST_LINES:]
     return ":\n" + "\n".join(f"  {line}" for line in lines) if lines else " without a word"

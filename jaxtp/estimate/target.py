@@ -85,6 +85,8 @@ def compile_for(
       TargetError: the compiler is not installed, crashed, took too long or says that the program does not fit.
       ConfigError: the configuration does not fit the mesh.
     """
+    if min(sizes.values()) < 1:
+        raise TargetError(f"mesh {describe_mesh(sizes)}: each axis takes a number of devices, 1 or more")
     check(config, dict(sizes))
     if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
         there = f"{hosts} hosts of {devices_per_host}"

@@ -99,6 +99,8 @@ def test_only_what_can_be_compiled_for_is():
         topology("mi300x", 1, 8)
     with pytest.raises(TargetError, match=r"dp 1 x fsdp 2 x tp 4 takes 8 devices, and 2 hosts of 8"):
         compile_for(CONFIG, SIZES, "h100", hosts=2, devices_per_host=8, timeout_s=1)
+    with pytest.raises(TargetError, match=r"fsdp -1 .*: each axis takes a number of devices"):
+        compile_for(CONFIG, {"dp": 1, "fsdp": -1, "tp": 8}, "h100", hosts=1, devices_per_host=8, timeout_s=1)
     with pytest.raises(ConfigError, match=r"num_heads=8 is not divisible by mesh.tp=3"):
         compile_for(CONFIG, {"dp": 1, "fsdp": 1, "tp": 3}, "h100", hosts=1, devices_per_host=3, timeout_s=1)
 
