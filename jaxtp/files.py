@@ -5,6 +5,8 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from jaxtp.config import ConfigError
+
 
 def sha256(path: Path) -> str:
     """The sha256 of a file in hexadecimal, read in pieces.
@@ -29,3 +31,16 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def require_writable(flag: str, path: Path) -> None:
+    """Checks that a file can be written, and makes its folder.
+
+    Raises:
+      ConfigError: it cannot; the message names the flag that asked for it.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}; name another file") from None

@@ -10,6 +10,7 @@ On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices.
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
 
@@ -47,3 +48,19 @@ def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
     if not all(number.isdecimal() for number in numbers):
         raise LaunchError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers, found {numbers}")
     jax.distributed.initialize(address, num_processes=int(numbers[0]), process_id=int(numbers[1]))
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """This process's environment with changes, for a process that it starts."""
+    return {**os.environ, **changes}
+
+
+def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
+    """Where what can be computed again is kept: `jaxtp` in the user's cache, by the XDG base directory specification.
+
+    Args:
+      environment: default `os.environ`.
+    """
+    variables = os.environ if environment is None else environment
+    base = variables.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "jaxtp"

@@ -44,12 +44,10 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
     """
     sizes = {DP: dp, FSDP: fsdp, TP: tp}
     check_sizes(sizes)
-    fixed = math.prod(size for size in sizes.values() if size != -1)
     if devices is None:
-        request_virtual_devices(fixed)
+        request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
         devices = jax.devices()
-    if -1 in sizes.values():
-        sizes = _fill(sizes, fixed, len(devices))
+    sizes = fill(sizes, len(devices))
     needed = math.prod(sizes.values())
     _check_count(sizes, needed, devices)
     return jax.make_mesh(tuple(sizes.values()), AXES, devices=devices[:needed], axis_types=(AxisType.Auto,) * len(AXES))
@@ -141,8 +139,14 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
         raise MeshError(f"{describe_mesh(sizes)}: only one axis can be -1 (what is left)")
 
 
-def _fill(sizes: Mapping[str, int], fixed: int, num_devices: int) -> dict[str, int]:
-    if num_devices % fixed:
+def fill(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
+    """The sizes, with -1 replaced by the devices that are left.
+
+    Raises:
+      MeshError: the others do not divide the devices.
+    """
+    fixed = math.prod(size for size in sizes.values() if size != -1)
+    if -1 in sizes.values() and num_devices % fixed:
         raise MeshError(
             f"{describe_mesh(sizes)}: {num_devices} devices cannot be divided by {fixed}; "
             f"meshes that fit: {_list_meshes(num_devices)}"

@@ -13,6 +13,7 @@ import jaxtp
 from jaxtp.check.__main__ import main as check
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.convert.__main__ import main as convert
+from jaxtp.estimate.__main__ import main as estimate
 from jaxtp.explain.__main__ import main as explain
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.prepare.__main__ import main as prepare
@@ -29,6 +30,7 @@ CHECKPOINT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("pyt
 PREPARE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.prepare")]
 GENERATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.generate")]
 CHECK = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.check ")]
+ESTIMATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.estimate")]
 CONVERT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.convert")]
 EXPLAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.explain")]
 TUNING = [flags for flags in TRAIN if "--model.from-hf" in flags]
@@ -124,6 +126,18 @@ def test_check_command(flags, tmp_path, capsys):
     assert (tmp_path / "check.json").exists()
 
 
+@pytest.mark.parametrize("flags", ESTIMATE, ids=" ".join)
+def test_estimate_command(flags, tmp_path, capsys):
+    """It prints what the README shows, and draws."""
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "plot.png"
+    assert estimate([str(picture) if flag == "runs/llama3_8b.png" else flag for flag in flags]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out.splitlines()
+    (shown,) = (block for block in README.split("```")[1::2] if block.startswith("\non      8 x h100"))
+    assert set(shown.splitlines()) - {"..."} <= set(printed)
+
+
 def test_the_commands_that_go_on_from_each_other(tmp_path, capsys):
     first, second = (flags for flags in OWN if "runs/a" in flags and "--run.init-from" not in flags)
     assert main(shortened(first, tmp_path, 2)) == 0
@@ -185,18 +199,8 @@ def test_set_up_commands_are_what_ci_runs():
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert "pip\" install --quiet -e '.[dev]'" in (ROOT / ".ci/run").read_text()
-    assert (
-        len(COMMANDS)
-        == len(TRAIN)
-        + len(CHECK)
-        + len(SCRIPTS)
-        + len(CHECKPOINT)
-        + len(PREPARE)
-        + len(GENERATE)
-        + len(CONVERT)
-        + len(EXPLAIN)
-        + 2
-    )
+    kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EXPLAIN)
+    assert len(COMMANDS) == sum(map(len, kinds)) + 2
 
 
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))

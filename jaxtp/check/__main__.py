@@ -13,6 +13,7 @@ from jaxtp.check.config import CheckConfig
 from jaxtp.check.report import HEADER, Verdict
 from jaxtp.check.run import dtypes, plan, verdicts
 from jaxtp.check.shrink import describe
+from jaxtp.files import require_writable
 from jaxtp.mesh import MeshError, request_virtual_devices
 from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
 def _check(config: CheckConfig) -> int:
     small, cases = plan(config)
     if config.json is not None:
-        _require_writable(config.json)
+        require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
     request_virtual_devices(max(case.mesh[0] * case.mesh[1] * case.mesh[2] for case in cases))
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
@@ -58,14 +59,6 @@ def _check(config: CheckConfig) -> int:
         _write(config.json, config, small, results)
     print(f"\n{f'{failed} of {len(results)} differ' if failed else f'all {len(results)} equal one device'}")
     return 1 if failed else 0
-
-
-def _require_writable(path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-    except OSError as error:
-        raise configuration.ConfigError(f"--json {path}: {error.strerror}; name another file") from None
 
 
 def _write(path: Path, config: CheckConfig, small: TrainConfig, results: list[Verdict]) -> None:

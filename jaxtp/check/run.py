@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from jaxtp.check import parity
-from jaxtp.check.config import CheckConfig, parse_mesh
+from jaxtp.check.config import CheckConfig, chosen_mesh
 from jaxtp.check.locate import describe_error, first_difference
 from jaxtp.check.report import Verdict
 from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
@@ -89,7 +89,7 @@ def _own(errors: parity.Errors, tolerance: parity.Tolerance) -> str:
 
 def _chosen_cases(config: CheckConfig) -> list[Case]:
     cases = []
-    for text, mesh in {text: parse_mesh(text) for text in config.meshes}.items():
+    for text, mesh in {text: chosen_mesh(text) for text in config.meshes}.items():
         sizes = dict(zip(AXES, mesh, strict=True))
         if (count := mesh[0] * mesh[1] * mesh[2]) > MAX_DEVICES:
             raise ConfigError(

@@ -33,8 +33,9 @@ from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.models.config import ModelConfig
 from jaxtp.parallel.audit import Place
 
-COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
+COLUMN, ROW, LOSS = "column_parallel_linear", "row_parallel_linear", "vocab_parallel_cross_entropy"
 _AGAIN = {"none": (), "save_gathered": (), "save_dots": (COLUMN,), "full": (COLUMN, ROW), "offload": (COLUMN, ROW)}
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
 FLOAT32 = 4
 
 
@@ -61,10 +62,38 @@ class _Weight:
     """It has no gradient."""
 
 
-def step_budget(
+@dataclass(frozen=True)
+class Move:
+    """Collectives of one kind that a module asks for in a step."""
+
+    module: str
+    """As `Collective.module` has it."""
+
+    kind: str
+    """all-reduce, all-gather or reduce-scatter."""
+
+    axes: tuple[str, ...]
+    """Mesh axes of more than one device along which the devices talk."""
+
+    group: int
+    """Devices that take part in each."""
+
+    count: int
+    """How often a step runs it, over layers and micro-batches."""
+
+    size: float
+    """Bytes of the whole message of each, on average."""
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that each device sends in a step, in rings; as `Collective.bytes_sent`."""
+        return self.count * self.size * _ring(self.group) * (2 if self.kind == ALL_REDUCE else 1)
+
+
+def step_moves(
     config: ModelConfig, mesh: Mapping[str, int], *, batch_size: int, sequence_length: int, accumulation: int = 1
-) -> dict[Place, float]:
-    """Bytes that each device may send in a training step, by module and mesh axes; exact for the Llama shapes.
+) -> tuple[Move, ...]:
+    """What each device may send in a training step, by module, kind and mesh axes; exact for the Llama shapes.
 
     With biases, q/k norms and adapters it is an upper bound.
 
@@ -75,37 +104,57 @@ def step_budget(
       sequence_length: tokens in a sequence.
       accumulation: micro-batches.
     """
-    tokens = batch_size // (mesh[DP] * mesh[FSDP] * accumulation) * sequence_length
+    rows = batch_size // (mesh[DP] * mesh[FSDP] * accumulation)
     split = is_split(config.sequence_parallel, sequence_length, mesh[TP])
-    budget: Counter[Place] = Counter()
-    for module, axes, sent in [
-        *_activations(config, mesh, tokens, split),
+    moves = [
+        *_activations(config, mesh, rows, sequence_length, split),
         *(move for weight in _all_weights(config, mesh, split) for move in _weight_moves(weight, config, mesh)),
-    ]:
-        spanned = tuple(axis for axis in mesh if axis in axes and mesh[axis] > 1)
-        if spanned and sent:
-            budget[module, spanned] += accumulation * sent  # type: ignore[assignment]
+    ]
+    spanned = (dataclasses.replace(m, axes=tuple(a for a in mesh if a in m.axes and mesh[a] > 1)) for m in moves)
+    return tuple(dataclasses.replace(m, count=m.count * accumulation) for m in spanned if m.bytes_sent)
+
+
+def step_budget(
+    config: ModelConfig, mesh: Mapping[str, int], *, batch_size: int, sequence_length: int, accumulation: int = 1
+) -> dict[Place, float]:
+    """Bytes that each device may send in a training step, by module and mesh axes; arguments as of `step_moves`."""
+    budget: Counter[Place] = Counter()
+    for move in step_moves(
+        config, mesh, batch_size=batch_size, sequence_length=sequence_length, accumulation=accumulation
+    ):
+        budget[move.module, move.axes] += move.bytes_sent  # type: ignore[assignment]
     return dict(budget)
 
 
-_Move = tuple[str, tuple[str, ...], float]
-
-
-def _activations(config: ModelConfig, mesh: Mapping[str, int], tokens: int, split: bool) -> Iterator[_Move]:
-    unit = _ring(mesh[TP]) * tokens * config.d_model * jnp.dtype(config.precision.compute).itemsize
-    layers, again = config.num_layers, _AGAIN[config.remat]
+def _activations(config: ModelConfig, mesh: Mapping[str, int], rows: int, length: int, split: bool) -> Iterator[Move]:
+    tokens, tp, layers = rows * length, mesh[TP], config.num_layers
+    whole = tokens * config.d_model * jnp.dtype(config.precision.compute).itemsize
+    again = _AGAIN[config.remat]
     for block in ("attention", "mlp"):
-        column = 2 + (COLUMN in again) if split else 2
-        row = 2 if block == "mlp" or ROW not in again else (3 if split else 4)
-        yield f"{block}/{COLUMN}", (TP,), layers * column * unit
-        yield f"{block}/{ROW}", (TP,), layers * row * unit
-    yield "vocab_parallel_embedding", (TP,), 2 * unit
-    per_token = 2 * _ring(mesh[TP]) * FLOAT32
-    loss_sums = 2 * _ring(mesh[DP] * mesh[FSDP]) * 2 * FLOAT32
-    yield "vocab_parallel_cross_entropy", (TP,), 2 * unit + 3 * tokens * per_token
-    yield "vocab_parallel_cross_entropy", (DP, FSDP), loss_sums
+        for entry, repeated in ((True, COLUMN in again), (False, block == "attention" and ROW in again)):
+            module = f"{block}/{COLUMN if entry else ROW}"
+            yield from _between_layers(
+                module, entry=entry, again=repeated, copies=layers, tp=tp, size=whole, split=split
+            )
+    for module, entry in (("vocab_parallel_embedding", False), (LOSS, True)):
+        yield from _between_layers(module, entry=entry, again=False, copies=1, tp=tp, size=whole, split=split)
+    chunks = -(-length // config.loss_chunk)
+    yield Move(LOSS, ALL_REDUCE, (TP,), tp, 3 * chunks, tokens * FLOAT32 / chunks)
+    yield Move(LOSS, ALL_REDUCE, (DP, FSDP), mesh[DP] * mesh[FSDP], 1, 2 * FLOAT32)
     if config.qk_norm == "projection":  # a mean square of q and of k: forward, again, backward
-        yield "attention/attend", (TP,), layers * 2 * 3 * tokens * per_token
+        yield Move("attention/attend", ALL_REDUCE, (TP,), tp, layers * 2 * 3, tokens * FLOAT32)
+
+
+def _between_layers(
+    module: str, *, entry: bool, again: bool, copies: int, tp: int, size: float, split: bool
+) -> Iterator[Move]:
+    """What `enter_parallel` (an entry) or `leave_parallel` moves: forward, backward, and forward again."""
+    if split:
+        forward, backward = (ALL_GATHER, REDUCE_SCATTER) if entry else (REDUCE_SCATTER, ALL_GATHER)
+        yield Move(module, forward, (TP,), tp, copies * (2 if again else 1), size)
+        yield Move(module, backward, (TP,), tp, copies, size)
+    else:  # an entry is summed backward, an exit forward
+        yield Move(module, ALL_REDUCE, (TP,), tp, copies * (2 if again and not entry else 1), size)
 
 
 def _weights(config: ModelConfig, mesh: Mapping[str, int], split: bool) -> Iterator[_Weight]:
@@ -135,7 +184,7 @@ def _weights(config: ModelConfig, mesh: Mapping[str, int], split: bool) -> Itera
     yield _Weight("rms_norm", d_model, tp=False, used_by_all_tp=split, gathers=1)
     table = -(-config.vocab_size // mesh[TP]) * mesh[TP] * d_model
     yield _Weight("vocab_parallel_embedding", table, gathers=1)
-    yield _Weight("vocab_parallel_cross_entropy", table, gathers=1)  # of a tied model: the same table, loaded again
+    yield _Weight(LOSS, table, gathers=1)  # of a tied model: the same table, loaded again
 
 
 def _all_weights(config: ModelConfig, mesh: Mapping[str, int], split: bool) -> Iterator[_Weight]:
@@ -171,21 +220,23 @@ def _adapters(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[_Weight]
             yield _Weight(f"{block}/{ROW}", rank * d_model, tp=False, used_by_all_tp=True, copies=layers)
 
 
-def _weight_moves(weight: _Weight, config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[_Move]:
+def _weight_moves(weight: _Weight, config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Move]:
     """`collectives.load_weight`: gathers of the compute dtype, reductions of the reduction dtype."""
     compute, reduce = (jnp.dtype(d).itemsize for d in (config.precision.compute, config.precision.reduce))
-    stored = weight.copies * weight.size / (mesh[TP] if weight.tp else 1)  # on a device, fsdp apart
-    used = stored * weight.group
+    stored = weight.size / (mesh[TP] if weight.tp else 1)  # on a device, fsdp apart
     shard = stored / (mesh[FSDP] if weight.fsdp else 1)
-    each_way = weight.gathers * compute + (0 if weight.frozen else reduce)
+    groups: list[tuple[str, int, float]] = [(TP, weight.group, shard * weight.group)]
     if weight.fsdp:
-        yield weight.module, (FSDP,), _ring(mesh[FSDP]) * used * each_way
-    yield weight.module, (TP,), _ring(weight.group) * shard * weight.group * each_way
+        groups.append((FSDP, mesh[FSDP], stored * weight.group))
+    for axis, devices, size in groups:
+        yield Move(weight.module, ALL_GATHER, (axis,), devices, weight.copies * weight.gathers, size * compute)
+        if not weight.frozen:
+            yield Move(weight.module, REDUCE_SCATTER, (axis,), devices, weight.copies, size * reduce)
     if weight.frozen:
         return
     axes = (DP,) + (() if weight.fsdp else (FSDP,)) + ((TP,) if weight.used_by_all_tp else ())
     devices = mesh[DP] * (1 if weight.fsdp else mesh[FSDP]) * (mesh[TP] if weight.used_by_all_tp else 1)
-    yield weight.module, axes, 2 * _ring(devices) * shard * reduce
+    yield Move(weight.module, ALL_REDUCE, axes, devices, weight.copies, shard * reduce)
 
 
 def _ring(devices: int) -> float:

@@ -171,6 +171,22 @@ def audit(
         )
     with jax.set_mesh(mesh):
         traced = step.trace(state, *args)
+    return audit_traced(
+        traced, state, mesh=mesh, budget=budget, global_view=global_view, compiler_options=compiler_options
+    )
+
+
+def audit_traced(
+    traced: Any,
+    state: Any,
+    *,
+    mesh: Mesh,
+    budget: Budget | None = None,
+    global_view: tuple[str, ...] = (),
+    compiler_options: Mapping[str, bool | int | str] | None = None,
+) -> Audit:
+    """As `audit`, of a `jax.stages.Traced` step whose first argument is like `state`."""
+    with jax.set_mesh(mesh):
         compiled, text = compile_with_spmd_text(traced.lower(), compiler_options)
     sizes = mesh_sizes(mesh)
     return Audit(
@@ -219,7 +235,9 @@ def _likeness(collective: Collective) -> tuple[object, ...]:
 
 def _describe(collective: Collective) -> str:
     where = f" in {collective.module}" if collective.module else ""
-    return f"{collective.kind} of {collective.dtype} {_by(collective.shape)} over {'+'.join(collective.axes)}{where}"
+    where += f", {collective.source}" if collective.source else ""
+    what = f"{collective.dtype} {_by(collective.shape)} ({collective.bytes:,} bytes)"
+    return f"{collective.kind} of {what} over {'+'.join(collective.axes)}{where}"
 
 
 def _holdings_table(holdings: tuple[Holding, ...]) -> str:

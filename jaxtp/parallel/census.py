@@ -7,7 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
@@ -52,6 +52,9 @@ class Collective:
 
     scope: str
     """The `jax.named_scope` it was written in, as JAX spells it."""
+
+    source: str = field(default="", compare=False)
+    """`file:line` of Python that it comes from, where that is known."""
 
     @property
     def module(self) -> str:

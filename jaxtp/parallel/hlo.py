@@ -4,6 +4,7 @@ The jaxpr (`census`) has what the program says; this text has what the partition
 the passes that merge, split and schedule collectives for one kind of device. Loops count as often as they turn.
 """
 
+import dataclasses
 import math
 import re
 from collections import Counter
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxtp.parallel.census import Collective
+from jaxtp.parallel.sources import read_frames, source_line
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _DTYPES = {"pred": "bool", "bf16": "bfloat16"} | {
@@ -34,24 +36,30 @@ class HloError(ValueError):
 
 
 @dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """A line of a computation."""
+
     name: str
     opcode: str
     type: str
     rest: str
+    """What follows the opening parenthesis: operands, attributes, metadata."""
 
     @property
     def op_name(self) -> str:
+        """The operation of the program that it comes from; empty if it does not say."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
     @property
     def callees(self) -> list[str]:
+        """The computations that it runs."""
         branches = _BRANCHES.search(self.rest)
         return _CALLEE.findall(self.rest) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
 
 
-_Module = dict[str, list[_Instruction]]
+Module = dict[str, list[Instruction]]
+"""Instructions by computation; in the text of a compiled program, in the order of its schedule."""
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
@@ -64,27 +72,42 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
     Raises:
       HloError: a group of devices or a loop bound in a spelling that is not known.
     """
-    module, entry = _parse(text)
+    module, entry = parse_module(text)
+    frames = read_frames(text)
     counts: Counter[Collective] = Counter()
-    for _, instruction, scope, times in _walk(module, entry, "", 1):
-        for collective in _collectives(instruction, scope, mesh_sizes) if instruction.opcode in KINDS else ():
+    for computation, instruction, scope, times in walk(module, entry, "", 1):
+        for collective in collectives_of(instruction, scope, mesh_sizes) if instruction.opcode in KINDS else ():
             if collective.group > 1:
-                counts[collective] += times
+                source = _source(instruction, module[computation], frames)
+                counts[dataclasses.replace(collective, source=source)] += times
     return counts
 
 
 def count_flops_in_hlo(text: str) -> int:
     """Floating-point operations of the matrix products that one device computes: 2 for a multiplication and its sum."""
-    module, entry = _parse(text)
+    module, entry = parse_module(text)
     return sum(
         times * _dot_flops(module[computation], instruction)
-        for computation, instruction, _, times in _walk(module, entry, "", 1)
+        for computation, instruction, _, times in walk(module, entry, "", 1)
         if instruction.opcode == "dot"
     )
 
 
-def _parse(text: str) -> tuple[_Module, str]:
-    module: _Module = {}
+def _source(instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]) -> str:
+    """Its own line; where the partitioner left none, that of what reads its result."""
+    name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
+    readers = (other.rest for other in computation if name.search(other.rest))
+    lines = (source_line(metadata, frames) for metadata in (instruction.rest, *readers))
+    return next(filter(None, lines), "")
+
+
+def parse_module(text: str) -> tuple[Module, str]:
+    """The computations of a module, and the name of the one that is run.
+
+    Raises:
+      HloError: it is not the text of a module.
+    """
+    module: Module = {}
     entry = current = ""
     for line in text.splitlines():
         if header := _COMPUTATION.match(line):
@@ -92,13 +115,13 @@ def _parse(text: str) -> tuple[_Module, str]:
             module[current] = []
             entry = current if header["entry"] else entry
         elif current and (found := _INSTRUCTION.match(line)):
-            module[current].append(_Instruction(**found.groupdict()))
+            module[current].append(Instruction(**found.groupdict()))
     if not entry:
         raise HloError("no ENTRY computation: not the text of an HLO module")
     return module, entry
 
 
-def _walk(module: _Module, name: str, scope: str, times: int) -> Iterator[tuple[str, _Instruction, str, int]]:
+def walk(module: Module, name: str, scope: str, times: int) -> Iterator[tuple[str, Instruction, str, int]]:
     """Every instruction that runs: the computation that it is in, itself, its scope, and how often."""
     for instruction in module[name]:
         op_name = instruction.op_name
@@ -107,10 +130,10 @@ def _walk(module: _Module, name: str, scope: str, times: int) -> Iterator[tuple[
         if instruction.opcode in ("call", "while", "conditional", "fusion"):
             turns = _trip_count(module, instruction) if instruction.opcode == "while" else 1
             for callee in instruction.callees:
-                yield from _walk(module, callee, here, times * turns)
+                yield from walk(module, callee, here, times * turns)
 
 
-def _trip_count(module: _Module, loop: _Instruction) -> int:
+def _trip_count(module: Module, loop: Instruction) -> int:
     """From the compiler's own annotation, else the bound in the loop's condition (`i < n`, from 0 by 1)."""
     if known := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.rest):
         return int(known[1])
@@ -125,14 +148,14 @@ def _trip_count(module: _Module, loop: _Instruction) -> int:
     return constants[0]
 
 
-def _dot_flops(computation: list[_Instruction], dot: _Instruction) -> int:
-    operand = re.search(r"%?([\w.\-]+)[,)]", dot.rest)
-    types = [i.type for i in computation if operand and i.name == operand[1]]
+def _dot_flops(computation: list[Instruction], dot: Instruction) -> int:
+    operand = re.search(r"%?([\w.\-]+)(?:#(\d+))?[,)]", dot.rest)  # of a tuple, #n is its n-th part
+    types = [_SHAPE.findall(i.type) for i in computation if operand and i.name == operand[1]]
     contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
-    if not types or not contracting:
+    if not operand or not types or not contracting:
         raise HloError(f"cannot tell what a product multiplies: {dot.rest[:200]}")
-    lhs = _dims(types[0])
-    contracted = math.prod(lhs[int(dim)] for dim in contracting[1].split(",") if dim)
+    _, lhs = types[0][int(operand[2] or 0)]
+    contracted = math.prod(int(lhs.split(",")[int(dim)]) for dim in contracting[1].split(",") if dim)
     return 2 * math.prod(_dims(dot.type)) * contracted
 
 
@@ -141,7 +164,14 @@ def _dims(type_: str) -> list[int]:
     return [int(dim) for dim in found[2].split(",") if dim] if found else []
 
 
-def _collectives(instruction: _Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:
+def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:
+    """The messages of a collective instruction, one for each array that it moves.
+
+    Args:
+      instruction: its opcode is one of `KINDS`, its type that of its result.
+      scope: for the result.
+      sizes: devices along each axis of the mesh.
+    """
     group = _first_group(instruction.rest, sizes)
     axes = _axes(group, sizes)
     for dtype, dims in _SHAPE.findall(instruction.type):

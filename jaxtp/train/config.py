@@ -1,6 +1,6 @@
 """The configuration of a training run; its defaults are `configs/tiny.yaml`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -166,6 +166,9 @@ class LoopConfig:
     max_skipped: Count = 10
     """Steps in a row that skip may leave out before it stops."""
 
+    allow_oversize: bool = False
+    """Train even where a step takes more memory than a device has, by the estimate, which is modelled in part."""
+
     stall_seconds: NonNegative = 1800.0
     """A step that takes longer prints the stacks of all Python threads; 0 never does."""
 
@@ -252,7 +255,7 @@ def check(config: TrainConfig, mesh: dict[str, int]) -> None:
     Raises:
       ConfigError: with every violation, each with the nearest values that work.
     """
-    problems = list(_violations(config, mesh))
+    problems = list(violations_on(config, mesh))
     if problems:
         raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {p}" for p in problems))
 
@@ -289,7 +292,13 @@ def check_platform(model: ModelConfig, platform: str) -> None:
         )
 
 
-def _violations(config: TrainConfig, mesh: dict[str, int]) -> Iterator[str]:
+def violations_on(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[str]:
+    """Every reason why the sizes do not fit each other and the mesh, each with the nearest values that work.
+
+    Args:
+      config: the run; its own mesh is not looked at.
+      mesh: devices along each axis.
+    """
     yield from violations(config.model, mesh)
     batch = config.data.global_batch_size
     parts = mesh[DP] * mesh[FSDP] * config.train.accumulation

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.data.loader import Batch, abstract_batch, batches
+from jaxtp.data.loader import Batch, batches
 from jaxtp.hf.runs import BASE
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
@@ -22,8 +22,9 @@ from jaxtp.train.prepare import Run, load_data, plan, prepare
 from jaxtp.train.profiling import Profiler
 from jaxtp.train.report import Report
 from jaxtp.train.state import parameter_count
-from jaxtp.train.step import EvalStep, Scalars, StepSettings, TrainStep, make_eval_step, make_train_step
+from jaxtp.train.step import EvalStep, Scalars, TrainStep, make_eval_step
 from jaxtp.train.timing import Timing
+from jaxtp.train.tracing import max_skipped, trace_step
 from jaxtp.train.trackers import Tracked, Trackers, check_installed
 from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
 from jaxtp.train.watchdog import Watchdog
@@ -197,7 +198,7 @@ class Loop:
 
     def _skipped(self, step: int, skipped: int, values: dict[str, float]) -> None:
         """Says that a step was not finite, or ends the run because of it."""
-        allowed = self._max_skipped()
+        allowed = max_skipped(self._config.train)
         what = (
             f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}, "
             f"norm of the weights that it would give {values['param_norm']:g}"
@@ -220,10 +221,6 @@ class Loop:
         if self._config.train.non_finite == "skip":
             return f"allow more than --train.max-skipped {self._config.train.max_skipped} such steps in a row"
         return "leave such steps out with --train.non-finite skip"
-
-    def _max_skipped(self) -> int:
-        settings = self._config.train
-        return settings.max_skipped if settings.non_finite == "skip" else 0
 
     def _keep_for_inspection(self, step: int) -> Path:
         """The state, which later steps have left as it was before `step`, and the batch of `step`."""
@@ -287,18 +284,9 @@ class Loop:
         )
 
     def _compile(self) -> TrainStep:
-        run, data = self._run, self._config.data
         started = time.perf_counter()
-        settings = StepSettings(
-            accumulation=self._config.train.accumulation,
-            z_loss=self._config.train.z_loss,
-            seed=self._config.run.seed,
-            max_skipped=self._max_skipped(),
-            norm_groups=self._config.metrics.norm_groups,
-        )
-        step = make_train_step(run.blueprint, run.schedule, settings)
-        batch = abstract_batch(run.mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
         with self._timing.lost_to("compile"):
-            compiled: TrainStep = step.lower(run.state, batch).compile()
+            traced = trace_step(self._config, self._run.blueprint, self._run.state)
+            compiled: TrainStep = traced.lower().compile()
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")
         return compiled

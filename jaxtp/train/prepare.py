@@ -1,7 +1,6 @@
 """From a configuration to a run that can be stepped: the state planned, created or restored."""
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,16 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
-from jaxtp.config import ConfigError
 from jaxtp.data.corpus import Corpus, load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.hf.runs import check_base, describe_base
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check_vocabulary
+from jaxtp.train.fit import require_memory
 from jaxtp.train.origin import check_tokenizer, given_weights, keep_files_of_origin
 from jaxtp.train.report import Report, summary
-from jaxtp.train.state import Blueprint, parameters, plan_state, total_bytes
+from jaxtp.train.state import Blueprint, parameters, plan_state
 
 
 @dataclass
@@ -55,7 +54,7 @@ def plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     optimizers.check_groups(config.optimizer, paths)
     for pattern in config.metrics.norm_groups:
         optimizers.matching("metrics.norm_groups", pattern, paths)
-    _require_memory(blueprint)
+    require_memory(config, blueprint)
     return blueprint
 
 
@@ -97,16 +96,6 @@ def prepare(config: TrainConfig, blueprint: Blueprint, data: Data, report: Repor
         start.next_sample,
         start.base,
     )
-
-
-def _require_memory(blueprint: Blueprint) -> None:
-    """On virtual CPU devices, which share the machine's memory, the state must fit into it."""
-    needed, there = total_bytes(blueprint), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if blueprint.mesh.devices.flat[0].platform == "cpu" and needed > there:
-        raise ConfigError(
-            f"the state alone needs {needed / 1e9:,.0f} GB, and this machine has {there / 1e9:,.0f} GB and no GPU; "
-            "try the configuration without training by python -m jaxtp.check"
-        )
 
 
 @dataclass

@@ -4,16 +4,8 @@ import math
 
 import jax
 
+from jaxtp.hardware import of_kind
 from jaxtp.models.config import ModelConfig
-
-PEAKS = {
-    "A100": 312e12,
-    "H100": 989.4e12,
-    "H200": 989.4e12,
-    "B200": 2250e12,
-    "L40S": 362e12,
-}
-"""Dense bfloat16 FLOP/s by what a device's kind contains, from NVIDIA's data sheets (SXM where there are several)."""
 
 
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
@@ -34,7 +26,14 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
 
 def peak_flops(device: jax.Device) -> float:
     """The device's dense bfloat16 peak; NaN where it is not known, as on CPUs."""
-    return next((peak for kind, peak in PEAKS.items() if kind in device.device_kind), math.nan)
+    hardware = of_kind(device.device_kind)
+    return math.nan if hardware is None else hardware.flops
+
+
+def bytes_limit(device: jax.Device) -> int | None:
+    """Bytes of a device that JAX may allocate; None where it does not say, as on CPUs."""
+    limit = (device.memory_stats() or {}).get("bytes_limit")
+    return None if limit is None else int(limit)
 
 
 def memory_record(device: jax.Device) -> dict[str, int]:

@@ -1,0 +1,1 @@
+"""What a training step takes on hardware that need not be there: memory, time, communication."""

@@ -1,0 +1,167 @@
+"""`python -m jaxtp.estimate`."""
+
+import dataclasses
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxtp import config as configuration
+from jaxtp.checkpoint.manager import CheckpointError
+from jaxtp.config import ConfigError
+from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
+from jaxtp.estimate.config import EstimateConfig
+from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.generation import generations, records, table
+from jaxtp.estimate.partitioned import compile_partitioned, request_devices
+from jaxtp.estimate.plot import check_plot, draw
+from jaxtp.estimate.record import record
+from jaxtp.estimate.remedies import what_would_fit
+from jaxtp.estimate.report import details, heading, ranking
+from jaxtp.estimate.search import Model, Setting, Target, all_meshes, describe_model, estimate, search, target
+from jaxtp.estimate.target import Compiled, compile_for
+from jaxtp.estimate.words import why
+from jaxtp.files import require_writable
+from jaxtp.hardware import parse
+from jaxtp.hf.folder import HFError
+from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
+from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
+from jaxtp.train.origin import with_model
+
+WIDTH = 110
+PROGRAM = "python -m jaxtp.estimate"
+DESCRIPTION = """Will it fit, and what will it cost: answered before the hardware is there.
+
+For a training configuration and hardware such as h100x8, every mesh (dp, fsdp, tp), micro-batch and remat policy is
+tried on paper: bytes on each device by kind, collectives by mesh axis, seconds of a step by part. What cannot run or
+does not fit is dropped, the rest is ranked, and the best is explained. Each number says where it comes from: exact (the
+program's own declarations, and formulas that tests hold equal to it), compiled (what a compiler made of the step),
+modelled (a model of the hardware, wrong by tens of percent).
+
+--config FILE reads the configuration of a training run (see configs/); dotted flags override it. Nothing is allocated,
+and no accelerator is needed. Exit code 1 if nothing fits.
+
+  python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware h100x8
+  python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code: 0, 1 if nothing fits, 2 for a user's mistake."""
+    return configuration.attempt(
+        PROGRAM,
+        lambda: _estimate(configuration.load(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION)),
+        (ConfigError, MeshError, HFError, CheckpointError),
+    )
+
+
+def _estimate(asked: EstimateConfig) -> int:
+    jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
+    _require_files(asked)
+    config = with_model(_training(asked))
+    where = target(*parse(asked.hardware), asked.memory_fraction)
+    meshes = _meshes(asked, where)
+    model = describe_model(config)
+    print(heading(config, where, model), end="\n\n", flush=True)
+    found = search(config, where, model, meshes, as_configured=asked.as_configured)
+    print(ranking(found), end="\n\n")
+    configured = None if asked.as_configured or asked.meshes else _configured(config, where, model)
+    words = why(found, configured, model) if found.fitting else what_would_fit(found, model)
+    print(details(found.settings[0]), end="\n\n")
+    print("\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in words), flush=True)
+    numbers = record(config, where, model, found, words)
+    if asked.plot is not None:
+        draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
+    if asked.generate:
+        length = config.data.sequence_length
+        generating = generations(config.model, where, model, meshes, asked.generate, length)
+        print("", table(generating, length), sep="\n", flush=True)
+        numbers["generation"] = records(generating)
+    failed = _compile(asked, found.settings[0], numbers) if asked.tier > 1 else None
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(numbers, indent=2) + "\n")
+    if failed is not None:
+        return configuration.fail(PROGRAM, failed)
+    return 0 if found.fitting else 1
+
+
+def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> Exception | None:
+    """Tiers 2 and 3, as far as they are asked for; what one could not do takes nothing back of the others."""
+    failed: Exception | None = None
+    try:
+        request_devices(best)
+        partitioned = compile_partitioned(best)
+        numbers["tier_2"] = partitioned_record(partitioned)
+        print("", *partitioned_lines(best, partitioned), sep="\n", flush=True)
+    except (ConfigError, MeshError) as error:
+        numbers["tier_2"], failed = {"error": str(error)}, error
+    if asked.tier < 3:
+        return failed
+    try:
+        compiled = _compile_for_target(best, asked.timeout)
+        numbers["tier_3"] = target_record(best, compiled)
+        print("", *target_lines(best, compiled), sep="\n", flush=True)
+    except TargetError as error:
+        numbers["tier_3"], failed = {"error": str(error)}, error
+    return failed
+
+
+def _compile_for_target(best: Setting, timeout: float) -> Compiled:
+    hardware, devices = best.target.hardware, best.target.devices
+    each = math.gcd(devices, hardware.domain)
+    return compile_for(
+        best.config,
+        best.sizes,
+        hardware.like or hardware.name,
+        hosts=devices // each,
+        devices_per_host=each,
+        timeout_s=timeout,
+    )
+
+
+def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]:
+    """Those that are asked about, or all.
+
+    Raises:
+      MeshError, ConfigError: one is not of that form, or of another number of devices.
+    """
+    meshes = [parse_mesh(text) for text in asked.meshes]
+    for text, sizes in zip(asked.meshes, meshes, strict=True):
+        if math.prod(sizes.values()) != where.devices:
+            raise ConfigError(
+                f"--mesh {text}: {describe_mesh(sizes)} is {math.prod(sizes.values())} devices, and --hardware "
+                f"{asked.hardware} is {where.devices}"
+            )
+    return meshes or all_meshes(where.devices)
+
+
+def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:
+    """The configuration as it is, if its own mesh can be made of the devices and can run it."""
+    try:
+        sizes = fill({axis: getattr(config.mesh, axis) for axis in AXES}, where.devices)
+    except MeshError:
+        return None
+    if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):
+        return None
+    return estimate(dataclasses.replace(config, mesh=MeshConfig(**sizes)), where, model)
+
+
+def _training(asked: EstimateConfig) -> TrainConfig:
+    """The training configuration alone."""
+    return TrainConfig(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(TrainConfig)})
+
+
+def _require_files(asked: EstimateConfig) -> None:
+    for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
+        if path is not None:
+            require_writable(flag, path)
+    if asked.plot is not None:
+        check_plot(asked.plot)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,83 @@
+"""What tiers 2 and 3 print, and their records for machines."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from jaxtp.estimate.partitioned import Bytes, Partitioned
+from jaxtp.estimate.report import unit_of
+from jaxtp.estimate.search import Setting
+from jaxtp.estimate.target import Compiled
+from jaxtp.parallel.tables import columns
+
+GB = 1e9
+
+
+def partitioned_lines(setting: Setting, found: Partitioned) -> Iterator[str]:
+    """Tier 2 beside tier 1."""
+    yield f"compiled {setting} for {setting.target.devices} virtual CPU devices in {found.seconds:.0f} s"
+    accounts = found.planned, found.realised
+    unit, size = unit_of(sum(found.planned.values()))
+    rows = [
+        (kind, "+".join(axes), *(f"{sent.get((kind, axes), 0) / size:,.3f}" for sent in accounts))
+        for kind, axes in dict.fromkeys((*found.planned, *found.realised))
+    ]
+    yield columns(("collective", "over", f"{unit} sent, tier 1", f"{unit} sent, compiled"), rows)
+    same = "the partitioned program moves what tier 1 says, in kind, axes and bytes, and nothing else"
+    yield same if found.equal and not found.problems else "the partitioned program does not move what tier 1 says"
+    yield from (f"  {problem}" for problem in found.problems)
+    yield from (f"  the compiler warns: {line}" for line in found.warnings)
+    yield from (f"  ({note})" for note in found.notes)
+
+
+def partitioned_record(found: Partitioned) -> dict[str, Any]:
+    """Tier 2."""
+    return {
+        "provenance": "compiled",
+        "equal_to_tier_1": found.equal,
+        "planned": _sent(found.planned),
+        "realised": _sent(found.realised),
+        "problems": list(found.problems),
+        "warnings": list(found.warnings),
+        "notes": list(found.notes),
+        "seconds": found.seconds,
+    }
+
+
+def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
+    """Tier 3 beside tier 1."""
+    where = f"{setting.target.devices} x {setting.target.hardware.name}"
+    yield f"compiled {setting} for {where}, which need not be there, in {found.seconds:.0f} s"
+    peak, room = found.peak_bytes - found.score_bytes, setting.target.room
+    rows = [
+        ("state and batch", f"{found.argument_bytes / GB:,.2f}", "compiled"),
+        ("temporaries", f"{found.temp_bytes / GB:,.2f}", "compiled"),
+        *([("less scores, with cuDNN", f"-{found.score_bytes / GB:,.2f}", "modelled")] if found.score_bytes else []),
+        ("peak", f"{peak / GB:,.2f}", f"of {room / GB:,.2f} for JAX: {'fits' if peak <= room else 'does not fit'}"),
+        ("tier 1 said", f"{setting.memory.total / GB:,.2f}", f"{setting.memory.total / peak - 1:+.0%}"),
+    ]
+    yield columns(("on each device", "GB", ""), rows)
+    moved = [
+        (m.kind, "+".join(m.axes), f"{m.count:,}", f"{m.bytes / GB:,.3f}", f"{m.overlapped:,}", f"{m.computing:,}")
+        for m in found.collectives
+    ]
+    yield ""
+    yield columns(
+        ("collective", "over", "times", "GB of messages", "beside computing", "operations beside them"), moved
+    )
+    yield from (f"  ({note})" for note in found.notes)
+
+
+def target_record(setting: Setting, found: Compiled) -> dict[str, Any]:
+    """Tier 3."""
+    peak = found.peak_bytes - found.score_bytes
+    return {
+        "provenance": "compiled",
+        **dataclasses.asdict(found),
+        "fits": peak <= setting.target.room,
+        "tier_1_to_peak": setting.memory.total / peak,
+    }
+
+
+def _sent(sent: Bytes) -> list[dict[str, Any]]:
+    return [{"kind": kind, "axes": list(axes), "bytes_sent": size} for (kind, axes), size in sent.items()]

@@ -1,0 +1,47 @@
+"""The command line of `python -m jaxtp.estimate`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from pydantic import Field
+
+from jaxtp.config import CountOrZero, Positive, Switch, allowed
+from jaxtp.train.config import TrainConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateConfig(TrainConfig):
+    """What to estimate: a training configuration, and the hardware that it is meant for."""
+
+    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8")] = "h100x8"
+    """What it is meant to run on, x how many: a name of the table (jaxtp/hardware.py), or a YAML file of your own, as
+    in mine.yamlx8."""
+
+    tier: Literal[1, 2, 3] = 1
+    """1: arithmetic, in seconds. 2: also compiles the best mesh for virtual CPU devices, and compares what it moves.
+    3: also compiles it for the hardware itself, which need not be there (pip install 'jaxtp[estimate-gpu]' or
+    'jaxtp[estimate-tpu]')."""
+
+    meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
+    """Meshes to ask about; an axis that is left out is 1. By default every one that the devices make."""
+
+    as_configured: Switch = False
+    """Keep remat and accumulation as configured; by default those that are fastest on each mesh are found."""
+
+    memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 0.75
+    """Share of a GPU's memory that JAX takes, as in XLA_PYTHON_CLIENT_MEM_FRACTION, whose default this is."""
+
+    generate: CountOrZero = 0
+    """Texts to generate at a time, each data.sequence_length tokens long: weights, KV cache and speed on each mesh too.
+    0 for training alone."""
+
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Where to write every number, for machines."""
+
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Where to draw memory by kind and time by part over tp (pip install 'jaxtp[plot]')."""
+
+    timeout: Positive = 300.0
+    """Seconds that tier 3 waits for the compiler."""

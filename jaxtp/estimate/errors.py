@@ -1,0 +1,5 @@
+"""What can go wrong beside a user's mistakes."""
+
+
+class TargetError(RuntimeError):
+    """The compiler for a target is missing, crashed, took too long, or says that the program cannot run there."""

@@ -1,0 +1,122 @@
+"""What generating takes: weights and KV cache on each device, and how fast a token can come at best."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxtp.config import ConfigError
+from jaxtp.estimate.roofline import link_speed
+from jaxtp.estimate.search import Model, Target
+from jaxtp.mesh import AXES, DP, FSDP, TP, describe_mesh
+from jaxtp.models.config import ModelConfig, violations
+from jaxtp.parallel.tables import columns
+from jaxtp.train.memory import MODEL
+
+GB = 1e9
+MAX_ROWS = 10
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One mesh to generate on."""
+
+    sizes: Mapping[str, int]
+    weights: int
+    """Bytes on each device, in the compute dtype; exact."""
+    cache: int
+    """Bytes of keys and values on each device, where every row is full; exact."""
+    seconds: float
+    """Of a token of every row: modelled, and the least, because nothing but weights, cache and links is counted."""
+    rows: int
+    room: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether weights and cache do."""
+        return self.weights + self.cache <= self.room
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all rows, at most."""
+        return self.rows / self.seconds
+
+
+def generations(
+    config: ModelConfig, where: Target, model: Model, meshes: Sequence[Mapping[str, int]], rows: int, length: int
+) -> list[Generation]:
+    """Every mesh that can hold the model and divide the rows; those that fit first, the fastest of them first.
+
+    Args:
+      config: the model.
+      where: the hardware.
+      model: what `describe_model` says of it.
+      meshes: what to try.
+      rows: texts at a time.
+      length: tokens of each, prompt included.
+
+    Raises:
+      ConfigError: no mesh can.
+    """
+    able = [sizes for sizes in meshes if not list(violations(config, sizes)) and rows % (sizes[DP] * sizes[FSDP]) == 0]
+    if not able:
+        raise ConfigError(
+            f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides {rows} rows by dp*fsdp"
+        )
+    found = [_on(config, where, model, sizes, rows, length) for sizes in able]
+    return sorted(found, key=lambda one: (not one.fits, one.seconds if one.fits else one.weights + one.cache))
+
+
+def _on(
+    config: ModelConfig, where: Target, model: Model, sizes: Mapping[str, int], rows: int, length: int
+) -> Generation:
+    itemsize = jnp.dtype(config.precision.compute).itemsize
+    arrays = [array for array in model.arrays if array.name.startswith(MODEL)]
+    weights = sum(array.bytes_per_device(sizes) * itemsize // array.itemsize for array in arrays)
+    cache = cache_bytes(config, sizes, rows, length)
+    local = rows // (sizes[DP] * sizes[FSDP])
+    hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency
+    reading = (weights * sizes[FSDP] + cache) / speed
+    reductions = 2 * config.num_layers + 2  # of each block two, of the embedding, and the head's logits
+    sent = 2 * (sizes[TP] - 1) / sizes[TP] * local * config.d_model * itemsize
+    moving = reductions * (sent / link_speed(hardware, sizes, (TP,)) + hardware.latency) if sizes[TP] > 1 else 0.0
+    if sizes[FSDP] > 1:  # each layer's weights are gathered for each token
+        moving += weights * (sizes[FSDP] - 1) / link_speed(hardware, sizes, (FSDP,))
+    return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
+
+
+def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:
+    """Keys and values on each device; see `layers/cache.py`."""
+    heads = max(config.num_kv_heads, sizes[TP]) // sizes[TP]
+    elements = config.num_layers * rows // (sizes[DP] * sizes[FSDP]) * length * heads * config.head_dim
+    return 2 * elements * jnp.dtype(config.precision.compute).itemsize
+
+
+def table(found: Sequence[Generation], length: int) -> str:
+    """A line for each mesh."""
+    lines = [
+        (
+            describe_mesh(one.sizes),
+            f"{one.weights / GB:,.2f}",
+            f"{one.cache / GB:,.2f}",
+            f"{(one.room - one.weights - one.cache) / GB:,.1f}" if one.fits else "does not fit",
+            f"{one.tokens_per_second:,.0f}",
+        )
+        for one in found[:MAX_ROWS]
+    ]
+    header = ("mesh", "GB of weights, exact", "GB of cache, exact", "to spare", "tokens/s at most, modelled")
+    return f"generating {found[0].rows} rows of {length:,} tokens\n{columns(header, lines)}"
+
+
+def records(found: Sequence[Generation]) -> list[dict[str, Any]]:
+    """For machines."""
+    return [
+        {
+            **{axis: one.sizes[axis] for axis in AXES},
+            "fits": one.fits,
+            "bytes_per_device": {"weights": one.weights, "cache": one.cache, "total": one.weights + one.cache},
+            "tokens_per_second": one.tokens_per_second,
+        }
+        for one in found
+    ]

@@ -1,0 +1,155 @@
+"""Tier 2: the real step, compiled for virtual CPU devices, and what it moves beside what tier 1 says.
+
+Nothing is allocated or run: the shapes are those of the run.
+"""
+
+import dataclasses
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from jaxtp.config import ConfigError
+from jaxtp.estimate.search import Setting
+from jaxtp.mesh import make_mesh, request_virtual_devices
+from jaxtp.models.budget import Move
+from jaxtp.parallel.audit import Audit, audit_traced
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import OPTIMIZER_SCOPE
+from jaxtp.train.tracing import trace_step
+
+MAX_DEVICES = 1024
+"""Virtual ones in a process: each has threads of its own, and XLA's CPU client refuses 4,096."""
+
+QUICK = {"xla_backend_optimization_level": 0}
+"""Less of what comes after partitioning, which is all that is read."""
+
+Bytes = Mapping[tuple[str, tuple[str, ...]], float]
+"""Bytes that each device sends, by kind and mesh axes."""
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """What the partitioner made of a step."""
+
+    planned: Bytes
+    """By tier 1."""
+    realised: Bytes
+    """After SPMD partitioning, sums of single numbers apart."""
+    problems: tuple[str, ...]
+    """What the compiled step does that nobody planned, one line each."""
+    warnings: tuple[str, ...]
+    """What the compiler printed."""
+    seconds: float
+    """To trace and compile."""
+    notes: tuple[str, ...]
+    """How the program differs from the one for the hardware."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether the two accounts agree in kind, axes and bytes."""
+        return not self.differences
+
+    @property
+    def differences(self) -> list[tuple[str, tuple[str, ...]]]:
+        """Kinds and axes whose bytes differ by more than rounding."""
+        keys = dict.fromkeys((*self.planned, *self.realised))
+        return [key for key in keys if abs(self.planned.get(key, 0) - self.realised.get(key, 0)) > 1]
+
+
+def request_devices(setting: Setting) -> None:
+    """Asks for the virtual devices of a mesh; before JAX does anything else.
+
+    Raises:
+      ConfigError: they are too many.
+    """
+    if setting.target.devices > MAX_DEVICES:
+        raise ConfigError(
+            f"tier 2 compiles for at most {MAX_DEVICES:,} virtual CPU devices, not {setting.target.devices:,}; a mesh "
+            "with less dp shows the same collectives, as in --hardware h100x512"
+        )
+    request_virtual_devices(setting.target.devices)
+
+
+def compile_partitioned(setting: Setting) -> Partitioned:
+    """Compiles the step of a setting for as many virtual CPU devices as its mesh has.
+
+    Raises:
+      MeshError: JAX has started already, with fewer devices.
+    """
+    started = time.monotonic()
+    config, notes = _for_cpu(setting.config)
+    mesh = make_mesh(*setting.sizes.values())
+    blueprint = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
+    budget: dict[tuple[str, tuple[str, ...]], float] = {}
+    for move in setting.moves:
+        budget[move.module, move.axes] = budget.get((move.module, move.axes), 0.0) + move.bytes_sent
+    with _stderr() as printed:
+        found = audit_traced(
+            trace_step(config, blueprint),
+            blueprint.sharded,
+            mesh=mesh,
+            budget=budget,
+            global_view=() if optimizers.is_elementwise(config.optimizer) else (OPTIMIZER_SCOPE,),
+            compiler_options=QUICK,
+        )
+    return Partitioned(
+        planned_bytes(setting.moves),
+        realised_bytes(found),
+        tuple(found.problems()),
+        tuple(line for line in printed if line.strip()),
+        time.monotonic() - started,
+        tuple(notes),
+    )
+
+
+def planned_bytes(moves: Iterable[Move]) -> Bytes:
+    """What tier 1 says, by kind and axes."""
+    sent: dict[tuple[str, tuple[str, ...]], float] = {}
+    for move in moves:
+        sent[move.kind, move.axes] = sent.get((move.kind, move.axes), 0.0) + move.bytes_sent
+    return sent
+
+
+def realised_bytes(found: Audit) -> Bytes:
+    """What the partitioned program says, by kind and axes; sums of single numbers, such as norms, apart."""
+    sent: dict[tuple[str, tuple[str, ...]], float] = {}
+    for collective, times in found.realised.items():
+        if collective.shape:
+            key = (collective.kind, collective.axes)
+            sent[key] = sent.get(key, 0.0) + times * collective.bytes_sent
+    return sent
+
+
+def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    """The same program with what only an accelerator has left out."""
+    model, notes = config.model, []
+    if model.attention == "cudnn":
+        model = dataclasses.replace(model, attention="xla")
+        notes.append("compiled with xla attention, which moves the same as cudnn's")
+    if model.remat == "offload":
+        model = dataclasses.replace(model, remat="full")
+        notes.append("compiled with remat full, which moves the same as offload")
+    return dataclasses.replace(config, model=model), notes
+
+
+@contextmanager
+def _stderr() -> Iterator[list[str]]:
+    """The lines that are written to standard error meanwhile, the compiler's C++ among them."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            lines += file.read().splitlines()

@@ -1,0 +1,82 @@
+"""Memory by kind and time by part over tp, as a picture."""
+
+from pathlib import Path
+from typing import Any
+
+from jaxtp.config import ConfigError
+from jaxtp.estimate.remedies import kinds_of
+from jaxtp.estimate.search import Search, Setting
+from jaxtp.mesh import TP
+
+GB = 1e9
+
+
+def check_plot(path: Path) -> None:
+    """Checks that a picture can be made there.
+
+    Raises:
+      ConfigError: matplotlib is not installed, or the name is not that of a kind of picture.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'jaxtp[plot]'") from None
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(f"--plot {path}: pictures are {', '.join(f'.{name}' for name in sorted(known))}")
+
+
+def draw(path: Path, found: Search, title: str) -> None:
+    """Two panels of stacked bars over tp, of the best setting at each: memory with what there is, and seconds."""
+    from matplotlib.figure import Figure
+
+    chosen = {setting.sizes[TP]: setting for setting in reversed(found.settings)}
+    settings = [chosen[tp] for tp in sorted(chosen)]
+    figure = Figure(figsize=(12, 6), layout="constrained")
+    memory, time = figure.subplots(1, 2)
+    figure.suptitle(title)
+    _memory(memory, settings)
+    _time(time, settings)
+    for panel in (memory, time):
+        panel.set_xticks(range(len(settings)), [_label(setting) for setting in settings], fontsize=8)
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
+    figure.savefig(path, dpi=120)
+
+
+def _memory(panel: Any, settings: list[Setting]) -> None:
+    parts = {
+        name.replace("_", " "): [getattr(setting.memory, name) / GB for setting in settings]
+        for name in kinds_of(settings[0])
+    }
+    _stack(panel, parts)
+    panel.axhline(settings[0].target.room / GB, color="black", linestyle="--", linewidth=1, label="for JAX")
+    panel.set_title("memory of a device, GB", fontsize=10)
+
+
+def _time(panel: Any, settings: list[Setting]) -> None:
+    axes = list(dict.fromkeys(axes for setting in settings for axes in setting.time.communication))
+    parts = {
+        "products with weights": [setting.time.products for setting in settings],
+        "attention": [setting.time.attention for setting in settings],
+        "norms, gates, logits": [setting.time.elementwise for setting in settings],
+        "update": [setting.time.update for setting in settings],
+    } | {f"over {' and '.join(one)}": [s.time.communication.get(one, 0.0) for s in settings] for one in axes}
+    largest = max(setting.time.serial for setting in settings)
+    _stack(panel, {name: seconds for name, seconds in parts.items() if max(seconds) > largest / 500})
+    panel.set_title("seconds of a step where nothing overlaps, modelled", fontsize=10)
+
+
+def _stack(panel: Any, parts: dict[str, list[float]]) -> None:
+    """Bars from the first part up."""
+    below = [0.0] * len(next(iter(parts.values())))
+    for number, (name, values) in enumerate(parts.items()):
+        panel.bar(range(len(values)), values, bottom=below, width=0.6, label=name, color=f"C{number}", zorder=2)
+        below = [bottom + value for bottom, value in zip(below, values, strict=True)]
+
+
+def _label(setting: Setting) -> str:
+    missing = "" if setting.fits else "does not fit"
+    others = " ".join(f"{axis} {size}" for axis, size in setting.sizes.items() if size > 1 and axis != TP)
+    ways = (setting.config.model.remat, f"micro-batch {setting.rows}")
+    return "\n".join(filter(None, (f"tp {setting.sizes[TP]}", others, *ways, missing)))

@@ -1,0 +1,80 @@
+"""An estimate for machines."""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+import jaxtp
+from jaxtp.estimate.remedies import kinds_of
+from jaxtp.estimate.report import MODELLED, PROVENANCE_OF_MEMORY, provenance_of_moves
+from jaxtp.estimate.search import Model, Search, Setting, Target
+from jaxtp.train.config import TrainConfig
+
+
+def record(config: TrainConfig, where: Target, model: Model, found: Search, words: list[str]) -> dict[str, Any]:
+    """Everything that tier 1 found, as plain values; sizes in bytes, times in seconds."""
+    return {
+        "jaxtp": jaxtp.__version__,
+        "jax": jax.__version__,
+        "hardware": dataclasses.asdict(where.hardware),
+        "devices": where.devices,
+        "bytes_for_jax": where.room,
+        "parameters": model.parameters,
+        "flops_per_token": model.flops_per_token,
+        "tokens": config.data.global_batch_size * config.data.sequence_length,
+        "words": words,
+        "provenance": {
+            "bytes_per_device": {
+                name: PROVENANCE_OF_MEMORY.get(name, MODELLED) for name in kinds_of(found.settings[0])
+            },
+            "collectives": provenance_of_moves(config),
+            "flops_per_device": provenance_of_moves(config),
+            "seconds": MODELLED,
+            "tokens_per_second": MODELLED,
+        },
+        "meshes": [setting_record(setting) for setting in found.settings],
+        "refused": dict(found.refused),
+    }
+
+
+def setting_record(setting: Setting) -> dict[str, Any]:
+    """One setting; `tokens_per_second` is in the middle of its range."""
+    time = setting.time
+    return {
+        **setting.sizes,
+        "fits": setting.fits,
+        "fits_surely": setting.fits_surely,
+        "remat": setting.config.model.remat,
+        "accumulation": setting.config.train.accumulation,
+        "micro_batch_size": setting.rows,
+        "bytes_per_device": {
+            **{name: getattr(setting.memory, name) for name in kinds_of(setting)},
+            "total": setting.memory.total,
+        },
+        "bytes_to_spare": setting.spare,
+        "collectives": [
+            {
+                "module": move.module,
+                "kind": move.kind,
+                "axes": list(move.axes),
+                "devices": move.group,
+                "count": move.count,
+                "bytes_sent": move.bytes_sent,
+            }
+            for move in setting.moves
+        ],
+        "flops_per_device": setting.work.flops,
+        "seconds": {
+            "products": time.products,
+            "attention": time.attention,
+            "elementwise": time.elementwise,
+            "update": time.update,
+            "communication": {"+".join(axes): seconds for axes, seconds in time.communication.items()},
+            "serial": time.serial,
+            "overlapped": time.overlapped,
+        },
+        "tokens_per_second": setting.tokens_per_second,
+        "tokens_per_second_range": list(setting.tokens_per_second_range),
+        "mfu_range": list(setting.mfu_range),
+    }

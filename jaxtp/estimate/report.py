@@ -1,0 +1,147 @@
+"""What an estimate prints: the settings, ranked; the best one in detail, each number with where it comes from."""
+
+from jaxtp.estimate.remedies import kinds_of
+from jaxtp.estimate.search import Model, Search, Setting, Target
+from jaxtp.models.budget import Move
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.work import Product
+from jaxtp.parallel.tables import columns
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import TrainConfig
+
+GB = 1e9
+MAX_ROWS = 10
+EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
+PROVENANCE_OF_MEMORY = {"parameters": EXACT, "optimizer": EXACT, "batch": EXACT}
+
+
+def heading(config: TrainConfig, where: Target, model: Model) -> str:
+    """What is asked: hardware, model, batch."""
+    hardware, sizes, data = where.hardware, config.model, config.data
+    tokens = data.global_batch_size * data.sequence_length
+    rows = {
+        "on": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of which JAX takes "
+        f"{where.room / GB:,.1f}; {hardware.flops / 1e12:,.0f} TFLOP/s, {hardware.bandwidth / 1e12:,.2f} TB/s; "
+        f"{hardware.link / GB:,.0f} GB/s among {hardware.domain}, {hardware.network / GB:,.0f} beyond",
+        "model": f"{model.parameters:,} parameters: {sizes.num_layers} layers, d_model {sizes.d_model}, "
+        f"{sizes.precision.compute} compute, {sizes.attention} attention, {config.optimizer.name}",
+        "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}",
+        "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
+        f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, {hardware.link_efficiency:.0%} of links "
+        "(jaxtp/hardware.py)",
+    }
+    return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
+
+
+def ranking(found: Search) -> str:
+    """The best setting of each mesh, a line each."""
+    shown = found.settings[:MAX_ROWS]
+    table = columns(
+        ("mesh", "remat", "micro-batches", "GB", "to spare", "tokens/s", "MFU", "computing"), [_row(s) for s in shown]
+    )
+    lines = [table]
+    if more := len(found.settings) - len(shown):
+        lines.append(f"... and {more} more meshes (--json FILE has all)")
+    counts = [f"{len(found.all):,} settings of {len(found.settings)} meshes"]
+    if found.refused:
+        mesh, reason = next(iter(found.refused.items()))
+        short = reason.partition(";")[0]
+        counts.append(f"{len(found.refused)} meshes cannot run it, such as {mesh}: {short}")
+    return "\n".join([*lines, *counts])
+
+
+def _row(setting: Setting) -> tuple[str, ...]:
+    low, high = setting.tokens_per_second_range
+    slow, fast = setting.mfu_range
+    return (
+        str(setting),
+        setting.config.model.remat,
+        f"{setting.config.train.accumulation} of {setting.rows}",
+        f"{setting.memory.total / GB:,.1f}",
+        f"{setting.spare / GB:,.1f}" + ("" if setting.fits_surely else ", tight") if setting.fits else "does not fit",
+        f"{low:,.0f} to {high:,.0f}",
+        f"{slow:.0%} to {fast:.0%}",
+        f"{setting.time.computing_share:.0%}",
+    )
+
+
+def details(setting: Setting) -> str:
+    """Memory, time and communication of one setting."""
+    return "\n\n".join((_memory(setting), _time(setting), _communication(setting)))
+
+
+def _memory(setting: Setting) -> str:
+    unit, size = unit_of(setting.memory.total)
+    rows = [
+        (name.replace("_", " "), f"{held / size:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
+        for name in kinds_of(setting)
+        if (held := getattr(setting.memory, name))
+    ]
+    total = ("total", f"{setting.memory.total / size:,.2f}", f"of {setting.target.room / size:,.2f} for JAX")
+    return columns(("on each device", unit, ""), [*rows, total])
+
+
+def _time(setting: Setting) -> str:
+    time, work, model = setting.time, setting.work, setting.config.model
+    rows = [
+        ("products with weights", time.products, _tera(work.products, model)),
+        ("attention", time.attention, f"{_tera(work.attention, model)}; {_scores(model)}"),
+        ("norms, gates, logits", time.elementwise, "at the speed of memory"),
+        ("update", time.update, "at the speed of memory"),
+        *(
+            (f"over {' and '.join(axes)}", seconds, "by the network" if axes in time.crossing else "by fast links")
+            for axes, seconds in time.communication.items()
+        ),
+        ("nothing overlaps", time.serial, ""),
+        ("everything overlaps", time.overlapped, ""),
+    ]
+    unit, scale = ("seconds", 1) if time.serial >= 0.1 else ("ms", 1000)
+    return columns(
+        ("a step, modelled", unit, ""), [(name, f"{seconds * scale:,.3f}", note) for name, seconds, note in rows]
+    )
+
+
+def _tera(products: tuple[Product, ...], model: ModelConfig) -> str:
+    flops = sum(product.flops for product in products)
+    return f"{flops / 1e12:,.1f} TFLOP, {EXACT if is_plain(model) else AT_MOST}"
+
+
+def _scores(model: ModelConfig) -> str:
+    return "in one kernel" if model.attention == "cudnn" else "its scores go through memory"
+
+
+def _communication(setting: Setting) -> str:
+    totals = by_kind(setting.moves)
+    unit, size = unit_of(sum(sent for _, sent in totals.values()))
+    rows = [
+        (kind, "+".join(axes), f"{count:,}", f"{sent / size:,.3f}", provenance_of_moves(setting.config))
+        for (kind, axes), (count, sent) in totals.items()
+    ]
+    return columns(("collective", "over", "times", f"{unit} sent by a device", ""), rows)
+
+
+def unit_of(largest: float) -> tuple[str, float]:
+    """GB, or MB for what would be nothing."""
+    return ("GB", GB) if largest >= GB / 10 else ("MB", GB / 1000)
+
+
+def by_kind(moves: tuple[Move, ...]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
+    """How often and how many bytes each device sends, by kind and axes."""
+    totals: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
+    for move in moves:
+        count, sent = totals.get((move.kind, move.axes), (0, 0.0))
+        totals[move.kind, move.axes] = count + move.count, sent + move.bytes_sent
+    return totals
+
+
+def is_plain(model: ModelConfig) -> bool:
+    """Whether the formulas are exact for it: a Llama; biases, q/k norms, adapters and tied tables make them bounds."""
+    biases = model.attention_bias or model.attention_out_bias or model.mlp_bias
+    return not (biases or model.tie_embeddings or model.lora.rank) and model.qk_norm == "none"
+
+
+def provenance_of_moves(config: TrainConfig) -> str:
+    """Of tier 1's collectives; rules that multiply whole matrices leave theirs to the compiler."""
+    provenance = EXACT if is_plain(config.model) else AT_MOST
+    rule = config.optimizer
+    return provenance if optimizers.is_elementwise(rule) else f"{provenance}, but for the update by {rule.name}"

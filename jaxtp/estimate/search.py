@@ -1,0 +1,252 @@
+"""Every setting of mesh, micro-batch and remat that a configuration can run with on given hardware, ranked."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtp.config import ConfigError
+from jaxtp.estimate.roofline import StepTime, step_time
+from jaxtp.hardware import Hardware
+from jaxtp.mesh import AXES, DP, FSDP, TP, describe_mesh
+from jaxtp.models.budget import Move, step_moves
+from jaxtp.models.remat import RematPolicy
+from jaxtp.models.work import Work, step_work
+from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
+from jaxtp.train.memory import MODEL, Memory, StoredArray, memory_per_device, stored_arrays
+from jaxtp.train.utilization import flops_per_token
+
+REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "full")
+"""Those that are tried; `offload` only where it is configured: the way to the host's memory is not modelled."""
+
+
+MEMORY_ERROR = 0.15
+"""Of what is modelled: the bound that `scripts/estimate_accuracy.py` holds the model of memory to."""
+
+NEAR = 1.05
+"""Slower by less than that is as fast: the model of time is not that good."""
+
+MAX_REASONS = 6
+"""Why meshes cannot run a configuration, in one message."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The hardware that is asked about."""
+
+    hardware: Hardware
+    devices: int
+    room: float
+    """Bytes that a training step may take on each device."""
+
+
+def target(hardware: Hardware, devices: int, memory_fraction: float) -> Target:
+    """What JAX's allocator takes of a device's memory, or what communication and the driver leave, if that is less."""
+    if hardware.platform == "tpu":
+        return Target(hardware, devices, hardware.memory - hardware.reserved)
+    return Target(hardware, devices, min(memory_fraction * hardware.memory, hardware.memory - hardware.reserved))
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is the same for every setting."""
+
+    arrays: tuple[StoredArray, ...]
+    parameters: int
+    """Without padding."""
+    flops_per_token: float
+    """As MFU counts them."""
+
+
+def describe_model(config: TrainConfig) -> Model:
+    """Traces the state once, on no mesh."""
+    arrays = stored_arrays(config)
+    parameters = sum(math.prod(array.shape) for array in arrays if array.name.startswith(MODEL))
+    return Model(arrays, parameters, flops_per_token(config.model, parameters, config.data.sequence_length))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to run, and what it comes to on each device."""
+
+    config: TrainConfig
+    """With this mesh, remat and accumulation."""
+    target: Target
+    memory: Memory
+    work: Work
+    moves: tuple[Move, ...]
+    time: StepTime
+    flops_per_token: float
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis."""
+        return {axis: getattr(self.config.mesh, axis) for axis in AXES}
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a micro-batch on each device."""
+        mesh = self.config.mesh
+        return self.config.data.global_batch_size // (mesh.dp * mesh.fsdp * self.config.train.accumulation)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is memory for it."""
+        return self.spare >= 0
+
+    @property
+    def spare(self) -> float:
+        """Bytes that are left on each device; negative where it does not fit."""
+        return self.target.room - self.memory.total
+
+    @property
+    def fits_surely(self) -> bool:
+        """Whether it fits even where the model of memory is off by as much as it may be."""
+        return self.spare >= MEMORY_ERROR * (self.memory.total - self.memory.state)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all devices, at the middle of the range of a step's time."""
+        return self._tokens / self.time.expected
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float]:
+        """Nothing overlaps, and everything that can."""
+        return self._tokens / self.time.serial, self._tokens / self.time.overlapped
+
+    @property
+    def mfu_range(self) -> tuple[float, float]:
+        """Of the dense bfloat16 peak."""
+        peak = self.target.devices * self.target.hardware.flops
+        low, high = (tokens * self.flops_per_token / peak for tokens in self.tokens_per_second_range)
+        return low, high
+
+    @property
+    def _tokens(self) -> int:
+        return self.config.data.global_batch_size * self.config.data.sequence_length
+
+    def __str__(self) -> str:
+        """`fsdp 2 x tp 4`."""
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+
+
+@dataclass(frozen=True)
+class Search:
+    """What was found."""
+
+    settings: tuple[Setting, ...]
+    """The best of each mesh: those that surely fit, the fastest first; those that fit by less than the model's error,
+    the fastest first; the others, by what they lack."""
+    all: tuple[Setting, ...]
+    """Every setting that can run, over all meshes."""
+    refused: Mapping[str, str]
+    """Why the other meshes cannot run it, by mesh."""
+
+    @property
+    def fitting(self) -> list[Setting]:
+        """Those that fit."""
+        return [setting for setting in self.settings if setting.fits]
+
+
+def search(
+    config: TrainConfig,
+    where: Target,
+    model: Model,
+    meshes: Sequence[Mapping[str, int]],
+    *,
+    as_configured: bool = False,
+) -> Search:
+    """Estimates every setting on every mesh.
+
+    Args:
+      config: the run.
+      where: the hardware.
+      model: `describe_model(config)`.
+      meshes: what to try.
+      as_configured: keeps remat and accumulation as they are.
+
+    Raises:
+      ConfigError: no mesh can run it; with the reasons of each.
+    """
+    best, refused = [], {}
+    every: list[Setting] = []
+    for sizes in meshes:
+        on_mesh = _with_mesh(config, sizes)
+        choices = [on_mesh] if as_configured else list(_choices(on_mesh))
+        if problems := list(violations_on(choices[0], sizes)):
+            refused[describe_mesh(sizes)] = problems[0]
+            continue
+        settings = [estimate(choice, where, model) for choice in choices]
+        every += settings
+        best.append(_choose(settings))
+    if not best:
+        raise ConfigError(_none_can(refused))
+    return Search(tuple(sorted(best, key=rank)), tuple(every), refused)
+
+
+def _none_can(refused: Mapping[str, str]) -> str:
+    """Each reason once, with the first mesh that it stands against."""
+    first: dict[str, str] = {}
+    for mesh, reason in refused.items():
+        first.setdefault(reason, mesh)
+    lines = [f"  {mesh}: {reason}" for reason, mesh in first.items()]
+    more = [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
+    return "\n".join(["no mesh can run this configuration:", *lines[:MAX_REASONS], *more])
+
+
+def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
+    """What a configuration comes to on its own mesh, on each device.
+
+    Args:
+      config: the run, with the size of every axis.
+      where: the hardware.
+      model: `describe_model(config)`.
+    """
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    shape = {
+        "batch_size": config.data.global_batch_size,
+        "sequence_length": config.data.sequence_length,
+        "accumulation": config.train.accumulation,
+    }
+    memory = memory_per_device(config, sizes, model.arrays)
+    work, moves = step_work(config.model, sizes, **shape), step_moves(config.model, sizes, **shape)
+    time = step_time(where.hardware, sizes, work, moves, memory, config.train.accumulation)
+    return Setting(config, where, memory, work, moves, time, model.flops_per_token)
+
+
+def all_meshes(devices: int) -> list[dict[str, int]]:
+    """Every mesh of so many devices."""
+    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
+    return [
+        {DP: devices // (fsdp * tp), FSDP: fsdp, TP: tp}
+        for tp in divisors
+        for fsdp in divisors
+        if devices % (fsdp * tp) == 0
+    ]
+
+
+def _choose(settings: Sequence[Setting]) -> Setting:
+    """The best setting of a mesh: of those that are as fast as the fastest that fits, the one that takes the least."""
+    first = min(settings, key=rank)
+    as_fast = [s for s in settings if s.fits and s.time.expected <= NEAR * first.time.expected]
+    return min(as_fast, key=lambda setting: setting.memory.total) if first.fits else first
+
+
+def rank(setting: Setting) -> tuple[int, float, float]:
+    """What settings are sorted by: how surely they fit, then time; those that do not fit by what they lack."""
+    how = 0 if setting.fits_surely else 1 if setting.fits else 2
+    return how, 0.0 if setting.fits else -setting.spare, setting.time.expected
+
+
+def _with_mesh(config: TrainConfig, sizes: Mapping[str, int]) -> TrainConfig:
+    return dataclasses.replace(config, mesh=MeshConfig(**sizes))
+
+
+def _choices(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Every remat policy with every number of micro-batches that divides the rows of a device."""
+    rows = max(1, config.data.global_batch_size // (config.mesh.dp * config.mesh.fsdp))
+    for remat in dict.fromkeys((*REMATS, config.model.remat)):
+        model = dataclasses.replace(config.model, remat=remat)
+        for accumulation in (n for n in range(1, rows + 1) if rows % n == 0):
+            loop = dataclasses.replace(config.train, accumulation=accumulation)
+            yield dataclasses.replace(config, model=model, train=loop)

@@ -1,0 +1,148 @@
+"""Compiling the real training step for accelerators that are not there (tier 3)."""
+
+import dataclasses
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtp.config import to_plain
+from jaxtp.estimate import process
+from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.topology import Topology, topology
+from jaxtp.launch import cache_folder, child_environment
+from jaxtp.mesh import describe_mesh
+from jaxtp.parallel.schedule import Moved
+from jaxtp.train.config import TrainConfig, check
+from jaxtp.train.memory import score_bytes, with_attention
+
+WORKER = (sys.executable, "-m", "jaxtp.estimate.worker")
+CPU_ONLY = {
+    "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
+    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud's metadata server, for minutes
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file is for devices, of which there are none
+}
+_DIFFERENCES = {
+    "cuda": "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ",
+    "tpu": "what a TPU's program computes beside its collectives is not read",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What the compiler for a target made of a training step. Bytes are those of each device."""
+
+    argument_bytes: int
+    """State and batch."""
+
+    temp_bytes: int
+    """The block that everything else lives in."""
+
+    alive_bytes: int
+    """At once, at most; the gaps between them make the block larger."""
+
+    peak_bytes: int
+    """That the allocator must give: arguments, temporaries and results that take nobody's place."""
+
+    score_bytes: int
+    """Modelled, of the peak: scores of XLA's attention, which cuDNN's would not hold; 0 unless cudnn is asked for."""
+
+    collectives: tuple[Moved, ...]
+    """What moves, by kind and axes, and what is computed beside it."""
+
+    seconds: float
+    """That the compiler took, when it was asked."""
+
+    notes: tuple[str, ...]
+    """How this differs from the program on real devices, and what the compiler warned of."""
+
+
+def compile_for(
+    config: TrainConfig,
+    sizes: Mapping[str, int],
+    hardware: str,
+    *,
+    hosts: int,
+    devices_per_host: int,
+    timeout_s: float,
+) -> Compiled:
+    """Compiles the training step for hardware that need not be there, in a process of its own.
+
+    Asked again for the same program, target and versions it gives what it gave.
+
+    Args:
+      config: the run; its own mesh is not looked at.
+      sizes: devices along each axis.
+      hardware: a name of the hardware table, such as `h100`.
+      hosts: of the target.
+      devices_per_host: of each.
+      timeout_s: seconds after which the compiler is ended.
+
+    Raises:
+      TargetError: the compiler is not installed, crashed, took too long or says that the program does not fit.
+      ConfigError: the configuration does not fit the mesh.
+    """
+    if min(sizes.values()) < 1:
+        raise TargetError(f"mesh {describe_mesh(sizes)}: each axis takes a number of devices, 1 or more")
+    check(config, dict(sizes))
+    if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
+        there = f"{hosts} hosts of {devices_per_host}"
+        raise TargetError(f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number")
+    target = topology(hardware, hosts, devices_per_host)
+    cudnn = config.model.attention == "cudnn"
+    compiled = ask(with_attention(config, "xla"), sizes, target, timeout_s=timeout_s)
+    if not cudnn:
+        return compiled
+    scores = score_bytes(config, sizes)
+    note = "cuDNN's attention needs its library: compiled with XLA's, whose scores are modelled"
+    return dataclasses.replace(compiled, score_bytes=scores, notes=(*compiled.notes, note))
+
+
+def ask(
+    config: TrainConfig,
+    sizes: Mapping[str, int],
+    target: Topology,
+    *,
+    timeout_s: float,
+    worker: Sequence[str] = WORKER,
+    cache: Path | None = None,
+) -> Compiled:
+    """As `compile_for`, of a worker.
+
+    Args:
+      config: the run.
+      sizes: devices along each axis.
+      target: what to compile for.
+      timeout_s: seconds after which the worker is ended.
+      worker: the command, which reads a request and prints an answer.
+      cache: folder of earlier answers; by default the user's.
+    """
+    request = {
+        "config": to_plain(config),
+        "sizes": dict(sizes),
+        "target": dataclasses.asdict(target),
+        "cache": str(cache or cache_folder() / "compiled"),
+    }
+    done = process.run(worker, json.dumps(request), environment=child_environment(**CPU_ONLY), timeout_s=timeout_s)
+    return read_answer(done.out, target)
+
+
+def read_answer(text: str, target: Topology) -> Compiled:
+    """The answer of a worker: JSON on the last line of what it printed.
+
+    Raises:
+      TargetError: it is an error, or no answer.
+    """
+    try:
+        answer: dict[str, Any] = json.loads(text.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise TargetError(f"the compiler for the target gave no answer: {text[-200:]!r}") from None
+    if error := answer.get("error"):
+        raise TargetError(error)
+    moved = tuple(Moved(**{**one, "axes": tuple(one["axes"])}) for one in answer["collectives"])
+    notes = (_DIFFERENCES[target.platform], *answer["notes"])
+    sizes = {name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds")}
+    return Compiled(**sizes, score_bytes=0, collectives=moved, notes=notes)

@@ -1,0 +1,83 @@
+"""Devices that are not there, as `jax.experimental.topologies` has them, and the package that compiles for them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+
+from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.gpus import GPUS
+
+GPU_EXTRA, TPU_EXTRA = "estimate-gpu", "estimate-tpu"
+_GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_TPU_COMPILERS = ("libtpu",)
+_TPU_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
+"""Dimensions of the torus; a host of the flat ones holds 2x4 chips or fewer, one of v5p 2x2x1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """What to ask JAX for."""
+
+    platform: str
+    """cuda or tpu."""
+
+    name: str
+    """Of a TPU slice, `v5e:4x4`; of GPUs partitions, hosts and GPUs of each, `1x4x8`."""
+
+    target_config: str = ""
+    """Of a GPU."""
+
+    compiler: str
+    """The installed package that compiles for it, with its version."""
+
+
+def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
+    """The description of so many devices.
+
+    Args:
+      hardware: a name of the hardware table.
+      hosts: at least 1.
+      devices_per_host: at least 1.
+
+    Raises:
+      TargetError: no compiler for it is installed, or there is none that works without the device.
+    """
+    if hardware in GPUS:
+        compiler = installed(_GPU_COMPILERS, GPU_EXTRA)
+        name = f"1x{hosts}x{devices_per_host}"
+        return Topology(platform="cuda", name=name, target_config=GPUS[hardware].target_config(), compiler=compiler)
+    if hardware in _TPU_DIMS:
+        shape = torus(hosts * devices_per_host, _TPU_DIMS[hardware])
+        compiler = installed(_TPU_COMPILERS, TPU_EXTRA)
+        return Topology(platform="tpu", name=f"{hardware}:{'x'.join(map(str, shape))}", compiler=compiler)
+    known = ", ".join((*GPUS, *_TPU_DIMS))
+    raise TargetError(f"no compiler works for {hardware} without the device; there are some for {known}")
+
+
+def installed(packages: Sequence[str], extra: str) -> str:
+    """The first package that is installed, with its version.
+
+    Raises:
+      TargetError: none is; the message names the extra that brings it.
+    """
+    for package in packages:
+        try:
+            return f"{package} {metadata.version(package)}"
+        except metadata.PackageNotFoundError:
+            continue
+    raise TargetError(f"the compiler for this target is not installed: pip install 'jaxtp[{extra}]'")
+
+
+def torus(devices: int, dims: int) -> tuple[int, ...]:
+    """The shape nearest to a cube of so many devices.
+
+    Raises:
+      TargetError: their number is not a power of two.
+    """
+    if devices.bit_count() != 1:
+        near = 2 ** math.floor(math.log2(devices))
+        raise TargetError(f"{devices} TPUs: slices of a power of two are compiled for, such as {near} or {2 * near}")
+    exponent = devices.bit_length() - 1
+    small, rest = divmod(exponent, dims)
+    return tuple(2 ** (small + (i >= dims - rest)) for i in range(dims))

@@ -1,0 +1,210 @@
+"""Accelerators by name: memory, peak, bandwidth and links, each with its source; a user's own in YAML.
+
+Links are counted one way for each device. A domain is what the fast links join: a host of GPUs, a slice of TPUs;
+between domains each device has its share of the network. Peaks and bandwidths are those of data sheets; the shares of
+them that programs reach (`matmul_efficiency` and the like) are assumptions, to be replaced by measured ones in a file:
+
+    like: h100                # what is left out is as of this name
+    matmul_efficiency: 0.73
+    network: 25.0e+9          # bytes/s
+"""
+
+import dataclasses
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxtp.config import ConfigError, Count, NonNegative, Positive, nearest_file, validate
+
+GIB = 2**30
+PLATFORMS = ("cuda", "rocm", "tpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """One kind of device, and how devices of it are joined."""
+
+    name: str = "custom"
+    """As it is asked for."""
+
+    like: str = ""
+    """In a file: the one of the table that what is left out is taken from, and that it is compiled as."""
+
+    kind: str = ""
+    """What `jax.Device.device_kind` contains on it."""
+
+    platform: str = "cuda"
+    """cuda, rocm or tpu."""
+
+    memory: Positive = 80 * GIB
+    """Bytes that a program can see."""
+
+    flops: Positive = 1e15
+    """Dense bfloat16 FLOP/s at their peak."""
+
+    bandwidth: Positive = 3e12
+    """Bytes/s to and from its memory."""
+
+    link: Positive = 450e9
+    """Bytes/s that it sends to the others of its domain, in one direction."""
+
+    domain: Count = 8
+    """Devices that fast links join."""
+
+    network: Positive = 50e9
+    """Bytes/s that it sends out of its domain, in one direction."""
+
+    reserved: NonNegative = 2.0 * GIB
+    """Bytes outside JAX's allocator: context, kernels, communication buffers. An assumption."""
+
+    matmul_efficiency: Positive = 0.7
+    """Share of the peak that a large matrix product reaches. An assumption."""
+
+    bandwidth_efficiency: Positive = 0.85
+    """Share of the memory's bandwidth that a large kernel reaches. An assumption."""
+
+    link_efficiency: Positive = 0.8
+    """Share of a link that a large collective reaches. An assumption: 360 of 450 GB/s on an H100."""
+
+    latency: NonNegative = 15e-6
+    """Seconds that a collective takes however little it sends. An assumption."""
+
+    source: str = ""
+    """Where the numbers are from."""
+
+
+def _gpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
+    """GB/s for the three bandwidths."""
+    network = others.pop("network", 50.0)
+    return Hardware(
+        name=name,
+        kind=kind,
+        memory=gib * GIB,
+        flops=tflops * 1e12,
+        bandwidth=bandwidth * 1e9,
+        link=link * 1e9,
+        network=network * 1e9,
+        **others,
+    )
+
+
+def _tpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
+    """A mesh axis lies along one axis of the torus: two of its links, one each way round."""
+    tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, "latency": 3e-6, **others}
+    return _gpu(name, kind, gib, tflops, bandwidth, link, **tpu)
+
+
+_DGX = "NVIDIA data sheet of the {} (SXM: dense bfloat16, half of NVLink's two-way bandwidth) and of its DGX (network)"
+_CLOUD = "cloud.google.com/tpu/docs/{} (HBM as XLA reports it); a link's bandwidth: jax-ml.github.io/scaling-book/tpus"
+
+TABLE = {
+    hardware.name: hardware
+    for hardware in (
+        _gpu("a100-40", "A100-SXM4-40GB", 39.4, 312, 1555, 300, network=25.0, source=_DGX.format("A100 40GB")),
+        _gpu("a100", "A100", 79.1, 312, 2039, 300, network=25.0, source=_DGX.format("A100 80GB")),
+        _gpu("h100", "H100", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
+        _gpu("h200", "H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
+        _gpu("b200", "B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
+        _gpu(
+            "l40s",
+            "L40S",
+            44.4,
+            362,
+            864,
+            32,
+            network=12.5,
+            source="NVIDIA data sheet of the L40S (PCIe 4.0 x16, no NVLink); the network, 100 Gb/s each, is assumed",
+        ),
+        _gpu(
+            "rtx4090",
+            "RTX 4090",
+            23.5,
+            165.2,
+            1008,
+            16,
+            network=1.6,
+            source="NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it goes "
+            "through the host; the network, 100 Gb/s for eight, is assumed",
+        ),
+        _gpu(
+            "mi300x",
+            "MI300X",
+            191.5,
+            1307.4,
+            5300,
+            448,
+            platform="rocm",
+            source="AMD data sheet of the MI300X: seven Infinity Fabric links of 64 GB/s one way",
+        ),
+        _tpu("v5e", "TPU v5 lite", 15.75, 197, 819, 90, domain=256, source=_CLOUD.format("v5e")),
+        _tpu("v5p", "TPU v5", 95.74, 459, 2765, 180, domain=8960, source=_CLOUD.format("v5p")),
+        _tpu("v6e", "TPU v6 lite", 31.25, 918, 1638, 180, domain=256, source=_CLOUD.format("v6e")),
+    )
+}
+"""By name. Memory is what the driver leaves of the size on the label."""
+
+_ALIASES = {"a100-80": "a100", "tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v6e", "4090": "rtx4090"}
+
+
+def find(name: str) -> Hardware:
+    """The hardware of a name in the table, in any case; or that of a YAML file.
+
+    Raises:
+      ConfigError: neither is there; the nearest names are given.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return read(Path(name))
+    key = name.lower().replace("_", "-")
+    key = _ALIASES.get(key, key)
+    if key not in TABLE:
+        close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
+        raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}, or a YAML file of yours")
+    return TABLE[key]
+
+
+def parse(text: str) -> tuple[Hardware, int]:
+    """`h100x8` or `mine.yamlx8` as the hardware and the number of devices.
+
+    Raises:
+      ConfigError: it is not of that form, or the hardware is not known.
+    """
+    found = re.fullmatch(r"(?P<name>.+?)x(?P<count>\d+)", text)
+    if found is None:
+        find(text)
+        raise ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
+    if (count := int(found["count"])) < 1:
+        raise ConfigError(f"--hardware {text}: {count} devices are none; 1 or more")
+    return find(found["name"]), count
+
+
+def read(path: Path) -> Hardware:
+    """A YAML file of a `Hardware`'s fields; `like` names the one in the table that the others are taken from.
+
+    Raises:
+      ConfigError: it cannot be read, or says what is not understood.
+    """
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a YAML file: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected keys such as 'memory:', found {values!r}")
+    like = values.get("like")
+    base = {} if like is None else dataclasses.asdict(find(str(like)))
+    hardware = validate(Hardware, {**base, "name": path.stem, "source": str(path), **values}, source=str(path))
+    if hardware.platform not in PLATFORMS:
+        raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
+    return hardware
+
+
+def of_kind(device_kind: str) -> Hardware | None:
+    """The hardware that a `jax.Device.device_kind` names; None if the table has none."""
+    matches = [hardware for hardware in TABLE.values() if hardware.kind in device_kind]
+    return max(matches, key=lambda hardware: len(hardware.kind), default=None)

@@ -1,0 +1,228 @@
+"""Bytes that a training step takes on each device, by kind: the state exactly, the rest modelled; arithmetic only.
+
+A step has two moments at which it may hold most. Between forward and backward pass there are the gradients of all
+blocks (XLA makes room for them before the forward pass), what the blocks keep, and the working sets of the loss and of
+the last block. In the update there are all gradients and, because a step that is not finite must change nothing, the
+new parameters beside the old. The larger of the two is the peak.
+
+Not modelled: temporaries of muon, which multiplies whole matrices, and of dropout; small arrays; gaps in XLA's block of
+temporaries. `scripts/estimate_accuracy.py` compares with XLA's compiler for GPUs.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.layers.attention import Implementation
+from jaxtp.layers.lora import trained
+from jaxtp.mesh import DP, FSDP, axes_of
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.activations import (
+    Local,
+    block_bytes,
+    kept_bytes,
+    local_sizes,
+    loss_bytes,
+    score_bytes_of_block,
+)
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.state import TrainState
+
+MODEL, BLOCKS = "model.", "model.blocks."
+OVERLAP = 3
+"""Of the working sets of the loss and of the last block the larger counts whole, of the smaller one part in so many:
+XLA's schedule begins the one before the other has ended, sometimes all of it, sometimes none."""
+
+_ROW_KERNELS = (f"{BLOCKS}attention.out.kernel", f"{BLOCKS}mlp.down.kernel")
+_INT32 = 4
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """One array of a train state, as it is declared, on no mesh in particular."""
+
+    name: str
+    """Its dotted path."""
+
+    shape: tuple[int, ...]
+    """Without padding."""
+
+    itemsize: int
+    """Bytes of an element."""
+
+    axes: tuple[tuple[str, ...], ...]
+    """The mesh axes that divide each dim."""
+
+    trained: bool
+    """It has a gradient."""
+
+    def bytes_per_device(self, sizes: Mapping[str, int]) -> int:
+        """Bytes on each device of a mesh; a dim that its devices do not divide, such as a vocabulary, is padded."""
+        parts = [math.prod(sizes[axis] for axis in axes) for axes in self.axes]
+        return self.itemsize * math.prod(-(-dim // part) for dim, part in zip(self.shape, parts, strict=True))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on each device when a step holds most, by kind."""
+
+    parameters: int
+    """Exact."""
+
+    optimizer: int
+    """Moments and counters; exact."""
+
+    gradients: int
+    """In the parameters' dtype, and their sums over micro-batches; modelled, as all that follows but the batch."""
+
+    updates: int
+    """New parameters beside the old."""
+
+    gathered_weights: int
+    """Weights as layers multiply with them: cast, gathered, in another layout; and their gradients before reduction."""
+
+    activations: int
+    """What blocks keep for the backward pass, and what one of them works on."""
+
+    logits: int
+    """Of the loss's chunk, with the head and the gradient that it sums up."""
+
+    batch: int
+    """Tokens, labels and segments; exact."""
+
+    @property
+    def state(self) -> int:
+        """What stays between steps: parameters and optimizer."""
+        return self.parameters + self.optimizer
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+
+def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
+    """Every array of a run's state. It depends on the model and the optimizer alone: one trace does for all meshes."""
+    optimizer = optimizers.build(config.optimizer, config.train.steps)
+    state = nnx.state(nnx.eval_shape(lambda: TrainState(config.model, optimizer, seed=0)))
+    kind = trained(config.model.lora)
+    return tuple(_stored(name, variable, kind) for name, variable in named_variables(state).items())
+
+
+def memory_per_device(
+    config: TrainConfig, sizes: Mapping[str, int], arrays: Iterable[StoredArray] | None = None
+) -> Memory:
+    """What a training step takes on each device.
+
+    Args:
+      config: the run; its own mesh is not looked at.
+      sizes: devices along each axis, of a mesh that can hold it.
+      arrays: `stored_arrays(config)`, where they are known already.
+    """
+    held = _Held.of(stored_arrays(config) if arrays is None else arrays, sizes)
+    moments = (_backward(config, sizes, held), _update(config, sizes, held))
+    return max(moments, key=lambda memory: memory.total)
+
+
+def score_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
+    """What the peak loses if attention is cuDNN's, which never has its scores whole: modelled.
+
+    Args:
+      config: the run; its attention is not looked at.
+      sizes: devices along each axis.
+    """
+    arrays = stored_arrays(config)
+    kernels: tuple[Implementation, ...] = ("xla", "cudnn")
+    xla, cudnn = (memory_per_device(with_attention(config, kernel), sizes, arrays).total for kernel in kernels)
+    return xla - cudnn
+
+
+def with_attention(config: TrainConfig, implementation: Implementation) -> TrainConfig:
+    """The run with another kernel of attention."""
+    model = replace(config.model, attention=implementation)
+    return replace(config, model=model)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Bytes of parts of the state on a device."""
+
+    parameters: int
+    optimizer: int
+    trained: int
+    trained_blocks: int
+    row_kernels: int
+
+    @classmethod
+    def of(cls, arrays: Iterable[StoredArray], sizes: Mapping[str, int]) -> "_Held":
+        held = [(array, array.bytes_per_device(sizes)) for array in arrays]
+        return cls(
+            parameters=sum(size for a, size in held if a.name.startswith(MODEL)),
+            optimizer=sum(size for a, size in held if not a.name.startswith(MODEL)),
+            trained=sum(size for a, size in held if a.trained),
+            trained_blocks=sum(size for a, size in held if a.trained and a.name.startswith(BLOCKS)),
+            row_kernels=sum(size for a, size in held if a.name in _ROW_KERNELS),
+        )
+
+
+def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memory:
+    local = local_sizes(config, sizes)
+    summed = held.trained if config.train.accumulation > 1 else 0
+    transposed = held.row_kernels if sizes[FSDP] > 1 else 0  # gathered along their last dim, which must then be first
+    weights = _block_weights(local, held, gathered=sizes[FSDP] > 1)
+    working = score_bytes_of_block(local) + block_bytes(local)
+    logits = loss_bytes(local)
+    if logits < weights + working:
+        logits //= OVERLAP
+    else:
+        weights, working = weights // OVERLAP, working // OVERLAP
+    return Memory(
+        parameters=held.parameters,
+        optimizer=held.optimizer,
+        gradients=held.trained_blocks + summed,
+        updates=0,
+        gathered_weights=transposed + weights,
+        activations=kept_bytes(local) + working,
+        logits=logits,
+        batch=_batch_bytes(config, sizes),
+    )
+
+
+def _block_weights(local: Local, held: _Held, gathered: bool) -> int:
+    """Of the block at work: its weights in the compute dtype, and its gradients before they are reduced over fsdp."""
+    has_gradient = gathered and held.trained == held.parameters
+    reduce = jnp.dtype(local.model.precision.reduce).itemsize if has_gradient else 0
+    return local.block_weights * (local.compute + reduce)
+
+
+def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memory:
+    return Memory(
+        parameters=held.parameters,
+        optimizer=held.optimizer,
+        gradients=held.trained,
+        updates=held.trained,
+        gathered_weights=0,
+        activations=0,
+        logits=0,
+        batch=_batch_bytes(config, sizes),
+    )
+
+
+def _batch_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
+    """Inputs, labels and, of packed documents, segments: of the whole step, int32."""
+    arrays = 3 if config.data.packed else 2
+    rows = config.data.global_batch_size // (sizes[DP] * sizes[FSDP])
+    return arrays * rows * config.data.sequence_length * _INT32
+
+
+def _stored(name: str, variable: nnx.Variable[Any], kind: type[nnx.Variable[Any]]) -> StoredArray:
+    spec = tuple(variable.get_metadata().get("out_sharding") or ())
+    spec += (None,) * (len(variable.shape) - len(spec))
+    axes = tuple(axes_of(entry) for entry in spec)
+    shape, itemsize = tuple(variable.shape), variable.dtype.itemsize
+    return StoredArray(name, shape, itemsize, axes, name.startswith(MODEL) and isinstance(variable, kind))

@@ -1,0 +1,163 @@
+"""Modelled memory of a training step beside what the compiler for an H100 allots, on a machine without one.
+
+    python scripts/estimate_accuracy.py                  # compile what is not in the results yet, then the table
+    python scripts/estimate_accuracy.py --table-only
+
+Each point is a Llama shape, a sequence length, a remat policy and a mesh; the compiler's numbers are appended to
+scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and goes on. It needs the extra
+estimate-gpu.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+from pathlib import Path
+
+import jaxtp
+from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.target import compile_for
+from jaxtp.mesh import AXES
+from jaxtp.parallel.tables import columns
+from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
+from jaxtp.train.memory import memory_per_device
+
+RESULTS = Path(__file__).parent / "results" / "estimate_accuracy.jsonl"
+GB = 1e9
+SHAPES = {
+    "1b": {"d_model": 2048, "num_layers": 16, "num_heads": 32, "head_dim": 64, "d_ff": 8192, "tie_embeddings": True},
+    "8b": {"d_model": 4096, "num_layers": 32, "num_heads": 32, "head_dim": 128, "d_ff": 14336},
+    "70b": {"d_model": 8192, "num_layers": 80, "num_heads": 64, "head_dim": 128, "d_ff": 28672},
+}
+"""Llama 3.2 1B, Llama 3 8B and 70B."""
+
+POLICIES = ("none", "save_dots", "save_gathered", "full", "offload")
+SEQUENCES = (2048, 4096, 8192)
+MESHES = [
+    (1, f, t) for f, t in [(1, 1), (8, 1), (1, 8), (2, 2), (4, 1), (1, 2), (8, 8), (2, 4), (4, 8), (1, 4), (8, 2)]
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """What is compiled."""
+
+    shape: str
+    sequence: int
+    remat: str
+    mesh: tuple[int, int, int]
+    micro: int = 1
+    accumulation: int = 1
+    packing: str = "documents"
+
+    def config(self) -> TrainConfig:
+        model = jaxtp.ModelConfig(
+            vocab_size=128256,
+            num_kv_heads=8,
+            rope_theta=500000.0,
+            remat=self.remat,
+            loss_chunk=512,
+            precision=jaxtp.Precision(compute="bfloat16"),
+            **SHAPES[self.shape],
+        )
+        dp, fsdp, _ = self.mesh
+        rows = dp * fsdp * self.micro * self.accumulation
+        data = DataConfig(sequence_length=self.sequence, global_batch_size=rows, packing=self.packing)
+        return TrainConfig(model=model, data=data, train=LoopConfig(accumulation=self.accumulation, z_loss=1e-4))
+
+    def cells(self) -> tuple[str, ...]:
+        mesh = " ".join(map(str, self.mesh))
+        return self.shape, str(self.sequence), self.remat, mesh, f"{self.micro} x {self.accumulation}"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(zip(AXES, self.mesh, strict=True))
+
+    @property
+    def key(self) -> str:
+        return json.dumps(dataclasses.astuple(self))
+
+    @classmethod
+    def from_key(cls, key: str) -> "Point":
+        return cls(*(tuple(value) if isinstance(value, list) else value for value in json.loads(key)))
+
+
+def points() -> list[Point]:
+    """Every shape with every policy four times, the lengths and meshes going round; and what these leave out."""
+    everywhere = [
+        Point(shape, SEQUENCES[(i // 15 + i) % 3], policy, MESHES[7 * i % len(MESHES)])
+        for i, (_, policy, shape) in enumerate((r, p, s) for r in range(4) for p in POLICIES for s in SHAPES)
+    ]
+    return [
+        *everywhere,
+        Point("8b", 8192, "full", (1, 8, 1), accumulation=4),
+        Point("8b", 4096, "save_dots", (1, 2, 4), accumulation=2),
+        Point("1b", 2048, "full", (8, 1, 1), micro=4),
+        Point("8b", 2048, "save_gathered", (2, 2, 2), micro=2),
+        Point("70b", 8192, "full", (1, 8, 8), accumulation=2),
+        Point("8b", 8192, "full", (1, 4, 2), packing="concatenated"),
+    ]
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table-only", action="store_true", help="compile nothing")
+    arguments = parser.parse_args(argv)
+    if not arguments.table_only:
+        compile_missing()
+    print(table(read()))
+
+
+def compile_missing() -> None:
+    """Appends a line for each point that has none."""
+    done = read()
+    for point in points():
+        if point.key in done:
+            continue
+        devices = point.mesh[0] * point.mesh[1] * point.mesh[2]
+        hosts = max(1, devices // 8)
+        try:
+            compiled = compile_for(
+                point.config(), point.sizes, "h100", hosts=hosts, devices_per_host=devices // hosts, timeout_s=600
+            )
+        except TargetError as error:
+            print(f"{point}: {error}", flush=True)
+            continue
+        row = {"point": point.key, **dataclasses.asdict(compiled)}
+        with RESULTS.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(f"{point}: {compiled.peak_bytes / GB:.2f} GB in {compiled.seconds:.0f} s", flush=True)
+
+
+def read() -> dict[str, dict]:
+    """Rows by point."""
+    lines = RESULTS.read_text().splitlines() if RESULTS.exists() else []
+    return {row["point"]: row for row in map(json.loads, lines)}
+
+
+def table(rows: dict[str, dict]) -> str:
+    """Modelled beside compiled, and how far apart: the whole, and what is not state alone."""
+    header = ("shape", "sequence", "remat", "dp fsdp tp", "rows x acc", "state", "compiled", "modelled", "error, %")
+    cells, errors, alone = [], [], []
+    for point in points():
+        if row := rows.get(point.key):
+            modelled = memory_per_device(point.config(), point.sizes)
+            errors.append(modelled.total / row["peak_bytes"] - 1)
+            alone.append((modelled.total - row["argument_bytes"]) / row["temp_bytes"] - 1)
+            cells.append(
+                (*point.cells(), *(f"{n / GB:.2f}" for n in (modelled.state, row["peak_bytes"], modelled.total)))
+            )
+            cells[-1] += (f"{100 * errors[-1]:+.1f}",)
+    summary = [f"{name}: {spread(errors)}" for name, errors in (("whole", errors), ("temporaries alone", alone))]
+    return "\n".join((columns(header, cells), "", *summary))
+
+
+def spread(errors: list[float]) -> str:
+    sizes = [abs(error) for error in errors]
+    within = sum(size <= 0.15 for size in sizes)
+    median, worst = (100 * size for size in (statistics.median(sizes), max(sizes)))
+    return f"{within} of {len(sizes)} within 15%, median {median:.1f}%, worst {worst:.1f}%"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,169 @@
+"""`python -m jaxtp.estimate` as its users meet it."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from jaxtp.estimate import __main__ as command
+from jaxtp.estimate.__main__ import main
+from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.partitioned import Partitioned, planned_bytes
+from jaxtp.estimate.target import Compiled
+from jaxtp.parallel.schedule import Moved
+
+ROOT = Path(__file__).parent.parent.parent
+TINY = ["--config", str(ROOT / "configs/tiny.yaml")]
+
+
+@pytest.mark.parametrize(
+    ("config", "hardware"),
+    [("llama3_8b", "h100x8"), ("llama3_70b", "h100x64"), ("llama3_405b", "h100x512")],
+)
+def test_shipped_configurations_are_answered_in_ten_seconds(config, hardware, tmp_path, capsys):
+    file = tmp_path / "sub" / "estimate.json"
+    started = time.process_time()
+    code = main(["--config", str(ROOT / f"configs/{config}.yaml"), "--hardware", hardware, "--json", str(file)])
+    assert time.process_time() - started < 10
+    record = json.loads(file.read_text())
+    assert code == 0
+    best, out = record["meshes"][0], capsys.readouterr().out
+    assert best["fits"]
+    assert best["dp"] * best["fsdp"] * best["tp"] == record["devices"]
+    assert sum(size for kind, size in best["bytes_per_device"].items() if kind != "total") == pytest.approx(
+        best["bytes_per_device"]["total"]
+    )
+    assert best["bytes_per_device"]["total"] <= record["bytes_for_jax"]
+    low, high = best["tokens_per_second_range"]
+    assert low <= best["tokens_per_second"] <= high
+    assert {"kind", "axes", "bytes_sent", "count"} <= best["collectives"][0].keys()
+    fitting = [mesh["tokens_per_second"] for mesh in record["meshes"] if mesh["fits_surely"]]
+    assert fitting == sorted(fitting, reverse=True)
+    assert record["provenance"]["bytes_per_device"]["parameters"] == "exact"
+    assert "is the fastest that surely fits" in out
+    assert "exact" in out
+    assert "modelled" in out
+
+
+def test_one_mesh_and_its_settings_as_they_are(tmp_path, capsys):
+    file = tmp_path / "estimate.json"
+    flags = ["--hardware", "h100x8", "--mesh", "fsdp=2,tp=4", "--as-configured", "--json", str(file)]
+    assert main([*TINY, *flags]) == 0
+    (mesh,) = json.loads(file.read_text())["meshes"]
+    assert (mesh["dp"], mesh["fsdp"], mesh["tp"], mesh["remat"], mesh["accumulation"]) == (1, 2, 4, "full", 1)
+    assert "fsdp 2 x tp 4" in capsys.readouterr().out
+
+
+def test_compiled_too(tmp_path, capsys):
+    file = tmp_path / "estimate.json"
+    assert main([*TINY, "--hardware", "a100x8", "--mesh", "fsdp=2,tp=4", "--tier", "2", "--json", str(file)]) == 0
+    tier_2 = json.loads(file.read_text())["tier_2"]
+    assert tier_2["equal_to_tier_1"]
+    assert tier_2["planned"]
+    assert "moves what tier 1 says, in kind, axes and bytes, and nothing else" in capsys.readouterr().out
+
+
+@pytest.fixture
+def without_compiling(monkeypatch):
+    """Tier 2 finds what tier 1 says."""
+    quick = lambda best: Partitioned(planned_bytes(best.moves), planned_bytes(best.moves), (), (), 1.0, ())
+    monkeypatch.setattr(command, "compile_partitioned", quick)
+
+
+FLAGS = [*TINY, "--hardware", "h100x8", "--mesh", "fsdp=2,tp=4", "--tier", "3"]
+
+
+@pytest.mark.usefixtures("without_compiling")
+def test_what_tier_3_cannot_do_takes_nothing_back(tmp_path, monkeypatch, capsys):
+    def missing(*args, **kwargs):
+        raise TargetError("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'")
+
+    monkeypatch.setattr(command, "compile_for", missing)
+    file = tmp_path / "estimate.json"
+    assert main([*FLAGS, "--json", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.endswith("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'\n")
+    assert "moves what tier 1 says" in captured.out
+    record = json.loads(file.read_text())
+    assert record["meshes"][0]["fits"]
+    assert record["tier_2"]["equal_to_tier_1"]
+    assert "estimate-gpu" in record["tier_3"]["error"]
+
+
+@pytest.mark.usefixtures("without_compiling")
+@pytest.mark.parametrize(("peak", "verdict"), [(1e9, "fits"), (64e9, "does not fit")])
+def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def compiled(*args, **kwargs):
+        asked.append((*args[1:], kwargs))
+        sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak), "score_bytes": 0}
+        moved = Moved(kind="all-gather", axes=("tp",), count=3, bytes=4 * 10**9, overlapped=2, computing=7)
+        return Compiled(**sizes, collectives=(moved,), seconds=5.0, notes=("a note",))
+
+    monkeypatch.setattr(command, "compile_for", compiled)
+    file = tmp_path / "estimate.json"
+    assert main([*FLAGS, "--json", str(file)]) == 0
+    sizes = {"dp": 1, "fsdp": 2, "tp": 4}
+    assert asked == [(sizes, "h100", {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0})]
+    tier_3 = json.loads(file.read_text())["tier_3"]
+    assert tier_3["fits"] == (verdict == "fits")
+    assert tier_3["collectives"][0]["computing"] == 7
+    out = capsys.readouterr().out
+    assert f"of 63.70 for JAX: {verdict}\n" in out
+    assert "(a note)" in out
+
+
+def test_generating(tmp_path, capsys):
+    file = tmp_path / "estimate.json"
+    assert main([*TINY, "--hardware", "h100x8", "--generate", "16", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["generation"][0]["bytes_per_device"]["cache"] > 0
+    assert "generating 16 rows of 128 tokens" in capsys.readouterr().out
+
+
+def test_nothing_fits(tmp_path, capsys):
+    own = tmp_path / "small.yaml"
+    own.write_text("like: rtx4090\nmemory: 9.0e+9")
+    assert main(["--config", str(ROOT / "configs/llama3_8b.yaml"), "--hardware", f"{own}x2"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit" in out
+    assert "Nothing fits. The least is " in out
+    assert " x small would do: " in out
+
+
+def test_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plot.png"
+    assert main([*TINY, "--hardware", "h100x8", "--plot", str(file)]) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert "Will it fit" in out
+    assert "--hardware h100x8" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--hardware h1000x8", "hardware 'h1000' is not known; did you mean h100"),
+        ("--hardware h100", "how many devices? Such as h100x8"),
+        ("--hardware h100x8 --mesh tp=4", "is 4 devices, and --hardware h100x8 is 8"),
+        ("--hardware h100x8 --mesh pp=8", "'pp' is not an axis; they are dp, fsdp, tp"),
+        ("--hardware h100x3 --mesh tp=3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
+        ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
+        ("--hardware h100x8 --plot plot.xyz", "--plot plot.xyz: pictures are "),
+        ("--hardware h100x8 --memory-fraction 2", "memory_fraction"),
+        ("--config nothing.yaml", "nothing.yaml: No such file"),
+    ],
+)
+def test_mistakes(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(flags.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("python -m jaxtp.estimate: error: ")

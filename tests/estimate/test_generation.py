@@ -1,0 +1,62 @@
+"""What generating takes."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+import jaxtp
+from jaxtp.config import ConfigError
+from jaxtp.estimate.generation import cache_bytes, generations, table
+from jaxtp.estimate.search import Target, all_meshes, describe_model
+from jaxtp.hardware import find
+from jaxtp.layers.cache import STACK_SPEC, empty_cache
+from jaxtp.mesh import make_mesh, mesh_sizes
+from jaxtp.train.config import TrainConfig
+
+MODEL = jaxtp.ModelConfig(d_model=64, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64)
+CONFIG = TrainConfig(model=MODEL)
+FACTS = describe_model(CONFIG)
+ROWS, LENGTH = 8, 40
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2), (1, 1, 8), (2, 2, 2), (1, 2, 4)], ids=str)
+def test_the_cache_is_that_of_the_layers(sizes):
+    mesh = make_mesh(*sizes)
+    with jax.set_mesh(mesh):
+        cache = jax.eval_shape(lambda: empty_cache(3, ROWS, LENGTH, 2, 8, "float32"))
+    shard = jax.sharding.NamedSharding(mesh, STACK_SPEC).shard_shape(cache.keys.shape)
+    assert cache_bytes(MODEL, mesh_sizes(mesh), ROWS, LENGTH) == 2 * math.prod(shard) * 4
+
+
+def found(room=1e12, rows=ROWS):
+    return generations(MODEL, Target(find("h100"), 8, room), FACTS, all_meshes(8), rows, LENGTH)
+
+
+def test_meshes_are_ranked_and_divide_the_rows():
+    every = found()
+    speeds = [one.tokens_per_second for one in every]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(ROWS % (one.sizes["dp"] * one.sizes["fsdp"]) == 0 for one in every)
+    assert len(found(rows=2)) < len(every)
+    tight = found(room=sorted(one.weights + one.cache for one in every)[len(every) // 2])
+    flags = [one.fits for one in tight]
+    assert flags == sorted(flags, reverse=True)
+    assert len(set(flags)) == 2
+    assert "does not fit" in table(tight, LENGTH)
+
+
+def test_weights_are_split_by_fsdp_and_tp():
+    by_mesh = {tuple(one.sizes.values()): one.weights for one in found()}
+    assert by_mesh[8, 1, 1] == 8 * by_mesh[1, 8, 1]
+    halves = dataclasses.replace(MODEL, precision=jaxtp.Precision(compute="bfloat16"))
+    target = Target(find("h100"), 8, 1e12)
+    half = generations(halves, target, FACTS, all_meshes(8), ROWS, LENGTH)
+    assert {tuple(one.sizes.values()): 2 * one.weights for one in half} == by_mesh
+
+
+def test_rows_that_no_mesh_divides():
+    one = [{"dp": 8, "fsdp": 1, "tp": 1}]
+    with pytest.raises(ConfigError, match="--generate 3: no mesh of 8 devices"):
+        generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, one, 3, LENGTH)

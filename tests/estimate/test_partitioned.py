@@ -1,0 +1,109 @@
+"""Tier 1 beside the partitioned program: equal on every mesh, and what nobody planned is called out."""
+
+import dataclasses
+import inspect
+import os
+
+import jax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp.config import ConfigError
+from jaxtp.estimate import partitioned
+from jaxtp.estimate.compiled import partitioned_lines
+from jaxtp.estimate.partitioned import MAX_DEVICES, compile_partitioned, request_devices
+from jaxtp.estimate.search import Target, describe_model, estimate
+from jaxtp.hardware import find
+from jaxtp.mesh import fitting_meshes
+from jaxtp.models import decoder
+from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, TrainConfig
+
+MODEL = jaxtp.ModelConfig(
+    vocab_size=61, d_model=32, num_layers=2, num_heads=16, num_kv_heads=4, head_dim=8, d_ff=64, loss_chunk=8
+)
+CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=32, global_batch_size=32))
+MESHES = [*fitting_meshes(8), (1, 1, 16), (2, 1, 8), (1, 4, 4)]
+QUICK = [(2, 2, 2), (1, 8, 1), (1, 1, 8), (1, 2, 4)]
+VARIETY = [("none", 1, True), ("save_gathered", 2, None), ("save_dots", 1, None), ("full", 2, False)]
+"""Remat, micro-batches, sequence-parallel: each mesh takes the next."""
+
+
+def setting(mesh, remat="full", accumulation=1, sequence_parallel=None):
+    model = dataclasses.replace(MODEL, remat=remat, sequence_parallel=sequence_parallel if mesh[2] > 1 else None)
+    config = dataclasses.replace(
+        CONFIG,
+        model=model,
+        mesh=MeshConfig(dp=mesh[0], fsdp=mesh[1], tp=mesh[2]),
+        train=LoopConfig(accumulation=accumulation),
+    )
+    hardware = find("h100")
+    return estimate(config, Target(hardware, mesh[0] * mesh[1] * mesh[2], hardware.memory), describe_model(config))
+
+
+def test_there_are_twelve_meshes():
+    assert len(set(MESHES)) >= 12
+    assert set(QUICK) <= set(MESHES)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "variety"),
+    [
+        pytest.param(mesh, VARIETY[i % len(VARIETY)], marks=() if mesh in QUICK else pytest.mark.slow, id=str(mesh))
+        for i, mesh in enumerate(MESHES)
+    ],
+)
+def test_tier_1_is_what_the_partitioned_program_moves(mesh, variety):
+    found = compile_partitioned(setting(mesh, *variety))
+    assert found.realised.keys() == found.planned.keys()
+    assert found.realised == pytest.approx(found.planned)
+    assert found.equal
+    assert not found.problems
+    assert not found.warnings
+
+
+def plant(monkeypatch):
+    """Between attention and MLP, the whole batch on every device; returns the line that asks for it."""
+    norm = decoder.DecoderBlock.__call__
+
+    def resharding(self, x_BTD, *rest):
+        mesh = jax.sharding.get_abstract_mesh()
+        x_BTD = jax.lax.with_sharding_constraint(x_BTD, NamedSharding(mesh, P(None, None, None)))
+        return norm(self, x_BTD, *rest)
+
+    monkeypatch.setattr(decoder.DecoderBlock, "__call__", resharding)
+    lines, first = inspect.getsourcelines(resharding)
+    return first + next(i for i, line in enumerate(lines) if "with_sharding_constraint" in line)
+
+
+def test_a_planted_reshard_is_called_out_with_its_line(monkeypatch):
+    line = plant(monkeypatch)
+    one = setting((1, 2, 4))
+    found = compile_partitioned(one)
+    assert not found.equal
+    unasked = [problem for problem in found.problems if "the compiler added it" in problem]
+    assert any(f"test_partitioned.py:{line}" in problem for problem in unasked), found.problems
+    assert any("all-gather of float32 32x32x32 (131,072 bytes) over fsdp" in problem for problem in unasked)
+    text = "\n".join(partitioned_lines(one, found))
+    assert "does not move what tier 1 says" in text
+    assert unasked[0] in text
+
+
+def test_what_the_compiler_prints_is_kept():
+    with partitioned._stderr() as lines:
+        os.write(2, b"E0000 [SPMD] Involuntary full rematerialization\n")
+    assert lines == ["E0000 [SPMD] Involuntary full rematerialization"]
+
+
+def test_more_devices_than_a_process_can_have():
+    many = dataclasses.replace(setting((1, 1, 8)), target=Target(find("h100"), 2 * MAX_DEVICES, 1.0))
+    with pytest.raises(ConfigError, match="at most 1,024 virtual CPU devices"):
+        request_devices(many)
+
+
+def test_only_what_a_cpu_has_is_compiled():
+    model = dataclasses.replace(MODEL, attention="cudnn", remat="offload")
+    config, notes = partitioned._for_cpu(dataclasses.replace(CONFIG, model=model))
+    assert (config.model.attention, config.model.remat) == ("xla", "full")
+    assert len(notes) == 2

@@ -1,0 +1,109 @@
+"""What is tried, what is refused, and how the rest is ranked and explained."""
+
+import dataclasses
+
+import pytest
+
+import jaxtp
+from jaxtp.config import ConfigError
+from jaxtp.estimate.remedies import what_would_fit
+from jaxtp.estimate.search import NEAR, REMATS, Target, all_meshes, describe_model, estimate, search, target
+from jaxtp.estimate.words import why
+from jaxtp.hardware import find
+from jaxtp.mesh import make_mesh
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
+from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
+
+H100 = find("h100")
+MODEL = jaxtp.ModelConfig(
+    vocab_size=1001,
+    d_model=512,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=64,
+    d_ff=2048,
+    precision=jaxtp.Precision(compute="bfloat16"),
+)
+CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=2048, global_batch_size=32))
+MODEL_FACTS = describe_model(CONFIG)
+
+
+def found(room=1e12, devices=8, config=CONFIG, **options):
+    return search(config, Target(H100, devices, room), MODEL_FACTS, all_meshes(devices), **options)
+
+
+def test_every_mesh_of_the_devices():
+    meshes = all_meshes(12)
+    assert len({tuple(mesh.values()) for mesh in meshes}) == len(meshes) == 18
+    assert all(mesh["dp"] * mesh["fsdp"] * mesh["tp"] == 12 for mesh in meshes)
+
+
+def test_those_that_fit_come_first_and_the_fastest_of_them():
+    loose = found()
+    sizes = sorted(setting.memory.total for setting in loose.all)
+    tight = found(room=sizes[len(sizes) // 2])
+    flags = [setting.fits for setting in tight.settings]
+    assert flags == sorted(flags, reverse=True)
+    assert True in flags
+    for surely in (True, False):
+        times = [setting.time.expected for setting in tight.fitting if setting.fits_surely == surely]
+        assert times == sorted(times)
+    for best in (setting for setting in tight.fitting if setting.fits_surely):
+        same = [other for other in tight.all if other.sizes == best.sizes and other.fits_surely]
+        as_fast = [o for o in same if o.time.expected <= NEAR * min(other.time.expected for other in same)]
+        assert best in as_fast
+        assert best.memory.total == min(other.memory.total for other in as_fast)
+    assert {setting.config.model.remat for setting in tight.all} == set(REMATS)
+
+
+def test_what_cannot_run_is_refused_with_its_reason():
+    refused = found(devices=16).refused
+    assert "model.num_heads=8 is not divisible by mesh.tp=16" in refused["dp 1 x fsdp 1 x tp 16"]
+    with pytest.raises(ConfigError, match="no mesh can run this configuration"):
+        search(CONFIG, Target(H100, 7, 1e12), MODEL_FACTS, [{"dp": 1, "fsdp": 1, "tp": 7}])
+
+
+def test_as_configured_changes_the_mesh_alone():
+    for setting in found(as_configured=True).settings:
+        assert dataclasses.replace(setting.config, mesh=CONFIG.mesh) == CONFIG
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)], ids=str)
+def test_parameters_and_state_are_those_of_a_run(sizes):
+    mesh = make_mesh(*sizes)
+    plan = plan_state(MODEL, optimizers.build(CONFIG.optimizer, 10), mesh)
+    assert MODEL_FACTS.parameters == parameter_count(plan)
+    config = dataclasses.replace(CONFIG, mesh=MeshConfig(dp=sizes[0], fsdp=sizes[1], tp=sizes[2]))
+    memory = estimate(config, Target(H100, 8, 1e12), MODEL_FACTS).memory
+    assert memory.parameters + memory.optimizer == bytes_per_device(plan)
+
+
+def test_room_is_what_jax_takes_or_what_others_leave():
+    assert target(H100, 8, 0.75).room == 0.75 * H100.memory
+    assert target(H100, 8, 1.0).room == H100.memory - H100.reserved
+    assert target(find("v5e"), 8, 0.1).room == find("v5e").memory
+
+
+def test_the_best_is_explained():
+    result = found()
+    best = result.settings[0]
+    words = why(result, result.settings[-1], MODEL_FACTS)
+    assert words[0].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows} is")
+    assert any(sentence.startswith("What limits it: ") for sentence in words[1:3])
+    assert any(sentence.startswith("As configured, ") for sentence in words)
+    assert any("leaves" in sentence and "for computing" in sentence for sentence in words[2:])
+
+
+def test_where_nothing_fits_it_says_what_would():
+    least = min(setting.memory.total for setting in found().all)
+    tight = found(room=least * 0.7)
+    assert not tight.fitting
+    words = what_would_fit(tight, MODEL_FACTS)
+    assert words[0].startswith("Nothing fits. The least is ")
+    more = next(sentence for sentence in words if " x h100 would do: " in sentence)
+    devices = int(more.split()[0])
+    again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, all_meshes(devices))
+    assert again.fitting
+    assert str(again.settings[0]) in more

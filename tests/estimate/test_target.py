@@ -1,0 +1,153 @@
+"""Compiling for devices that are not there: what comes back, and every way in which it does not."""
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+import jaxtp
+from jaxtp.config import ConfigError
+from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.gpus import GPUS
+from jaxtp.estimate.target import ask, compile_for
+from jaxtp.estimate.topology import Topology, installed, topology, torus
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.memory import memory_per_device
+
+SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
+CONFIG = TrainConfig(
+    model=jaxtp.ModelConfig(precision=jaxtp.Precision(compute="bfloat16"), remat="full"),
+    data=DataConfig(sequence_length=128, global_batch_size=4),
+)
+NOWHERE = Topology(platform="cuda", name="1x1x8", target_config="", compiler="none")
+ANSWER = {
+    "argument_bytes": 3,
+    "temp_bytes": 4,
+    "alive_bytes": 6,
+    "peak_bytes": 7,
+    "seconds": 1.5,
+    "notes": ["a warning"],
+    "collectives": [
+        {"kind": "all-gather", "axes": ["tp"], "count": 2, "bytes": 8, "overlapped": 1, "computing": 3},
+    ],
+}
+
+
+def compiler(code):
+    """A process that stands for the compiler's."""
+    return [sys.executable, "-c", f"import json, os, sys, time\nrequest = json.load(sys.stdin)\n{code}"]
+
+
+def ask_fake(code, tmp_path, timeout_s=30):
+    return ask(CONFIG, SIZES, NOWHERE, timeout_s=timeout_s, worker=compiler(code), cache=tmp_path)
+
+
+def test_an_answer_is_read(tmp_path):
+    compiled = ask_fake(f"print('noise')\nprint(json.dumps({ANSWER!r}))", tmp_path)
+    assert (compiled.argument_bytes, compiled.peak_bytes, compiled.seconds) == (3, 7, 1.5)
+    assert compiled.notes[-1] == "a warning"
+    (moved,) = compiled.collectives
+    assert (moved.kind, moved.axes, moved.count, moved.overlapped) == ("all-gather", ("tp",), 2, 1)
+
+
+def test_the_process_is_told_the_program_and_kept_from_devices(tmp_path):
+    code = (
+        "seen = [os.environ['JAX_PLATFORMS'], request['sizes']['tp'], request['config']['model']['remat'], "
+        f"request['cache']]\nprint(json.dumps({ANSWER!r} | {{'notes': [json.dumps(seen)]}}))"
+    )
+    seen = json.loads(ask_fake(code, tmp_path).notes[-1])
+    assert seen == ["cpu", 4, "full", str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("os.kill(os.getpid(), 8)", r"crashed \(SIGFPE\) without a word"),
+        ("print('F0000 missing field', file=sys.stderr); os.abort()", r"crashed \(SIGABRT\):\n  F0000 missing field"),
+        ("raise RuntimeError('no such topology')", r"failed:\n(.*\n)*  RuntimeError: no such topology"),
+        ("print('hello')", r"gave no answer: 'hello"),
+        ("pass", r"gave no answer: ''"),
+        ("print(json.dumps({'error': 'does not fit: 30 of 16 GB'}))", r"does not fit: 30 of 16 GB"),
+    ],
+    ids=["signal", "abort", "exception", "noise", "silence", "error"],
+)
+def test_what_goes_wrong_is_said_in_one_message(code, message, tmp_path):
+    with pytest.raises(TargetError, match=message):
+        ask_fake(code, tmp_path)
+
+
+def test_a_compiler_that_takes_too_long_is_ended(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    with pytest.raises(TargetError, match=r"ended after its time limit of 3 s"):
+        ask_fake(code, tmp_path, timeout_s=3)
+    gone = subprocess.run(["kill", "-0", pid_file.read_text()], capture_output=True, check=False)
+    assert gone.returncode != 0
+
+
+def test_a_missing_compiler_names_the_extra():
+    with pytest.raises(TargetError, match=r"not installed: pip install 'jaxtp\[estimate-gpu\]'"):
+        installed(("no-such-compiler",), "estimate-gpu")
+    assert installed(("no-such-compiler", "jax"), "estimate-gpu").startswith("jax ")
+
+
+def test_only_what_can_be_compiled_for_is():
+    with pytest.raises(TargetError, match=r"no compiler works for mi300x .* h100"):
+        topology("mi300x", 1, 8)
+    with pytest.raises(TargetError, match=r"dp 1 x fsdp 2 x tp 4 takes 8 devices, and 2 hosts of 8"):
+        compile_for(CONFIG, SIZES, "h100", hosts=2, devices_per_host=8, timeout_s=1)
+    with pytest.raises(TargetError, match=r"fsdp -1 .*: each axis takes a number of devices"):
+        compile_for(CONFIG, {"dp": 1, "fsdp": -1, "tp": 8}, "h100", hosts=1, devices_per_host=8, timeout_s=1)
+    with pytest.raises(ConfigError, match=r"num_heads=8 is not divisible by mesh.tp=3"):
+        compile_for(CONFIG, {"dp": 1, "fsdp": 1, "tp": 3}, "h100", hosts=1, devices_per_host=3, timeout_s=1)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_slice_is_nearly_a_cube(dims):
+    for exponent in range(11):
+        shape = torus(2**exponent, dims)
+        assert math.prod(shape) == 2**exponent
+        assert len(shape) == dims
+        assert max(shape) <= 2 * min(shape)
+    with pytest.raises(TargetError, match=r"12 TPUs: .* such as 8 or 16"):
+        torus(12, dims)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_a_description_of_a_gpu_leaves_nothing_zero(name):
+    values = dataclasses.asdict(GPUS[name])
+    assert all(value for value in values.values())
+    assert (
+        0.85 * values["memory"]
+        < {"a100-40": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 192, "l40s": 48, "rtx4090": 24}[name] * 2**30
+    )
+
+
+def missing():
+    try:
+        return "" if installed(("jax-cuda13-plugin", "jax-cuda12-plugin"), "estimate-gpu") else "never"
+    except TargetError as error:
+        return str(error)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_step_is_compiled_for_gpus_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # the tests' own are for CPUs
+    target = topology("h100", 1, 8)
+    first = ask(CONFIG, SIZES, target, timeout_s=300, cache=tmp_path)
+    memory = memory_per_device(CONFIG, SIZES)
+    assert first.argument_bytes == memory.state + memory.batch
+    assert first.argument_bytes + first.temp_bytes <= first.peak_bytes < 2**30
+    moved = {(m.kind, m.axes): m for m in first.collectives}
+    layers = CONFIG.model.num_layers
+    gathered, scattered = moved["all-gather", ("fsdp",)], moved["reduce-scatter", ("fsdp",)]
+    assert scattered.count > layers
+    assert gathered.count > layers
+    assert moved["all-gather", ("tp",)].overlapped > 0
+    (kept,) = tmp_path.iterdir()
+    answer = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**answer, "seconds": -1.0}))
+    assert ask(CONFIG, SIZES, target, timeout_s=300, cache=tmp_path).seconds == -1.0  # asked again, not compiled

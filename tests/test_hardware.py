@@ -1,0 +1,78 @@
+"""The hardware table, its names, and a user's own."""
+
+import pytest
+
+from jaxtp.config import ConfigError
+from jaxtp.hardware import TABLE, Hardware, find, of_kind, parse, read
+
+
+@pytest.mark.parametrize("hardware", TABLE.values(), ids=TABLE)
+def test_every_row_is_whole_and_plausible(hardware):
+    assert hardware.source
+    assert of_kind(f"NVIDIA {hardware.kind} of some size") is hardware
+    assert hardware.network < hardware.link < hardware.bandwidth < hardware.flops
+    assert 2e9 < hardware.memory < 300e9
+    assert 100 < hardware.flops / hardware.bandwidth < 700, "FLOPs a byte"
+
+
+def test_kinds_as_jax_spells_them():
+    kinds = {
+        "NVIDIA H100 80GB HBM3": "h100",
+        "NVIDIA A100-SXM4-40GB": "a100-40",
+        "NVIDIA A100-SXM4-80GB": "a100",
+        "TPU v5 lite": "v5e",
+        "TPU v5": "v5p",
+    }
+    assert {kind: of_kind(kind).name for kind in kinds} == kinds
+    assert of_kind("cpu") is None
+
+
+def test_names_and_counts():
+    assert parse("h100x8") == (TABLE["h100"], 8)
+    assert parse("H100x512") == (TABLE["h100"], 512)
+    assert parse("a100-40x16") == (TABLE["a100-40"], 16)
+    assert parse("rtx4090x2") == (TABLE["rtx4090"], 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h1000x8", "hardware 'h1000' is not known; did you mean h100"),
+        ("h100", "--hardware h100: how many devices? Such as h100x8"),
+        ("h100x0", "0 devices are none"),
+        ("gaudix8", "There are a100-40, a100, h100"),
+        ("nothing.yamlx8", "nothing.yaml: No such file"),
+    ],
+)
+def test_mistakes(text, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        parse(text)
+
+
+def test_a_file_of_ones_own(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("like: h100\nmatmul_efficiency: 0.75\nnetwork: 25.0e+9\n")
+    mine, count = parse(f"{file}x16")
+    assert count == 16
+    assert (mine.matmul_efficiency, mine.network, mine.link) == (0.75, 25e9, find("h100").link)
+    assert (mine.name, mine.source) == ("mine", str(file))
+    file.write_text("memory: 1.0e+9\nflops: 1.0e+12")
+    assert read(file) == Hardware(name="mine", source=str(file), memory=1e9, flops=1e12)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("memory: -1", "memory = -1: should be greater than 0"),
+        ("memry: 5", "memry: unknown key; did you mean memory"),
+        ("like: h1000", "did you mean h100"),
+        ("platform: cdua", "platform = 'cdua': should be cuda, rocm, tpu"),
+        ("- 5", "expected keys such as 'memory:'"),
+        ("{", "not a YAML file"),
+    ],
+)
+def test_mistakes_in_a_file(text, message, tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read(file)

@@ -1,0 +1,142 @@
+"""What a step takes: the state to the byte, the rest within 15% of what the compiler for GPUs allots."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.mesh import AXES
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.memory import memory_per_device, score_bytes, stored_arrays
+from jaxtp.train.state import bytes_per_device, plan_state
+
+RESULTS = Path(__file__).parents[2] / "scripts" / "results" / "estimate_accuracy.jsonl"
+MODEL = jaxtp.ModelConfig(
+    vocab_size=61,  # no mesh divides it
+    d_model=32,
+    num_layers=3,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    loss_chunk=8,
+    qk_norm="head",
+    attention_bias=True,
+)
+MESHES = [(1, 1, 1), (1, 1, 8), (1, 8, 1), (1, 2, 4), (2, 2, 2)]
+LARGE = dataclasses.replace(
+    MODEL, vocab_size=32000, d_model=1024, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=64, d_ff=4096
+)
+RUN = TrainConfig(model=LARGE, data=DataConfig(sequence_length=2048, global_batch_size=64))
+ARRAYS = stored_arrays(RUN)
+POLICIES = ("none", "save_dots", "save_gathered", "full", "offload")
+
+
+def total(mesh, rows=1, length=2048, remat="full", accumulation=1):
+    dp, fsdp, _ = mesh
+    data = DataConfig(sequence_length=length, global_batch_size=dp * fsdp * rows * accumulation)
+    model = dataclasses.replace(LARGE, remat=remat)
+    run = dataclasses.replace(RUN, model=model, data=data, train=LoopConfig(accumulation=accumulation))
+    return memory_per_device(run, dict(zip(AXES, mesh, strict=True)), ARRAYS).total
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_state_bytes_are_those_of_a_real_state(mesh):
+    config = TrainConfig(model=MODEL)
+    blueprint = plan_state(MODEL, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
+    state = blueprint.create(seed=0)
+    device = jax.devices()[0]
+    held = {"model": 0, "optimizer": 0, "skipped": 0}
+    for path, variable in nnx.to_flat_state(state):
+        shards = [shard for shard in variable[...].addressable_shards if shard.device == device]
+        held[path[0]] += sum(shard.data.nbytes for shard in shards)
+    memory = memory_per_device(config, dict(zip(AXES, mesh, strict=True)))
+    assert memory.parameters == held["model"]
+    assert memory.optimizer == held["optimizer"] + held["skipped"]
+
+
+@pytest.mark.parametrize("optimizer", ["lion", "adafactor", "muon"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        MODEL,
+        dataclasses.replace(MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")),
+        dataclasses.replace(MODEL, lora=LoraConfig(rank=4), d_model=256, d_ff=512),
+    ],
+    ids=["plain", "tied", "adapters"],
+)
+def test_state_bytes_are_the_planned_ones(model, optimizer):
+    config = TrainConfig(model=model, optimizer=OptimizerConfig(name=optimizer))
+    arrays = stored_arrays(config)
+    for mesh in [(1, 1, 8), (1, 2, 4), (2, 4, 1)]:
+        blueprint = plan_state(model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
+        memory = memory_per_device(config, dict(zip(AXES, mesh, strict=True)), arrays)
+        assert memory.state == bytes_per_device(blueprint)
+
+
+def test_only_adapters_have_gradients():
+    sizes = dict(zip(AXES, (1, 2, 2), strict=True))
+    config = TrainConfig(model=dataclasses.replace(MODEL, lora=LoraConfig(rank=4)))
+    frozen = memory_per_device(config, sizes)
+    assert frozen.gradients < memory_per_device(TrainConfig(model=MODEL), sizes).gradients / 2
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_more_devices_hold_less_each_and_more_tokens_take_more(remat):
+    for axis in (1, 2):
+        meshes = [tuple(n if i == axis else 1 for i in range(3)) for n in (1, 2, 4, 8)]
+        totals = [total(mesh, remat=remat) for mesh in meshes]
+        assert totals == sorted(totals, reverse=True)
+    assert totals[-1] < totals[0] / 2  # over tp everything is divided
+    assert total((8, 1, 1), remat=remat) == total((1, 1, 1), remat=remat)  # replicas
+    for more in ({"rows": 4}, {"length": 8192}, {"accumulation": 4}):
+        assert total((1, 2, 2), remat=remat, **more) > total((1, 2, 2), remat=remat)
+
+
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 4), (1, 1, 8)], ids=str)
+def test_a_policy_that_keeps_more_takes_more(mesh):
+    totals = [total(mesh, rows=8, remat=remat) for remat in ("offload", "full", "save_gathered", "none")]
+    assert totals == sorted(totals)
+    assert total(mesh, rows=8, remat="full") < total(mesh, rows=8, remat="save_dots")
+
+
+def test_scores_are_those_of_xla_attention_alone():
+    sizes = dict.fromkeys(AXES, 1)
+    long = dataclasses.replace(RUN, data=DataConfig(sequence_length=16384, global_batch_size=1))
+    cudnn = dataclasses.replace(long, model=dataclasses.replace(LARGE, attention="cudnn"))
+    saved = memory_per_device(long, sizes).total - memory_per_device(cudnn, sizes).total
+    assert saved == score_bytes(long, sizes) == score_bytes(cudnn, sizes)
+    one_block_in_float32 = 4 * LARGE.num_heads * 16384**2
+    assert saved > one_block_in_float32
+
+
+def compiled_points():
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()]
+
+
+def test_the_model_is_within_15_percent_of_what_was_compiled(accuracy):
+    rows = compiled_points()
+    assert len(rows) >= 40
+    traced = {name: stored_arrays(accuracy.Point(name, 2048, "full", (1, 1, 1)).config()) for name in accuracy.SHAPES}
+    for row in rows:
+        point = accuracy.Point.from_key(row["point"])
+        memory = memory_per_device(point.config(), point.sizes, traced[point.shape])
+        assert memory.state + memory.batch == row["argument_bytes"], point
+        assert memory.total == pytest.approx(row["peak_bytes"], rel=0.15), point
+
+
+@pytest.fixture
+def accuracy():
+    """The script that compiled them."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    spec = spec_from_file_location("estimate_accuracy", RESULTS.parents[1] / "estimate_accuracy.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
