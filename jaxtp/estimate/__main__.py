@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.config import ConfigError
@@ -58,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _estimate(asked: EstimateConfig) -> int:
+    jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     _require_files(asked)
     config = with_model(_training(asked))
     where = target(*parse(asked.hardware), asked.memory_fraction)
@@ -78,7 +81,7 @@ def _estimate(asked: EstimateConfig) -> int:
         generating = generations(config.model, where, model, meshes, asked.generate, length)
         print("", table(generating, length), sep="\n", flush=True)
         numbers["generation"] = records(generating)
-    failed = _compile(asked, found.settings[0], numbers)
+    failed = _compile(asked, found.settings[0], numbers) if asked.tier > 1 else None
     if asked.json is not None:
         asked.json.write_text(json.dumps(numbers, indent=2) + "\n")
     if failed is not None:
@@ -86,22 +89,25 @@ def _estimate(asked: EstimateConfig) -> int:
     return 0 if found.fitting else 1
 
 
-def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> TargetError | None:
-    """Tiers 2 and 3, as far as they are asked for; what tier 3 could not do does not take back what is there."""
-    if asked.tier >= 2:
+def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> Exception | None:
+    """Tiers 2 and 3, as far as they are asked for; what one could not do takes nothing back of the others."""
+    failed: Exception | None = None
+    try:
         request_devices(best)
         partitioned = compile_partitioned(best)
         numbers["tier_2"] = partitioned_record(partitioned)
         print("", *partitioned_lines(best, partitioned), sep="\n", flush=True)
-    if asked.tier == 3:
-        try:
-            compiled = _compile_for_target(best, asked.timeout)
-        except TargetError as error:
-            numbers["tier_3"] = {"error": str(error)}
-            return error
+    except (ConfigError, MeshError) as error:
+        numbers["tier_2"], failed = {"error": str(error)}, error
+    if asked.tier < 3:
+        return failed
+    try:
+        compiled = _compile_for_target(best, asked.timeout)
         numbers["tier_3"] = target_record(best, compiled)
         print("", *target_lines(best, compiled), sep="\n", flush=True)
-    return None
+    except TargetError as error:
+        numbers["tier_3"], failed = {"error": str(error)}, error
+    return failed
 
 
 def _compile_for_target(best: Setting, timeout: float) -> Compiled:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtp.estimate.partitioned import Bytes, Partitioned
+from jaxtp.estimate.report import unit_of
 from jaxtp.estimate.search import Setting
 from jaxtp.estimate.target import Compiled
 from jaxtp.parallel.tables import columns
@@ -15,11 +16,13 @@ GB = 1e9
 def partitioned_lines(setting: Setting, found: Partitioned) -> Iterator[str]:
     """Tier 2 beside tier 1."""
     yield f"compiled {setting} for {setting.target.devices} virtual CPU devices in {found.seconds:.0f} s"
+    accounts = found.planned, found.realised
+    unit, size = unit_of(sum(found.planned.values()))
     rows = [
-        (kind, "+".join(axes), *(f"{sent.get((kind, axes), 0) / GB:,.3f}" for sent in (found.planned, found.realised)))
+        (kind, "+".join(axes), *(f"{sent.get((kind, axes), 0) / size:,.3f}" for sent in accounts))
         for kind, axes in dict.fromkeys((*found.planned, *found.realised))
     ]
-    yield columns(("collective", "over", "GB sent, tier 1", "GB sent, compiled"), rows)
+    yield columns(("collective", "over", f"{unit} sent, tier 1", f"{unit} sent, compiled"), rows)
     same = "the partitioned program moves what tier 1 says, in kind, axes and bytes, and nothing else"
     yield same if found.equal and not found.problems else "the partitioned program does not move what tier 1 says"
     yield from (f"  {problem}" for problem in found.problems)

@@ -12,8 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import jax
-
 from jaxtp.config import ConfigError
 from jaxtp.estimate.search import Setting
 from jaxtp.mesh import make_mesh, request_virtual_devices
@@ -75,7 +73,6 @@ def request_devices(setting: Setting) -> None:
             f"tier 2 compiles for at most {MAX_DEVICES:,} virtual CPU devices, not {setting.target.devices:,}; a mesh "
             "with less dp shows the same collectives, as in --hardware h100x512"
         )
-    jax.config.update("jax_platforms", "cpu")
     request_virtual_devices(setting.target.devices)
 
 

@@ -57,8 +57,9 @@ def _memory(panel: Any, settings: list[Setting]) -> None:
 def _time(panel: Any, settings: list[Setting]) -> None:
     axes = list(dict.fromkeys(axes for setting in settings for axes in setting.time.communication))
     parts = {
-        "matrix products": [setting.time.products for setting in settings],
-        "norms, gates, scores, logits": [setting.time.elementwise for setting in settings],
+        "products with weights": [setting.time.products for setting in settings],
+        "attention": [setting.time.attention for setting in settings],
+        "norms, gates, logits": [setting.time.elementwise for setting in settings],
         "update": [setting.time.update for setting in settings],
     } | {f"over {' and '.join(one)}": [s.time.communication.get(one, 0.0) for s in settings] for one in axes}
     largest = max(setting.time.serial for setting in settings)

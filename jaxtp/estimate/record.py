@@ -67,6 +67,7 @@ def setting_record(setting: Setting) -> dict[str, Any]:
         "flops_per_device": setting.work.flops,
         "seconds": {
             "products": time.products,
+            "attention": time.attention,
             "elementwise": time.elementwise,
             "update": time.update,
             "communication": {"+".join(axes): seconds for axes, seconds in time.communication.items()},

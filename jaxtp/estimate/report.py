@@ -4,7 +4,9 @@ from jaxtp.estimate.remedies import kinds_of
 from jaxtp.estimate.search import Model, Search, Setting, Target
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
+from jaxtp.models.work import Product
 from jaxtp.parallel.tables import columns
+from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 
 GB = 1e9
@@ -69,21 +71,22 @@ def details(setting: Setting) -> str:
 
 
 def _memory(setting: Setting) -> str:
+    unit, size = unit_of(setting.memory.total)
     rows = [
-        (name.replace("_", " "), f"{getattr(setting.memory, name) / GB:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
+        (name.replace("_", " "), f"{held / size:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
         for name in kinds_of(setting)
-        if getattr(setting.memory, name)
+        if (held := getattr(setting.memory, name))
     ]
-    total = ("total", f"{setting.memory.total / GB:,.2f}", f"of {setting.target.room / GB:,.2f} for JAX")
-    return columns(("on each device", "GB", ""), [*rows, total])
+    total = ("total", f"{setting.memory.total / size:,.2f}", f"of {setting.target.room / size:,.2f} for JAX")
+    return columns(("on each device", unit, ""), [*rows, total])
 
 
 def _time(setting: Setting) -> str:
-    time = setting.time
-    tera = f"{setting.work.flops / 1e12:,.1f} TFLOP, {EXACT if is_plain(setting.config.model) else AT_MOST}"
+    time, work, model = setting.time, setting.work, setting.config.model
     rows = [
-        ("matrix products", time.products, tera),
-        ("norms, gates, scores, logits", time.elementwise, "at the speed of memory"),
+        ("products with weights", time.products, _tera(work.products, model)),
+        ("attention", time.attention, f"{_tera(work.attention, model)}; {_scores(model)}"),
+        ("norms, gates, logits", time.elementwise, "at the speed of memory"),
         ("update", time.update, "at the speed of memory"),
         *(
             (f"over {' and '.join(axes)}", seconds, "by the network" if axes in time.crossing else "by fast links")
@@ -92,17 +95,34 @@ def _time(setting: Setting) -> str:
         ("nothing overlaps", time.serial, ""),
         ("everything overlaps", time.overlapped, ""),
     ]
+    unit, scale = ("seconds", 1) if time.serial >= 0.1 else ("ms", 1000)
     return columns(
-        ("a step, modelled", "seconds", ""), [(name, f"{seconds:,.3f}", note) for name, seconds, note in rows]
+        ("a step, modelled", unit, ""), [(name, f"{seconds * scale:,.3f}", note) for name, seconds, note in rows]
     )
 
 
+def _tera(products: tuple[Product, ...], model: ModelConfig) -> str:
+    flops = sum(product.flops for product in products)
+    return f"{flops / 1e12:,.1f} TFLOP, {EXACT if is_plain(model) else AT_MOST}"
+
+
+def _scores(model: ModelConfig) -> str:
+    return "in one kernel" if model.attention == "cudnn" else "its scores go through memory"
+
+
 def _communication(setting: Setting) -> str:
+    totals = by_kind(setting.moves)
+    unit, size = unit_of(sum(sent for _, sent in totals.values()))
     rows = [
-        (kind, "+".join(axes), f"{count:,}", f"{sent / GB:,.3f}", provenance_of_moves(setting.config))
-        for (kind, axes), (count, sent) in by_kind(setting.moves).items()
+        (kind, "+".join(axes), f"{count:,}", f"{sent / size:,.3f}", provenance_of_moves(setting.config))
+        for (kind, axes), (count, sent) in totals.items()
     ]
-    return columns(("collective", "over", "times", "GB sent by a device", ""), rows)
+    return columns(("collective", "over", "times", f"{unit} sent by a device", ""), rows)
+
+
+def unit_of(largest: float) -> tuple[str, float]:
+    """GB, or MB for what would be nothing."""
+    return ("GB", GB) if largest >= GB / 10 else ("MB", GB / 1000)
 
 
 def by_kind(moves: tuple[Move, ...]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
@@ -121,5 +141,7 @@ def is_plain(model: ModelConfig) -> bool:
 
 
 def provenance_of_moves(config: TrainConfig) -> str:
-    """Of tier 1's collectives."""
-    return EXACT if is_plain(config.model) else AT_MOST
+    """Of tier 1's collectives; rules that multiply whole matrices leave theirs to the compiler."""
+    provenance = EXACT if is_plain(config.model) else AT_MOST
+    rule = config.optimizer
+    return provenance if optimizers.is_elementwise(rule) else f"{provenance}, but for the update by {rule.name}"

@@ -25,10 +25,13 @@ class StepTime:
     """Seconds of a step by part, on each device."""
 
     products: float
-    """Matrix products, attention's among them."""
+    """Matrix products with weights."""
+
+    attention: float
+    """Its products, and what else its scores go through memory for."""
 
     elementwise: float
-    """Norms, gates, residual sums, attention scores, logits: at the speed of memory."""
+    """Norms, gates, residual sums, logits: at the speed of memory."""
 
     update: float
     """The optimizer and the sums of gradients, at the speed of memory."""
@@ -42,7 +45,7 @@ class StepTime:
     @property
     def computing(self) -> float:
         """What a device does by itself."""
-        return self.products + self.elementwise + self.update
+        return self.products + self.attention + self.elementwise + self.update
 
     @property
     def moving(self) -> float:
@@ -91,7 +94,8 @@ def step_time(
     sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0  # two read, one written, each micro-batch
     return StepTime(
         products=sum(_product(hardware, product, work.itemsize) for product in work.products),
-        elementwise=(work.elementwise + work.scores + work.logits) / speed,
+        attention=sum(_product(hardware, product, work.itemsize) for product in work.attention) + work.scores / speed,
+        elementwise=(work.elementwise + work.logits) / speed,
         update=(2 * memory.state + 2 * memory.gradients + sums) / speed,  # the gradients once more for their norm
         communication=communication,
         crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),

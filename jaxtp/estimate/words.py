@@ -37,8 +37,9 @@ def _limit(best: Setting) -> str:
     """The largest part of a step."""
     time = best.time
     parts = {
-        "matrix products": time.products,
-        "memory bandwidth (norms, gates, attention scores, logits)": time.elementwise,
+        "matrix products with weights": time.products,
+        "attention": time.attention,
+        "memory bandwidth (norms, gates, logits)": time.elementwise,
         "the update of the weights": time.update,
     } | {f"communication over {' and '.join(axes)}": seconds for axes, seconds in time.communication.items()}
     name, seconds = max(parts.items(), key=lambda part: part[1])
@@ -98,7 +99,7 @@ def _fused_attention(best: Setting, model: Model) -> Iterator[str]:
     faster, freed = best.time.expected / other.time.expected, best.memory.total - other.memory.total
     if faster > NEAR or freed > GB:
         yield (
-            f"model.attention=cudnn, which never holds the scores, would make it {faster:.2f} x as fast"
+            f"--model.attention cudnn, which never holds the scores, would make it {faster:.2f} x as fast"
             + (f" and free {freed / GB:,.1f} GB." if freed > 0 else ".")
         )
 

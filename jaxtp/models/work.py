@@ -70,6 +70,10 @@ class Work:
     """What one device computes in a step, the update apart."""
 
     products: tuple[Product, ...]
+    """With weights."""
+
+    attention: tuple[Product, ...]
+    """Scores, and the values weighted by them."""
 
     elementwise: float
     """Bytes through memory outside of products, but for attention scores and logits."""
@@ -86,7 +90,7 @@ class Work:
     @property
     def flops(self) -> float:
         """Of all products."""
-        return sum(product.flops for product in self.products)
+        return sum(product.flops for product in (*self.products, *self.attention))
 
 
 def step_work(
@@ -108,6 +112,7 @@ def step_work(
     passes = accumulation * config.num_layers
     return Work(
         tuple(_products(config, mesh[TP], rows, sequence_length, accumulation)),
+        tuple(_attention(config, rows, sequence_length, heads, passes)),
         passes * _elementwise(config, mesh[TP], rows, sequence_length),
         passes * scores * SCORE_PASSES,
         float(accumulation * logits * LOGIT_PASSES),
@@ -128,7 +133,6 @@ def _products(config: ModelConfig, tp: int, rows: int, length: int, accumulation
         return Product(name, tokens, k, n, layers * passes, (tokens * (k + n) + k * n) * itemsize)
 
     yield product("q, k, v", "column", d_model, inner + 2 * kv_heads * config.head_dim)
-    yield from _attention(config, rows, length, heads, layers)
     yield product("attention out", "out", inner, d_model)
     yield product("gate, up", "column", d_model, 2 * d_ff)
     yield product("down", "down", d_ff, d_model)

@@ -226,7 +226,8 @@ def _likeness(collective: Collective) -> tuple[object, ...]:
 def _describe(collective: Collective) -> str:
     where = f" in {collective.module}" if collective.module else ""
     where += f", {collective.source}" if collective.source else ""
-    return f"{collective.kind} of {collective.dtype} {_by(collective.shape)} over {'+'.join(collective.axes)}{where}"
+    what = f"{collective.dtype} {_by(collective.shape)} ({collective.bytes:,} bytes)"
+    return f"{collective.kind} of {what} over {'+'.join(collective.axes)}{where}"
 
 
 def _holdings_table(holdings: tuple[Holding, ...]) -> str:

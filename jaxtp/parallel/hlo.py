@@ -95,7 +95,7 @@ def count_flops_in_hlo(text: str) -> int:
 
 def _source(instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]) -> str:
     """Its own line; where the partitioner left none, that of what reads its result."""
-    name = re.compile(rf"%{re.escape(instruction.name)}[,)]")
+    name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
     readers = (other.rest for other in computation if name.search(other.rest))
     lines = (source_line(metadata, frames) for metadata in (instruction.rest, *readers))
     return next(filter(None, lines), "")
@@ -149,13 +149,13 @@ def _trip_count(module: Module, loop: Instruction) -> int:
 
 
 def _dot_flops(computation: list[Instruction], dot: Instruction) -> int:
-    operand = re.search(r"%?([\w.\-]+)[,)]", dot.rest)
-    types = [i.type for i in computation if operand and i.name == operand[1]]
+    operand = re.search(r"%?([\w.\-]+)(?:#(\d+))?[,)]", dot.rest)  # of a tuple, #n is its n-th part
+    types = [_SHAPE.findall(i.type) for i in computation if operand and i.name == operand[1]]
     contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
-    if not types or not contracting:
+    if not operand or not types or not contracting:
         raise HloError(f"cannot tell what a product multiplies: {dot.rest[:200]}")
-    lhs = _dims(types[0])
-    contracted = math.prod(lhs[int(dim)] for dim in contracting[1].split(",") if dim)
+    _, lhs = types[0][int(operand[2] or 0)]
+    contracted = math.prod(int(lhs.split(",")[int(dim)]) for dim in contracting[1].split(",") if dim)
     return 2 * math.prod(_dims(dot.type)) * contracted
 
 

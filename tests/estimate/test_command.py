@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
+from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.partitioned import Partitioned, planned_bytes
+from jaxtp.estimate.target import Compiled
+from jaxtp.parallel.schedule import Moved
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ["--config", str(ROOT / "configs/tiny.yaml")]
@@ -57,6 +62,64 @@ def test_compiled_too(tmp_path, capsys):
     assert tier_2["equal_to_tier_1"]
     assert tier_2["planned"]
     assert "moves what tier 1 says, in kind, axes and bytes, and nothing else" in capsys.readouterr().out
+
+
+@pytest.fixture
+def without_compiling(monkeypatch):
+    """Tier 2 finds what tier 1 says."""
+    quick = lambda best: Partitioned(planned_bytes(best.moves), planned_bytes(best.moves), (), (), 1.0, ())
+    monkeypatch.setattr(command, "compile_partitioned", quick)
+
+
+FLAGS = [*TINY, "--hardware", "h100x8", "--mesh", "fsdp=2,tp=4", "--tier", "3"]
+
+
+@pytest.mark.usefixtures("without_compiling")
+def test_what_tier_3_cannot_do_takes_nothing_back(tmp_path, monkeypatch, capsys):
+    def missing(*args, **kwargs):
+        raise TargetError("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'")
+
+    monkeypatch.setattr(command, "compile_for", missing)
+    file = tmp_path / "estimate.json"
+    assert main([*FLAGS, "--json", str(file)]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.endswith("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'\n")
+    assert "moves what tier 1 says" in captured.out
+    record = json.loads(file.read_text())
+    assert record["meshes"][0]["fits"]
+    assert record["tier_2"]["equal_to_tier_1"]
+    assert "estimate-gpu" in record["tier_3"]["error"]
+
+
+@pytest.mark.usefixtures("without_compiling")
+@pytest.mark.parametrize(("peak", "verdict"), [(1e9, "fits"), (64e9, "does not fit")])
+def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
+    asked = []
+
+    def compiled(*args, **kwargs):
+        asked.append((*args[1:], kwargs))
+        sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak), "score_bytes": 0}
+        moved = Moved(kind="all-gather", axes=("tp",), count=3, bytes=4 * 10**9, overlapped=2, computing=7)
+        return Compiled(**sizes, collectives=(moved,), seconds=5.0, notes=("a note",))
+
+    monkeypatch.setattr(command, "compile_for", compiled)
+    file = tmp_path / "estimate.json"
+    assert main([*FLAGS, "--json", str(file)]) == 0
+    sizes = {"dp": 1, "fsdp": 2, "tp": 4}
+    assert asked == [(sizes, "h100", {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0})]
+    tier_3 = json.loads(file.read_text())["tier_3"]
+    assert tier_3["fits"] == (verdict == "fits")
+    assert tier_3["collectives"][0]["computing"] == 7
+    out = capsys.readouterr().out
+    assert f"of 63.70 for JAX: {verdict}\n" in out
+    assert "(a note)" in out
+
+
+def test_generating(tmp_path, capsys):
+    file = tmp_path / "estimate.json"
+    assert main([*TINY, "--hardware", "h100x8", "--generate", "16", "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["generation"][0]["bytes_per_device"]["cache"] > 0
+    assert "generating 16 rows of 128 tokens" in capsys.readouterr().out
 
 
 def test_nothing_fits(tmp_path, capsys):
