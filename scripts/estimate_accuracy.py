@@ -108,6 +108,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     if not arguments.table_only:
         compile_missing()
+    print("GB on each device, modelled and as jax 0.10.2's compiler for an H100 allots them; rows of a micro-batch\n")
     print(table(read()))
 
 
