@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jaxtp.audit.audit import Audit, AuditError, audit
 from jaxtp.explain.explanation import explain
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.row import Result
@@ -25,11 +26,8 @@ from jaxtp.layers.precision import Precision
 from jaxtp.mesh import DP, FSDP, TP, MeshError, make_mesh
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, DecoderBlock
-from jaxtp.parallel.audit import Audit, AuditError, audit
 from jaxtp.parallel.parallelize import parallelize
 from jaxtp.parallel.plan import PlanError
-from jaxtp.parallel.proposal import Proposal
-from jaxtp.parallel.propose import propose_plan
 from jaxtp.parallel.styles import (
     Colwise,
     PrepareInput,
@@ -40,6 +38,8 @@ from jaxtp.parallel.styles import (
     SequenceParallel,
     Shard,
 )
+from jaxtp.propose.proposal import Proposal
+from jaxtp.propose.propose import propose_plan
 
 __version__ = _version("jaxtp")
 

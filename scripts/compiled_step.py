@@ -26,14 +26,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
+from jaxtp.audit.compiling import compile_with_spmd_text
+from jaxtp.audit.hlo import count_collectives_in_hlo, count_flops_in_hlo
+from jaxtp.audit.tables import columns
 from jaxtp.check.shrink import Case
 from jaxtp.collectives import batch_spec
 from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.budget import step_budget
-from jaxtp.parallel.compiling import compile_with_spmd_text
-from jaxtp.parallel.hlo import count_collectives_in_hlo, count_flops_in_hlo
-from jaxtp.parallel.tables import columns
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import Blueprint, TrainState, bytes_per_device, plan_state

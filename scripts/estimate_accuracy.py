@@ -15,10 +15,10 @@ import statistics
 from pathlib import Path
 
 import jaxtp
+from jaxtp.audit.tables import columns
 from jaxtp.estimate.errors import TargetError
 from jaxtp.estimate.target import compile_for
 from jaxtp.mesh import AXES
-from jaxtp.parallel.tables import columns
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 

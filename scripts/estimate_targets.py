@@ -15,10 +15,10 @@ from pathlib import Path
 
 from estimate_accuracy import GB, Point
 
+from jaxtp.audit.tables import columns
 from jaxtp.config import from_yaml
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.mesh import AXES, describe_mesh
-from jaxtp.parallel.tables import columns
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import memory_per_device
 

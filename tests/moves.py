@@ -6,9 +6,9 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxtp
+from jaxtp.audit.compiling import compile_with_spmd_text
+from jaxtp.audit.hlo import count_collectives_in_hlo
 from jaxtp.mesh import BATCH, TP, mesh_sizes
-from jaxtp.parallel.compiling import compile_with_spmd_text
-from jaxtp.parallel.hlo import count_collectives_in_hlo
 
 
 def mean_of_random_parts(model, *inputs):

@@ -10,8 +10,8 @@ PACKAGE = Path(__file__).parent.parent / "jaxtp"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
     {"mesh", "collectives", "config", "console", "files", "hardware", "launch"},
-    {"layers", "parallel", "data"},
-    {"models", "checkpoint"},
+    {"layers", "parallel", "audit", "data"},
+    {"models", "checkpoint", "propose"},
     {"hf"},
     {"train", "generate", "prepare"},
     {"check", "estimate", "convert", "explain"},

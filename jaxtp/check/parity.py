@@ -12,6 +12,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
+from jaxtp.audit.audit import Budget, audit
 from jaxtp.check.shrink import UPDATES, Case
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
@@ -19,7 +20,6 @@ from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.models.budget import step_budget
-from jaxtp.parallel.audit import Budget, audit
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint, plan_state

@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtp.audit.tables import columns
 from jaxtp.estimate.partitioned import Bytes, Partitioned
 from jaxtp.estimate.report import unit_of
 from jaxtp.estimate.search import Setting
 from jaxtp.estimate.target import Compiled
-from jaxtp.parallel.tables import columns
 
 GB = 1e9
 

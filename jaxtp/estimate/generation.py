@@ -6,12 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxtp.audit.tables import columns
 from jaxtp.config import ConfigError
 from jaxtp.estimate.roofline import link_speed
 from jaxtp.estimate.search import Model, Target
 from jaxtp.mesh import AXES, DP, FSDP, TP, describe_mesh
 from jaxtp.models.config import ModelConfig, violations
-from jaxtp.parallel.tables import columns
 from jaxtp.train.memory import MODEL
 
 GB = 1e9

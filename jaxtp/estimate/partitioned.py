@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from jaxtp.audit.audit import Audit, audit_traced
 from jaxtp.config import ConfigError
 from jaxtp.estimate.search import Setting
 from jaxtp.mesh import make_mesh, request_virtual_devices
 from jaxtp.models.budget import Move
-from jaxtp.parallel.audit import Audit, audit_traced
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state

@@ -1,11 +1,11 @@
 """What an estimate prints: the settings, ranked; the best one in detail, each number with where it comes from."""
 
+from jaxtp.audit.tables import columns
 from jaxtp.estimate.remedies import kinds_of
 from jaxtp.estimate.search import Model, Search, Setting, Target
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.work import Product
-from jaxtp.parallel.tables import columns
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxtp.audit.schedule import Moved
 from jaxtp.config import to_plain
 from jaxtp.estimate import process
 from jaxtp.estimate.errors import TargetError
 from jaxtp.estimate.topology import Topology, topology
 from jaxtp.launch import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh
-from jaxtp.parallel.schedule import Moved
 from jaxtp.train.config import TrainConfig, check
 from jaxtp.train.memory import score_bytes, with_attention
 

@@ -23,9 +23,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import jaxtp
+from jaxtp.audit.schedule import read_schedule
 from jaxtp.config import validate
 from jaxtp.mesh import make_mesh
-from jaxtp.parallel.schedule import read_schedule
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state

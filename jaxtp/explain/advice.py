@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 from flax import nnx
 
 from jaxtp.mesh import DP, FSDP, TP
-from jaxtp.parallel.dataflow import walk
-from jaxtp.parallel.flows import Call, Record
 from jaxtp.parallel.layouts import Replicate
-from jaxtp.parallel.marking import trace
-from jaxtp.parallel.pairing import Group
-from jaxtp.parallel.ports import ports_of
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
-from jaxtp.parallel.subject import Subject
+from jaxtp.propose.dataflow import walk
+from jaxtp.propose.flows import Call, Record
+from jaxtp.propose.marking import trace
+from jaxtp.propose.pairing import Group
+from jaxtp.propose.ports import ports_of
+from jaxtp.propose.subject import Subject
 
 
 def advice(subject: Subject, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:

@@ -20,7 +20,7 @@ from jaxtp.explain.explanation import Explanation, explain
 from jaxtp.explain.plot import plot
 from jaxtp.mesh import parse_mesh, request_virtual_devices
 from jaxtp.models.decoder import Decoder
-from jaxtp.parallel.propose import propose_plan
+from jaxtp.propose.propose import propose_plan
 from jaxtp.train.config import TrainConfig
 
 

@@ -10,22 +10,21 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from jaxtp.audit.audit import added_by_compiler
+from jaxtp.audit.census import count_collectives
+from jaxtp.audit.compiling import compile_with_spmd_text
+from jaxtp.audit.hlo import count_collectives_in_hlo
+from jaxtp.audit.tables import columns
 from jaxtp.explain.advice import advice
 from jaxtp.explain.moving import Move, moves, passes
 from jaxtp.explain.written import as_written
 from jaxtp.mesh import AXES, BATCH, DP, FSDP, TP, MeshError, axes_of, check_sizes, describe_mesh, make_mesh, mesh_sizes
-from jaxtp.parallel.audit import added_by_compiler
-from jaxtp.parallel.census import count_collectives
-from jaxtp.parallel.compiling import compile_with_spmd_text
-from jaxtp.parallel.hlo import count_collectives_in_hlo
 from jaxtp.parallel.parallelize import parallelize
 from jaxtp.parallel.plan import Plan, PlanError
-from jaxtp.parallel.proposal import patterns_for
-from jaxtp.parallel.reasons import spelled
+from jaxtp.parallel.spelling import patterns_for, spelled
 from jaxtp.parallel.styles import Style
-from jaxtp.parallel.subject import Subject, subject_of
 from jaxtp.parallel.swap import original_class, role_of
-from jaxtp.parallel.tables import columns
+from jaxtp.propose.subject import Subject, subject_of
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ def _sections(found: Explanation) -> Iterator[str]:
     yield (
         f"mesh {describe_mesh(found.sizes)}: {found.bytes_per_device:,} bytes of parameters on a device, of {whole:,}"
     )
-    patterns = patterns_for({row.path: row.alike for row in found.rows})  # type: ignore[misc]
+    patterns = patterns_for({row.path: row.alike for row in found.rows})
     yield columns(
         ("module", "of", "style", "parameter", "shape", "split", "bytes on a device"), _cells(found, patterns)
     )

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtp.parallel.census import Collective
-from jaxtp.parallel.subject import Subject
+from jaxtp.audit.census import Collective
+from jaxtp.propose.subject import Subject
 
 _MARK = "module:"
 

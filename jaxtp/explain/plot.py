@@ -8,7 +8,7 @@ from typing import Any
 from jaxtp.config import ConfigError
 from jaxtp.explain.explanation import Explanation, Row, Split
 from jaxtp.mesh import AXES, FSDP, TP, axes_of, describe_mesh
-from jaxtp.parallel.proposal import patterns_for
+from jaxtp.parallel.spelling import patterns_for
 
 _COLUMNS = 6
 _MOST_PARTS = 16
@@ -51,7 +51,7 @@ def plot(found: Explanation, path: Path) -> None:
 
 
 def _matrices(found: Explanation) -> Iterator[tuple[str, Split]]:
-    patterns = patterns_for({row.path: row.alike for row in found.rows})  # type: ignore[misc]
+    patterns = patterns_for({row.path: row.alike for row in found.rows})
     first: dict[str, Row] = {}
     for row in found.rows:
         first.setdefault(patterns[row.path], row)

@@ -27,11 +27,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jaxtp.audit.audit import Place
 from jaxtp.layers.lora import Target
 from jaxtp.layers.sequence import is_split
 from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.models.config import ModelConfig
-from jaxtp.parallel.audit import Place
 
 COLUMN, ROW, LOSS = "column_parallel_linear", "row_parallel_linear", "vocab_parallel_cross_entropy"
 _AGAIN = {"none": (), "save_gathered": (), "save_dots": (COLUMN,), "full": (COLUMN, ROW), "offload": (COLUMN, ROW)}

@@ -1,1 +1,1 @@
-"""What a program moves between devices, read from its jaxpr."""
+"""Any Flax NNX model on a mesh, by a plan of styles: `parallelize`."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from jaxtp.audit.schedule import Moved
 from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
 from jaxtp.estimate.errors import TargetError
 from jaxtp.estimate.partitioned import Partitioned, planned_bytes
 from jaxtp.estimate.target import Compiled
-from jaxtp.parallel.schedule import Moved
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ["--config", str(ROOT / "configs/tiny.yaml")]

@@ -12,6 +12,7 @@ from flax import nnx
 from support import random_weights, state_on_mesh, without_mesh
 
 import jaxtp
+from jaxtp.audit.hlo import count_collectives_in_hlo
 from jaxtp.config import ConfigError
 from jaxtp.data.manifest import BYTES, TokenizerInfo
 from jaxtp.data.tokenizer import ByteTokenizer
@@ -19,7 +20,6 @@ from jaxtp.generate import programs as programs_module
 from jaxtp.generate.engine import GenerationError
 from jaxtp.generate.programs import Programs, Shape
 from jaxtp.mesh import mesh_sizes
-from jaxtp.parallel.hlo import count_collectives_in_hlo
 
 CONFIG = jaxtp.ModelConfig(
     vocab_size=259, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3

@@ -9,12 +9,12 @@ import pytest
 from flax import nnx
 
 import jaxtp
+from jaxtp.audit.audit import bytes_by_place
+from jaxtp.audit.census import count_collectives
 from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models import remat
 from jaxtp.models.budget import step_budget
-from jaxtp.parallel.audit import bytes_by_place
-from jaxtp.parallel.census import count_collectives
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state

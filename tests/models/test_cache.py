@@ -12,10 +12,10 @@ from flax import nnx
 from support import MESHES, TOLERANCE, random_weights, relative_error, state_on_mesh, without_mesh
 
 import jaxtp
+from jaxtp.audit.census import count_collectives
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import mesh_sizes
-from jaxtp.parallel.census import count_collectives
 
 B, T, CHUNK = 8, 16, 6
 PLAIN = jaxtp.ModelConfig(

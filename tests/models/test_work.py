@@ -6,11 +6,11 @@ import jax
 import pytest
 
 import jaxtp
+from jaxtp.audit.compiling import compile_with_spmd_text
+from jaxtp.audit.hlo import count_flops_in_hlo
 from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.work import step_work
-from jaxtp.parallel.compiling import compile_with_spmd_text
-from jaxtp.parallel.hlo import count_flops_in_hlo
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state

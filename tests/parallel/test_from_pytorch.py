@@ -11,7 +11,7 @@ from flax_models import D, F, T, V
 
 import jaxtp
 from jaxtp import Colwise, PrepareInput, PrepareInputOutput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
-from jaxtp.parallel.audit import audit
+from jaxtp.audit.audit import audit
 
 B = 8
 X = jax.random.normal(jax.random.key(1), (B, T, D))

@@ -12,7 +12,7 @@ from flax_models import D, F, H, N, T
 
 import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
-from jaxtp.parallel.audit import audit
+from jaxtp.audit.audit import audit
 from jaxtp.parallel.parallelize import creation
 
 B = 8

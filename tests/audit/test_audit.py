@@ -10,10 +10,10 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
+from jaxtp.audit.audit import AuditError, audit, bytes_by_place
 from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.budget import step_budget
-from jaxtp.parallel.audit import AuditError, audit, bytes_by_place
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state

@@ -1,6 +1,5 @@
 """A proposed plan and its reasoning: what a user reads, and edits."""
 
-import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -55,34 +54,6 @@ class Proposal(dict[str, Style]):
         else:
             header = f"proposed for {mesh}: a device sends {self.bytes:,.0f} bytes over tp, forward and backward"
         return "\n".join([header, *(f"\n{reason}" for reason in self.reasons)])
-
-
-def patterns_for(styles: Mapping[str, Style | None]) -> dict[str, str]:
-    """A pattern for each path: as many of its numbers are `*` as the modules that match agree on.
-
-    Args:
-      styles: of every module of the model by path, None for those that have none.
-    """
-    matching: dict[str, set[str]] = {}
-    for path in styles:
-        for pattern in _generalisations(path):
-            matching.setdefault(pattern, set()).add(path)
-    return {path: _pattern(path, style, styles, matching) for path, style in styles.items()}
-
-
-def _pattern(
-    path: str, style: Style | None, styles: Mapping[str, Style | None], matching: Mapping[str, set[str]]
-) -> str:
-    """The most general one that is right, with no star that matches a single number."""
-    right = [p for p in _generalisations(path) if all(styles[other] == style for other in matching[p])]
-    return [p for p in right if matching[p] == matching[right[0]]][-1]
-
-
-def _generalisations(path: str) -> list[str]:
-    """The path with some of its numbers starred, most of them and the first ones first."""
-    choices = [("*", part) if part.isdigit() else (part,) for part in path.split(".")]
-    found = [".".join(parts) for parts in itertools.product(*choices)]
-    return sorted(found, key=lambda pattern: -pattern.split(".").count("*"))
 
 
 def merge_reasons(reasons: Iterable[Reason]) -> list[Reason]:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp.parallel.subject import Subject
+from jaxtp.propose.subject import Subject
 
 _PREFIX = "jaxtp"
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxtp.parallel.flows import Flow
+from jaxtp.propose.flows import Flow
 
 _CALLS = {
     *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),

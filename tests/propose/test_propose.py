@@ -9,8 +9,8 @@ from flax import nnx
 
 from jaxtp.mesh import MeshError
 from jaxtp.parallel.layouts import Replicate
-from jaxtp.parallel.propose import propose_plan
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise
+from jaxtp.propose.propose import propose_plan
 
 X = jax.ShapeDtypeStruct((8, 6, 16), jnp.float32)
 IDS = jax.ShapeDtypeStruct((8, 6), jnp.int32)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxtp.parallel.census import Collective
-from jaxtp.parallel.sources import read_frames, source_line
+from jaxtp.audit.census import Collective
+from jaxtp.audit.sources import read_frames, source_line
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _DTYPES = {"pred": "bool", "bf16": "bfloat16"} | {

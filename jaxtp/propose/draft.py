@@ -5,12 +5,12 @@ from functools import cached_property
 
 from flax import nnx
 
-from jaxtp.parallel.flows import Call, Record
-from jaxtp.parallel.marking import Traced
-from jaxtp.parallel.pairing import Group, Region, choose, find_regions
-from jaxtp.parallel.ports import parameter_bytes
-from jaxtp.parallel.proposal import patterns_for
+from jaxtp.parallel.spelling import patterns_for
 from jaxtp.parallel.styles import Colwise, Rowwise, SequenceParallel, Style
+from jaxtp.propose.flows import Call, Record
+from jaxtp.propose.marking import Traced
+from jaxtp.propose.pairing import Group, Region, choose, find_regions
+from jaxtp.propose.ports import parameter_bytes
 
 
 @dataclass

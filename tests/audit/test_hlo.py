@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxtp.parallel.hlo import HloError, count_collectives_in_hlo, count_flops_in_hlo
+from jaxtp.audit.hlo import HloError, count_collectives_in_hlo, count_flops_in_hlo
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 

@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from jaxtp.parallel.dataflow import walk
-from jaxtp.parallel.flows import Call, Labels, Record
-from jaxtp.parallel.marking import Traced
-from jaxtp.parallel.ports import ports_of
+from jaxtp.propose.dataflow import walk
+from jaxtp.propose.flows import Call, Labels, Record
+from jaxtp.propose.marking import Traced
+from jaxtp.propose.ports import ports_of
 
 
 @dataclass(frozen=True)

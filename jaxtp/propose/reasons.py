@@ -1,17 +1,17 @@
 """Why a proposed plan is as it is, in words, for every layer of the model."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 
 from flax import nnx
 
-from jaxtp.parallel.draft import Draft, is_vocabulary, vocabulary_bytes
-from jaxtp.parallel.flows import ROOT
-from jaxtp.parallel.pairing import Region, excludes
-from jaxtp.parallel.passing import ELEMENTWISE
-from jaxtp.parallel.ports import is_stock
-from jaxtp.parallel.proposal import Reason
-from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, SequenceParallel, Style
+from jaxtp.parallel.spelling import spelled
+from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, SequenceParallel
+from jaxtp.propose.draft import Draft, is_vocabulary, vocabulary_bytes
+from jaxtp.propose.flows import ROOT
+from jaxtp.propose.pairing import Region, excludes
+from jaxtp.propose.passing import ELEMENTWISE
+from jaxtp.propose.ports import is_stock
+from jaxtp.propose.proposal import Reason
 
 
 def reasons(draft: Draft) -> Iterator[Reason]:
@@ -37,17 +37,6 @@ def in_order(draft: Draft) -> list[str]:
         order += [module for module, readers in draft.shared.items() if path in readers and module not in order]
         order.append(path)
     return order
-
-
-def spelled(style: Style) -> str:
-    """A style as one writes it in a plan."""
-    given = [(field.name, getattr(style, field.name)) for field in fields(style)]
-    changed = [
-        (name, value) for (name, value), default in zip(given, fields(style), strict=True) if value != default.default
-    ]
-    leading = changed == given[: len(changed)]
-    arguments = [str(value) if leading else f"{name}={value}" for name, value in changed]
-    return f"{type(style).__name__}({', '.join(arguments)})"
 
 
 def _why_styled(draft: Draft, path: str) -> str:

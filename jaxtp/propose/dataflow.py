@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 
-from jaxtp.parallel.equations import (
+from jaxtp.propose.equations import (
     body_of,
     differentiable,
     has_split_dim,
@@ -20,10 +20,10 @@ from jaxtp.parallel.equations import (
     parts_of_scan,
     source_of,
 )
-from jaxtp.parallel.flows import ROOT, Call, Flow, Labels, Record
-from jaxtp.parallel.marking import Mark, Traced, read_mark
-from jaxtp.parallel.passing import Blocked, agree, pass_through
-from jaxtp.parallel.ports import Ports, is_norm, is_stock, parameter_bytes, ports_of
+from jaxtp.propose.flows import ROOT, Call, Flow, Labels, Record
+from jaxtp.propose.marking import Mark, Traced, read_mark
+from jaxtp.propose.passing import Blocked, agree, pass_through
+from jaxtp.propose.ports import Ports, is_norm, is_stock, parameter_bytes, ports_of
 
 
 def walk(traced: Traced, closed: Iterable[str], *, tp: int, parts: int) -> Record:

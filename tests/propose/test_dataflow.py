@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxtp.parallel.dataflow import walk
-from jaxtp.parallel.marking import trace
-from jaxtp.parallel.subject import subject_of
+from jaxtp.propose.dataflow import walk
+from jaxtp.propose.marking import trace
+from jaxtp.propose.subject import subject_of
 
 X = jax.ShapeDtypeStruct((4, 6, 8), jnp.float32)
 

@@ -12,15 +12,15 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.mesh import AXES, DP, FSDP, TP, MeshError, check_sizes, describe_mesh, mesh_sizes
-from jaxtp.parallel.draft import draft_plan
-from jaxtp.parallel.flows import ROOT
-from jaxtp.parallel.marking import Traced, trace
-from jaxtp.parallel.pairing import Group
-from jaxtp.parallel.proposal import Proposal, Reason, merge_reasons
-from jaxtp.parallel.reasons import in_order, reasons
-from jaxtp.parallel.sharing import share_inputs
-from jaxtp.parallel.subject import Subject, subject_of
-from jaxtp.parallel.trial import try_plan
+from jaxtp.propose.draft import draft_plan
+from jaxtp.propose.flows import ROOT
+from jaxtp.propose.marking import Traced, trace
+from jaxtp.propose.pairing import Group
+from jaxtp.propose.proposal import Proposal, Reason, merge_reasons
+from jaxtp.propose.reasons import in_order, reasons
+from jaxtp.propose.sharing import share_inputs
+from jaxtp.propose.subject import Subject, subject_of
+from jaxtp.propose.trial import try_plan
 
 
 def propose_plan(

@@ -14,12 +14,12 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxtp.audit.census import Collective, count_collectives
+from jaxtp.audit.compiling import compile_with_spmd_text
+from jaxtp.audit.hlo import count_collectives_in_hlo
+from jaxtp.audit.holding import Holding, read_holdings
+from jaxtp.audit.tables import columns
 from jaxtp.mesh import DP, TP, mesh_sizes
-from jaxtp.parallel.census import Collective, count_collectives
-from jaxtp.parallel.compiling import compile_with_spmd_text
-from jaxtp.parallel.hlo import count_collectives_in_hlo
-from jaxtp.parallel.holding import Holding, read_holdings
-from jaxtp.parallel.tables import columns
 
 Place = tuple[str, tuple[str, ...]]
 """A module and mesh axes, as `Collective.module` and `Collective.axes` have them."""

@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jaxtp.mesh import AXES
 from jaxtp.parallel.parallelize import parallelize
 from jaxtp.parallel.plan import Plan
-from jaxtp.parallel.subject import Subject
+from jaxtp.propose.subject import Subject
 
 
 def try_plan(subject: Subject, plan: Plan, sizes: Mapping[str, int]) -> None:

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtp.parallel.census import Collective
-from jaxtp.parallel.hlo import KINDS, Instruction, Module, collectives_of, parse_module, walk
+from jaxtp.audit.census import Collective
+from jaxtp.audit.hlo import KINDS, Instruction, Module, collectives_of, parse_module, walk
 
 START = "-start"
 _COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "reduce"}

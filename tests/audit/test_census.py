@@ -6,8 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
+from jaxtp.audit.census import Collective, count_collectives
 from jaxtp.mesh import mesh_sizes
-from jaxtp.parallel.census import Collective, count_collectives
 
 
 def test_scan_counts_every_turn():

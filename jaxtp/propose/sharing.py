@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtp.parallel.draft import Draft
-from jaxtp.parallel.flows import Call
 from jaxtp.parallel.layouts import Replicate
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Style
+from jaxtp.propose.draft import Draft
+from jaxtp.propose.flows import Call
 
 RESULT = ""
 """In place of an argument: what a module returns."""

@@ -1,0 +1,1 @@
+"""A plan read off a model's own jaxpr: `propose_plan`."""
