@@ -5,6 +5,7 @@ from collections.abc import Callable
 import jax
 from flax import nnx
 
+from jaxtp.parallel.birth import Creation
 from jaxtp.parallel.styles import Style
 from jaxtp.parallel.swap import original_class, role_of
 
@@ -20,7 +21,7 @@ def as_written(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[nnx.Module
       fsdp, which those of a model that is not parallel are to be.
     """
     if not isinstance(model, nnx.Module):
-        return nnx.eval_shape(model), {}, True
+        return Creation(model).abstract(), {}, True
     graph, state = nnx.split(model)
     copy: nnx.Module = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state))
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(copy)}

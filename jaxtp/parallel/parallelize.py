@@ -8,10 +8,10 @@ from typing import Any, TypeVar, cast
 
 import jax
 from flax import nnx
-from flax.errors import TraceContextError
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
+from jaxtp.parallel.birth import Creation
 from jaxtp.parallel.fitting import decide, declarations
 from jaxtp.parallel.modules import find_modules
 from jaxtp.parallel.plan import Plan, PlanError
@@ -101,25 +101,9 @@ def _put(value: Any, sharding: NamedSharding) -> Any:
 def _born(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
     if not callable(build):
         raise PlanError(f"parallelize takes an nnx.Module or a function that makes one, and got {build!r}")
-    abstract = _abstract(build)
+    creation = Creation(build)
+    abstract = creation.abstract()
     _swap(abstract, plan, mesh_sizes(mesh), fsdp)
     graph, state = nnx.split(abstract)
-    create = creation(build, tuple(jax.tree.leaves(_shardings(state, mesh))))
-    model: Model = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), create()))
-    return model
-
-
-def creation(build: Callable[[], nnx.Module], shardings: tuple[NamedSharding, ...]) -> Any:
-    """The compiled creation of a model: its arrays, in the order of its state, each in its parts."""
-    return jax.jit(lambda: tuple(jax.tree.leaves(nnx.state(build()))), out_shardings=shardings)
-
-
-def _abstract(build: Callable[[], Model]) -> Model:
-    try:
-        abstract: Model = nnx.eval_shape(build)
-    except TraceContextError as error:
-        raise PlanError(
-            "the function that makes the model draws from something made outside of it, such as an nnx.Rngs; make it "
-            f"inside: parallelize(lambda: Model(nnx.Rngs(0)), plan) ({error})"
-        ) from None
-    return abstract
+    arrays = creation.run(tuple(jax.tree.leaves(_shardings(state, mesh))))
+    return cast(Model, nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays)))

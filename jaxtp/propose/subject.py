@@ -7,6 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtp.parallel.birth import Creation
+
 
 @dataclass(frozen=True)
 class Subject:
@@ -38,7 +40,7 @@ def subject_of(model: Any, inputs: tuple[Any, ...], call: Callable[..., Any] | N
     Raises:
       TypeError: `model` is neither.
     """
-    made = nnx.eval_shape(model) if callable(model) and not isinstance(model, nnx.Module) else model
+    made = Creation(model).abstract() if callable(model) and not isinstance(model, nnx.Module) else model
     if not isinstance(made, nnx.Module):
         raise TypeError(f"a plan is for an nnx.Module, or a function that makes one, and this is {made!r}")
     graph, state = nnx.split(made)

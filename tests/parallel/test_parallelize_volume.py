@@ -13,7 +13,7 @@ from flax_models import D, F, H, N, T
 import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.audit.audit import audit
-from jaxtp.parallel.parallelize import creation
+from jaxtp.parallel.birth import Creation
 
 B = 8
 SEQUENCE = {
@@ -128,7 +128,7 @@ def test_born_in_its_parts():
     with jax.set_mesh(mesh):
         model = jaxtp.parallelize(lambda: Wide(nnx.Rngs(0)), plan)
         leaves = jax.tree.leaves(nnx.state(model))
-        create = creation(lambda: Wide(nnx.Rngs(0)), tuple(leaf.sharding for leaf in leaves)).lower().compile()
+        create = Creation(lambda: Wide(nnx.Rngs(0))).lower(tuple(leaf.sharding for leaf in leaves)).compile()
     whole = sum(leaf.nbytes for leaf in leaves)
     assert all(kernel.addressable_shards[0].data.nbytes * 8 == kernel.nbytes for kernel in leaves if kernel.ndim == 2)
     memory = create.memory_analysis()
