@@ -24,7 +24,7 @@ from typing import Any
 import jax
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtp.mesh import BATCH, DP, FSDP, TP, axes_of, current_mesh
@@ -93,7 +93,11 @@ def batch_spec(*dims: str | None) -> PartitionSpec:
 
 def constrain(x: Array, spec: PartitionSpec) -> Array:
     """Asks the compiler to split a global array by `spec`; as it is without a mesh."""
-    return x if current_mesh() is None else lax.with_sharding_constraint(x, spec)
+    if current_mesh() is None:
+        return x
+    if not isinstance(x, jax.core.Tracer) and not isinstance(x.sharding, NamedSharding):  # made before there was a mesh
+        return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))
+    return lax.with_sharding_constraint(x, spec)
 
 
 def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> Array:

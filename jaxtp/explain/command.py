@@ -16,10 +16,11 @@ import tyro
 from flax import nnx
 
 from jaxtp.config import ConfigError, Switch, from_yaml, nearest_file
-from jaxtp.explain.explanation import Explanation, explain
+from jaxtp.explain.explanation import explain
 from jaxtp.explain.plot import plot
-from jaxtp.mesh import parse_mesh, request_virtual_devices
+from jaxtp.mesh import MeshError, parse_mesh, request_virtual_devices
 from jaxtp.models.decoder import Decoder
+from jaxtp.parallel.plan import PlanError
 from jaxtp.propose.propose import propose_plan
 from jaxtp.train.config import TrainConfig
 
@@ -71,14 +72,22 @@ def run(command: Explain) -> None:
     sizes = parse_mesh(command.mesh)
     if command.propose and command.plan is not None:
         raise ConfigError("--propose makes a plan, and --plan names one; leave one of them out")
+    if not command.input and (command.propose or command.compile) and not command.model.endswith((".yaml", ".yml")):
+        raise ConfigError("--propose and --compile run the model: give the shapes of its inputs, --input 64x128:int32")
     if command.compile:
         request_virtual_devices(sizes["dp"] * sizes["fsdp"] * sizes["tp"])
     model, inputs = _model(command)
     plan = None if command.plan is None else _named("--plan", command.plan)
-    if command.propose:
-        plan = propose_plan(model, *inputs, mesh=sizes)
-        print()
-    found: Explanation = explain(model, *inputs, plan=plan, mesh=sizes, compiled=command.compile)
+    try:
+        if command.propose:
+            plan = propose_plan(model, *inputs, mesh=sizes)
+            print()
+        found = explain(model, *inputs, plan=plan, mesh=sizes, compiled=command.compile)
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError | PlanError | MeshError):
+            raise
+        shapes = ", ".join(command.input) or "none"
+        raise ConfigError(f"{command.model} does not run on these inputs ({shapes}): {error}") from None
     print(found)
     if command.plot is not None:
         plot(found, command.plot.expanduser())
@@ -101,7 +110,10 @@ def _function(name: str) -> Callable[[], nnx.Module]:
         raise ConfigError(f"{name} is {build!r}, and should be a function that makes a model")
 
     def made() -> nnx.Module:
-        model = build()
+        try:
+            model = build()
+        except TypeError as error:
+            raise ConfigError(f"{name} does not make a model: {error}") from None
         if not isinstance(model, nnx.Module):
             raise ConfigError(f"{name} gives a {type(model).__name__}, and should give an nnx.Module")
         return model
@@ -127,7 +139,8 @@ def _named(flag: str, text: str) -> Any:
         raise ConfigError(f"{flag} {text}: should be FILE.py:NAME or package.module:NAME")
     module = _load_file(flag, Path(place)) if place.endswith(".py") else _import(flag, place)
     if not hasattr(module, name):
-        there = ", ".join(key for key in vars(module) if not key.startswith("_"))
+        own = (key for key, value in vars(module).items() if isinstance(value, dict) or callable(value))
+        there = ", ".join(key for key in own if not key.startswith("_"))
         raise ConfigError(f"{flag} {text}: {place} has no {name}; it has {there}")
     return getattr(module, name)
 

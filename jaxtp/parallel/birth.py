@@ -45,6 +45,8 @@ class Creation:
                 "the function that makes the model draws from something made outside of it; make it inside: "
                 f"parallelize(lambda: Model(nnx.Rngs(0)), plan) ({error})"
             ) from None
+        if not isinstance(model, nnx.Module):
+            raise PlanError(f"the function makes a {type(model).__name__}, and should make an nnx.Module")
         return model
 
     def lower(self, shardings: tuple[NamedSharding, ...]) -> Any:

@@ -48,7 +48,8 @@ def convert(x: Any, before: Layout | None, after: Layout | None) -> Any:
     if x is None or after is None:
         return x
     if after == Replicate():
-        return x if isinstance(x, Copies) else make_copies(jnp.asarray(x), before or Replicate())
+        copied = isinstance(x, Copies) and x.copies is not None
+        return x if copied else make_copies(jnp.asarray(x), before or Replicate())
     return constrained(x, after)
 
 

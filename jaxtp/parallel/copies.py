@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 
@@ -24,25 +25,26 @@ from jaxtp.parallel.layouts import Layout, Replicate, Shard, activation_spec, ha
 class Copies:
     """Stands for a global array wherever JAX takes one: in `jax.numpy`, in arithmetic, as `[...]`, by its methods.
 
-    `jax.lax` wants arrays: `jnp.asarray(copies)` is one.
+    `jax.lax` wants arrays: `jnp.asarray(copies)` is one. As a pytree it is the array alone: what `jax.tree.map`,
+    `jax.vmap` or `jax.checkpoint` makes of it has no copies, and each column layer reduces its gradient for itself.
 
     Args:
       array: the array itself, as it arrived. Nothing is gathered for it unless somebody reads it.
-      copies: `[tp, *shape]`, for column layers.
+      copies: `[tp, *shape]`, for column layers; None if there are none.
     """
 
     def __init__(self, array: Any, copies: Any):
         self.array = array
         self.copies = copies
 
-    def tree_flatten(self) -> tuple[tuple[Any, Any], None]:
-        """Two arrays: it passes through every transformation of JAX."""
-        return (self.array, self.copies), None
+    def tree_flatten(self) -> tuple[tuple[Any], None]:
+        """The array: functions of leaves see its shape, not that of the copies."""
+        return (self.array,), None
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any, Any]) -> "Copies":
-        """From the two."""
-        return cls(*children)
+    def tree_unflatten(cls, _: None, children: tuple[Any]) -> "Copies":
+        """Without copies: nobody knows what was made of the array."""
+        return cls(*children, None)
 
     def __jax_array__(self) -> Array:
         return constrain(self.array, activation_spec(Replicate(), self.array.ndim, batched=has_batch(self.array.shape)))
@@ -54,6 +56,9 @@ class Copies:
 
     def __neg__(self) -> Array:
         return -self.__jax_array__()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.__jax_array__(), dtype)
 
     def __len__(self) -> int:
         return len(self.array)
@@ -95,11 +100,13 @@ def make_copies(x: Array, layout: Layout) -> Array | Copies:
         return x
     dim = layout.dim % x.ndim if isinstance(layout, Shard) else None
     batched = has_batch(x.shape)
-    whole = activation_spec(Replicate(), x.ndim, batched=batched)
+    whole, arrives = (activation_spec(lies, x.ndim, batched=batched) for lies in (Replicate(), layout))
+    if not isinstance(x, jax.core.Tracer):  # it may have been made before there was a mesh
+        x = constrain(x, arrives)
     gather = device_view(
         lambda part: enter_parallel(part, dim)[None],
         "make_copies",
-        in_specs=(activation_spec(layout, x.ndim, batched=batched),),
+        in_specs=(arrives,),
         out_specs=PartitionSpec(TP, *whole),
     )
     return Copies(x, gather(x))

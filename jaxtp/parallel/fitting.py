@@ -107,11 +107,25 @@ def _declared(name: str, parameter: nnx.Param[Any], sizes: Mapping[str, int]) ->
 
 
 def _check_style(style: Style) -> None:
+    for field in fields(style):
+        if "layouts" in field.name:
+            _check_layouts(field.name, getattr(style, field.name))
     layouts = list(_layouts(style))
     if Shard(0) in layouts:
         raise PlanError(f"cannot be {style}: dim 0 is the batch, which dp and fsdp divide; the sequence is Shard(1)")
     if isinstance(style, PrepareInput | PrepareOutput) and not layouts:
         raise PlanError(f"cannot be {type(style).__name__}() without desired layouts: it would change nothing")
+
+
+def _check_layouts(name: str, value: Any) -> None:
+    """Layouts, several of them or none."""
+    if isinstance(value, tuple | list | Mapping):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            _check_layouts(name, part)
+    elif isinstance(value, type):
+        raise PlanError(f"has {name}={value.__name__}, which is a class; write {value.__name__}(...)")
+    elif not isinstance(value, Shard | Replicate | None) or not isinstance(getattr(value, "dim", 0), int):
+        raise PlanError(f"has {name}={value!r}; a layout is Shard(dim) or Replicate()")
 
 
 def _layouts(style: Any) -> Iterator[Any]:

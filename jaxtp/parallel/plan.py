@@ -47,6 +47,8 @@ def assign_styles(
     Raises:
       PlanError: a pattern matches nothing, two match one module, or a value is no style.
     """
+    if not isinstance(plan, Mapping):
+        raise PlanError(f"a plan is a dict from patterns to styles, not {plan!r}")
     for pattern, style in plan.items():
         if not isinstance(style, Style):
             raise PlanError(f"{pattern!r}: {style!r} is no style; a style is {_names_of_styles()}")

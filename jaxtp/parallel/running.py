@@ -101,13 +101,14 @@ class Run:
 
     def __call__(self, x: Any) -> Array:
         """The result, a global array; `x` is one, or `Copies`."""
-        x = x if isinstance(x, Copies) and self._splits_columns else jnp.asarray(x)
+        copied = isinstance(x, Copies) and x.copies is not None and self._splits_columns
+        x = x if copied else jnp.asarray(x)
         batched = has_batch(x.shape, self.signature.batch_ndim or x.ndim + 1)
         weights = {name: getattr(self.module, name)[...] for name in self._names}
         specs = {name: self._spec(name, weight.shape, batched) for name, weight in weights.items()}
         leaves = activation_spec(self._body_leaves, x.ndim + self.signature.more_dims, batched=batched)
-        spec, array = (copies_spec(x), x.copies) if isinstance(x, Copies) else (self._spec_of_input(x, batched), x)
-        body = partial(self._body, specs if batched else None, isinstance(x, Copies))
+        spec, array = (copies_spec(x), x.copies) if copied else (self._spec_of_input(x, batched), x)
+        body = partial(self._body, specs if batched else None, copied)
         run = device_view(body, self.name, in_specs=(spec, *specs.values()), out_specs=leaves)
         return self._leave(run(array, *weights.values()), batched)
 
@@ -158,7 +159,13 @@ class Run:
             return self.method(local, x)
         look_up = isinstance(self.module, nnx.Embed) and not self.signature.inputs
         y = _look_up(self.method, local, x, self.module.num_embeddings) if look_up else self.method(local, x)
-        y = leave_parallel(y, _dim(self.cut.leaves, y.ndim))
+        split = _dim(self.cut.leaves, y.ndim)
+        if split is not None and y.shape[split] % axis_size(TP):
+            raise ValueError(
+                f"{self.name}: leaves as {self.cut.leaves}, and dim {split} is {y.shape[split]}, not divisible by "
+                f"tp={axis_size(TP)}"
+            )
+        y = leave_parallel(y, split)
         for name in self._late:
             y = y + self._beside(weights[name].astype(y.dtype), self.signature.params[name], y)
         return y

@@ -178,6 +178,28 @@ def test_what_else_is_drawn_from_outside_is_refused():
         jaxtp.parallelize(lambda: models.Llama(several[0]), {}, mesh=jaxtp.make_mesh(*MESH))
 
 
+LAYOUTS = {
+    "a class": (Colwise(output_layouts=Replicate), "has output_layouts=Replicate, which is a class; write Replicate"),
+    "a string": (Colwise(input_layouts="Shard(1)"), r"has input_layouts='Shard\(1\)'; a layout is Shard\(dim\) or"),
+    "no number": (Rowwise(output_layouts=Shard("1")), "a layout is"),
+    "one of several": (PrepareInput((Shard(1), 2), (Replicate(), None)), "has input_layouts=2"),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_what_is_no_layout(name):
+    style, message = LAYOUTS[name]
+    with pytest.raises(PlanError, match=message):
+        jaxtp.parallelize(lambda: nnx.Linear(D, F, rngs=nnx.Rngs(0)), {"": style}, mesh=jaxtp.make_mesh(*MESH))
+
+
+def test_what_is_no_plan_and_no_model():
+    with pytest.raises(PlanError, match="a plan is a dict"):
+        jaxtp.parallelize(llama, [("up", Colwise())], mesh=jaxtp.make_mesh(*MESH))
+    with pytest.raises(PlanError, match=r"makes a tuple, and should make an nnx\.Module"):
+        jaxtp.parallelize(lambda: (llama(), 1), {}, mesh=jaxtp.make_mesh(*MESH))
+
+
 CALLS = {
     "batch": ((3, T, D), r"dim 0 of shape \(3, 8, 16\) is 3, not divisible by dp=1 x fsdp=2; nearest: 2 or 4"),
     "sequence": ((4, 6, D), r"dim 1 of shape \(4, 6, 16\) is 6, not divisible by tp=4"),
