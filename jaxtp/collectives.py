@@ -187,6 +187,22 @@ def all_reduce_max(x: Array, axis: str) -> Array:
     return x if current_mesh() is None else lax.pmax(x, axis)
 
 
+def all_gather(x: Array, axis: str) -> Array:
+    """The shards of the devices along `axis`, joined along dim 0: `[S, ...] -> [n * S, ...]`."""
+    return x if current_mesh() is None else lax.all_gather(x, axis, tiled=True)
+
+
+def reduce_scatter(x: Array, axis: str) -> Array:
+    """This device's part of the sum over the devices along `axis`: `[n * S, ...] -> [S, ...]`."""
+    return x if current_mesh() is None else lax.psum_scatter(x, axis, tiled=True)
+
+
+def permute(x: Array, axis: str) -> Array:
+    """What the device before this one in the ring along `axis` holds."""
+    size = axis_size(axis)
+    return x if current_mesh() is None else lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+
+
 def load_weight(
     shard: Array,
     fsdp_dim: int | None,

@@ -1,4 +1,4 @@
-"""Files: their checksums, and waiting until they are on the disk."""
+"""Files: their checksums, waiting until they are on the disk, and whether one can be written."""
 
 import hashlib
 import os
@@ -41,6 +41,25 @@ def require_writable(flag: str, path: Path) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
         path.open("a").close()
+        if not was_there:
+            path.unlink()  # what ends before it is written leaves no empty file
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}; name another file") from None
+
+
+def require_picture(flag: str, path: Path) -> None:
+    """Checks that a picture can be drawn there, and makes its folder.
+
+    Raises:
+      ConfigError: matplotlib is not installed, the name is not that of a kind of picture, or it cannot be written.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(f"{flag} needs matplotlib: pip install 'jaxtp[plot]'") from None
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(f"{flag} {path}: pictures are {', '.join(f'.{name}' for name in sorted(known))}")
+    require_writable(flag, path)

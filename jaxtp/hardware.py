@@ -11,7 +11,9 @@ them that programs reach (`matmul_efficiency` and the like) are assumptions, to 
 
 import dataclasses
 import difflib
+import math
 import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import yaml
 
 from jaxtp.config import ConfigError, Count, NonNegative, Positive, nearest_file, validate
+from jaxtp.mesh import AXES
 
 GIB = 2**30
 PLATFORMS = ("cuda", "rocm", "tpu")
@@ -208,3 +211,12 @@ def of_kind(device_kind: str) -> Hardware | None:
     """The hardware that a `jax.Device.device_kind` names; None if the table has none."""
     matches = [hardware for hardware in TABLE.values() if hardware.kind in device_kind]
     return max(matches, key=lambda hardware: len(hardware.kind), default=None)
+
+
+def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Devices of a ring that lie in one domain: neighbours lie along tp, then fsdp, then dp."""
+    left, inside = hardware.domain, {}
+    for axis in reversed(AXES):
+        inside[axis] = math.gcd(sizes[axis], left)
+        left = left // sizes[axis] if inside[axis] == sizes[axis] else 1
+    return math.prod(inside[axis] for axis in axes)

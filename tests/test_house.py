@@ -14,7 +14,7 @@ LEVELS = [
     {"models", "checkpoint", "propose"},
     {"hf"},
     {"train", "generate", "prepare"},
-    {"check", "estimate", "convert", "explain"},
+    {"check", "estimate", "convert", "explain", "bench"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COLLECTIVES = {

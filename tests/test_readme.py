@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jaxtp
+from jaxtp.bench.__main__ import main as bench
 from jaxtp.check.__main__ import main as check
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.convert.__main__ import main as convert
@@ -33,6 +34,7 @@ CHECK = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -
 ESTIMATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.estimate")]
 CONVERT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.convert")]
 EXPLAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.explain")]
+BENCH = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.bench")]
 TUNING = [flags for flags in TRAIN if "--model.from-hf" in flags]
 OWN = [flags for flags in TRAIN if flags not in TUNING]
 SHORT = [
@@ -138,6 +140,17 @@ def test_estimate_command(flags, tmp_path, capsys):
     assert set(shown.splitlines()) - {"..."} <= set(printed)
 
 
+@pytest.mark.parametrize("flags", BENCH, ids=" ".join)
+def test_bench_command(flags, tmp_path, capsys):
+    """What it writes is read where the README says, and it says that it measured no hardware."""
+    out = tmp_path / "hardware.yaml"
+    flags = [str(out) if flag == "runs/hardware.yaml" else flag for flag in flags]
+    assert bench([*flags, "--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]) == 0
+    assert "their times mean nothing for hardware" in capsys.readouterr().out
+    assert "python -m jaxtp.estimate --hardware runs/hardware.yamlx8" in README
+    assert estimate(["--hardware", f"{out}x8"]) == 0
+
+
 def test_the_commands_that_go_on_from_each_other(tmp_path, capsys):
     first, second = (flags for flags in OWN if "runs/a" in flags and "--run.init-from" not in flags)
     assert main(shortened(first, tmp_path, 2)) == 0
@@ -199,7 +212,7 @@ def test_set_up_commands_are_what_ci_runs():
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert "pip\" install --quiet -e '.[dev]'" in (ROOT / ".ci/run").read_text()
-    kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EXPLAIN)
+    kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EXPLAIN, BENCH)
     assert len(COMMANDS) == sum(map(len, kinds)) + 2
 
 

@@ -70,7 +70,9 @@ class Collective:
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that each device sends, in a ring: `(n-1)/n` of the message, twice for an all-reduce."""
+        """Bytes that each device sends, in a ring: `(n-1)/n` of it, twice for an all-reduce; all of it to permute."""
+        if self.kind == "permute":
+            return float(self.bytes)
         rounds = 2 if self.kind.startswith("all-reduce") else 1
         return rounds * (self.group - 1) / self.group * self.bytes
 

@@ -18,14 +18,14 @@ from jaxtp.estimate.config import EstimateConfig
 from jaxtp.estimate.errors import TargetError
 from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
-from jaxtp.estimate.plot import check_plot, draw
+from jaxtp.estimate.plot import draw
 from jaxtp.estimate.record import record
 from jaxtp.estimate.remedies import what_would_fit
 from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import Model, Setting, Target, all_meshes, describe_model, estimate, search, target
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.words import why
-from jaxtp.files import require_writable
+from jaxtp.files import require_picture, require_writable
 from jaxtp.hardware import parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
@@ -156,11 +156,10 @@ def _training(asked: EstimateConfig) -> TrainConfig:
 
 
 def _require_files(asked: EstimateConfig) -> None:
-    for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
-        if path is not None:
-            require_writable(flag, path)
+    if asked.json is not None:
+        require_writable("--json", asked.json)
     if asked.plot is not None:
-        check_plot(asked.plot)
+        require_picture("--plot", asked.plot)
 
 
 if __name__ == "__main__":

@@ -3,27 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from jaxtp.config import ConfigError
 from jaxtp.estimate.remedies import kinds_of
 from jaxtp.estimate.search import Search, Setting
 from jaxtp.mesh import TP
 
 GB = 1e9
-
-
-def check_plot(path: Path) -> None:
-    """Checks that a picture can be made there.
-
-    Raises:
-      ConfigError: matplotlib is not installed, or the name is not that of a kind of picture.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("--plot needs matplotlib: pip install 'jaxtp[plot]'") from None
-    known = Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in known:
-        raise ConfigError(f"--plot {path}: pictures are {', '.join(f'.{name}' for name in sorted(known))}")
 
 
 def draw(path: Path, found: Search, title: str) -> None:

@@ -3,6 +3,7 @@
 from jaxtp.audit.tables import columns
 from jaxtp.estimate.remedies import kinds_of
 from jaxtp.estimate.search import Model, Search, Setting, Target
+from jaxtp.hardware import TABLE
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.work import Product
@@ -28,7 +29,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}",
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
         f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, {hardware.link_efficiency:.0%} of links "
-        "(jaxtp/hardware.py)",
+        f"({hardware.source if hardware.name not in TABLE else 'jaxtp/hardware.py'})",
     }
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
 

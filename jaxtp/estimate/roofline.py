@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxtp.hardware import Hardware
-from jaxtp.mesh import AXES
+from jaxtp.hardware import Hardware, inside_domain
 from jaxtp.models.budget import Move
 from jaxtp.models.work import Product, Work
 from jaxtp.train.memory import Memory
@@ -104,7 +103,7 @@ def step_time(
 
 def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> bool:
     """Whether devices along these axes are in several domains."""
-    return _inside(hardware, sizes, axes) < math.prod(sizes[axis] for axis in axes)
+    return inside_domain(hardware, sizes, axes) < math.prod(sizes[axis] for axis in axes)
 
 
 def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> float:
@@ -115,17 +114,8 @@ def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]
     axes = tuple(axes)
     link = hardware.link
     if leaves_domain(hardware, sizes, axes):
-        link = min(link, hardware.network * _inside(hardware, sizes, axes))
+        link = min(link, hardware.network * inside_domain(hardware, sizes, axes))
     return link * hardware.link_efficiency
-
-
-def _inside(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Devices of a ring that lie in one domain: neighbours lie along tp, then fsdp, then dp."""
-    left, inside = hardware.domain, {}
-    for axis in reversed(AXES):
-        inside[axis] = math.gcd(sizes[axis], left)
-        left = left // sizes[axis] if inside[axis] == sizes[axis] else 1
-    return math.prod(inside[axis] for axis in axes)
 
 
 def _seconds(hardware: Hardware, sizes: Mapping[str, int], move: Move) -> float:

@@ -1,0 +1,1 @@
+"""Measures the devices that are there: collectives, matrix products, parallel layers; writes a hardware file."""

@@ -1,0 +1,86 @@
+"""`python -m jaxtp.bench`."""
+
+import contextlib
+import io
+import json
+import signal
+import sys
+from collections.abc import Sequence
+
+import jax
+
+from jaxtp import config as configuration
+from jaxtp import launch
+from jaxtp.bench.comm import measure
+from jaxtp.bench.config import CommConfig, training
+from jaxtp.bench.measured import Measured
+from jaxtp.bench.plot import draw
+from jaxtp.config import ConfigError
+from jaxtp.files import require_picture, require_writable
+from jaxtp.hf.folder import HFError
+from jaxtp.mesh import AXES, MeshError, make_mesh
+from jaxtp.train.origin import with_model
+
+PROGRAM = "python -m jaxtp.bench"
+COMM = "comm"
+DESCRIPTION = """Communication against computation, measured on the devices that are there.
+
+Times all-reduce, all-gather, reduce-scatter and permute over message sizes on each axis of the mesh, the matrix
+products of a transformer block, and a column and a row layer with and without their communication at each tp that the
+devices allow. --config FILE reads the configuration of a training run (see configs/), whose mesh and sizes are taken;
+dotted flags override it. --out writes what was measured as a hardware file for python -m jaxtp.estimate.
+
+  python -m jaxtp.bench comm --config configs/llama3_8b.yaml --out h100.yaml
+  python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware h100.yamlx8
+
+Without GPUs the devices are virtual ones of the CPU: that tries the command, and says nothing about hardware. Of
+several processes, started as those of jaxtp.train, the first one prints and writes.
+"""
+MISTAKES = (ConfigError, MeshError, HFError, launch.LaunchError)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    return configuration.attempt(PROGRAM, lambda: _bench(argv), MISTAKES)
+
+
+def _bench(argv: Sequence[str]) -> None:
+    what, *flags = argv or ("",)
+    if what not in (COMM, "-h", "--help"):
+        raise ConfigError(f"{what!r} is nothing that is measured; there is {COMM}, as in {PROGRAM} {COMM}")
+    flags = flags if what == COMM else ["--help"]
+    asked = configuration.load(CommConfig, flags, prog=f"{PROGRAM} {COMM}", description=DESCRIPTION)
+    launch.join_processes()
+    config = with_model(training(asked))
+    mesh = make_mesh(**{axis: getattr(config.mesh, axis) for axis in AXES})
+    if jax.process_index() == 0:
+        _require_files(asked)
+        _write(asked, measure(asked, config, mesh))
+    else:
+        with contextlib.redirect_stdout(io.StringIO()):
+            measure(asked, config, mesh)
+
+
+def _write(asked: CommConfig, measured: Measured) -> None:
+    if asked.json is not None:
+        asked.json.write_text(json.dumps(measured.record(), indent=2) + "\n")
+    if asked.plot is not None:
+        draw(asked.plot, measured)
+    if asked.out is not None:
+        asked.out.write_text(measured.hardware_file())
+        print(f"\n{asked.out}: for python -m jaxtp.estimate --hardware {asked.out}x{measured.place.devices}")
+
+
+def _require_files(asked: CommConfig) -> None:
+    for flag, path in (("--json", asked.json), ("--out", asked.out)):
+        if path is not None:
+            require_writable(flag, path)
+    if asked.out is not None and asked.out.suffix not in (".yaml", ".yml"):
+        raise ConfigError(f"--out {asked.out}: a hardware file is YAML; name it {asked.out.with_suffix('.yaml')}")
+    if asked.plot is not None:
+        require_picture("--plot", asked.plot)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
+    sys.exit(main(sys.argv[1:]))

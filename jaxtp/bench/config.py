@@ -1,0 +1,96 @@
+"""The command line of `python -m jaxtp.bench`."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+
+from jaxtp.config import ConfigError, Count
+from jaxtp.hardware import TABLE, Hardware, find, of_kind
+from jaxtp.mesh import DP, FSDP, TP
+from jaxtp.models.config import ModelConfig, violations
+from jaxtp.train.config import TrainConfig
+
+KIB = 2**10
+SIZES = tuple(KIB * 4**i for i in range(2, 10))
+"""Bytes, 16 KiB to 256 MiB: what layers move, from one token's activations to a gathered weight."""
+
+CPU_SIZES = tuple(KIB * 4**i for i in range(2, 6))
+"""To 1 MiB: a laptop holds every virtual device's array, and copies each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommConfig(TrainConfig):
+    """What to measure: the mesh and the sizes of a training configuration."""
+
+    message_bytes: Annotated[tuple[Count, ...], tyro.conf.arg(metavar="16384 1048576 ...")] = ()
+    """Sizes of messages in bytes. By default 16 KiB to 256 MiB in steps of four, on CPUs to 1 MiB."""
+
+    rounds: Count = 10
+    """Measurements of each thing, in turn with what it is compared with; the median is what is shown."""
+
+    in_a_row: Count = 10
+    """Runs in each measurement, divided by their number, so that starting one from Python counts for little."""
+
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
+    """Where to write a hardware file with what was measured, for python -m jaxtp.estimate --hardware FILE.yamlx8."""
+
+    like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
+    """Hardware that the rest of the file is taken from, and whose peak products are compared with; by default what the
+    devices say that they are."""
+
+    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Where to write every number, for machines."""
+
+    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Where to draw bandwidth over size, and computing beside communication over tp (pip install 'jaxtp[plot]')."""
+
+
+def training(asked: CommConfig) -> TrainConfig:
+    """The training configuration alone."""
+    return TrainConfig(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(TrainConfig)})
+
+
+def message_sizes(asked: CommConfig, platform: str) -> Sequence[int]:
+    """Those that are asked for, or those that suit the platform."""
+    return asked.message_bytes or (CPU_SIZES if platform == "cpu" else SIZES)
+
+
+def rows_on_a_device(config: TrainConfig, mesh: dict[str, int]) -> int:
+    """Sequences of a micro-batch on each device of the mesh; at least 1."""
+    return max(1, config.data.global_batch_size // (mesh[DP] * mesh[FSDP] * config.train.accumulation))
+
+
+def usable_tps(model: ModelConfig, devices: int) -> list[int]:
+    """Powers of two, up to the number of devices, that can share a block of the model.
+
+    Raises:
+      ConfigError: not even one device can hold it.
+    """
+    problems = {2**i: list(violations(model, {DP: 1, FSDP: 1, TP: 2**i})) for i in range(devices.bit_length())}
+    if problems[1]:
+        raise ConfigError("\n  ".join(("these settings do not fit each other:", *problems[1])))
+    return [tp for tp, found in problems.items() if not found]
+
+
+def hardware_of(asked: CommConfig, device: jax.Device) -> Hardware | None:
+    """The row of the hardware table that the devices are compared with; None if there is none.
+
+    Raises:
+      ConfigError: the name that is asked for is not known, or a file is to be written with nothing to base it on.
+    """
+    if asked.like is not None:
+        if asked.like.endswith((".yaml", ".yml")):
+            raise ConfigError(f"--like {asked.like}: should be a name of the table, one of {', '.join(TABLE)}")
+        return find(asked.like)
+    known = of_kind(device.device_kind)
+    if known is None and asked.out is not None:
+        raise ConfigError(
+            f"--out {asked.out}: {device.device_kind!r} is not in the hardware table (jaxtp/hardware.py); name the row "
+            "that memory and the rest are taken from, as in --like h100"
+        )
+    return known

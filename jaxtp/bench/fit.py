@@ -1,0 +1,79 @@
+"""What measurements come to in the terms of an estimate: latency and bandwidth."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxtp.bench.moving import PERMUTE, Message
+from jaxtp.hardware import Hardware, inside_domain
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a collective along an axis, as `latency + bytes sent / speed`."""
+
+    axis: str
+    """Of the mesh."""
+
+    devices: int
+    """Along it."""
+
+    latency: float
+    """Seconds."""
+
+    speed: float
+    """Bytes/s that each device sends."""
+
+    off: float
+    """Median of how far the measured times are from it, relative to them."""
+
+
+def fit(messages: Sequence[Message]) -> Line | None:
+    """The line through all-reduces, all-gathers and reduce-scatters of one axis; None if times do not grow with bytes.
+
+    Errors count relative to the times, so that short messages decide the latency and long ones the speed. Permutes,
+    between neighbours, are left out: a step of training has none.
+    """
+    taken = [message for message in messages if message.kind != PERMUTE]
+    seconds = np.array([message.seconds for message in taken])
+    sent = np.array([message.bytes_sent for message in taken])
+    per_byte = sent / seconds
+    (latency, slope), *_ = np.linalg.lstsq(np.stack([1 / seconds, per_byte], axis=1), np.ones(len(taken)))
+    if latency < 0:
+        latency, slope = 0.0, per_byte.sum() / (per_byte**2).sum()
+    if slope <= 0:
+        return None
+    off = float(np.median(np.abs(latency + slope * sent - seconds) / seconds))
+    return Line(taken[0].axis, taken[0].devices, float(latency), float(1 / slope), off)
+
+
+def measured_fields(
+    hardware: Hardware, sizes: Mapping[str, int], lines: Sequence[Line], matmul_efficiency: float
+) -> dict[str, float]:
+    """The fields of a hardware file that give an estimate what was measured.
+
+    Where an axis lies within a domain of fast links its speed is that of a link, else that of each device's share of
+    the network; of several the axis with the most devices counts. Measured speeds are what programs reach, so
+    `link_efficiency`, which takes a share of both, is 1, and a network that was not measured is less by the share.
+
+    Args:
+      hardware: what is not measured.
+      sizes: devices along each axis of the measured mesh.
+      lines: of its axes.
+      matmul_efficiency: measured.
+    """
+    inside = {line.axis: inside_domain(hardware, sizes, (line.axis,)) for line in lines}
+    by_size = sorted(lines, key=lambda line: line.devices)
+    fast = [line for line in by_size if inside[line.axis] == line.devices]
+    slow = [line for line in by_size if inside[line.axis] < line.devices]
+    share = 1.0 if fast else hardware.link_efficiency
+    fields = {"matmul_efficiency": matmul_efficiency}
+    if fast:
+        network = hardware.network * hardware.link_efficiency
+        fields |= {"link": fast[-1].speed, "link_efficiency": share, "network": network}
+    if slow:
+        fields["network"] = slow[-1].speed / inside[slow[-1].axis] / share
+    if lines:
+        fields["latency"] = (fast or slow)[-1].latency
+    return fields

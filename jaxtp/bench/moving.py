@@ -1,0 +1,129 @@
+"""Seconds of collectives along each axis of a mesh.
+
+A measurement is a loop of them in one program, each on what the one before has left, as they come in a compiled step:
+starting a program from Python takes longer than a small message. All groups of devices along an axis talk at once.
+Compiled for an H100 the loop adds nothing to an all-reduce, a local copy of 1/n of the message to an all-gather and a
+reduce-scatter, and one of all of it to a permute.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.audit.census import Collective, count_collectives
+from jaxtp.bench.timing import Program, Repeats, medians
+from jaxtp.collectives import all_gather, all_reduce, axis_size, device_view, permute, reduce_scatter, vary
+from jaxtp.mesh import AXES
+
+PERMUTE = "permute"
+
+
+@dataclass(frozen=True)
+class Message:
+    """A collective along one axis, and its time."""
+
+    axis: str
+    """Of the mesh."""
+
+    devices: int
+    """Along it."""
+
+    kind: str
+    """all-reduce, all-gather, reduce-scatter or permute."""
+
+    bytes: int
+    """Of the whole array: what each device ends with (all-reduce, all-gather, permute) or begins with."""
+
+    bytes_sent: float
+    """By each device around a ring, counted in the program's jaxpr."""
+
+    seconds: float
+    """Median."""
+
+    @property
+    def speed(self) -> float:
+        """Bytes/s that each device sends."""
+        return self.bytes_sent / self.seconds
+
+
+def _all_reduce(x: Array, axis: str) -> Array:
+    return vary(all_reduce(x, axis), axis)
+
+
+def _all_gather(x: Array, axis: str) -> Array:
+    """Of `x` the part that a device contributes, where then the first device's lies."""
+    part = x.shape[0] // axis_size(axis)
+    return all_gather(x[:part], axis)
+
+
+def _reduce_scatter(x: Array, axis: str) -> Array:
+    """The rest of `x` stays as it is."""
+    return lax.dynamic_update_slice_in_dim(x, reduce_scatter(x, axis), 0, 0)
+
+
+KINDS: Mapping[str, Callable[[Array, str], Array]] = {
+    "all-reduce": _all_reduce,
+    "all-gather": _all_gather,
+    "reduce-scatter": _reduce_scatter,
+    PERMUTE: permute,
+}
+"""By name, each from an array of a device to one of the same shape, so that a loop can repeat it."""
+
+
+def measure_messages(
+    mesh: Mesh, dtype: str, sizes: Sequence[int], repeats: Repeats, *, axes: Sequence[str] = AXES
+) -> Iterator[Message]:
+    """Times every kind of collective along every axis of more than one device.
+
+    Args:
+      mesh: of the devices.
+      dtype: of what moves.
+      sizes: bytes of a message, rounded to whole elements on each device.
+      repeats: how often.
+      axes: those to measure.
+    """
+    for axis in (axis for axis in axes if mesh.shape[axis] > 1):
+        for size in sizes:
+            yield from _together(mesh, axis, _random(mesh, axis, dtype, size), repeats)
+
+
+def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
+    """A function of an array, split over all devices, that runs a collective `times` times on their parts."""
+
+    def body(x: Array) -> Array:
+        return lax.scan(lambda x, _: (KINDS[kind](x, axis), None), x, length=times)[0]
+
+    return device_view(body, f"bench_{kind}", (P(AXES),), P(AXES))
+
+
+def _together(mesh: Mesh, axis: str, x: Array, repeats: Repeats) -> Iterator[Message]:
+    """One size, every kind in turn."""
+    programs: dict[str, Program] = {}
+    moved: dict[str, Collective] = {}
+    with jax.set_mesh(mesh):
+        for kind in KINDS:
+            traced = jax.jit(repeated(kind, axis, repeats.in_a_row)).trace(x)
+            (moved[kind],) = count_collectives(traced.jaxpr, dict(mesh.shape))
+            programs[kind] = partial(_compiled(traced), x)
+    seconds = medians(programs, repeats.rounds)
+    for kind, one in moved.items():
+        yield Message(axis, mesh.shape[axis], kind, one.bytes, one.bytes_sent, seconds[kind] / repeats.in_a_row)
+
+
+def _compiled(traced: Any) -> Callable[[Array], Array]:
+    return traced.lower().compile()
+
+
+def _random(mesh: Mesh, axis: str, dtype: str, size: int) -> Array:
+    """An array of which each device has `size` bytes, or a little less: a number of elements that the axis divides."""
+    parts = mesh.shape[axis]
+    each = max(1, size // (jnp.dtype(dtype).itemsize * parts)) * parts
+    make = partial(jax.random.normal, shape=(mesh.size * each,), dtype=dtype)
+    return jax.jit(make, out_shardings=NamedSharding(mesh, P(AXES)))(jax.random.key(0))

@@ -1,0 +1,83 @@
+"""`python -m jaxtp.bench comm` as its users meet it."""
+
+import json
+
+import pytest
+
+import jaxtp
+from jaxtp.bench.__main__ import main
+from jaxtp.bench.config import usable_tps
+from jaxtp.estimate.__main__ import main as estimate
+from jaxtp.hardware import find, read
+
+QUICK = ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]
+SMALL = ["--mesh.fsdp", "2", "--mesh.tp", "2", "--data.sequence-length", "8", "--model.d-ff", "16"]
+
+
+def test_measured_and_read_back(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    record, out, plot = (tmp_path / "new" / name for name in ("all.json", "mine.yaml", "all.png"))
+    flags = ["--json", str(record), "--out", str(out), "--plot", str(plot), "--like", "h100"]
+    assert main(["comm", *QUICK, *SMALL, *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "on      4 virtual CPU devices" in printed
+    assert "their times mean nothing for hardware" in printed
+    found = json.loads(record.read_text())
+    assert found["place"]["sizes"] == {"dp": 1, "fsdp": 2, "tp": 2}
+    assert len(found["messages"]) == 2 * 2 * 4
+    assert {line["axis"] for line in found["lines"]} == {"fsdp", "tp"}
+    assert [one["tp"] for one in found["pairs"]] == [1, 2, 4]
+    assert {one["name"] for one in found["products"]} == {"q, k, v", "attention out", "gate, up", "down"}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    hardware = read(out)
+    assert hardware.matmul_efficiency == pytest.approx(found["matmul_efficiency"], rel=1e-3)
+    assert hardware.latency == pytest.approx(next(x["latency"] for x in found["lines"] if x["axis"] == "tp"), rel=1e-3)
+    assert estimate(["--hardware", f"{out}x8"]) == 0
+    assert f"({out})" in capsys.readouterr().out
+
+
+def test_one_device(tmp_path, capsys):
+    out = tmp_path / "mine.yaml"
+    assert (
+        main(["comm", *QUICK, *SMALL, "--mesh.fsdp", "1", "--mesh.tp", "1", "--out", str(out), "--like", "l40s"]) == 0
+    )
+    assert "one device: nothing moves" in capsys.readouterr().out
+    hardware, table = read(out), find("l40s")
+    assert (hardware.link, hardware.link_efficiency, hardware.network) == (table.link, 0.8, table.network)
+
+
+def test_tps_are_those_that_the_model_can_use():
+    assert usable_tps(jaxtp.ModelConfig(num_heads=4, num_kv_heads=4), 16) == [1, 2, 4]
+    assert usable_tps(jaxtp.ModelConfig(), 6) == [1, 2, 4]
+
+
+def test_help_teaches(capsys):
+    for argv in (["--help"], ["comm", "--help"]):
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert "--message-bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "'' is nothing that is measured; there is comm"),
+        ("com", "'com' is nothing that is measured; there is comm, as in python -m jaxtp.bench comm"),
+        ("comm --mesh.tp 1024", "needs 2048 devices, and there are 16"),
+        ("comm --like h1000", "hardware 'h1000' is not known; did you mean h100"),
+        ("comm --like mine.yaml", "--like mine.yaml: should be a name of the table, one of a100-40, "),
+        ("comm --out a.yaml", "--out a.yaml: 'cpu' is not in the hardware table"),
+        ("comm --out a.txt --like h100", "--out a.txt: a hardware file is YAML; name it a.yaml"),
+        ("comm --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
+        ("comm --plot plot.xyz", "--plot plot.xyz: pictures are "),
+        ("comm --rounds 0", "rounds = 0"),
+        ("comm --model.num-kv-heads 3", "model.num_heads=8 is not divisible by model.num_kv_heads=3"),
+    ],
+)
+def test_mistakes(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(flags.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("python -m jaxtp.bench: error: ")
+    assert not list(tmp_path.iterdir()), "nothing is left behind"

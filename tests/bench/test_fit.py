@@ -1,0 +1,113 @@
+"""From times to a hardware file, and back in an estimate."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxtp.bench.computing import Pair, TimedProduct
+from jaxtp.bench.fit import fit
+from jaxtp.bench.measured import Measured, Place
+from jaxtp.bench.moving import Message
+from jaxtp.config import ConfigError
+from jaxtp.estimate.roofline import leaves_domain, link_speed
+from jaxtp.hardware import find, read
+
+SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
+SIZES = [2**14, 2**18, 2**22, 2**26]
+
+
+def messages(axis, devices, latency, speed, noise=lambda i: 1.0, permute=1.0):
+    """As if each took `latency + bytes sent / speed`, times noise; a permute something else."""
+    found = []
+    for i, size in enumerate(SIZES):
+        for kind, share in SHARES.items():
+            sent = share * (devices - 1) / devices * size
+            found.append(Message(axis, devices, kind, size, sent, (latency + sent / speed) * noise(i)))
+        found.append(Message(axis, devices, "permute", size, size, permute))
+    return found
+
+
+@given(
+    latency=st.floats(0, 1e-3),
+    speed=st.floats(1e8, 1e12),
+    devices=st.sampled_from([2, 4, 8, 64]),
+    permute=st.floats(1e-6, 1),
+)
+def test_a_line_is_found_again(latency, speed, devices, permute):
+    line = fit(messages("tp", devices, latency, speed, permute=permute))
+    assert line.speed == pytest.approx(speed, rel=1e-3)
+    assert line.latency == pytest.approx(latency, rel=1e-3, abs=SIZES[0] / speed / 1000)
+    assert line.off < 1e-3
+    assert (line.axis, line.devices) == ("tp", devices)
+
+
+@given(st.lists(st.floats(0.8, 1.25), min_size=len(SIZES), max_size=len(SIZES)))
+def test_noise_moves_it_by_as_much(noise):
+    line = fit(messages("tp", 4, 2e-5, 1e11, lambda i: noise[i]))
+    assert 0.5e11 < line.speed < 2e11
+    assert 1e-5 < line.latency < 4e-5
+
+
+def test_times_that_shrink_have_no_line():
+    assert fit(messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))) is None
+
+
+def measured(sizes, found, **changes):
+    place = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "devices": 8, "processes": 1, "dtype": "bfloat16"}
+    lines = [line for axis in sizes if (line := fit([one for one in found if one.axis == axis] or NOTHING))]
+    products = [TimedProduct(tp, "down", 1000, 1000, 1000, 1e-5 * tp) for tp in (1, 2, 4)]
+    return Measured(
+        place=Place(**(place | changes), sizes=sizes, hardware=find("h100")),
+        messages=found,
+        lines=lines,
+        products=products,
+        pairs=[Pair(1, 1.0, 1.0)],
+    )
+
+
+NOTHING = messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "speeds"),
+    [
+        ({"dp": 1, "fsdp": 1, "tp": 8}, {"tp": 3e11}),
+        ({"dp": 1, "fsdp": 2, "tp": 4}, {"fsdp": 1e11, "tp": 3e11}),
+        ({"dp": 1, "fsdp": 8, "tp": 8}, {"fsdp": 2e10, "tp": 3e11}),
+        ({"dp": 1, "fsdp": 16, "tp": 1}, {"fsdp": 8e10}),
+        ({"dp": 1, "fsdp": 1, "tp": 1}, {}),
+    ],
+)
+def test_an_estimate_reckons_with_what_was_measured(sizes, speeds, tmp_path):
+    found = [one for axis, speed in speeds.items() for one in messages(axis, sizes[axis], 2e-5, speed)]
+    file = tmp_path / "mine.yaml"
+    file.write_text(measured(sizes, found).hardware_file())
+    hardware, table = read(file), find("h100")
+    assert hardware.flops * hardware.matmul_efficiency == pytest.approx(2e9 / (1e-5 * min(sizes["tp"], 4)), rel=1e-3)
+    assert (hardware.like, hardware.memory, hardware.bandwidth) == ("h100", table.memory, table.bandwidth)
+    assert hardware.latency == pytest.approx(2e-5 if speeds else table.latency, rel=1e-3)
+    widest = {leaves_domain(table, sizes, (axis,)): axis for axis in sorted(speeds, key=sizes.get)}
+    for axis in widest.values():
+        assert link_speed(hardware, sizes, (axis,)) == pytest.approx(speeds[axis], rel=1e-3)
+    if True not in widest:
+        assert hardware.network * hardware.link_efficiency == pytest.approx(table.network * table.link_efficiency)
+
+
+def test_float32_has_half_of_the_peak():
+    one = measured({"dp": 1, "fsdp": 1, "tp": 1}, [])
+    half = dataclasses.replace(one, place=dataclasses.replace(one.place, dtype="float32"))
+    assert half.matmul_efficiency == pytest.approx(2 * one.matmul_efficiency)
+
+
+def test_virtual_devices_are_named_in_the_file_and_the_record():
+    one = measured({"dp": 1, "fsdp": 1, "tp": 1}, [], platform="cpu")
+    assert "mean nothing for hardware" in one.hardware_file()
+    assert "mean nothing for hardware" in one.record()["note"]
+    assert "note" not in measured({"dp": 1, "fsdp": 1, "tp": 1}, []).record()
+
+
+def test_without_a_line_there_is_no_file():
+    with pytest.raises(ConfigError, match="over tp times do not grow with messages"):
+        measured({"dp": 1, "fsdp": 1, "tp": 4}, NOTHING).hardware_file()
