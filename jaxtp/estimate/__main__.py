@@ -15,7 +15,7 @@ from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.config import ConfigError
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
 from jaxtp.estimate.config import EstimateConfig
-from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import check_plot, draw
@@ -43,7 +43,7 @@ program's own declarations, and formulas that tests hold equal to it), compiled 
 modelled (a model of the hardware, wrong by tens of percent).
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it. Nothing is allocated,
-and no accelerator is needed. Exit code 1 if nothing fits.
+and no accelerator is needed. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
 
   python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware h100x8
   python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
@@ -51,7 +51,7 @@ and no accelerator is needed. Exit code 1 if nothing fits.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code: 0, 1 if nothing fits, 2 for a user's mistake."""
+    """Runs the command; returns its exit code: 0, 1 if nothing fits or tier 3 says so, 2 for a user's mistake."""
     return configuration.attempt(
         PROGRAM,
         lambda: _estimate(configuration.load(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION)),
@@ -82,11 +82,12 @@ def _estimate(asked: EstimateConfig) -> int:
         print("", table(generating, length), sep="\n", flush=True)
         numbers["generation"] = records(generating)
     failed = _compile(asked, found.settings[0], numbers) if asked.tier > 1 else None
+    fits = bool(found.fitting) and numbers.get("tier_3", {}).get("fits", True)
     if asked.json is not None:
         asked.json.write_text(json.dumps(numbers, indent=2) + "\n")
     if failed is not None:
         return configuration.fail(PROGRAM, failed)
-    return 0 if found.fitting else 1
+    return 0 if fits else 1
 
 
 def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> Exception | None:
@@ -105,6 +106,9 @@ def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> E
         compiled = _compile_for_target(best, asked.timeout)
         numbers["tier_3"] = target_record(best, compiled)
         print("", *target_lines(best, compiled), sep="\n", flush=True)
+    except DoesNotFitError as error:
+        numbers["tier_3"] = {"error": str(error), "fits": False}
+        print("", error, sep="\n", flush=True)
     except TargetError as error:
         numbers["tier_3"], failed = {"error": str(error)}, error
     return failed

@@ -30,6 +30,11 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, {hardware.link_efficiency:.0%} of links "
         "(jaxtp/hardware.py)",
     }
+    if not optimizers.is_elementwise(config.optimizer):
+        rows["without"] = (
+            f"the update by {config.optimizer.name}: its products, its temporaries and what it moves between devices "
+            "are not modelled"
+        )
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
 
 
@@ -58,11 +63,18 @@ def _row(setting: Setting) -> tuple[str, ...]:
         setting.config.model.remat,
         f"{setting.config.train.accumulation} of {setting.rows}",
         f"{setting.memory.total / GB:,.1f}",
-        f"{setting.spare / GB:,.1f}" + ("" if setting.fits_surely else ", tight") if setting.fits else "does not fit",
+        _spare(setting),
         f"{low:,.0f} to {high:,.0f}",
         f"{slow:.0%} to {fast:.0%}",
         f"{setting.time.computing_share:.0%}",
     )
+
+
+def _spare(setting: Setting) -> str:
+    if not setting.fits:
+        return "does not fit"
+    doubts = {"tight": not setting.has_margin, "without the update": not setting.update_is_modelled}
+    return ", ".join((f"{setting.spare / GB:,.1f}", *(doubt for doubt, holds in doubts.items() if holds)))
 
 
 def details(setting: Setting) -> str:
@@ -87,7 +99,7 @@ def _time(setting: Setting) -> str:
         ("products with weights", time.products, _tera(work.products, model)),
         ("attention", time.attention, f"{_tera(work.attention, model)}; {_scores(model)}"),
         ("norms, gates, logits", time.elementwise, "at the speed of memory"),
-        ("update", time.update, "at the speed of memory"),
+        ("update", time.update, "at the speed of memory" if setting.update_is_modelled else "the least: not modelled"),
         *(
             (f"over {' and '.join(axes)}", seconds, "by the network" if axes in time.crossing else "by fast links")
             for axes, seconds in time.communication.items()

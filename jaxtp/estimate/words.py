@@ -47,8 +47,13 @@ def _limit(best: Setting) -> str:
 
 
 def _doubt(best: Setting) -> Iterator[str]:
-    """Where even the best fits by less than the model of memory may be off."""
-    if not best.fits_surely:
+    """Where even the best fits by less than the model of memory may be off, or something is not modelled."""
+    if not best.update_is_modelled:
+        yield (
+            f"None is sure: what the update by {best.config.optimizer.name} computes, moves and holds is not modelled; "
+            "--tier 3 compiles it."
+        )
+    if not best.has_margin:
         yield (
             f"That is less than the {MEMORY_ERROR:.0%} by which the modelled part may be wrong, and nothing has more "
             "to spare: --tier 3 compiles it."
@@ -80,7 +85,7 @@ def _would_be_faster(found: Search, best: Setting) -> Iterator[str]:
     near = (setting for setting in found.all if setting.memory.total < FAR * setting.target.room)
     fastest = min(near, key=lambda setting: setting.time.expected, default=best)
     faster = best.time.expected / fastest.time.expected
-    if faster > 1 and fastest.fits and not fastest.fits_surely:
+    if faster > 1 and fastest.fits and not fastest.has_margin:
         yield (
             f"{_how(fastest)} would be {faster:.2f} x as fast, with {fastest.spare / GB:,.1f} GB to spare, less than "
             f"the {MEMORY_ERROR:.0%} by which the modelled part may be wrong."

@@ -9,7 +9,7 @@ import pytest
 from jaxtp.audit.schedule import Moved
 from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
-from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.partitioned import Partitioned, planned_bytes
 from jaxtp.estimate.target import Compiled
 
@@ -104,7 +104,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(command, "compile_for", compiled)
     file = tmp_path / "estimate.json"
-    assert main([*FLAGS, "--json", str(file)]) == 0
+    assert main([*FLAGS, "--json", str(file)]) == (0 if verdict == "fits" else 1)
     sizes = {"dp": 1, "fsdp": 2, "tp": 4}
     assert asked == [(sizes, "h100", {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0})]
     tier_3 = json.loads(file.read_text())["tier_3"]
@@ -113,6 +113,31 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert f"of 63.70 for JAX: {verdict}\n" in out
     assert "(a note)" in out
+
+
+@pytest.mark.usefixtures("without_compiling")
+def test_a_compiler_that_says_it_does_not_fit(tmp_path, monkeypatch, capsys):
+    def refusing(*args, **kwargs):
+        raise DoesNotFitError("the compiler says that it does not fit: 90 of 80 GB")
+
+    monkeypatch.setattr(command, "compile_for", refusing)
+    file = tmp_path / "estimate.json"
+    assert main([*FLAGS, "--json", str(file)]) == 1
+    assert "does not fit: 90 of 80 GB" in capsys.readouterr().out
+    assert not json.loads(file.read_text())["tier_3"]["fits"]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_an_update_that_is_not_modelled_makes_nothing_sure(optimizer, tmp_path, capsys):
+    file = tmp_path / "estimate.json"
+    flags = ["--hardware", "h100x8", "--mesh", "fsdp=2,tp=4", "tp=8", "--optimizer.name", optimizer]
+    assert main([*TINY, *flags, "--json", str(file)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "surely" not in out
+    assert f"without the update by {optimizer}: its products, its temporaries" in out
+    assert f"None is sure: what the update by {optimizer} computes, moves and holds is not modelled" in out
+    meshes = json.loads(file.read_text())["meshes"]
+    assert not any(mesh["fits_surely"] or mesh["update_is_modelled"] for mesh in meshes)
 
 
 def test_generating(tmp_path, capsys):
