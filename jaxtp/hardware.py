@@ -70,8 +70,14 @@ class Hardware:
     link_efficiency: Positive = 0.8
     """Share of a link that a large collective reaches. An assumption: 360 of 450 GB/s on an H100."""
 
-    latency: NonNegative = 15e-6
-    """Seconds that a collective takes however little it sends. An assumption."""
+    latency: NonNegative = 8.4e-6
+    """Seconds that a collective takes to begin. As NCCL has it (src/graph/tuning.cc: rings, large messages)."""
+
+    hop: NonNegative = 3.4e-6
+    """Seconds of each step of a collective between devices of a domain, however little is sent. From there too."""
+
+    network_hop: NonNegative = 14e-6
+    """The same between devices of different domains."""
 
     source: str = ""
     """Where the numbers are from."""
@@ -93,13 +99,23 @@ def _gpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link
 
 
 def _tpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
-    """A mesh axis lies along one axis of the torus: two of its links, one each way round."""
-    tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, "latency": 3e-6, **others}
+    """A mesh axis lies along one axis of the torus: two of its links, one each way round, and so half the steps.
+
+    1 us for a step is that of jax-ml.github.io/scaling-book; a collective's start and the network's step are assumed.
+    """
+    waits = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
+    tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, **waits, **others}
     return _gpu(name, kind, gib, tflops, bandwidth, link, **tpu)
 
 
 _DGX = "NVIDIA data sheet of the {} (SXM: dense bfloat16, half of NVLink's two-way bandwidth) and of its DGX (network)"
 _CLOUD = "cloud.google.com/tpu/docs/{} (HBM as XLA reports it); a link's bandwidth: jax-ml.github.io/scaling-book/tpus"
+
+_PCIE_HOP = 5.7e-6
+"""As NCCL has it for PCIe."""
+
+_RCCL = {"latency": 17e-6, "hop": 4.5e-6, "network_hop": 24.1e-6}
+"""As RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
 
 TABLE = {
     hardware.name: hardware
@@ -117,6 +133,7 @@ TABLE = {
             864,
             32,
             network=12.5,
+            hop=_PCIE_HOP,
             source="NVIDIA data sheet of the L40S (PCIe 4.0 x16, no NVLink); the network, 100 Gb/s each, is assumed",
         ),
         _gpu(
@@ -127,6 +144,7 @@ TABLE = {
             1008,
             16,
             network=1.6,
+            hop=_PCIE_HOP,
             source="NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it goes "
             "through the host; the network, 100 Gb/s for eight, is assumed",
         ),
@@ -138,6 +156,7 @@ TABLE = {
             5300,
             448,
             platform="rocm",
+            **_RCCL,
             source="AMD data sheet of the MI300X: seven Infinity Fabric links of 64 GB/s one way",
         ),
         _tpu("v5e", "TPU v5 lite", 15.75, 197, 819, 90, domain=256, source=_CLOUD.format("v5e")),

@@ -146,8 +146,8 @@ class Search:
     """What was found."""
 
     settings: tuple[Setting, ...]
-    """The best of each mesh: those that fit with the margin, the fastest first; those that fit by less than the model's error,
-    the fastest first; the others, by what they lack."""
+    """The best of each mesh: those that fit with the margin, the fastest first; those that fit by less than the model's
+    error, the fastest first; the others, by what they lack."""
     all: tuple[Setting, ...]
     """Every setting that can run, over all meshes."""
     refused: Mapping[str, str]
@@ -244,7 +244,7 @@ def _choose(settings: Sequence[Setting]) -> Setting:
 
 
 def rank(setting: Setting) -> tuple[int, float, float]:
-    """What settings are sorted by: whether they fit with the margin, then time; those that do not fit by what they lack."""
+    """What settings are sorted by: whether they fit, with the margin or not, then time; the others by what they lack."""
     how = 0 if setting.has_margin else 1 if setting.fits else 2
     return how, 0.0 if setting.fits else -setting.spare, setting.time.expected
 
