@@ -152,6 +152,8 @@ class Search:
     """Every setting that can run, over all meshes."""
     refused: Mapping[str, str]
     """Why the other meshes cannot run it, by mesh."""
+    as_configured: bool
+    """Remat and accumulation were kept."""
 
     @property
     def fitting(self) -> list[Setting]:
@@ -192,7 +194,7 @@ def search(
         best.append(_choose(settings))
     if not best:
         raise ConfigError(_none_can(refused))
-    return Search(tuple(sorted(best, key=rank)), tuple(every), refused)
+    return Search(tuple(sorted(best, key=rank)), tuple(every), refused, as_configured)
 
 
 def _none_can(refused: Mapping[str, str]) -> str:
@@ -244,7 +246,7 @@ def _choose(settings: Sequence[Setting]) -> Setting:
 
 
 def rank(setting: Setting) -> tuple[int, float, float]:
-    """What settings are sorted by: whether they fit, with the margin or not, then time; the others by what they lack."""
+    """What settings are sorted by: whether they fit, with the margin or not, then time; others by what they lack."""
     how = 0 if setting.has_margin else 1 if setting.fits else 2
     return how, 0.0 if setting.fits else -setting.spare, setting.time.expected
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, estimate
+from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, search
 from jaxtp.mesh import AXES, TP
 
 GB = 1e9
@@ -29,7 +29,7 @@ def why(found: Search, configured: Setting | None, model: Model) -> list[str]:
         *_others(found, best),
         *_as_configured(best, configured),
         *_would_be_faster(found, best),
-        *_fused_attention(best, model),
+        *_fused_attention(found, best, model),
     ]
 
 
@@ -94,18 +94,19 @@ def _would_be_faster(found: Search, best: Setting) -> Iterator[str]:
         yield f"{_how(fastest)} would be {faster:.2f} x as fast, and lacks {-fastest.spare / GB:,.1f} GB."
 
 
-def _fused_attention(best: Setting, model: Model) -> Iterator[str]:
-    """What a kernel that never holds the scores would change, on GPUs that have it."""
+def _fused_attention(found: Search, best: Setting, model: Model) -> Iterator[str]:
+    """What would be the best with a kernel that never holds the scores, on GPUs that have it."""
     config = best.config.model
     if config.attention == "cudnn" or best.target.hardware.platform != "cuda" or config.precision.compute == "float32":
         return
     fused = dataclasses.replace(best.config, model=dataclasses.replace(config, attention="cudnn"))
-    other = estimate(fused, best.target, model)
-    faster, freed = best.time.expected / other.time.expected, best.memory.total - other.memory.total
-    if faster > NEAR or freed > GB:
+    meshes = [setting.sizes for setting in found.settings]
+    other = search(fused, best.target, model, meshes, as_configured=found.as_configured).settings[0]
+    faster, freed = best.time.expected / other.time.expected, other.spare - best.spare
+    if other.fits and (faster > NEAR or freed > GB):
         yield (
-            f"--model.attention cudnn, which never holds the scores, would make it {faster:.2f} x as fast"
-            + (f" and free {freed / GB:,.1f} GB." if freed > 0 else ".")
+            f"--model.attention cudnn never holds the scores: the best would be {_how(other)}, {faster:.2f} x as fast, "
+            f"with {other.spare / GB:,.1f} GB to spare."
         )
 
 

@@ -96,6 +96,20 @@ def test_the_best_is_explained():
     assert any("leaves" in sentence and "for computing" in sentence for sentence in words[2:])
 
 
+def test_another_kernel_of_attention_is_searched_with_all_meshes():
+    """With less to hold, another mesh or remat may be the best."""
+    least = min(setting.memory.total for setting in found().all)
+    result = found(room=least * 1.7)
+    (sentence,) = (s for s in why(result, None, MODEL_FACTS) if s.startswith("--model.attention cudnn"))
+    fused = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention="cudnn"))
+    best = found(room=least * 1.7, config=fused).settings[0]
+    same = estimate(dataclasses.replace(result.settings[0].config, model=fused.model), best.target, MODEL_FACTS)
+    faster = result.settings[0].time.expected / best.time.expected
+    assert best.time.expected < same.time.expected, "the mesh that was best is not any more"
+    assert f"the best would be {best} " in sentence
+    assert f"{faster:.2f} x as fast" in sentence
+
+
 def test_where_nothing_fits_it_says_what_would():
     least = min(setting.memory.total for setting in found().all)
     tight = found(room=least * 0.7)
