@@ -14,7 +14,7 @@ from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.config import ConfigError
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
-from jaxtp.estimate.config import EstimateConfig
+from jaxtp.estimate.config import EstimateConfig, check_attention
 from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
@@ -64,6 +64,7 @@ def _estimate(asked: EstimateConfig) -> int:
     _require_files(asked)
     config = with_model(_training(asked))
     where = target(*parse(asked.hardware), asked.memory_fraction)
+    check_attention(config.model, where.hardware)
     meshes = _meshes(asked, where)
     model = describe_model(config)
     print(heading(config, where, model), end="\n\n", flush=True)

@@ -12,8 +12,8 @@ one where the kernel is frozen):
 | head                 | always: logits are made chunk by chunk    |
 
 FLOPs are exact for the Llama shapes (the compiled program's are compared with them in a test). An adapter's A and B are
-trained; forward again B is as its projection, A as q, k, v. Bytes through memory outside of products are a model: each elementwise operation reads and writes once, as
-fused kernels do.
+trained; forward again B is as its projection, A as q, k, v. Bytes through memory outside of products are a model: each
+elementwise operation reads and writes once, as fused kernels do.
 """
 
 from collections.abc import Iterator, Mapping
@@ -147,7 +147,7 @@ def _products(config: ModelConfig, tp: int, rows: int, length: int, accumulation
 
 
 def adapted(config: ModelConfig, tp: int = 1) -> Iterator[tuple[str, int, int]]:
-    """Of every projection of a layer that has an adapter: its kind, and its features in and out on one of tp devices."""
+    """Of each projection that has an adapter, in a layer: its kind, and its features in and out on one of tp devices."""
     heads, kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
     wide, kv, d_ff = heads * config.head_dim, kv_heads * config.head_dim, config.d_ff // tp
     shapes: dict[Target, tuple[str, int, int]] = {

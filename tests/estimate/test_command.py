@@ -183,6 +183,9 @@ def test_help_teaches(capsys):
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
         ("--hardware h100x8 --plot plot.xyz", "--plot plot.xyz: pictures are "),
         ("--hardware h100x8 --memory-fraction 2", "memory_fraction"),
+        ("--hardware mi300xx8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and mi300x is rocm; use xla"),
+        ("--hardware v5ex8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and v5e is tpu; use xla"),
+        ("--hardware h100x8 --model.attention cudnn", "needs a 16-bit model.precision.compute, and it is float32"),
         ("--config nothing.yaml", "nothing.yaml: No such file"),
     ],
 )
