@@ -7,11 +7,14 @@ them that programs reach (`matmul_efficiency` and the like) are assumptions, to 
     like: h100                # what is left out is as of this name
     matmul_efficiency: 0.73
     network: 25.0e+9          # bytes/s
+
+`RANGES` has the unit of each number and what it may be.
 """
 
 import dataclasses
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,6 +84,24 @@ class Hardware:
 
     source: str = ""
     """Where the numbers are from."""
+
+
+RANGES = {
+    "memory": (1e9, 1e13, "bytes"),
+    "flops": (1e11, 1e18, "FLOP/s, dense bfloat16"),
+    "bandwidth": (1e9, 1e15, "bytes/s"),
+    "link": (1e8, 1e14, "bytes/s, one way"),
+    "domain": (1, 1e6, "devices"),
+    "network": (1e6, 1e14, "bytes/s, one way"),
+    "reserved": (0, 1e13, "bytes"),
+    "matmul_efficiency": (0.01, 1, "a share"),
+    "bandwidth_efficiency": (0.01, 1, "a share"),
+    "link_efficiency": (0.01, 1, "a share"),
+    "latency": (0, 0.1, "seconds"),
+    "hop": (0, 0.1, "seconds"),
+    "network_hop": (0, 0.1, "seconds"),
+}
+"""Of the numbers in a file: the least, the most, and the unit. 80 for memory is no device's: it was meant in GB."""
 
 
 def _gpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
@@ -208,19 +229,39 @@ def read(path: Path) -> Hardware:
       ConfigError: it cannot be read, or says what is not understood.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys such as 'memory:', found {values!r}")
+    if not isinstance(values, dict) or not values:
+        found = repr(values) if values else "nothing"
+        raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
+    _require_ranges(path, values)
     like = values.get("like")
     base = {} if like is None else dataclasses.asdict(find(str(like)))
     hardware = validate(Hardware, {**base, "name": path.stem, "source": str(path), **values}, source=str(path))
     if hardware.platform not in PLATFORMS:
         raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
     return hardware
+
+
+def _require_ranges(path: Path, values: Mapping[str, Any]) -> None:
+    """Every number that cannot be meant, each with its unit."""
+    problems = [
+        f"  {key} = {values[key]!r}: {unit}, from {least:g} to {most:g}"
+        for key, (least, most, unit) in RANGES.items()
+        if key in values and not _is_between(values[key], least, most)
+    ]
+    if problems:
+        raise ConfigError("\n".join([f"{path}:", *problems]))
+
+
+def _is_between(value: Any, least: float, most: float) -> bool:
+    try:
+        return least <= float(value) <= most
+    except (TypeError, ValueError):
+        return False
 
 
 def of_kind(device_kind: str) -> Hardware | None:

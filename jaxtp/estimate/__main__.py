@@ -26,7 +26,7 @@ from jaxtp.estimate.search import Model, Setting, Target, all_meshes, describe_m
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.words import why
 from jaxtp.files import require_writable
-from jaxtp.hardware import parse
+from jaxtp.hardware import RANGES, parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
@@ -43,11 +43,12 @@ program's own declarations, and formulas that tests hold equal to it), compiled 
 modelled (a model of the hardware, wrong by tens of percent).
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it. Nothing is allocated,
-and no accelerator is needed. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
+and no accelerator is needed. Hardware of your own is a YAML file: like (a name of the table), platform, and any of
+KEYS. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
 
   python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware h100x8
   python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
-"""
+""".replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -170,6 +170,7 @@ def test_help_teaches(capsys):
     out = capsys.readouterr().out
     assert "Will it fit" in out
     assert "--hardware h100x8" in out
+    assert "bandwidth (bytes/s)" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
