@@ -198,8 +198,7 @@ def find(name: str) -> Hardware:
     """
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
-    key = name.lower().replace("_", "-")
-    key = _ALIASES.get(key, key)
+    key = _key(name)
     if key not in TABLE:
         close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
@@ -215,11 +214,30 @@ def parse(text: str) -> tuple[Hardware, int]:
     """
     found = re.fullmatch(r"(?P<name>.+?)x(?P<count>\d+)", text)
     if found is None:
-        find(text)
-        raise ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
+        raise _uncounted(text)
     if (count := int(found["count"])) < 1:
         raise ConfigError(f"--hardware {text}: {count} devices are none; 1 or more")
     return find(found["name"]), count
+
+
+def _uncounted(text: str) -> ConfigError:
+    """What is wrong with `h100`, `h100x`, `h100x-3` or `h1000`."""
+    name, _, count = text.rpartition("x")
+    if _is_known(text):
+        return ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
+    if not _is_known(name):
+        find(text)
+    wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
+    return ConfigError(f"--hardware {text}: {wrong} {name}x8")
+
+
+def _is_known(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or _key(name) in TABLE
+
+
+def _key(name: str) -> str:
+    key = name.lower().replace("_", "-")
+    return _ALIASES.get(key, key)
 
 
 def read(path: Path) -> Hardware:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import signal
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from jaxtp.estimate.remedies import what_would_fit
 from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import Model, Setting, Target, all_meshes, describe_model, estimate, search, target
 from jaxtp.estimate.target import Compiled, compile_for
+from jaxtp.estimate.topology import topology
 from jaxtp.estimate.words import why
 from jaxtp.files import require_writable
 from jaxtp.hardware import RANGES, parse
@@ -68,7 +70,7 @@ def _estimate(asked: EstimateConfig) -> int:
     check_attention(config.model, where.hardware)
     meshes = _meshes(asked, where)
     model = describe_model(config)
-    print(heading(config, where, model), end="\n\n", flush=True)
+    print(heading(config, where, model), *_foreseen(asked, where), sep="\n", end="\n\n", flush=True)
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
     print(ranking(found), end="\n\n")
     configured = None if asked.as_configured or asked.meshes else _configured(config, where, model)
@@ -116,17 +118,27 @@ def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> E
     return failed
 
 
+def _foreseen(asked: EstimateConfig, where: Target) -> list[str]:
+    """That tier 3 cannot be had, where it is asked for, said before the others begin."""
+    if asked.tier < 3:
+        return []
+    try:
+        topology(where.hardware.like or where.hardware.name, **_hosts(where))
+    except TargetError as error:
+        return [f"tier 3  cannot be had: {error}"]
+    return []
+
+
 def _compile_for_target(best: Setting, timeout: float) -> Compiled:
-    hardware, devices = best.target.hardware, best.target.devices
-    each = math.gcd(devices, hardware.domain)
-    return compile_for(
-        best.config,
-        best.sizes,
-        hardware.like or hardware.name,
-        hosts=devices // each,
-        devices_per_host=each,
-        timeout_s=timeout,
-    )
+    hardware = best.target.hardware
+    name = hardware.like or hardware.name
+    return compile_for(best.config, best.sizes, name, **_hosts(best.target), timeout_s=timeout)
+
+
+def _hosts(where: Target) -> dict[str, int]:
+    """The hosts of a target, and the devices of each."""
+    each = math.gcd(where.devices, where.hardware.domain)
+    return {"hosts": where.devices // each, "devices_per_host": each}
 
 
 def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]:
@@ -162,12 +174,13 @@ def _training(asked: EstimateConfig) -> TrainConfig:
 
 
 def _require_files(asked: EstimateConfig) -> None:
+    if asked.plot is not None:
+        check_plot(asked.plot)
     for flag, path in (("--json", asked.json), ("--plot", asked.plot)):
         if path is not None:
             require_writable(flag, path)
-    if asked.plot is not None:
-        check_plot(asked.plot)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main(sys.argv[1:]))

@@ -147,7 +147,7 @@ def _products(config: ModelConfig, tp: int, rows: int, length: int, accumulation
 
 
 def adapted(config: ModelConfig, tp: int = 1) -> Iterator[tuple[str, int, int]]:
-    """Of each projection that has an adapter, in a layer: its kind, and its features in and out on one of tp devices."""
+    """Of each projection that has an adapter, in a layer: its kind, and features in and out on one of tp devices."""
     heads, kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
     wide, kv, d_ff = heads * config.head_dim, kv_heads * config.head_dim, config.d_ff // tp
     shapes: dict[Target, tuple[str, int, int]] = {

@@ -1,6 +1,9 @@
 """`python -m jaxtp.estimate` as its users meet it."""
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -80,11 +83,13 @@ def test_what_tier_3_cannot_do_takes_nothing_back(tmp_path, monkeypatch, capsys)
         raise TargetError("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'")
 
     monkeypatch.setattr(command, "compile_for", missing)
+    monkeypatch.setattr(command, "topology", missing)
     file = tmp_path / "estimate.json"
     assert main([*FLAGS, "--json", str(file)]) == 2
     captured = capsys.readouterr()
     assert captured.err.endswith("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'\n")
-    assert "moves what tier 1 says" in captured.out
+    said = captured.out.index("tier 3  cannot be had: the compiler is not installed: pip install")
+    assert said < captured.out.index("to spare") < captured.out.index("moves what tier 1 says")
     record = json.loads(file.read_text())
     assert record["meshes"][0]["fits"]
     assert record["tier_2"]["equal_to_tier_1"]
@@ -178,6 +183,8 @@ def test_help_teaches(capsys):
     [
         ("--hardware h1000x8", "hardware 'h1000' is not known; did you mean h100"),
         ("--hardware h100", "how many devices? Such as h100x8"),
+        ("--hardware h100x", "--hardware h100x: how many devices? Such as h100x8"),
+        ("--hardware h100x-3", "--hardware h100x-3: '-3' is no number of devices; such as h100x8"),
         ("--hardware h100x8 --mesh tp=4", "is 4 devices, and --hardware h100x8 is 8"),
         ("--hardware h100x8 --mesh pp=8", "'pp' is not an axis; they are dp, fsdp, tp"),
         ("--hardware h100x3 --mesh tp=3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
@@ -196,3 +203,14 @@ def test_mistakes(flags, message, capsys, tmp_path, monkeypatch):
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("python -m jaxtp.estimate: error: ")
+    assert not list(tmp_path.iterdir()), "no file is left behind"
+
+
+def test_a_reader_that_leaves_ends_it_without_a_word():
+    """As `| head` does."""
+    words = [sys.executable, "-m", "jaxtp.estimate", *TINY, "--hardware", "h100x8", "--mesh", "tp=8"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == -signal.SIGPIPE
