@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.config import ConfigError
-from jaxtp.estimate.remedies import kinds_of
+from jaxtp.estimate.remedies import kinds_of, label
 from jaxtp.estimate.search import Search, Setting
 from jaxtp.mesh import TP
 
@@ -46,8 +46,7 @@ def draw(path: Path, found: Search, title: str) -> None:
 
 def _memory(panel: Any, settings: list[Setting]) -> None:
     parts = {
-        name.replace("_", " "): [getattr(setting.memory, name) / GB for setting in settings]
-        for name in kinds_of(settings[0])
+        label(name): [getattr(setting.memory, name) / GB for setting in settings] for name in kinds_of(settings[0])
     }
     _stack(panel, parts)
     panel.axhline(settings[0].target.room / GB, color="black", linestyle="--", linewidth=1, label="for JAX")

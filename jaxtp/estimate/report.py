@@ -1,8 +1,8 @@
 """What an estimate prints: the settings, ranked; the best one in detail, each number with where it comes from."""
 
 from jaxtp.audit.tables import columns
-from jaxtp.estimate.remedies import kinds_of
-from jaxtp.estimate.search import Model, Search, Setting, Target
+from jaxtp.estimate.remedies import kinds_of, label
+from jaxtp.estimate.search import MEMORY_ERROR, Model, Search, Setting, Target
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.work import Product
@@ -11,6 +11,12 @@ from jaxtp.train.config import TrainConfig
 
 GB = 1e9
 MAX_ROWS = 10
+ORDER = (
+    f"ranked: first what has {MEMORY_ERROR:.0%} of what is modelled to spare, then what fits; each the fastest first"
+)
+MFU = (
+    "MFU: 6 FLOPs for each token and parameter (frozen: 4; looked up: 0), causal attention, nothing twice, of the peak"
+)
 EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
 PROVENANCE_OF_MEMORY = {"parameters": EXACT, "optimizer": EXACT, "batch": EXACT}
 
@@ -29,6 +35,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
         f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, {hardware.link_efficiency:.0%} of links "
         "(jaxtp/hardware.py)",
+        "tried": "data (dp, fsdp) and tensor parallelism (tp); pipeline and context parallelism are not considered",
     }
     if not optimizers.is_elementwise(config.optimizer):
         rows["without"] = (
@@ -47,12 +54,16 @@ def ranking(found: Search) -> str:
     lines = [table]
     if more := len(found.settings) - len(shown):
         lines.append(f"... and {more} more meshes (--json FILE has all)")
-    counts = [f"{len(found.all):,} settings of {len(found.settings)} meshes"]
+    counts = [f"{_count(len(found.all), 'setting')} of {_count(len(found.settings), 'mesh', 'meshes')}"]
     if found.refused:
         mesh, reason = next(iter(found.refused.items()))
         short = reason.partition(";")[0]
-        counts.append(f"{len(found.refused)} meshes cannot run it, such as {mesh}: {short}")
-    return "\n".join([*lines, *counts])
+        counts.append(f"{_count(len(found.refused), 'mesh', 'meshes')} cannot run it, such as {mesh}: {short}")
+    return "\n".join([*lines, *counts, ORDER, MFU])
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
 
 
 def _row(setting: Setting) -> tuple[str, ...]:
@@ -85,7 +96,7 @@ def details(setting: Setting) -> str:
 def _memory(setting: Setting) -> str:
     unit, size = unit_of(setting.memory.total)
     rows = [
-        (name.replace("_", " "), f"{held / size:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
+        (label(name), f"{held / size:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
         for name in kinds_of(setting)
         if (held := getattr(setting.memory, name))
     ]

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 
+from jaxtp.estimate.roofline import StepTime
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, search
 from jaxtp.mesh import AXES, TP
 
@@ -41,9 +42,16 @@ def _limit(best: Setting) -> str:
         "attention": time.attention,
         "memory bandwidth (norms, gates, logits)": time.elementwise,
         "the update of the weights": time.update,
-    } | {f"communication over {' and '.join(axes)}": seconds for axes, seconds in time.communication.items()}
+        f"communication ({_over(time)})": time.moving,
+    }
     name, seconds = max(parts.items(), key=lambda part: part[1])
     return f"What limits it: {name}, {seconds / time.serial:.0%} of a step."
+
+
+def _over(time: StepTime) -> str:
+    """`over tp 32%, over fsdp 20%`, of a step."""
+    each = sorted(time.communication.items(), key=lambda part: -part[1])
+    return ", ".join(f"over {' and '.join(axes)} {seconds / time.serial:.0%}" for axes, seconds in each)
 
 
 def _doubt(best: Setting) -> Iterator[str]:
@@ -74,7 +82,8 @@ def _as_configured(best: Setting, configured: Setting | None) -> Iterator[str]:
     if configured is None or configured.config == best.config:
         return
     if configured.fits:
-        spare = f"{configured.spare / GB:,.1f} GB to spare"
+        doubt = "" if configured.has_margin else f", less than the {MEMORY_ERROR:.0%}"
+        spare = f"{configured.spare / GB:,.1f} GB to spare{doubt}"
         yield f"As configured, {_how(configured)}: {_slower(configured, best)}, {spare}."
     else:
         yield f"As configured, {_how(configured)}, it lacks {-configured.spare / GB:,.1f} GB."

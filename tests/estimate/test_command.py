@@ -55,7 +55,10 @@ def test_one_mesh_and_its_settings_as_they_are(tmp_path, capsys):
     assert main([*TINY, *flags]) == 0
     (mesh,) = json.loads(file.read_text())["meshes"]
     assert (mesh["dp"], mesh["fsdp"], mesh["tp"], mesh["remat"], mesh["accumulation"]) == (1, 2, 4, "full", 1)
-    assert "fsdp 2 x tp 4" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "fsdp 2 x tp 4" in out
+    assert "\n1 setting of 1 mesh\nranked: first what has 15% of what is modelled to spare" in out
+    assert "head and logits" in out
 
 
 def test_compiled_too(tmp_path, capsys):

@@ -92,6 +92,9 @@ def test_the_best_is_explained():
     words = why(result, result.settings[-1], MODEL_FACTS)
     assert words[0].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows} is")
     assert any(sentence.startswith("What limits it: ") for sentence in words[1:3])
+    time = best.time
+    parts = (time.products, time.attention, time.elementwise, time.update, time.moving)
+    assert any(f" {max(parts) / time.serial:.0%} of a step." in sentence for sentence in words[1:3])
     assert any(sentence.startswith("As configured, ") for sentence in words)
     assert any("leaves" in sentence and "for computing" in sentence for sentence in words[2:])
 
@@ -119,5 +122,5 @@ def test_where_nothing_fits_it_says_what_would():
     more = next(sentence for sentence in words if " x h100 would do: " in sentence)
     devices = int(more.split()[0])
     again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, all_meshes(devices))
-    assert again.fitting
+    assert again.settings[0].has_margin
     assert str(again.settings[0]) in more
