@@ -12,7 +12,7 @@ from jaxtp.estimate.words import why
 from jaxtp.hardware import find
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
+from jaxtp.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
 
 H100 = find("h100")
@@ -124,3 +124,11 @@ def test_where_nothing_fits_it_says_what_would():
     again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, all_meshes(devices))
     assert again.settings[0].has_margin
     assert str(again.settings[0]) in more
+
+
+def test_what_would_fit_says_what_it_leaves_out():
+    config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="muon"))
+    facts, meshes = describe_model(config), all_meshes(8)
+    least = min(setting.memory.total for setting in search(config, Target(H100, 8, 1e12), facts, meshes).all)
+    tight = search(config, Target(H100, 8, least * 0.7), facts, meshes)
+    assert what_would_fit(tight, facts)[1].startswith("What the update by muon holds is not in these numbers")
