@@ -7,6 +7,8 @@ them that programs reach (`matmul_efficiency` and the like) are assumptions, to 
     like: h100                # what is left out is as of this name
     matmul_efficiency: 0.73
     network: 25.0e+9          # bytes/s
+
+`RANGES` has the unit of each number and what it may be.
 """
 
 import dataclasses
@@ -73,11 +75,35 @@ class Hardware:
     link_efficiency: Positive = 0.8
     """Share of a link that a large collective reaches. An assumption: 360 of 450 GB/s on an H100."""
 
-    latency: NonNegative = 15e-6
-    """Seconds that a collective takes however little it sends. An assumption."""
+    latency: NonNegative = 8.4e-6
+    """Seconds that a collective takes to begin. As NCCL has it (src/graph/tuning.cc: rings, large messages)."""
+
+    hop: NonNegative = 3.4e-6
+    """Seconds of each step of a collective between devices of a domain, however little is sent. From there too."""
+
+    network_hop: NonNegative = 14e-6
+    """The same between devices of different domains."""
 
     source: str = ""
     """Where the numbers are from."""
+
+
+RANGES = {
+    "memory": (1e9, 1e13, "bytes"),
+    "flops": (1e11, 1e18, "FLOP/s, dense bfloat16"),
+    "bandwidth": (1e9, 1e15, "bytes/s"),
+    "link": (1e8, 1e14, "bytes/s, one way"),
+    "domain": (1, 1e6, "devices"),
+    "network": (1e6, 1e14, "bytes/s, one way"),
+    "reserved": (0, 1e13, "bytes"),
+    "matmul_efficiency": (1e-6, 1, "a share"),
+    "bandwidth_efficiency": (1e-6, 1, "a share"),
+    "link_efficiency": (1e-6, 1, "a share"),
+    "latency": (0, 0.1, "seconds"),
+    "hop": (0, 0.1, "seconds"),
+    "network_hop": (0, 0.1, "seconds"),
+}
+"""Of the numbers in a file: the least, the most, and the unit. 80 for memory is no device's: it was meant in GB."""
 
 
 def _gpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
@@ -96,13 +122,23 @@ def _gpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link
 
 
 def _tpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
-    """A mesh axis lies along one axis of the torus: two of its links, one each way round."""
-    tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, "latency": 3e-6, **others}
+    """A mesh axis lies along one axis of the torus: two of its links, one each way round, and so half the steps.
+
+    1 us for a step is that of jax-ml.github.io/scaling-book; a collective's start and the network's step are assumed.
+    """
+    waits = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
+    tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, **waits, **others}
     return _gpu(name, kind, gib, tflops, bandwidth, link, **tpu)
 
 
 _DGX = "NVIDIA data sheet of the {} (SXM: dense bfloat16, half of NVLink's two-way bandwidth) and of its DGX (network)"
 _CLOUD = "cloud.google.com/tpu/docs/{} (HBM as XLA reports it); a link's bandwidth: jax-ml.github.io/scaling-book/tpus"
+
+_PCIE_HOP = 5.7e-6
+"""As NCCL has it for PCIe."""
+
+_RCCL = {"latency": 17e-6, "hop": 4.5e-6, "network_hop": 24.1e-6}
+"""As RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
 
 TABLE = {
     hardware.name: hardware
@@ -120,6 +156,7 @@ TABLE = {
             864,
             32,
             network=12.5,
+            hop=_PCIE_HOP,
             source="NVIDIA data sheet of the L40S (PCIe 4.0 x16, no NVLink); the network, 100 Gb/s each, is assumed",
         ),
         _gpu(
@@ -130,6 +167,7 @@ TABLE = {
             1008,
             16,
             network=1.6,
+            hop=_PCIE_HOP,
             source="NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it goes "
             "through the host; the network, 100 Gb/s for eight, is assumed",
         ),
@@ -141,6 +179,7 @@ TABLE = {
             5300,
             448,
             platform="rocm",
+            **_RCCL,
             source="AMD data sheet of the MI300X: seven Infinity Fabric links of 64 GB/s one way",
         ),
         _tpu("v5e", "TPU v5 lite", 15.75, 197, 819, 90, domain=256, source=_CLOUD.format("v5e")),
@@ -161,8 +200,7 @@ def find(name: str) -> Hardware:
     """
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
-    key = name.lower().replace("_", "-")
-    key = _ALIASES.get(key, key)
+    key = _key(name)
     if key not in TABLE:
         close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
@@ -178,11 +216,30 @@ def parse(text: str) -> tuple[Hardware, int]:
     """
     found = re.fullmatch(r"(?P<name>.+?)x(?P<count>\d+)", text)
     if found is None:
-        find(text)
-        raise ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
+        raise _uncounted(text)
     if (count := int(found["count"])) < 1:
         raise ConfigError(f"--hardware {text}: {count} devices are none; 1 or more")
     return find(found["name"]), count
+
+
+def _uncounted(text: str) -> ConfigError:
+    """What is wrong with `h100`, `h100x`, `h100x-3` or `h1000`."""
+    name, _, count = text.rpartition("x")
+    if _is_known(text):
+        return ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
+    if not _is_known(name):
+        find(text)
+    wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
+    return ConfigError(f"--hardware {text}: {wrong} {name}x8")
+
+
+def _is_known(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or _key(name) in TABLE
+
+
+def _key(name: str) -> str:
+    key = name.lower().replace("_", "-")
+    return _ALIASES.get(key, key)
 
 
 def read(path: Path) -> Hardware:
@@ -192,19 +249,39 @@ def read(path: Path) -> Hardware:
       ConfigError: it cannot be read, or says what is not understood.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected keys such as 'memory:', found {values!r}")
+    if not isinstance(values, dict) or not values:
+        found = repr(values) if values else "nothing"
+        raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
+    _require_ranges(path, values)
     like = values.get("like")
     base = {} if like is None else dataclasses.asdict(find(str(like)))
     hardware = validate(Hardware, {**base, "name": path.stem, "source": str(path), **values}, source=str(path))
     if hardware.platform not in PLATFORMS:
         raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
     return hardware
+
+
+def _require_ranges(path: Path, values: Mapping[str, Any]) -> None:
+    """Every number that cannot be meant, each with its unit."""
+    problems = [
+        f"  {key} = {values[key]!r}: {unit}, from {least:g} to {most:g}"
+        for key, (least, most, unit) in RANGES.items()
+        if key in values and not _is_between(values[key], least, most)
+    ]
+    if problems:
+        raise ConfigError("\n".join([f"{path}:", *problems]))
+
+
+def _is_between(value: Any, least: float, most: float) -> bool:
+    try:
+        return least <= float(value) <= most
+    except (TypeError, ValueError):
+        return False
 
 
 def of_kind(device_kind: str) -> Hardware | None:

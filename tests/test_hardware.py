@@ -3,7 +3,7 @@
 import pytest
 
 from jaxtp.config import ConfigError
-from jaxtp.hardware import TABLE, Hardware, find, of_kind, parse, read
+from jaxtp.hardware import RANGES, TABLE, Hardware, find, of_kind, parse, read
 
 
 @pytest.mark.parametrize("hardware", TABLE.values(), ids=TABLE)
@@ -25,6 +25,12 @@ def test_kinds_as_jax_spells_them():
     }
     assert {kind: of_kind(kind).name for kind in kinds} == kinds
     assert of_kind("cpu") is None
+
+
+def test_the_table_is_within_its_own_ranges():
+    for hardware in TABLE.values():
+        for key, (least, most, _) in RANGES.items():
+            assert least <= getattr(hardware, key) <= most
 
 
 def test_names_and_counts():
@@ -63,11 +69,18 @@ def test_a_file_of_ones_own(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("memory: -1", "memory = -1: should be greater than 0"),
+        ("", "expected keys such as 'like: h100' and memory, .*; found nothing"),
+        ("# nothing but a comment", "found nothing"),
+        ("memory: -1", r"memory = -1: bytes, from 1e\+09 to 1e\+13"),
+        ("memory: 80", r"memory = 80: bytes, from 1e\+09 to 1e\+13"),
+        ("memory: 80 GB", "memory = '80 GB': bytes, from"),
+        ("link: 450", r"link = 450: bytes/s, one way, from 1e\+08"),
+        ("matmul_efficiency: 70", "matmul_efficiency = 70: a share, from 1e-06 to 1"),
+        ("hop: 3.4", "hop = 3.4: seconds, from 0 to 0.1"),
         ("memry: 5", "memry: unknown key; did you mean memory"),
         ("like: h1000", "did you mean h100"),
         ("platform: cdua", "platform = 'cdua': should be cuda, rocm, tpu"),
-        ("- 5", "expected keys such as 'memory:'"),
+        ("- 5", r"expected keys such as .*; found \[5\]"),
         ("{", "not a YAML file"),
     ],
 )

@@ -53,6 +53,7 @@ def measured_fields(
 ) -> dict[str, float]:
     """The fields of a hardware file that give an estimate what was measured.
 
+    What does not grow with bytes is all latency: a start and the steps around a ring of that size are not told apart.
     Where an axis lies within a domain of fast links its speed is that of a link, else that of each device's share of
     the network; of several the axis with the most devices counts. Measured speeds are what programs reach, so
     `link_efficiency`, which takes a share of both, is 1, and a network that was not measured is less by the share.
@@ -75,5 +76,5 @@ def measured_fields(
     if slow:
         fields["network"] = slow[-1].speed / inside[slow[-1].axis] / share
     if lines:
-        fields["latency"] = (fast or slow)[-1].latency
+        fields |= {"latency": (fast or slow)[-1].latency, "hop" if fast else "network_hop": 0.0}
     return fields

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import signal
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,8 @@ from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.config import ConfigError
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
-from jaxtp.estimate.config import EstimateConfig
-from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.config import EstimateConfig, check_attention
+from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
@@ -24,9 +25,10 @@ from jaxtp.estimate.remedies import what_would_fit
 from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import Model, Setting, Target, all_meshes, describe_model, estimate, search, target
 from jaxtp.estimate.target import Compiled, compile_for
+from jaxtp.estimate.topology import topology
 from jaxtp.estimate.words import why
 from jaxtp.files import require_picture, require_writable
-from jaxtp.hardware import parse
+from jaxtp.hardware import RANGES, parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
@@ -43,15 +45,16 @@ program's own declarations, and formulas that tests hold equal to it), compiled 
 modelled (a model of the hardware, wrong by tens of percent).
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it. Nothing is allocated,
-and no accelerator is needed. Exit code 1 if nothing fits.
+and no accelerator is needed. Hardware of your own is a YAML file: like (a name of the table), platform, and any of
+KEYS. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
 
   python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware h100x8
   python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
-"""
+""".replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code: 0, 1 if nothing fits, 2 for a user's mistake."""
+    """Runs the command; returns its exit code: 0, 1 if nothing fits or tier 3 says so, 2 for a user's mistake."""
     return configuration.attempt(
         PROGRAM,
         lambda: _estimate(configuration.load(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION)),
@@ -64,9 +67,10 @@ def _estimate(asked: EstimateConfig) -> int:
     _require_files(asked)
     config = with_model(_training(asked))
     where = target(*parse(asked.hardware), asked.memory_fraction)
+    check_attention(config.model, where.hardware)
     meshes = _meshes(asked, where)
     model = describe_model(config)
-    print(heading(config, where, model), end="\n\n", flush=True)
+    print(heading(config, where, model), *_foreseen(asked, where), sep="\n", end="\n\n", flush=True)
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
     print(ranking(found), end="\n\n")
     configured = None if asked.as_configured or asked.meshes else _configured(config, where, model)
@@ -82,11 +86,12 @@ def _estimate(asked: EstimateConfig) -> int:
         print("", table(generating, length), sep="\n", flush=True)
         numbers["generation"] = records(generating)
     failed = _compile(asked, found.settings[0], numbers) if asked.tier > 1 else None
+    fits = bool(found.fitting) and numbers.get("tier_3", {}).get("fits", True)
     if asked.json is not None:
         asked.json.write_text(json.dumps(numbers, indent=2) + "\n")
     if failed is not None:
         return configuration.fail(PROGRAM, failed)
-    return 0 if found.fitting else 1
+    return 0 if fits else 1
 
 
 def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> Exception | None:
@@ -105,22 +110,35 @@ def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> E
         compiled = _compile_for_target(best, asked.timeout)
         numbers["tier_3"] = target_record(best, compiled)
         print("", *target_lines(best, compiled), sep="\n", flush=True)
+    except DoesNotFitError as error:
+        numbers["tier_3"] = {"error": str(error), "fits": False}
+        print("", error, sep="\n", flush=True)
     except TargetError as error:
         numbers["tier_3"], failed = {"error": str(error)}, error
     return failed
 
 
+def _foreseen(asked: EstimateConfig, where: Target) -> list[str]:
+    """That tier 3 cannot be had, where it is asked for, said before the others begin."""
+    if asked.tier < 3:
+        return []
+    try:
+        topology(where.hardware.like or where.hardware.name, **_hosts(where))
+    except TargetError as error:
+        return [f"tier 3  cannot be had: {error}"]
+    return []
+
+
 def _compile_for_target(best: Setting, timeout: float) -> Compiled:
-    hardware, devices = best.target.hardware, best.target.devices
-    each = math.gcd(devices, hardware.domain)
-    return compile_for(
-        best.config,
-        best.sizes,
-        hardware.like or hardware.name,
-        hosts=devices // each,
-        devices_per_host=each,
-        timeout_s=timeout,
-    )
+    hardware = best.target.hardware
+    name = hardware.like or hardware.name
+    return compile_for(best.config, best.sizes, name, **_hosts(best.target), timeout_s=timeout)
+
+
+def _hosts(where: Target) -> dict[str, int]:
+    """The hosts of a target, and the devices of each."""
+    each = math.gcd(where.devices, where.hardware.domain)
+    return {"hosts": where.devices // each, "devices_per_host": each}
 
 
 def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]:
@@ -163,4 +181,5 @@ def _require_files(asked: EstimateConfig) -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
     sys.exit(main(sys.argv[1:]))

@@ -53,7 +53,11 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
         ("state and batch", f"{found.argument_bytes / GB:,.2f}", "compiled"),
         ("temporaries", f"{found.temp_bytes / GB:,.2f}", "compiled"),
         *([("less scores, with cuDNN", f"-{found.score_bytes / GB:,.2f}", "modelled")] if found.score_bytes else []),
-        ("peak", f"{peak / GB:,.2f}", f"of {room / GB:,.2f} for JAX: {'fits' if peak <= room else 'does not fit'}"),
+        (
+            "peak",
+            f"{peak / GB:,.2f}",
+            f"of {room / GB:,.2f} for JAX: {'fits' if fits(setting, found) else 'does not fit'}",
+        ),
         ("tier 1 said", f"{setting.memory.total / GB:,.2f}", f"{setting.memory.total / peak - 1:+.0%}"),
     ]
     yield columns(("on each device", "GB", ""), rows)
@@ -68,13 +72,18 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
     yield from (f"  ({note})" for note in found.notes)
 
 
+def fits(setting: Setting, found: Compiled) -> bool:
+    """Whether there is memory for what was compiled."""
+    return found.peak_bytes - found.score_bytes <= setting.target.room
+
+
 def target_record(setting: Setting, found: Compiled) -> dict[str, Any]:
     """Tier 3."""
     peak = found.peak_bytes - found.score_bytes
     return {
         "provenance": "compiled",
         **dataclasses.asdict(found),
-        "fits": peak <= setting.target.room,
+        "fits": fits(setting, found),
         "tier_1_to_peak": setting.memory.total / peak,
     }
 

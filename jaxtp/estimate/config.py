@@ -7,7 +7,9 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import Field
 
-from jaxtp.config import CountOrZero, Positive, Switch, allowed
+from jaxtp.config import ConfigError, CountOrZero, Positive, Switch, allowed
+from jaxtp.hardware import Hardware
+from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
 
 
@@ -45,3 +47,19 @@ class EstimateConfig(TrainConfig):
 
     timeout: Positive = 300.0
     """Seconds that tier 3 waits for the compiler."""
+
+
+def check_attention(model: ModelConfig, hardware: Hardware) -> None:
+    """Checks that the hardware has the kernel of attention that the model asks for.
+
+    Raises:
+      ConfigError: cuDNN's, elsewhere than on NVIDIA GPUs or in float32.
+    """
+    if model.attention != "cudnn":
+        return
+    if hardware.platform != "cuda":
+        raise ConfigError(
+            f"model.attention=cudnn: cuDNN is NVIDIA's alone, and {hardware.name} is {hardware.platform}; use xla"
+        )
+    if model.precision.compute == "float32":
+        raise ConfigError("model.attention=cudnn needs a 16-bit model.precision.compute, and it is float32; use xla")

@@ -8,9 +8,10 @@ import jax.numpy as jnp
 
 from jaxtp.audit.tables import columns
 from jaxtp.config import ConfigError
-from jaxtp.estimate.roofline import link_speed
+from jaxtp.estimate.links import collective_seconds
 from jaxtp.estimate.search import Model, Target
 from jaxtp.mesh import AXES, DP, FSDP, TP, describe_mesh
+from jaxtp.models.budget import ALL_GATHER, ALL_REDUCE
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.train.memory import MODEL
 
@@ -80,9 +81,10 @@ def _on(
     reading = (weights * sizes[FSDP] + cache) / speed
     reductions = 2 * config.num_layers + 2  # of each block two, of the embedding, and the head's logits
     sent = 2 * (sizes[TP] - 1) / sizes[TP] * local * config.d_model * itemsize
-    moving = reductions * (sent / link_speed(hardware, sizes, (TP,)) + hardware.latency) if sizes[TP] > 1 else 0.0
+    moving = reductions * collective_seconds(hardware, sizes, (TP,), ALL_REDUCE, sent) if sizes[TP] > 1 else 0.0
     if sizes[FSDP] > 1:  # each layer's weights are gathered for each token
-        moving += weights * (sizes[FSDP] - 1) / link_speed(hardware, sizes, (FSDP,))
+        layer = weights * (sizes[FSDP] - 1) / config.num_layers
+        moving += config.num_layers * collective_seconds(hardware, sizes, (FSDP,), ALL_GATHER, layer)
     return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
 
 

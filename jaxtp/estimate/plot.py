@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxtp.estimate.remedies import kinds_of
+from jaxtp.estimate.remedies import kinds_of, label
 from jaxtp.estimate.search import Search, Setting
 from jaxtp.mesh import TP
 
@@ -30,8 +30,7 @@ def draw(path: Path, found: Search, title: str) -> None:
 
 def _memory(panel: Any, settings: list[Setting]) -> None:
     parts = {
-        name.replace("_", " "): [getattr(setting.memory, name) / GB for setting in settings]
-        for name in kinds_of(settings[0])
+        label(name): [getattr(setting.memory, name) / GB for setting in settings] for name in kinds_of(settings[0])
     }
     _stack(panel, parts)
     panel.axhline(settings[0].target.room / GB, color="black", linestyle="--", linewidth=1, label="for JAX")

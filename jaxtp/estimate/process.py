@@ -44,7 +44,8 @@ def run(command: Sequence[str], request: str, *, environment: Mapping[str, str],
         )
     except subprocess.TimeoutExpired:
         raise TargetError(
-            f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow it more"
+            f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow it more, "
+            f"such as --timeout {3 * timeout_s:g}"
         ) from None
     if done.returncode < 0:
         raise TargetError(

@@ -45,6 +45,7 @@ def setting_record(setting: Setting) -> dict[str, Any]:
         **setting.sizes,
         "fits": setting.fits,
         "fits_surely": setting.fits_surely,
+        "update_is_modelled": setting.update_is_modelled,
         "remat": setting.config.model.remat,
         "accumulation": setting.config.train.accumulation,
         "micro_batch_size": setting.rows,

@@ -28,15 +28,27 @@ def what_would_fit(found: Search, model: Model) -> list[str]:
     largest = max(kinds, key=lambda name: kinds[name])
     return [
         f"Nothing fits. The least is {least} with remat {least.config.model.remat} and micro-batches of {least.rows}: "
-        f"{least.memory.total / GB:,.1f} GB, {kinds[largest] / GB:,.1f} of it {largest.replace('_', ' ')}, where "
+        f"{least.memory.total / GB:,.1f} GB, {kinds[largest] / GB:,.1f} of it {label(largest)}, where "
         f"{least.target.room / GB:,.1f} are there.",
+        *_without_update(least),
         *(_remedies(least, model) or ["No more of these devices would help: look at the sequence and the loss chunk."]),
     ]
+
+
+def _without_update(least: Setting) -> list[str]:
+    if least.update_is_modelled:
+        return []
+    return [f"What the update by {least.config.optimizer.name} holds is not in these numbers: it is not modelled."]
 
 
 def kinds_of(setting: Setting) -> list[str]:
     """The names of the kinds of memory."""
     return [field.name for field in dataclasses.fields(setting.memory)]
+
+
+def label(kind: str) -> str:
+    """The name of a kind of memory as it is printed."""
+    return {"logits": "head and logits"}.get(kind, kind.replace("_", " "))
 
 
 def _remedies(least: Setting, model: Model) -> list[str]:
@@ -84,12 +96,12 @@ def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[
 
 
 def _fits(config: TrainConfig, where: Target, model: Model) -> Setting | None:
-    """The best setting that fits, if one does."""
+    """The best setting that fits with the margin, if one does."""
     try:
         best = search(config, where, model, all_meshes(where.devices)).settings[0]
     except ConfigError:
         return None  # no mesh of so many devices can run it
-    return best if best.fits else None
+    return best if best.has_margin else None
 
 
 def _found(setting: Setting) -> str:

@@ -1,8 +1,8 @@
 """What an estimate prints: the settings, ranked; the best one in detail, each number with where it comes from."""
 
 from jaxtp.audit.tables import columns
-from jaxtp.estimate.remedies import kinds_of
-from jaxtp.estimate.search import Model, Search, Setting, Target
+from jaxtp.estimate.remedies import kinds_of, label
+from jaxtp.estimate.search import MEMORY_ERROR, Model, Search, Setting, Target
 from jaxtp.hardware import TABLE
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
@@ -12,6 +12,12 @@ from jaxtp.train.config import TrainConfig
 
 GB = 1e9
 MAX_ROWS = 10
+ORDER = (
+    f"ranked: first what has {MEMORY_ERROR:.0%} of what is modelled to spare, then what fits; each the fastest first"
+)
+MFU = (
+    "MFU: 6 FLOPs for each token and parameter (frozen: 4; looked up: 0), causal attention, nothing twice, of the peak"
+)
 EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
 PROVENANCE_OF_MEMORY = {"parameters": EXACT, "optimizer": EXACT, "batch": EXACT}
 
@@ -30,7 +36,13 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
         f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, {hardware.link_efficiency:.0%} of links "
         f"({hardware.source if hardware.name not in TABLE else 'jaxtp/hardware.py'})",
+        "tried": "data (dp, fsdp) and tensor parallelism (tp); pipeline and context parallelism are not considered",
     }
+    if not optimizers.is_elementwise(config.optimizer):
+        rows["without"] = (
+            f"the update by {config.optimizer.name}: its products, its temporaries and what it moves between devices "
+            "are not modelled"
+        )
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
 
 
@@ -43,12 +55,16 @@ def ranking(found: Search) -> str:
     lines = [table]
     if more := len(found.settings) - len(shown):
         lines.append(f"... and {more} more meshes (--json FILE has all)")
-    counts = [f"{len(found.all):,} settings of {len(found.settings)} meshes"]
+    counts = [f"{_count(len(found.all), 'setting')} of {_count(len(found.settings), 'mesh', 'meshes')}"]
     if found.refused:
         mesh, reason = next(iter(found.refused.items()))
         short = reason.partition(";")[0]
-        counts.append(f"{len(found.refused)} meshes cannot run it, such as {mesh}: {short}")
-    return "\n".join([*lines, *counts])
+        counts.append(f"{_count(len(found.refused), 'mesh', 'meshes')} cannot run it, such as {mesh}: {short}")
+    return "\n".join([*lines, *counts, ORDER, MFU])
+
+
+def _count(number: int, one: str, several: str = "") -> str:
+    return f"{number:,} {one if number == 1 else several or f'{one}s'}"
 
 
 def _row(setting: Setting) -> tuple[str, ...]:
@@ -59,11 +75,18 @@ def _row(setting: Setting) -> tuple[str, ...]:
         setting.config.model.remat,
         f"{setting.config.train.accumulation} of {setting.rows}",
         f"{setting.memory.total / GB:,.1f}",
-        f"{setting.spare / GB:,.1f}" + ("" if setting.fits_surely else ", tight") if setting.fits else "does not fit",
+        _spare(setting),
         f"{low:,.0f} to {high:,.0f}",
         f"{slow:.0%} to {fast:.0%}",
         f"{setting.time.computing_share:.0%}",
     )
+
+
+def _spare(setting: Setting) -> str:
+    if not setting.fits:
+        return "does not fit"
+    doubts = {"tight": not setting.has_margin, "without the update": not setting.update_is_modelled}
+    return ", ".join((f"{setting.spare / GB:,.1f}", *(doubt for doubt, holds in doubts.items() if holds)))
 
 
 def details(setting: Setting) -> str:
@@ -74,7 +97,7 @@ def details(setting: Setting) -> str:
 def _memory(setting: Setting) -> str:
     unit, size = unit_of(setting.memory.total)
     rows = [
-        (name.replace("_", " "), f"{held / size:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
+        (label(name), f"{held / size:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
         for name in kinds_of(setting)
         if (held := getattr(setting.memory, name))
     ]
@@ -88,7 +111,7 @@ def _time(setting: Setting) -> str:
         ("products with weights", time.products, _tera(work.products, model)),
         ("attention", time.attention, f"{_tera(work.attention, model)}; {_scores(model)}"),
         ("norms, gates, logits", time.elementwise, "at the speed of memory"),
-        ("update", time.update, "at the speed of memory"),
+        ("update", time.update, "at the speed of memory" if setting.update_is_modelled else "the least: not modelled"),
         *(
             (f"over {' and '.join(axes)}", seconds, "by the network" if axes in time.crossing else "by fast links")
             for axes, seconds in time.communication.items()

@@ -1,17 +1,16 @@
 """Seconds of a training step, from what it computes and moves and from what the hardware can do: a model.
 
 Each matrix product takes the longer of computing and of reading and writing its operands; what is no product goes at
-the speed of memory; a collective goes around a ring (Patarasso and Yuan, JPDC 2009) at the speed of its slowest link.
-Williams et al., "Roofline", CACM 2009.
+the speed of memory (Williams et al., "Roofline", CACM 2009). Collectives: `links.py`.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxtp.hardware import Hardware, inside_domain
+from jaxtp.estimate.links import collective_seconds, leaves_domain
+from jaxtp.hardware import Hardware
 from jaxtp.models.budget import Move
 from jaxtp.models.work import Product, Work
 from jaxtp.train.memory import Memory
@@ -89,7 +88,8 @@ def step_time(
     speed = hardware.bandwidth * hardware.bandwidth_efficiency
     communication: dict[Axes, float] = {}
     for move in moves:
-        communication[move.axes] = communication.get(move.axes, 0.0) + _seconds(hardware, sizes, move)
+        once = collective_seconds(hardware, sizes, move.axes, move.kind, move.bytes_sent / move.count)
+        communication[move.axes] = communication.get(move.axes, 0.0) + move.count * once
     sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0  # two read, one written, each micro-batch
     return StepTime(
         products=sum(_product(hardware, product, work.itemsize) for product in work.products),
@@ -99,27 +99,6 @@ def step_time(
         communication=communication,
         crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),
     )
-
-
-def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> bool:
-    """Whether devices along these axes are in several domains."""
-    return inside_domain(hardware, sizes, axes) < math.prod(sizes[axis] for axis in axes)
-
-
-def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> float:
-    """Bytes/s that each device of a ring along these axes can send.
-
-    A ring that leaves its domain goes through the network as often as it has devices there: each brings its own share.
-    """
-    axes = tuple(axes)
-    link = hardware.link
-    if leaves_domain(hardware, sizes, axes):
-        link = min(link, hardware.network * inside_domain(hardware, sizes, axes))
-    return link * hardware.link_efficiency
-
-
-def _seconds(hardware: Hardware, sizes: Mapping[str, int], move: Move) -> float:
-    return move.bytes_sent / link_speed(hardware, sizes, move.axes) + move.count * hardware.latency
 
 
 def _product(hardware: Hardware, product: Product, itemsize: int) -> float:

@@ -12,6 +12,7 @@ from jaxtp.mesh import AXES, DP, FSDP, TP, describe_mesh
 from jaxtp.models.budget import Move, step_moves
 from jaxtp.models.remat import RematPolicy
 from jaxtp.models.work import Work, step_work
+from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
 from jaxtp.train.memory import MODEL, Memory, StoredArray, memory_per_device, stored_arrays
 from jaxtp.train.utilization import flops_per_token
@@ -100,9 +101,19 @@ class Setting:
         return self.target.room - self.memory.total
 
     @property
-    def fits_surely(self) -> bool:
+    def has_margin(self) -> bool:
         """Whether it fits even where the model of memory is off by as much as it may be."""
         return self.spare >= MEMORY_ERROR * (self.memory.total - self.memory.state)
+
+    @property
+    def update_is_modelled(self) -> bool:
+        """Whether the optimizer's rule is elementwise: of others neither memory nor time nor communication is known."""
+        return optimizers.is_elementwise(self.config.optimizer)
+
+    @property
+    def fits_surely(self) -> bool:
+        """Whether it fits with that margin, and all of it is modelled."""
+        return self.has_margin and self.update_is_modelled
 
     @property
     def tokens_per_second(self) -> float:
@@ -135,12 +146,14 @@ class Search:
     """What was found."""
 
     settings: tuple[Setting, ...]
-    """The best of each mesh: those that surely fit, the fastest first; those that fit by less than the model's error,
-    the fastest first; the others, by what they lack."""
+    """The best of each mesh: those that fit with the margin, the fastest first; those that fit by less than the model's
+    error, the fastest first; the others, by what they lack."""
     all: tuple[Setting, ...]
     """Every setting that can run, over all meshes."""
     refused: Mapping[str, str]
     """Why the other meshes cannot run it, by mesh."""
+    as_configured: bool
+    """Remat and accumulation were kept."""
 
     @property
     def fitting(self) -> list[Setting]:
@@ -181,7 +194,7 @@ def search(
         best.append(_choose(settings))
     if not best:
         raise ConfigError(_none_can(refused))
-    return Search(tuple(sorted(best, key=rank)), tuple(every), refused)
+    return Search(tuple(sorted(best, key=rank)), tuple(every), refused, as_configured)
 
 
 def _none_can(refused: Mapping[str, str]) -> str:
@@ -233,8 +246,8 @@ def _choose(settings: Sequence[Setting]) -> Setting:
 
 
 def rank(setting: Setting) -> tuple[int, float, float]:
-    """What settings are sorted by: how surely they fit, then time; those that do not fit by what they lack."""
-    how = 0 if setting.fits_surely else 1 if setting.fits else 2
+    """What settings are sorted by: whether they fit, with the margin or not, then time; others by what they lack."""
+    how = 0 if setting.has_margin else 1 if setting.fits else 2
     return how, 0.0 if setting.fits else -setting.spare, setting.time.expected
 
 

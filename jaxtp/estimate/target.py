@@ -12,7 +12,7 @@ from typing import Any
 from jaxtp.audit.schedule import Moved
 from jaxtp.config import to_plain
 from jaxtp.estimate import process
-from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.topology import Topology, topology
 from jaxtp.launch import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh
@@ -134,14 +134,15 @@ def read_answer(text: str, target: Topology) -> Compiled:
     """The answer of a worker: JSON on the last line of what it printed.
 
     Raises:
-      TargetError: it is an error, or no answer.
+      DoesNotFitError: it says so.
+      TargetError: it is another error, or no answer.
     """
     try:
         answer: dict[str, Any] = json.loads(text.splitlines()[-1])
     except (IndexError, ValueError):
         raise TargetError(f"the compiler for the target gave no answer: {text[-200:]!r}") from None
     if error := answer.get("error"):
-        raise TargetError(error)
+        raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
     moved = tuple(Moved(**{**one, "axes": tuple(one["axes"])}) for one in answer["collectives"])
     notes = (_DIFFERENCES[target.platform], *answer["notes"])
     sizes = {name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds")}

@@ -3,7 +3,8 @@
 import dataclasses
 from collections.abc import Iterator
 
-from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, estimate
+from jaxtp.estimate.roofline import StepTime
+from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, search
 from jaxtp.mesh import AXES, TP
 
 GB = 1e9
@@ -29,7 +30,7 @@ def why(found: Search, configured: Setting | None, model: Model) -> list[str]:
         *_others(found, best),
         *_as_configured(best, configured),
         *_would_be_faster(found, best),
-        *_fused_attention(best, model),
+        *_fused_attention(found, best, model),
     ]
 
 
@@ -41,14 +42,26 @@ def _limit(best: Setting) -> str:
         "attention": time.attention,
         "memory bandwidth (norms, gates, logits)": time.elementwise,
         "the update of the weights": time.update,
-    } | {f"communication over {' and '.join(axes)}": seconds for axes, seconds in time.communication.items()}
+        f"communication ({_over(time)})": time.moving,
+    }
     name, seconds = max(parts.items(), key=lambda part: part[1])
     return f"What limits it: {name}, {seconds / time.serial:.0%} of a step."
 
 
+def _over(time: StepTime) -> str:
+    """`over tp 32%, over fsdp 20%`, of a step."""
+    each = sorted(time.communication.items(), key=lambda part: -part[1])
+    return ", ".join(f"over {' and '.join(axes)} {seconds / time.serial:.0%}" for axes, seconds in each)
+
+
 def _doubt(best: Setting) -> Iterator[str]:
-    """Where even the best fits by less than the model of memory may be off."""
-    if not best.fits_surely:
+    """Where even the best fits by less than the model of memory may be off, or something is not modelled."""
+    if not best.update_is_modelled:
+        yield (
+            f"None is sure: what the update by {best.config.optimizer.name} computes, moves and holds is not modelled; "
+            "--tier 3 compiles it."
+        )
+    if not best.has_margin:
         yield (
             f"That is less than the {MEMORY_ERROR:.0%} by which the modelled part may be wrong, and nothing has more "
             "to spare: --tier 3 compiles it."
@@ -69,7 +82,8 @@ def _as_configured(best: Setting, configured: Setting | None) -> Iterator[str]:
     if configured is None or configured.config == best.config:
         return
     if configured.fits:
-        spare = f"{configured.spare / GB:,.1f} GB to spare"
+        doubt = "" if configured.has_margin else f", less than the {MEMORY_ERROR:.0%}"
+        spare = f"{configured.spare / GB:,.1f} GB to spare{doubt}"
         yield f"As configured, {_how(configured)}: {_slower(configured, best)}, {spare}."
     else:
         yield f"As configured, {_how(configured)}, it lacks {-configured.spare / GB:,.1f} GB."
@@ -80,7 +94,7 @@ def _would_be_faster(found: Search, best: Setting) -> Iterator[str]:
     near = (setting for setting in found.all if setting.memory.total < FAR * setting.target.room)
     fastest = min(near, key=lambda setting: setting.time.expected, default=best)
     faster = best.time.expected / fastest.time.expected
-    if faster > 1 and fastest.fits and not fastest.fits_surely:
+    if faster > 1 and fastest.fits and not fastest.has_margin:
         yield (
             f"{_how(fastest)} would be {faster:.2f} x as fast, with {fastest.spare / GB:,.1f} GB to spare, less than "
             f"the {MEMORY_ERROR:.0%} by which the modelled part may be wrong."
@@ -89,18 +103,19 @@ def _would_be_faster(found: Search, best: Setting) -> Iterator[str]:
         yield f"{_how(fastest)} would be {faster:.2f} x as fast, and lacks {-fastest.spare / GB:,.1f} GB."
 
 
-def _fused_attention(best: Setting, model: Model) -> Iterator[str]:
-    """What a kernel that never holds the scores would change, on GPUs that have it."""
+def _fused_attention(found: Search, best: Setting, model: Model) -> Iterator[str]:
+    """What would be the best with a kernel that never holds the scores, on GPUs that have it."""
     config = best.config.model
     if config.attention == "cudnn" or best.target.hardware.platform != "cuda" or config.precision.compute == "float32":
         return
     fused = dataclasses.replace(best.config, model=dataclasses.replace(config, attention="cudnn"))
-    other = estimate(fused, best.target, model)
-    faster, freed = best.time.expected / other.time.expected, best.memory.total - other.memory.total
-    if faster > NEAR or freed > GB:
+    meshes = [setting.sizes for setting in found.settings]
+    other = search(fused, best.target, model, meshes, as_configured=found.as_configured).settings[0]
+    faster, freed = best.time.expected / other.time.expected, other.spare - best.spare
+    if other.fits and (faster > NEAR or freed > GB):
         yield (
-            f"--model.attention cudnn, which never holds the scores, would make it {faster:.2f} x as fast"
-            + (f" and free {freed / GB:,.1f} GB." if freed > 0 else ".")
+            f"--model.attention cudnn never holds the scores: the best would be {_how(other)}, {faster:.2f} x as fast, "
+            f"with {other.spare / GB:,.1f} GB to spare."
         )
 
 

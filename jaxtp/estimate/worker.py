@@ -34,7 +34,7 @@ from jaxtp.train.tracing import trace_step
 OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0}, "tpu": {}}
 """There is no GPU to time kernels on."""
 
-_FORMAT = "1"
+_FORMAT = "2"
 """Of an answer, for those that are kept."""
 
 _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
@@ -87,7 +87,7 @@ def _compile(lowered: Any, platform: str, sizes: dict[str, int]) -> dict[str, An
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            return {"error": f"the compiler says that it does not fit: {_first_sentence(error)}"}
+            return {"error": f"the compiler says that it does not fit: {_first_sentence(error)}", "fits": False}
     seconds = time.perf_counter() - started
     return {
         **_memory(compiled, platform),

@@ -11,9 +11,9 @@ one where the kernel is frozen):
 | down                 | never: nothing of the backward pass reads it |
 | head                 | always: logits are made chunk by chunk    |
 
-FLOPs are exact for the Llama shapes (the compiled program's are compared with them in a test); with adapters those of
-A and B, less than a hundredth, are left out. Bytes through memory outside of products are a model: each elementwise
-operation reads and writes once, as fused kernels do.
+FLOPs are exact for the Llama shapes (the compiled program's are compared with them in a test). An adapter's A and B are
+trained; forward again B is as its projection, A as q, k, v. Bytes through memory outside of products are a model: each
+elementwise operation reads and writes once, as fused kernels do.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jaxtp.layers.lora import Target
 from jaxtp.layers.sequence import is_split
 from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.models.config import ModelConfig
@@ -31,6 +32,7 @@ _AGAIN: dict[str, tuple[RematPolicy, ...]] = {
     "scores": ("save_dots", "save_gathered", "full", "offload"),
     "out": ("full", "offload"),
     "down": (),
+    "a": ("save_gathered", "full", "offload"),
 }
 FLOAT32 = 4
 
@@ -111,7 +113,10 @@ def step_work(
     logits = rows * sequence_length * _vocabulary(config, mesh[TP]) * FLOAT32
     passes = accumulation * config.num_layers
     return Work(
-        tuple(_products(config, mesh[TP], rows, sequence_length, accumulation)),
+        (
+            *_products(config, mesh[TP], rows, sequence_length, accumulation),
+            *_adapters(config, mesh[TP], rows * sequence_length, passes),
+        ),
         tuple(_attention(config, rows, sequence_length, heads, passes)),
         passes * _elementwise(config, mesh[TP], rows, sequence_length),
         passes * scores * SCORE_PASSES,
@@ -139,6 +144,35 @@ def _products(config: ModelConfig, tp: int, rows: int, length: int, accumulation
     vocabulary = _vocabulary(config, tp)
     head = tokens * (d_model * itemsize + vocabulary * FLOAT32) + d_model * vocabulary * itemsize
     yield Product("head", tokens, d_model, vocabulary, accumulation * (2 + backward), head)
+
+
+def adapted(config: ModelConfig, tp: int = 1) -> Iterator[tuple[str, int, int]]:
+    """Of each projection that has an adapter, in a layer: its kind, and features in and out on one of tp devices."""
+    heads, kv_heads = config.num_heads // tp, max(1, config.num_kv_heads // tp)
+    wide, kv, d_ff = heads * config.head_dim, kv_heads * config.head_dim, config.d_ff // tp
+    shapes: dict[Target, tuple[str, int, int]] = {
+        "q_proj": ("column", config.d_model, wide),
+        "k_proj": ("column", config.d_model, kv),
+        "v_proj": ("column", config.d_model, kv),
+        "o_proj": ("out", wide, config.d_model),
+        "gate_proj": ("column", config.d_model, d_ff),
+        "up_proj": ("column", config.d_model, d_ff),
+        "down_proj": ("down", d_ff, config.d_model),
+    }
+    return (shape for name, shape in shapes.items() if config.lora.adapted(name))
+
+
+def adapter_parameters(config: ModelConfig) -> int:
+    """Elements of every A and B, over all layers."""
+    return config.num_layers * config.lora.rank * sum(inner + outer for _, inner, outer in adapted(config))
+
+
+def _adapters(config: ModelConfig, tp: int, tokens: int, layers: int) -> Iterator[Product]:
+    rank, itemsize = config.lora.rank, jnp.dtype(config.precision.compute).itemsize
+    for kind, inner, outer in adapted(config, tp):
+        for name, again, k, n in (("A", "a", inner, rank), ("B", kind, rank, outer)):
+            passes = 3 + (config.remat in _AGAIN[again])
+            yield Product(f"adapter's {name}", tokens, k, n, layers * passes, (tokens * (k + n) + k * n) * itemsize)
 
 
 def _attention(config: ModelConfig, rows: int, length: int, heads: int, layers: int) -> Iterator[Product]:

@@ -6,11 +6,13 @@ import jax
 
 from jaxtp.hardware import of_kind
 from jaxtp.models.config import ModelConfig
+from jaxtp.models.work import adapter_parameters
 
 
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
     """`6 (N - V D) + 6 L S (heads * head_dim)`: causal attention, no lookup of the embedding, no recomputation.
 
+    Where there are adapters, what they leave frozen counts 4 instead of 6: it has no gradient of its own.
     Of a tied table the lookup is left out and the product of the head is counted. Kaplan et al., arXiv 2001.08361;
     attention as in Megatron-LM, arXiv 2104.04473, halved for causality.
 
@@ -21,7 +23,8 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
     """
     lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model
     attention = config.num_layers * sequence_length * config.num_heads * config.head_dim
-    return 6.0 * (parameters - lookup) + 6.0 * attention
+    trained = adapter_parameters(config) if config.lora.rank else parameters - lookup
+    return 6.0 * trained + 4.0 * (parameters - lookup - trained) + 6.0 * attention
 
 
 def peak_flops(device: jax.Device) -> float:

@@ -11,7 +11,7 @@ from jaxtp.bench.fit import fit
 from jaxtp.bench.measured import Measured, Place
 from jaxtp.bench.moving import Message
 from jaxtp.config import ConfigError
-from jaxtp.estimate.roofline import leaves_domain, link_speed
+from jaxtp.estimate.links import leaves_domain, link_speed
 from jaxtp.hardware import find, read
 
 SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}

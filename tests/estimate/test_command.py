@@ -1,6 +1,9 @@
 """`python -m jaxtp.estimate` as its users meet it."""
 
 import json
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 from jaxtp.audit.schedule import Moved
 from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
-from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.partitioned import Partitioned, planned_bytes
 from jaxtp.estimate.target import Compiled
 
@@ -52,7 +55,10 @@ def test_one_mesh_and_its_settings_as_they_are(tmp_path, capsys):
     assert main([*TINY, *flags]) == 0
     (mesh,) = json.loads(file.read_text())["meshes"]
     assert (mesh["dp"], mesh["fsdp"], mesh["tp"], mesh["remat"], mesh["accumulation"]) == (1, 2, 4, "full", 1)
-    assert "fsdp 2 x tp 4" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "fsdp 2 x tp 4" in out
+    assert "\n1 setting of 1 mesh\nranked: first what has 15% of what is modelled to spare" in out
+    assert "head and logits" in out
 
 
 def test_compiled_too(tmp_path, capsys):
@@ -80,11 +86,13 @@ def test_what_tier_3_cannot_do_takes_nothing_back(tmp_path, monkeypatch, capsys)
         raise TargetError("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'")
 
     monkeypatch.setattr(command, "compile_for", missing)
+    monkeypatch.setattr(command, "topology", missing)
     file = tmp_path / "estimate.json"
     assert main([*FLAGS, "--json", str(file)]) == 2
     captured = capsys.readouterr()
     assert captured.err.endswith("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'\n")
-    assert "moves what tier 1 says" in captured.out
+    said = captured.out.index("tier 3  cannot be had: the compiler is not installed: pip install")
+    assert said < captured.out.index("to spare") < captured.out.index("moves what tier 1 says")
     record = json.loads(file.read_text())
     assert record["meshes"][0]["fits"]
     assert record["tier_2"]["equal_to_tier_1"]
@@ -104,7 +112,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(command, "compile_for", compiled)
     file = tmp_path / "estimate.json"
-    assert main([*FLAGS, "--json", str(file)]) == 0
+    assert main([*FLAGS, "--json", str(file)]) == (0 if verdict == "fits" else 1)
     sizes = {"dp": 1, "fsdp": 2, "tp": 4}
     assert asked == [(sizes, "h100", {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0})]
     tier_3 = json.loads(file.read_text())["tier_3"]
@@ -113,6 +121,31 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert f"of 63.70 for JAX: {verdict}\n" in out
     assert "(a note)" in out
+
+
+@pytest.mark.usefixtures("without_compiling")
+def test_a_compiler_that_says_it_does_not_fit(tmp_path, monkeypatch, capsys):
+    def refusing(*args, **kwargs):
+        raise DoesNotFitError("the compiler says that it does not fit: 90 of 80 GB")
+
+    monkeypatch.setattr(command, "compile_for", refusing)
+    file = tmp_path / "estimate.json"
+    assert main([*FLAGS, "--json", str(file)]) == 1
+    assert "does not fit: 90 of 80 GB" in capsys.readouterr().out
+    assert not json.loads(file.read_text())["tier_3"]["fits"]
+
+
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_an_update_that_is_not_modelled_makes_nothing_sure(optimizer, tmp_path, capsys):
+    file = tmp_path / "estimate.json"
+    flags = ["--hardware", "h100x8", "--mesh", "fsdp=2,tp=4", "tp=8", "--optimizer.name", optimizer]
+    assert main([*TINY, *flags, "--json", str(file)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "surely" not in out
+    assert f"without the update by {optimizer}: its products, its temporaries" in out
+    assert f"None is sure: what the update by {optimizer} computes, moves and holds is not modelled" in out
+    meshes = json.loads(file.read_text())["meshes"]
+    assert not any(mesh["fits_surely"] or mesh["update_is_modelled"] for mesh in meshes)
 
 
 def test_generating(tmp_path, capsys):
@@ -145,6 +178,7 @@ def test_help_teaches(capsys):
     out = capsys.readouterr().out
     assert "Will it fit" in out
     assert "--hardware h100x8" in out
+    assert "bandwidth (bytes/s)" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(
@@ -152,12 +186,17 @@ def test_help_teaches(capsys):
     [
         ("--hardware h1000x8", "hardware 'h1000' is not known; did you mean h100"),
         ("--hardware h100", "how many devices? Such as h100x8"),
+        ("--hardware h100x", "--hardware h100x: how many devices? Such as h100x8"),
+        ("--hardware h100x-3", "--hardware h100x-3: '-3' is no number of devices; such as h100x8"),
         ("--hardware h100x8 --mesh tp=4", "is 4 devices, and --hardware h100x8 is 8"),
         ("--hardware h100x8 --mesh pp=8", "'pp' is not an axis; they are dp, fsdp, tp"),
         ("--hardware h100x3 --mesh tp=3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
         ("--hardware h100x8 --plot plot.xyz", "--plot plot.xyz: pictures are "),
         ("--hardware h100x8 --memory-fraction 2", "memory_fraction"),
+        ("--hardware mi300xx8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and mi300x is rocm; use xla"),
+        ("--hardware v5ex8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and v5e is tpu; use xla"),
+        ("--hardware h100x8 --model.attention cudnn", "needs a 16-bit model.precision.compute, and it is float32"),
         ("--config nothing.yaml", "nothing.yaml: No such file"),
     ],
 )
@@ -167,3 +206,14 @@ def test_mistakes(flags, message, capsys, tmp_path, monkeypatch):
     error = capsys.readouterr().err
     assert message in error
     assert error.startswith("python -m jaxtp.estimate: error: ")
+    assert not list(tmp_path.iterdir()), "no file is left behind"
+
+
+def test_a_reader_that_leaves_ends_it_without_a_word():
+    """As `| head` does."""
+    words = [sys.executable, "-m", "jaxtp.estimate", *TINY, "--hardware", "h100x8", "--mesh", "tp=8"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == -signal.SIGPIPE

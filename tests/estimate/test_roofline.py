@@ -6,12 +6,12 @@ import itertools
 import pytest
 
 import jaxtp
-from jaxtp.estimate.roofline import leaves_domain, link_speed
+from jaxtp.estimate.links import collective_seconds, leaves_domain, link_speed
 from jaxtp.estimate.search import Target, describe_model, estimate
 from jaxtp.hardware import find
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
 
-H100 = dataclasses.replace(find("h100"), link_efficiency=1.0, latency=0.0)
+H100 = dataclasses.replace(find("h100"), link_efficiency=1.0, latency=0.0, hop=0.0, network_hop=0.0)
 MODEL = jaxtp.ModelConfig(vocab_size=512, d_model=1024, num_heads=16, num_kv_heads=8, head_dim=64, d_ff=4096)
 CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=1024, global_batch_size=64))
 
@@ -38,6 +38,40 @@ def sizes(dp, fsdp, tp):
 def test_the_slowest_link_of_a_ring(mesh, axes, speed):
     assert link_speed(H100, mesh, axes) == speed
     assert leaves_domain(H100, mesh, axes) == (speed < 450e9)
+
+
+US = 1e-6
+WAITING = dataclasses.replace(find("h100"), latency=1 * US, hop=2 * US, network_hop=10 * US)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "axes", "kind", "us"),
+    [
+        (sizes(1, 1, 8), ("tp",), "all-gather", 1 + 7 * 2),
+        (sizes(1, 1, 8), ("tp",), "all-reduce", 1 + 2 * 7 * 2),  # a tree inside a host is a chain
+        (sizes(1, 16, 1), ("fsdp",), "reduce-scatter", 1 + 14 * 2 + 10),
+        (sizes(64, 1, 1), ("dp",), "all-reduce", 1 + 2 * (7 * 2 + 3 * 10)),  # eight hosts: the tree
+        (sizes(1, 4, 8), ("fsdp",), "all-gather", 1 + 2 * 10 / 3.5 + 4 * 2.8),  # one in each host: PAT
+    ],
+)
+def test_a_collective_that_sends_nothing_waits_for_its_steps(mesh, axes, kind, us):
+    assert collective_seconds(WAITING, mesh, axes, kind, 0.0) == pytest.approx(us * US)
+
+
+def test_the_fastest_way_depends_on_what_is_sent():
+    """The tree for little, the ring, which has more steps and all of the links, for much; it never gets better."""
+    far, sent = sizes(64, 1, 1), [10.0**i for i in range(12)]
+    times = [collective_seconds(WAITING, far, ("dp",), "all-reduce", size) for size in sent]
+    assert times == sorted(times)
+    ring = 1 * US + 2 * (56 * 2 + 7 * 10) * US
+    assert times[0] < ring / 2
+    assert times[-1] == pytest.approx(ring + sent[-1] / link_speed(WAITING, far, ("dp",)))
+
+
+def test_each_host_more_waits_longer():
+    waits = [collective_seconds(find("h100"), sizes(1, n, 8), ("fsdp",), "all-gather", 1e6) for n in (2, 8, 64)]
+    assert waits == sorted(waits)
+    assert waits[-1] > 3 * waits[0]
 
 
 def timed(hardware=H100, devices=8, **mesh):

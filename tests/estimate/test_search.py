@@ -12,7 +12,7 @@ from jaxtp.estimate.words import why
 from jaxtp.hardware import find
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
+from jaxtp.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
 
 H100 = find("h100")
@@ -92,8 +92,25 @@ def test_the_best_is_explained():
     words = why(result, result.settings[-1], MODEL_FACTS)
     assert words[0].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows} is")
     assert any(sentence.startswith("What limits it: ") for sentence in words[1:3])
+    time = best.time
+    parts = (time.products, time.attention, time.elementwise, time.update, time.moving)
+    assert any(f" {max(parts) / time.serial:.0%} of a step." in sentence for sentence in words[1:3])
     assert any(sentence.startswith("As configured, ") for sentence in words)
     assert any("leaves" in sentence and "for computing" in sentence for sentence in words[2:])
+
+
+def test_another_kernel_of_attention_is_searched_with_all_meshes():
+    """With less to hold, another mesh or remat may be the best."""
+    least = min(setting.memory.total for setting in found().all)
+    result = found(room=least * 1.7)
+    (sentence,) = (s for s in why(result, None, MODEL_FACTS) if s.startswith("--model.attention cudnn"))
+    fused = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention="cudnn"))
+    best = found(room=least * 1.7, config=fused).settings[0]
+    same = estimate(dataclasses.replace(result.settings[0].config, model=fused.model), best.target, MODEL_FACTS)
+    faster = result.settings[0].time.expected / best.time.expected
+    assert best.time.expected < same.time.expected, "the mesh that was best is not any more"
+    assert f"the best would be {best} " in sentence
+    assert f"{faster:.2f} x as fast" in sentence
 
 
 def test_where_nothing_fits_it_says_what_would():
@@ -105,5 +122,13 @@ def test_where_nothing_fits_it_says_what_would():
     more = next(sentence for sentence in words if " x h100 would do: " in sentence)
     devices = int(more.split()[0])
     again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, all_meshes(devices))
-    assert again.fitting
+    assert again.settings[0].has_margin
     assert str(again.settings[0]) in more
+
+
+def test_what_would_fit_says_what_it_leaves_out():
+    config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="muon"))
+    facts, meshes = describe_model(config), all_meshes(8)
+    least = min(setting.memory.total for setting in search(config, Target(H100, 8, 1e12), facts, meshes).all)
+    tight = search(config, Target(H100, 8, least * 0.7), facts, meshes)
+    assert what_would_fit(tight, facts)[1].startswith("What the update by muon holds is not in these numbers")

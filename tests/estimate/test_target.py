@@ -10,7 +10,7 @@ import pytest
 
 import jaxtp
 from jaxtp.config import ConfigError
-from jaxtp.estimate.errors import TargetError
+from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.gpus import GPUS
 from jaxtp.estimate.target import ask, compile_for
 from jaxtp.estimate.topology import Topology, installed, topology, torus
@@ -70,7 +70,7 @@ def test_the_process_is_told_the_program_and_kept_from_devices(tmp_path):
         ("raise RuntimeError('no such topology')", r"failed:\n(.*\n)*  RuntimeError: no such topology"),
         ("print('hello')", r"gave no answer: 'hello"),
         ("pass", r"gave no answer: ''"),
-        ("print(json.dumps({'error': 'does not fit: 30 of 16 GB'}))", r"does not fit: 30 of 16 GB"),
+        ("print(json.dumps({'error': 'no such device'}))", r"no such device"),
     ],
     ids=["signal", "abort", "exception", "noise", "silence", "error"],
 )
@@ -79,10 +79,15 @@ def test_what_goes_wrong_is_said_in_one_message(code, message, tmp_path):
         ask_fake(code, tmp_path)
 
 
+def test_that_it_does_not_fit_is_told_apart(tmp_path):
+    with pytest.raises(DoesNotFitError, match="30 of 16 GB"):
+        ask_fake("print(json.dumps({'error': 'does not fit: 30 of 16 GB', 'fits': False}))", tmp_path)
+
+
 def test_a_compiler_that_takes_too_long_is_ended(tmp_path):
     pid_file = tmp_path / "pid"
     code = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
-    with pytest.raises(TargetError, match=r"ended after its time limit of 3 s"):
+    with pytest.raises(TargetError, match=r"ended after its time limit of 3 s; .* --timeout 9"):
         ask_fake(code, tmp_path, timeout_s=3)
     gone = subprocess.run(["kill", "-0", pid_file.read_text()], capture_output=True, check=False)
     assert gone.returncode != 0

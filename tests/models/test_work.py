@@ -9,6 +9,7 @@ import jaxtp
 from jaxtp.audit.compiling import compile_with_spmd_text
 from jaxtp.audit.hlo import count_flops_in_hlo
 from jaxtp.data.loader import abstract_batch
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.work import step_work
 from jaxtp.train import optimizer as optimizers
@@ -49,6 +50,16 @@ def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation):
     sizes = mesh_sizes(jaxtp.make_mesh(*mesh))
     work = step_work(config, sizes, **SHAPE, accumulation=accumulation)
     assert work.flops == compiled_flops(config, mesh, accumulation)
+
+
+@pytest.mark.parametrize(
+    "remat", ["save_gathered", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "full", "save_dots"))]
+)
+def test_with_adapters_too(remat):
+    mesh = (1, 2, 4)
+    config = dataclasses.replace(MODEL, remat=remat, lora=LoraConfig(rank=4))
+    work = step_work(config, mesh_sizes(jaxtp.make_mesh(*mesh)), **SHAPE)
+    assert work.flops == compiled_flops(config, mesh, 1)
 
 
 def test_micro_batches_change_no_flops_but_how_often_weights_are_read():

@@ -15,6 +15,7 @@ from runs import SMALL, TEXT, mesh, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxtp
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.optimizer import learning_rate
@@ -119,6 +120,15 @@ def test_flops_per_token_are_those_of_the_published_tables():
     )
     flops = flops_per_token(model, parameters=8_030_261_248, sequence_length=8192)
     assert 14451 * flops / 1e12 == pytest.approx(743.8, abs=0.1)
+
+
+def test_frozen_weights_have_no_gradient_to_compute():
+    """Without attention and lookup: 4 for a frozen parameter, 6 for one of an adapter."""
+    model = jaxtp.ModelConfig(d_ff=64, lora=LoraConfig(rank=2, targets=("q_proj", "down_proj")))
+    wide, head = model.num_heads * model.head_dim, model.vocab_size * model.d_model
+    adapters = model.num_layers * 2 * (model.d_model + wide + 64 + model.d_model)
+    found = flops_per_token(model, 10**7 + head + adapters, sequence_length=0)
+    assert found == 4 * 10**7 + 6 * adapters
 
 
 def test_utilization_is_absent_where_there_is_no_peak(tmp_path, command):
