@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from jaxtp.parallel.birth import Creation
+from jaxtp.parallel.plan import PlanError
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,11 @@ def subject_of(model: Any, inputs: tuple[Any, ...], call: Callable[..., Any] | N
       call: by default `model(*inputs)`.
 
     Raises:
-      TypeError: `model` is neither.
+      PlanError: `model` is neither.
     """
     made = Creation(model).abstract() if callable(model) and not isinstance(model, nnx.Module) else model
     if not isinstance(made, nnx.Module):
-        raise TypeError(f"a plan is for an nnx.Module, or a function that makes one, and this is {made!r}")
+        raise PlanError(f"a plan is for an nnx.Module, or a function that makes one, and this is {made!r}")
     graph, state = nnx.split(made)
     leaves, tree = jax.tree.flatten(inputs)
 

@@ -9,6 +9,7 @@ from flax import nnx
 
 from jaxtp.mesh import MeshError
 from jaxtp.parallel.layouts import Replicate
+from jaxtp.parallel.plan import PlanError
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise
 from jaxtp.propose.propose import propose_plan
 
@@ -338,7 +339,7 @@ def test_a_mesh_without_tp_is_refused(mesh, message):
 
 @pytest.mark.parametrize("model", [{}, lambda: 3, None])
 def test_what_is_no_model_is_refused(model):
-    with pytest.raises(TypeError, match=r"a plan is for an nnx\.Module"):
+    with pytest.raises(PlanError, match=r"nnx\.Module"):
         propose_plan(model, X, mesh={"tp": 2})
 
 
