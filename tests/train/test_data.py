@@ -94,7 +94,7 @@ def test_instruction_data(tmp_path, texts, command, capsys):
 
 
 REFUSED = {
-    "small vocabulary": (["--model.vocab-size", "200"], "model.vocab_size=200 is less than the"),
+    "small vocabulary": (["--model.vocab-size", "200"], "model.vocab_size=200 has fewer"),
     "no such folder": (["--data.path", "nowhere"], "nowhere: No such file"),
     "long documents": (
         ["--data.sequence-length", "8", "--data.long-documents", "stop"],
