@@ -8,6 +8,7 @@ One process drives all GPUs of a host unless a launcher says otherwise. Three wa
 On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices.
 """
 
+import itertools
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -64,3 +65,17 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
     variables = os.environ if environment is None else environment
     base = variables.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "jaxtp"
+
+
+def visible_gpus(present: int, environment: Mapping[str, str] | None = None) -> int:
+    """How many of a machine's NVIDIA GPUs a process started from here may use.
+
+    Args:
+      present: those that the machine has.
+      environment: default `os.environ`; CUDA_VISIBLE_DEVICES lists some of them, and ends where it names none.
+    """
+    variables = os.environ if environment is None else environment
+    if "CUDA_VISIBLE_DEVICES" not in variables:
+        return present
+    named = [name.strip() for name in variables["CUDA_VISIBLE_DEVICES"].split(",")]
+    return min(present, len(list(itertools.takewhile(lambda name: name not in ("", "-1"), named))))

@@ -40,3 +40,12 @@ def test_by_hand(joined):
 def test_half_an_environment_is_an_error(joined, environment, message):
     with pytest.raises(launch.LaunchError, match=message):
         launch.join_processes(environment)
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible"),
+    [(None, 4), ("", 0), ("1", 1), ("0,1,2", 3), ("GPU-8932f937, GPU-1", 2), ("0,-1,2", 1), ("0,1,2,3,4", 4)],
+)
+def test_gpus_that_may_be_used(listed, visible):
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert launch.visible_gpus(4, environment) == visible

@@ -15,6 +15,8 @@ MAX_FACTOR = 1024
 SHORTEST = 512
 """Tokens: no shorter sequence is proposed."""
 
+LORA_RANK = 16
+
 
 def what_would_fit(found: Search, model: Model) -> list[str]:
     """Sentences: what the least of all lacks, and each change that makes something fit.
@@ -54,7 +56,12 @@ def label(kind: str) -> str:
 def _remedies(least: Setting, model: Model) -> list[str]:
     """Each that works, the cheapest first."""
     config, where = least.config, least.target
-    each = (*_cheap(config, where, model), *_shorter(config, where), *_more_devices(config, where, model))
+    each = (
+        *_cheap(config, where, model),
+        *_shorter(config, where),
+        *_other_training(config, where),
+        *_more_devices(config, where, model),
+    )
     return [f"{words}: {_found(setting)}." for words, setting in each]
 
 
@@ -82,6 +89,20 @@ def _shorter(config: TrainConfig, where: Target) -> Iterator[tuple[str, Setting]
             yield f"--data.sequence-length {length} would do", fits
             return
         length //= 2
+
+
+def _other_training(config: TrainConfig, where: Target) -> Iterator[tuple[str, Setting]]:
+    """Less to store: weights and moments in 16 bits, or few that are trained."""
+    model = config.model
+    half = dataclasses.replace(model, precision=dataclasses.replace(model.precision, param="bfloat16"))
+    adapters = dataclasses.replace(model, lora=dataclasses.replace(model.lora, rank=model.lora.rank or LORA_RANK))
+    for words, smaller in {
+        "--model.precision.param bfloat16, weights and moments of 16 bits, would do": half,
+        f"fine-tuning with --model.lora.rank {LORA_RANK}, which trains adapters alone, would do": adapters,
+    }.items():
+        changed = dataclasses.replace(config, model=smaller)
+        if smaller != model and (fits := _fits(changed, where, describe_model(changed))):
+            yield words, fits
 
 
 def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[tuple[str, Setting]]:

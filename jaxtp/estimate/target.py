@@ -1,8 +1,10 @@
-"""Compiling the real training step for accelerators that are not there (tier 3)."""
+"""Compiling the real training step for accelerators, which need not be there (tier 3)."""
 
 import dataclasses
 import json
 import math
+import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,18 +15,21 @@ from jaxtp.audit.schedule import Moved
 from jaxtp.config import to_plain
 from jaxtp.estimate import process
 from jaxtp.estimate.errors import DoesNotFitError, TargetError
-from jaxtp.estimate.topology import Topology, topology
+from jaxtp.estimate.topology import Topology, this_machine, topology
 from jaxtp.launch import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh
 from jaxtp.train.config import TrainConfig, check
 from jaxtp.train.memory import score_bytes, with_attention
 
 WORKER = (sys.executable, "-m", "jaxtp.estimate.worker")
-CPU_ONLY = {
+_ABSENT = {
     "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
     "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud's metadata server, for minutes
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file is for devices, of which there are none
 }
+_OWN = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # another program may be using them
+_WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
+_HERE = "compiled for the devices of this machine, as it runs on them"
 _DIFFERENCES = {
     "cuda": "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ",
     "tpu": "what a TPU's program computes beside its collectives is not read",
@@ -71,7 +76,8 @@ def compile_for(
 ) -> Compiled:
     """Compiles the training step for hardware that need not be there, in a process of its own.
 
-    Asked again for the same program, target and versions it gives what it gave.
+    GPUs that this machine has are compiled for as they are, with their libraries and autotuning. Asked again for the
+    same program, target and versions it gives what it gave.
 
     Args:
       config: the run; its own mesh is not looked at.
@@ -91,14 +97,19 @@ def compile_for(
     if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
         there = f"{hosts} hosts of {devices_per_host}"
         raise TargetError(f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number")
-    target = topology(hardware, hosts, devices_per_host)
-    cudnn = config.model.attention == "cudnn"
-    compiled = ask(with_attention(config, "xla"), sizes, target, timeout_s=timeout_s)
-    if not cudnn:
-        return compiled
-    scores = score_bytes(config, sizes)
-    note = "cuDNN's attention needs its library: compiled with XLA's, whose scores are modelled"
-    return dataclasses.replace(compiled, score_bytes=scores, notes=(*compiled.notes, note))
+    notes: tuple[str, ...] = ()
+    if hosts == 1 and (own := this_machine(hardware, needed)):
+        try:
+            return ask(config, sizes, own, timeout_s=timeout_s)
+        except TargetError as error:
+            notes += (f"the GPUs of this machine could not be used: {error}",)
+    scores = 0
+    if config.model.attention == "cudnn":
+        scores = score_bytes(config, sizes)
+        notes += ("cuDNN's attention needs its library: compiled with XLA's, whose scores are modelled",)
+    absent = topology(hardware, hosts, devices_per_host)
+    compiled = ask(with_attention(config, "xla"), sizes, absent, timeout_s=timeout_s)
+    return dataclasses.replace(compiled, score_bytes=scores, notes=(*compiled.notes, *notes))
 
 
 def ask(
@@ -107,7 +118,7 @@ def ask(
     target: Topology,
     *,
     timeout_s: float,
-    worker: Sequence[str] = WORKER,
+    worker: Sequence[str] | None = None,
     cache: Path | None = None,
 ) -> Compiled:
     """As `compile_for`, of a worker.
@@ -117,7 +128,7 @@ def ask(
       sizes: devices along each axis.
       target: what to compile for.
       timeout_s: seconds after which the worker is ended.
-      worker: the command, which reads a request and prints an answer.
+      worker: the command, which reads a request and prints an answer; by default `WORKER`.
       cache: folder of earlier answers; by default the user's.
     """
     request = {
@@ -126,24 +137,45 @@ def ask(
         "target": dataclasses.asdict(target),
         "cache": str(cache or cache_folder() / "compiled"),
     }
-    done = process.run(worker, json.dumps(request), environment=child_environment(**CPU_ONLY), timeout_s=timeout_s)
-    return read_answer(done.out, target)
+    environment = child_environment(**(_OWN | {"JAX_PLATFORMS": target.platform} if target.here else _ABSENT))
+    done = process.run(worker or WORKER, json.dumps(request), environment=environment, timeout_s=timeout_s)
+    return _compiled(_answer(done), target)
 
 
-def read_answer(text: str, target: Topology) -> Compiled:
-    """The answer of a worker: JSON on the last line of what it printed.
+def _answer(done: process.Output) -> dict[str, Any]:
+    """JSON on the last line of what a worker printed, and what its compiler warned of; kept if it is new.
+
+    Raises:
+      TargetError: there is none.
+    """
+    try:
+        answer: dict[str, Any] = json.loads(done.out.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise TargetError(f"the compiler for the target gave no answer: {done.out[-200:]!r}") from None
+    if place := answer.pop("keep", None):
+        answer["notes"] = sorted(set(_WARNING.findall(done.errors)))
+        _keep(Path(place), json.dumps(answer))
+    return answer
+
+
+def _keep(place: Path, answer: str) -> None:
+    """Written beside and renamed: another process may be reading."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    beside = place.with_suffix(f".{os.getpid()}")
+    beside.write_text(answer)
+    beside.replace(place)
+
+
+def _compiled(answer: Mapping[str, Any], target: Topology) -> Compiled:
+    """What a worker answered.
 
     Raises:
       DoesNotFitError: it says so.
-      TargetError: it is another error, or no answer.
+      TargetError: it says another error.
     """
-    try:
-        answer: dict[str, Any] = json.loads(text.splitlines()[-1])
-    except (IndexError, ValueError):
-        raise TargetError(f"the compiler for the target gave no answer: {text[-200:]!r}") from None
     if error := answer.get("error"):
         raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
     moved = tuple(Moved(**{**one, "axes": tuple(one["axes"])}) for one in answer["collectives"])
-    notes = (_DIFFERENCES[target.platform], *answer["notes"])
+    notes = (_HERE if target.here else _DIFFERENCES[target.platform], *answer["notes"])
     sizes = {name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds")}
     return Compiled(**sizes, score_bytes=0, collectives=moved, notes=notes)

@@ -1,12 +1,15 @@
-"""Devices that are not there, as `jax.experimental.topologies` has them, and the package that compiles for them."""
+"""The devices to compile for: this machine's own, or, as `jax.experimental.topologies` describes them, absent ones."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 
 from jaxtp.estimate.errors import TargetError
 from jaxtp.estimate.gpus import GPUS
+from jaxtp.hardware import of_kind
+from jaxtp.launch import visible_gpus
 
 GPU_EXTRA, TPU_EXTRA = "estimate-gpu", "estimate-tpu"
 _GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -31,9 +34,36 @@ class Topology:
     compiler: str
     """The installed package that compiles for it, with its version."""
 
+    here: bool = False
+    """It is this machine's own devices, and no description."""
+
+
+def gpus_here(hardware: str, driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+    """How many GPUs of a kind this machine lets us use, as their driver says; none of them is woken.
+
+    Args:
+      hardware: a name of the hardware table.
+      driver: its folder of one `information` for each GPU, with a line such as `Model: NVIDIA H100 80GB HBM3`.
+    """
+    informations = [path.read_text(errors="replace") for path in driver.glob("*/information")]
+    kinds = [of_kind(text.partition("Model:")[2].partition("\n")[0]) for text in informations]
+    if any(kind is None or kind.name != hardware for kind in kinds):
+        return 0  # which of them would be visible is not known
+    return visible_gpus(len(kinds))
+
+
+def this_machine(hardware: str, devices: int) -> Topology | None:
+    """So many of this machine's own GPUs; None if they are fewer, of another kind, or JAX cannot compile for them."""
+    if hardware not in GPUS or gpus_here(hardware) < devices:
+        return None
+    try:
+        return Topology(platform="cuda", name="here", compiler=installed(_GPU_COMPILERS, GPU_EXTRA), here=True)
+    except TargetError:
+        return None
+
 
 def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
-    """The description of so many devices.
+    """The description of so many devices that need not be there.
 
     Args:
       hardware: a name of the hardware table.

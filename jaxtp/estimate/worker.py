@@ -1,20 +1,16 @@
-"""Compiles a training step for devices that are not there, and prints what came out; `estimate.target` starts it.
+"""Compiles a training step for a target, there or not, and prints what came out; `estimate.target` starts it.
 
     python -m jaxtp.estimate.worker < request.json
 
-A compiler that is asked for such devices may end its process, so it gets one that nobody else needs.
+A compiler that is asked for devices that are not there may end its process, so it gets one that nobody else needs.
 """
 
 import dataclasses
 import hashlib
 import json
-import os
-import re
+import math
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +27,35 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
 from jaxtp.train.tracing import trace_step
 
-OPTIONS = {"cuda": {"xla_gpu_autotune_level": 0}, "tpu": {}}
-"""There is no GPU to time kernels on."""
+ABSENT_GPU = {"xla_gpu_autotune_level": 0}
+"""There is none to time kernels on."""
 
-_FORMAT = "2"
+_FORMAT = "3"
 """Of an answer, for those that are kept."""
-
-_WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
 
 
 def main() -> None:
-    """Reads a request, prints the answer on one line."""
+    """Reads a request, prints the answer on one line; a new one says where it should be kept for the next time."""
     request = json.load(sys.stdin)
     config = validate(TrainConfig, request["config"], source="request")
     target = request["target"]
     mesh = _mesh(target, request["sizes"])
     lowered = _lower(config, mesh)
     place = Path(request["cache"]) / f"{_key(lowered, target, request['sizes'])}.json"
-    if not place.exists():
-        _keep(place, json.dumps(_compile(lowered, target["platform"], request["sizes"])))
-    print(place.read_text())
+    if place.exists():
+        print(place.read_text())
+    else:
+        print(json.dumps({**_compile(lowered, target, request["sizes"]), "keep": str(place)}))
 
 
-def _mesh(target: dict[str, str], sizes: dict[str, int]) -> Mesh:
+def _mesh(target: dict[str, Any], sizes: dict[str, int]) -> Mesh:
+    if target["here"]:
+        return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     described = topologies.get_topology_desc(target["name"], target["platform"], **_counted(target))
     return make_mesh(**sizes, devices=described.devices)
 
 
-def _counted(target: dict[str, str]) -> dict[str, str]:
+def _counted(target: dict[str, Any]) -> dict[str, str]:
     """GPUs are counted, and described, by options of their own."""
     if target["platform"] != "cuda":
         return {}
@@ -73,27 +70,25 @@ def _lower(config: TrainConfig, mesh: Mesh) -> Any:
         return traced.lower()
 
 
-def _key(lowered: Any, target: dict[str, str], sizes: dict[str, int]) -> str:
+def _key(lowered: Any, target: dict[str, Any], sizes: dict[str, int]) -> str:
     """Of the program, the target and the versions that decide what comes out."""
     parts = (lowered.as_text(), json.dumps([target, sizes]), jax.__version__, jaxtp.__version__, _FORMAT)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _compile(lowered: Any, platform: str, sizes: dict[str, int]) -> dict[str, Any]:
+def _compile(lowered: Any, target: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    options = ABSENT_GPU if target["platform"] == "cuda" and not target["here"] else {}
     started = time.perf_counter()
-    with _captured_stderr() as errors:
-        try:
-            compiled = lowered.compile(compiler_options=OPTIONS[platform])
-        except jax.errors.JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return {"error": f"the compiler says that it does not fit: {_first_sentence(error)}", "fits": False}
-    seconds = time.perf_counter() - started
+    try:
+        compiled = lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"error": f"the compiler says that it does not fit: {_first_sentence(error)}", "fits": False}
     return {
-        **_memory(compiled, platform),
+        "seconds": time.perf_counter() - started,
+        **_memory(compiled, target["platform"]),
         "collectives": [dataclasses.asdict(moved) for moved in read_schedule(compiled.as_text(), sizes)],
-        "seconds": seconds,
-        "notes": sorted(set(_WARNING.findall(errors[0]))),
     }
 
 
@@ -109,31 +104,6 @@ def _memory(compiled: Any, platform: str) -> dict[str, int]:
 
 def _first_sentence(error: Exception) -> str:
     return str(error).split("\n")[0][:300]
-
-
-@contextmanager
-def _captured_stderr() -> Iterator[list[str]]:
-    """What the compiler, which is no Python, prints meanwhile; printed on afterwards."""
-    captured: list[str] = []
-    kept = os.dup(2)
-    with tempfile.TemporaryFile(mode="w+", encoding="utf-8", errors="replace") as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield captured
-        finally:
-            os.dup2(kept, 2)
-            os.close(kept)
-            file.seek(0)
-            captured.append(file.read())
-            sys.stderr.write(captured[0])
-
-
-def _keep(place: Path, answer: str) -> None:
-    """Written beside and renamed: another process may be reading."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    beside = place.with_suffix(f".{os.getpid()}")
-    beside.write_text(answer)
-    beside.replace(place)
 
 
 if __name__ == "__main__":

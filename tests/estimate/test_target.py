@@ -1,4 +1,4 @@
-"""Compiling for devices that are not there: what comes back, and every way in which it does not."""
+"""Compiling for devices, there or not: what comes back, and every way in which it does not."""
 
 import dataclasses
 import json
@@ -10,10 +10,11 @@ import pytest
 
 import jaxtp
 from jaxtp.config import ConfigError
+from jaxtp.estimate import target as target_module
 from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.gpus import GPUS
 from jaxtp.estimate.target import ask, compile_for
-from jaxtp.estimate.topology import Topology, installed, topology, torus
+from jaxtp.estimate.topology import Topology, gpus_here, installed, topology, torus
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 
@@ -51,6 +52,16 @@ def test_an_answer_is_read(tmp_path):
     assert compiled.notes[-1] == "a warning"
     (moved,) = compiled.collectives
     assert (moved.kind, moved.axes, moved.count, moved.overlapped) == ("all-gather", ("tp",), 2, 1)
+
+
+def test_a_new_answer_is_kept_with_the_compiler_s_warnings(tmp_path):
+    place, warning = tmp_path / "compiled" / "key.json", "Involuntary full rematerialization of %a"
+    code = (
+        f"print('W0000 {warning}', file=sys.stderr)\nprint('W0001 {warning}', file=sys.stderr)\n"
+        f"print(json.dumps({ANSWER!r} | {{'keep': {str(place)!r}}}))"
+    )
+    assert ask_fake(code, tmp_path).notes[1:] == (warning,)
+    assert json.loads(place.read_text()) == ANSWER | {"notes": [warning]}
 
 
 def test_the_process_is_told_the_program_and_kept_from_devices(tmp_path):
@@ -129,6 +140,48 @@ def test_a_description_of_a_gpu_leaves_nothing_zero(name):
         0.85 * values["memory"]
         < {"a100-40": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 192, "l40s": 48, "rtx4090": 24}[name] * 2**30
     )
+
+
+@pytest.fixture
+def driver(tmp_path):
+    """The driver's folder of a machine with four GPUs."""
+    for i in range(4):
+        folder = tmp_path / "gpus" / f"0000:{i}b:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text(f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t {i}\n")
+    return tmp_path / "gpus"
+
+
+def test_the_gpus_of_a_machine_are_counted(driver, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert gpus_here("h100", driver) == 4
+    assert gpus_here("h200", driver) == 0
+    assert gpus_here("h100", driver / "none") == 0
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert gpus_here("h100", driver) == 2
+    (driver / "0000:0b:00.0" / "information").write_text("Model: NVIDIA T4\n")
+    assert gpus_here("h100", driver) == 0
+
+
+def test_a_step_is_compiled_for_the_devices_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # they stand for GPUs
+    own = Topology(platform="cpu", name="here", compiler="jax", here=True)
+    compiled = ask(CONFIG, SIZES, own, timeout_s=300, cache=tmp_path)
+    memory = memory_per_device(CONFIG, SIZES)
+    assert compiled.argument_bytes == memory.state + memory.batch
+    assert compiled.notes[0] == "compiled for the devices of this machine, as it runs on them"
+    assert {moved.axes for moved in compiled.collectives} >= {("fsdp",), ("tp",)}
+
+
+@pytest.mark.parametrize("failure", ["raise RuntimeError('no driver')", "print('noise')"])
+def test_where_the_gpus_of_this_machine_fail_they_are_compiled_for_as_if_absent(failure, tmp_path, monkeypatch):
+    code = f"if request['target']['here']:\n    {failure}\nelse:\n    print(json.dumps({ANSWER!r}))"
+    own = Topology(platform="cuda", name="here", compiler="none", here=True)
+    monkeypatch.setattr(target_module, "WORKER", compiler(code))
+    monkeypatch.setattr(target_module, "this_machine", lambda hardware, devices: own)
+    monkeypatch.setattr(target_module, "topology", lambda *_: NOWHERE)
+    compiled = compile_for(CONFIG, SIZES, "h100", hosts=1, devices_per_host=8, timeout_s=60)
+    assert compiled.notes[-1].startswith("the GPUs of this machine could not be used: the compiler for the target")
 
 
 def missing():
