@@ -70,12 +70,15 @@ def one_device(request):
 
 FIRST = [Case(mesh, mesh[2] > 1) for mesh in ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))]
 FIRST += [Case((1, 2, 4), False), Case((1, 4, 2), True)]
-"""Of all but the plain model the others are slow: minutes in all."""
-ALL = [
-    pytest.param(name, case, marks=() if name == "llama" or case in FIRST else pytest.mark.slow, id=f"{name}, {case}")
-    for name in CONFIGS
-    for case in CASES
-]
+"""The others are slow: minutes in all. Of the plain model those are that split no sequence."""
+
+
+def marks(name, case):
+    first = case in FIRST or (name == "llama" and (case.sequence_parallel or case.mesh[2] == 1))
+    return () if first else pytest.mark.slow
+
+
+ALL = [pytest.param(name, case, marks=marks(name, case), id=f"{name}, {case}") for name in CONFIGS for case in CASES]
 
 
 @pytest.mark.parametrize(("one_device", "case"), ALL, indirect=["one_device"])

@@ -20,8 +20,12 @@ from jaxtp.train.step import make_train_step
 
 ONE = ((1, 1, 1), False)
 TP = [((1, 1, 2), True), *(((1, 1, tp), split) for tp in (4, 8) for split in (True, False))]
-CASES = [(name, *case) for name in COPIED for case in (ONE, *TP)]
-CASES += [(name, *case) for name in MADE for case in (((1, 2, 2), True), ((1, 1, 8), False))]
+FIRST = (ONE, ((1, 1, 2), True), ((1, 1, 8), False))
+"""The others are slow: minutes in all."""
+CASES = [
+    pytest.param(name, *case, marks=() if case in FIRST else pytest.mark.slow) for name in COPIED for case in (ONE, *TP)
+]
+CASES += [pytest.param(name, *case) for name in MADE for case in (((1, 2, 2), True), ((1, 1, 8), False))]
 
 
 def shifted(labels):

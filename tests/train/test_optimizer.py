@@ -46,7 +46,10 @@ def one_device(request):
     return config, initial, parity.run(config, ONE_DEVICE, initial)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1)], ids=str)
+MESHES = [(1, 2, 4), (2, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((1, 1, 8), (8, 1, 1)))]
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_rule_equals_one_device(one_device, mesh):
     config, initial, expected = one_device
     errors = parity.compare(parity.run(config, Case(mesh, True), initial), expected)

@@ -22,7 +22,10 @@ def command(tmp_path):
     return [*SMALL, "--data.path", str(tmp_path / "text.txt"), *mesh(1, 2, 2)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, *SLOW_SIGNALS])
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start, number):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     finish(start([*command, "--train.steps", "40", "--run.dir", str(whole)]))

@@ -16,6 +16,7 @@ def torture():
     return runpy.run_path(str(SCRIPT))
 
 
+@pytest.mark.slow
 def test_killed_again_and_again(torture, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(TEXT * 4)
