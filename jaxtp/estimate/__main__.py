@@ -14,6 +14,7 @@ import jax
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.config import ConfigError
+from jaxtp.estimate.alternatives import faster, remedies
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
 from jaxtp.estimate.config import EstimateConfig, check_attention
 from jaxtp.estimate.errors import DoesNotFitError, TargetError
@@ -21,12 +22,11 @@ from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
 from jaxtp.estimate.record import record
-from jaxtp.estimate.remedies import what_would_fit
 from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import Model, Setting, Target, all_meshes, describe_model, estimate, search, target
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.topology import topology
-from jaxtp.estimate.words import why
+from jaxtp.estimate.words import what_would_fit, why
 from jaxtp.files import require_picture, require_writable
 from jaxtp.hardware import RANGES, parse
 from jaxtp.hf.folder import HFError
@@ -74,10 +74,11 @@ def _estimate(asked: EstimateConfig) -> int:
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
     print(ranking(found), end="\n\n")
     configured = None if asked.as_configured or asked.meshes else _configured(config, where, model)
-    words = why(found, configured, model) if found.fitting else what_would_fit(found, model)
-    print(details(found.settings[0]), end="\n\n")
+    print(details(found.settings[0]), end="\n\n", flush=True)
+    others = list(faster(found, model) if found.fitting else remedies(found, model))
+    words = why(found, configured, others) if found.fitting else what_would_fit(found, others)
     print("\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in words), flush=True)
-    numbers = record(config, where, model, found, words)
+    numbers = record(config, where, model, found, configured, others, words)
     if asked.plot is not None:
         draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
     if asked.generate:

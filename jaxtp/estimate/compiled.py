@@ -23,11 +23,18 @@ def partitioned_lines(setting: Setting, found: Partitioned) -> Iterator[str]:
         for kind, axes in dict.fromkeys((*found.planned, *found.realised))
     ]
     yield columns(("collective", "over", f"{unit} sent, tier 1", f"{unit} sent, compiled"), rows)
-    same = "the partitioned program moves what tier 1 says, in kind, axes and bytes, and nothing else"
-    yield same if found.equal and not found.problems else "the partitioned program does not move what tier 1 says"
+    yield _verdict(found)
     yield from (f"  {problem}" for problem in found.problems)
     yield from (f"  the compiler warns: {line}" for line in found.warnings)
     yield from (f"  ({note})" for note in found.notes)
+
+
+def _verdict(found: Partitioned) -> str:
+    if not found.within:
+        return "the partitioned program does not move what tier 1 says"
+    if found.equal:
+        return "the partitioned program moves what tier 1 says, in kind, axes and bytes, and nothing else"
+    return "the partitioned program moves no more than the bounds of tier 1, in kind, axes and bytes, and nothing else"
 
 
 def partitioned_record(found: Partitioned) -> dict[str, Any]:
@@ -35,6 +42,7 @@ def partitioned_record(found: Partitioned) -> dict[str, Any]:
     return {
         "provenance": "compiled",
         "equal_to_tier_1": found.equal,
+        "within_tier_1": found.within,
         "planned": _sent(found.planned),
         "realised": _sent(found.realised),
         "problems": list(found.problems),
@@ -58,7 +66,7 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
             f"{peak / GB:,.2f}",
             f"of {room / GB:,.2f} for JAX: {'fits' if fits(setting, found) else 'does not fit'}",
         ),
-        ("tier 1 said", f"{setting.memory.total / GB:,.2f}", f"{setting.memory.total / peak - 1:+.0%}"),
+        ("tier 1 said", f"{setting.memory.total / GB:,.2f}", f"{setting.memory.total / peak - 1:+.0%} of the peak"),
     ]
     yield columns(("on each device", "GB", ""), rows)
     moved = [
@@ -69,6 +77,7 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
     yield columns(
         ("collective", "over", "times", "GB of messages", "beside computing", "operations beside them"), moved
     )
+    yield "(messages are counted whole, as each collective is called; the compiler merges small ones)"
     yield from (f"  ({note})" for note in found.notes)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from jaxtp.audit.audit import Audit, audit_traced
 from jaxtp.config import ConfigError
+from jaxtp.estimate.report import is_plain
 from jaxtp.estimate.search import Setting
 from jaxtp.mesh import make_mesh, request_virtual_devices
 from jaxtp.models.budget import Move
@@ -49,11 +50,19 @@ class Partitioned:
     """To trace and compile."""
     notes: tuple[str, ...]
     """How the program differs from the one for the hardware."""
+    bound: bool
+    """Tier 1 gives the most that can be moved, of this model."""
 
     @property
     def equal(self) -> bool:
         """Whether the two accounts agree in kind, axes and bytes."""
         return not self.differences
+
+    @property
+    def within(self) -> bool:
+        """Whether nothing is moved that tier 1 does not say, or no more than it says where that is the most."""
+        more = [key for key in self.differences if self.realised.get(key, 0) > self.planned.get(key, 0)]
+        return not self.problems and (not more if self.bound else self.equal)
 
     @property
     def differences(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -105,6 +114,7 @@ def compile_partitioned(setting: Setting) -> Partitioned:
         tuple(line for line in printed if line.strip()),
         time.monotonic() - started,
         tuple(notes),
+        not is_plain(config.model),
     )
 
 

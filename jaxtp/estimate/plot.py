@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from jaxtp.estimate.remedies import kinds_of, label
+from jaxtp.estimate.report import kinds_of, label
 from jaxtp.estimate.search import Search, Setting
 from jaxtp.mesh import TP
 

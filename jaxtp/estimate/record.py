@@ -1,18 +1,27 @@
 """An estimate for machines."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 import jaxtp
-from jaxtp.estimate.remedies import kinds_of
-from jaxtp.estimate.report import MODELLED, PROVENANCE_OF_MEMORY, provenance_of_moves
+from jaxtp.estimate.alternatives import Alternative
+from jaxtp.estimate.report import MODELLED, PROVENANCE_OF_MEMORY, kinds_of, provenance_of_moves
 from jaxtp.estimate.search import Model, Search, Setting, Target
 from jaxtp.train.config import TrainConfig
 
 
-def record(config: TrainConfig, where: Target, model: Model, found: Search, words: list[str]) -> dict[str, Any]:
+def record(
+    config: TrainConfig,
+    where: Target,
+    model: Model,
+    found: Search,
+    configured: Setting | None,
+    alternatives: Sequence[Alternative],
+    words: Sequence[str],
+) -> dict[str, Any]:
     """Everything that tier 1 found, as plain values; sizes in bytes, times in seconds."""
     return {
         "jaxtp": jaxtp.__version__,
@@ -23,7 +32,7 @@ def record(config: TrainConfig, where: Target, model: Model, found: Search, word
         "parameters": model.parameters,
         "flops_per_token": model.flops_per_token,
         "tokens": config.data.global_batch_size * config.data.sequence_length,
-        "words": words,
+        "words": list(words),
         "provenance": {
             "bytes_per_device": {
                 name: PROVENANCE_OF_MEMORY.get(name, MODELLED) for name in kinds_of(found.settings[0])
@@ -35,6 +44,8 @@ def record(config: TrainConfig, where: Target, model: Model, found: Search, word
         },
         "meshes": [setting_record(setting) for setting in found.settings],
         "refused": dict(found.refused),
+        "configured": None if configured is None else setting_record(configured),
+        "alternatives": [{"change": other.change, **setting_record(other.setting)} for other in alternatives],
     }
 
 

@@ -1,8 +1,9 @@
 """What an estimate prints: the settings, ranked; the best one in detail, each number with where it comes from."""
 
+import dataclasses
+
 from jaxtp.audit.tables import columns
-from jaxtp.estimate.remedies import kinds_of, label
-from jaxtp.estimate.search import MEMORY_ERROR, Model, Search, Setting, Target
+from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target
 from jaxtp.hardware import TABLE
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
@@ -12,11 +13,12 @@ from jaxtp.train.config import TrainConfig
 
 GB = 1e9
 MAX_ROWS = 10
-ORDER = (
-    f"ranked: first what has {MEMORY_ERROR:.0%} of what is modelled to spare, then what fits; each the fastest first"
-)
-MFU = (
-    "MFU: 6 FLOPs for each token and parameter (frozen: 4; looked up: 0), causal attention, nothing twice, of the peak"
+NOTES = (
+    "micro-batches: how many a step has, of how many sequences on a device; GB: at the peak, of each device",
+    "computing: its share of a step in which nothing overlaps",
+    f"ranked: what has {MEMORY_ERROR:.0%} of the modelled to spare, then what fits (tight), each the fastest first;",
+    f"  within {NEAR - 1:.0%} of the very first the simplest: tp inside a host, then fewer micro-batches, then less tp",
+    "MFU: 6 FLOPs for each token and parameter (frozen: 4; looked up: 0), causal attention, nothing twice, of the peak",
 )
 EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
 PROVENANCE_OF_MEMORY = {"parameters": EXACT, "optimizer": EXACT, "batch": EXACT}
@@ -43,6 +45,8 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
             f"the update by {config.optimizer.name}: its products, its temporaries and what it moves between devices "
             "are not modelled"
         )
+    if sizes.remat == "offload":
+        rows["without"] = "what is offloaded, on its way to the host and back: no time is counted for it"
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
 
 
@@ -60,7 +64,7 @@ def ranking(found: Search) -> str:
         mesh, reason = next(iter(found.refused.items()))
         short = reason.partition(";")[0]
         counts.append(f"{_count(len(found.refused), 'mesh', 'meshes')} cannot run it, such as {mesh}: {short}")
-    return "\n".join([*lines, *counts, ORDER, MFU])
+    return "\n".join([*lines, *counts, *NOTES])
 
 
 def _count(number: int, one: str, several: str = "") -> str:
@@ -113,7 +117,7 @@ def _time(setting: Setting) -> str:
         ("norms, gates, logits", time.elementwise, "at the speed of memory"),
         ("update", time.update, "at the speed of memory" if setting.update_is_modelled else "the least: not modelled"),
         *(
-            (f"over {' and '.join(axes)}", seconds, "by the network" if axes in time.crossing else "by fast links")
+            (f"over {' and '.join(axes)}", seconds, "by the network" if axes in time.crossing else "inside a domain")
             for axes, seconds in time.communication.items()
         ),
         ("nothing overlaps", time.serial, ""),
@@ -142,6 +146,16 @@ def _communication(setting: Setting) -> str:
         for (kind, axes), (count, sent) in totals.items()
     ]
     return columns(("collective", "over", "times", f"{unit} sent by a device", ""), rows)
+
+
+def kinds_of(setting: Setting) -> list[str]:
+    """The names of the kinds of memory."""
+    return [field.name for field in dataclasses.fields(setting.memory)]
+
+
+def label(kind: str) -> str:
+    """The name of a kind of memory as it is printed."""
+    return {"logits": "head and logits"}.get(kind, kind.replace("_", " "))
 
 
 def unit_of(largest: float) -> tuple[str, float]:

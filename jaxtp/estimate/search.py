@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxtp.config import ConfigError
+from jaxtp.estimate.links import leaves_domain
 from jaxtp.estimate.roofline import StepTime, step_time
 from jaxtp.hardware import Hardware
 from jaxtp.mesh import AXES, DP, FSDP, TP, describe_mesh
@@ -21,8 +22,8 @@ REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "full")
 """Those that are tried; `offload` only where it is configured: the way to the host's memory is not modelled."""
 
 
-MEMORY_ERROR = 0.15
-"""Of what is modelled: the bound that `scripts/estimate_accuracy.py` holds the model of memory to."""
+MEMORY_ERROR = 0.2
+"""Of what is modelled, without the state: in `scripts/results/estimate_accuracy.txt` it is 18% too little at most."""
 
 NEAR = 1.05
 """Slower by less than that is as fast: the model of time is not that good."""
@@ -147,7 +148,7 @@ class Search:
 
     settings: tuple[Setting, ...]
     """The best of each mesh: those that fit with the margin, the fastest first; those that fit by less than the model's
-    error, the fastest first; the others, by what they lack."""
+    error, the fastest first; the others, by what they lack. Of what is as fast as the first the simplest is it."""
     all: tuple[Setting, ...]
     """Every setting that can run, over all meshes."""
     refused: Mapping[str, str]
@@ -194,7 +195,7 @@ def search(
         best.append(_choose(settings))
     if not best:
         raise ConfigError(_none_can(refused))
-    return Search(tuple(sorted(best, key=rank)), tuple(every), refused, as_configured)
+    return Search(_simplest_first(sorted(best, key=rank)), tuple(every), refused, as_configured)
 
 
 def _none_can(refused: Mapping[str, str]) -> str:
@@ -241,7 +242,7 @@ def all_meshes(devices: int) -> list[dict[str, int]]:
 def _choose(settings: Sequence[Setting]) -> Setting:
     """The best setting of a mesh: of those that are as fast as the fastest that fits, the one that takes the least."""
     first = min(settings, key=rank)
-    as_fast = [s for s in settings if s.fits and s.time.expected <= NEAR * first.time.expected]
+    as_fast = [s for s in settings if s.fits and _is_as_fast(s, first)]
     return min(as_fast, key=lambda setting: setting.memory.total) if first.fits else first
 
 
@@ -249,6 +250,24 @@ def rank(setting: Setting) -> tuple[int, float, float]:
     """What settings are sorted by: whether they fit, with the margin or not, then time; others by what they lack."""
     how = 0 if setting.has_margin else 1 if setting.fits else 2
     return how, 0.0 if setting.fits else -setting.spare, setting.time.expected
+
+
+def _simplest_first(ranked: list[Setting]) -> tuple[Setting, ...]:
+    """Of the first and what is as fast and as sure, the simplest goes first; the others stay in their order."""
+    first = ranked[0]
+    as_good = [s for s in ranked if s.fits and s.has_margin == first.has_margin and _is_as_fast(s, first)]
+    simplest = min(as_good, key=_complexity, default=first)
+    return (simplest, *(setting for setting in ranked if setting is not simplest))
+
+
+def _is_as_fast(setting: Setting, first: Setting) -> bool:
+    return setting.time.expected <= NEAR * first.time.expected
+
+
+def _complexity(setting: Setting) -> tuple[bool, int, int]:
+    """Layers that wait for the network, micro-batches, devices that share a layer: fewer are simpler."""
+    hardware, sizes = setting.target.hardware, setting.sizes
+    return leaves_domain(hardware, sizes, (TP,)), setting.config.train.accumulation, sizes[TP]
 
 
 def _with_mesh(config: TrainConfig, sizes: Mapping[str, int]) -> TrainConfig:

@@ -1,37 +1,98 @@
-"""Why the best setting is best, what limits it, and what else would be better if it fitted."""
+"""Why the best setting is best, what limits it, and what would be better; or, where nothing fits, what would."""
 
-import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
+from jaxtp.estimate.alternatives import Alternative
+from jaxtp.estimate.report import kinds_of, label
 from jaxtp.estimate.roofline import StepTime
-from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, search
+from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Search, Setting
 from jaxtp.mesh import AXES, TP
 
 GB = 1e9
 FAR = 1.5
 """What lacks more than half of the room again is not spoken of."""
 
+NO_REMEDY = "No more of these devices would help: look at the sequence and the loss chunk."
 
-def why(found: Search, configured: Setting | None, model: Model) -> list[str]:
+
+def why(found: Search, configured: Setting | None, alternatives: Iterable[Alternative]) -> list[str]:
     """Sentences about what was found; at least one setting fits.
 
     Args:
       found: the search.
       configured: the configuration as it is, if its mesh can run it.
-      model: what the search was about.
+      alternatives: what would be faster.
     """
     best = found.settings[0]
-    fits = "surely fits" if best.fits_surely else "fits"
     return [
-        f"{_how(best)} is the fastest that {fits}, with {best.spare / GB:,.1f} GB to spare: {_share(best)} of a step "
-        "is left for computing where nothing overlaps.",
+        f"{_how(best)} is {_superlative(found, best)}, with {best.spare / GB:,.1f} GB to spare: "
+        f"{_share(best)} of a step is left for computing where nothing overlaps.",
         *_doubt(best),
+        _run(best),
         _limit(best),
+        *(_better(other, best) for other in alternatives),
         *_others(found, best),
         *_as_configured(best, configured),
         *_would_be_faster(found, best),
-        *_fused_attention(found, best, model),
     ]
+
+
+def what_would_fit(found: Search, alternatives: Iterable[Alternative]) -> list[str]:
+    """Sentences about a search in which nothing fits: what the least lacks, and what would do.
+
+    Args:
+      found: the search.
+      alternatives: what would fit.
+    """
+    least = found.settings[0]
+    kinds = {name: getattr(least.memory, name) for name in kinds_of(least)}
+    largest = max(kinds, key=lambda name: kinds[name])
+    return [
+        f"Nothing fits. The least is {_how(least)}: {least.memory.total / GB:,.1f} GB, {kinds[largest] / GB:,.1f} of "
+        f"it {label(largest)}, where {least.target.room / GB:,.1f} are there.",
+        *_without_update(least),
+        *([_remedy(other) for other in alternatives] or [NO_REMEDY]),
+    ]
+
+
+def _without_update(least: Setting) -> Iterator[str]:
+    if not least.update_is_modelled:
+        yield f"What the update by {least.config.optimizer.name} holds is not in these numbers: it is not modelled."
+
+
+def _remedy(other: Alternative) -> str:
+    memory = f"{other.setting.memory.total / GB:,.1f} of {other.setting.target.room / GB:,.1f} GB"
+    return f"{other} would do: {_how(other.setting)}, {memory}."
+
+
+def _better(other: Alternative, best: Setting) -> str:
+    ratio = best.time.expected / other.setting.time.expected
+    spare = f"{other.setting.spare / GB:,.1f} GB to spare"
+    change = str(other).rstrip(",")
+    return f"With {change}, the best would be {_how(other.setting)}: {ratio:.2f} x as fast, with {spare}."
+
+
+def _superlative(found: Search, best: Setting) -> str:
+    """The fastest, or of several as fast the simplest."""
+    surely = "surely " if best.fits_surely else ""
+    fastest = min(setting.time.expected for setting in found.fitting if setting.has_margin == best.has_margin)
+    if best.time.expected == fastest:
+        return f"the fastest that {surely}fits"
+    return f"the simplest of the fastest that {surely}fit"
+
+
+def _run(best: Setting) -> str:
+    """How long all steps take, and how much of the devices' time."""
+    steps, devices = best.config.train.steps, best.target.devices
+    hours = [seconds * steps / 3600 for seconds in (best.time.overlapped, best.time.serial)]
+    device_hours = [devices * value for value in hours]
+    name = best.target.hardware.name
+    return f"All {steps:,} steps take {_range(hours)} hours: {_range(device_hours)} {name} hours in all."
+
+
+def _range(values: Iterable[float]) -> str:
+    """`5.41 to 6.32`, or `541 to 632`."""
+    return " to ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values)
 
 
 def _limit(best: Setting) -> str:
@@ -75,7 +136,7 @@ def _others(found: Search, best: Setting) -> Iterator[str]:
         if setting.sizes[TP] in seen or len(seen) > 2:
             continue
         seen.add(setting.sizes[TP])
-        yield f"{_how(setting, best)} leaves {_share(setting)} for computing: {_slower(setting, best)}."
+        yield f"{_how(setting, best)} leaves {_share(setting)} for computing: {_beside(setting, best)}."
 
 
 def _as_configured(best: Setting, configured: Setting | None) -> Iterator[str]:
@@ -84,9 +145,9 @@ def _as_configured(best: Setting, configured: Setting | None) -> Iterator[str]:
     if configured.fits:
         doubt = "" if configured.has_margin else f", less than the {MEMORY_ERROR:.0%}"
         spare = f"{configured.spare / GB:,.1f} GB to spare{doubt}"
-        yield f"As configured, {_how(configured)}: {_slower(configured, best)}, {spare}."
+        yield f"As configured, {_how(configured)}: {_beside(configured, best)}, {spare}."
     else:
-        yield f"As configured, {_how(configured)}, it lacks {-configured.spare / GB:,.1f} GB."
+        yield f"As configured it does not fit: {_how(configured)} lacks {-configured.spare / GB:,.1f} GB."
 
 
 def _would_be_faster(found: Search, best: Setting) -> Iterator[str]:
@@ -103,22 +164,6 @@ def _would_be_faster(found: Search, best: Setting) -> Iterator[str]:
         yield f"{_how(fastest)} would be {faster:.2f} x as fast, and lacks {-fastest.spare / GB:,.1f} GB."
 
 
-def _fused_attention(found: Search, best: Setting, model: Model) -> Iterator[str]:
-    """What would be the best with a kernel that never holds the scores, on GPUs that have it."""
-    config = best.config.model
-    if config.attention == "cudnn" or best.target.hardware.platform != "cuda" or config.precision.compute == "float32":
-        return
-    fused = dataclasses.replace(best.config, model=dataclasses.replace(config, attention="cudnn"))
-    meshes = [setting.sizes for setting in found.settings]
-    other = search(fused, best.target, model, meshes, as_configured=found.as_configured).settings[0]
-    faster, freed = best.time.expected / other.time.expected, other.spare - best.spare
-    if other.fits and (faster > NEAR or freed > GB):
-        yield (
-            f"--model.attention cudnn never holds the scores: the best would be {_how(other)}, {faster:.2f} x as fast, "
-            f"with {other.spare / GB:,.1f} GB to spare."
-        )
-
-
 def _how(setting: Setting, beside: Setting | None = None) -> str:
     """The mesh, and remat and micro-batches where they differ from those of another."""
     config = setting.config
@@ -132,8 +177,11 @@ def _share(setting: Setting) -> str:
     return f"{setting.time.computing_share:.0%}"
 
 
-def _slower(setting: Setting, best: Setting) -> str:
+def _beside(setting: Setting, best: Setting) -> str:
+    """How fast it is; what is faster than the best has less to spare."""
     ratio = setting.time.expected / best.time.expected
+    if ratio < 1 / NEAR:
+        return f"{1 / ratio:.2f} x as fast, but less sure to fit"
     return "as fast, within the model's error" if ratio < NEAR else f"{ratio:.2f} x slower"
 
 

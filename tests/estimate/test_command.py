@@ -1,6 +1,7 @@
 """`python -m jaxtp.estimate` as its users meet it."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -42,9 +43,13 @@ def test_shipped_configurations_are_answered_in_ten_seconds(config, hardware, tm
     assert low <= best["tokens_per_second"] <= high
     assert {"kind", "axes", "bytes_sent", "count"} <= best["collectives"][0].keys()
     fitting = [mesh["tokens_per_second"] for mesh in record["meshes"] if mesh["fits_surely"]]
-    assert fitting == sorted(fitting, reverse=True)
+    assert fitting[1:] == sorted(fitting[1:], reverse=True)
+    assert fitting[0] > 0.95 * max(fitting)
+    assert record["configured"]["fits"]
+    assert "--model.attention cudnn" in {other["change"] for other in record["alternatives"]}
     assert record["provenance"]["bytes_per_device"]["parameters"] == "exact"
-    assert "is the fastest that surely fits" in out
+    assert re.search(r"is\s+the\s+(fastest\s+that\s+surely\s+fits|simplest\s+of\s+the\s+fastest)", out)
+    assert re.search(r"All 100,000 steps take .* hours: .* h100 hours in all", out)
     assert "exact" in out
     assert "modelled" in out
 
@@ -57,7 +62,7 @@ def test_one_mesh_and_its_settings_as_they_are(tmp_path, capsys):
     assert (mesh["dp"], mesh["fsdp"], mesh["tp"], mesh["remat"], mesh["accumulation"]) == (1, 2, 4, "full", 1)
     out = capsys.readouterr().out
     assert "fsdp 2 x tp 4" in out
-    assert "\n1 setting of 1 mesh\nranked: first what has 15% of what is modelled to spare" in out
+    assert "\n1 setting of 1 mesh\n" in out
     assert "head and logits" in out
 
 
@@ -73,7 +78,7 @@ def test_compiled_too(tmp_path, capsys):
 @pytest.fixture
 def without_compiling(monkeypatch):
     """Tier 2 finds what tier 1 says."""
-    quick = lambda best: Partitioned(planned_bytes(best.moves), planned_bytes(best.moves), (), (), 1.0, ())
+    quick = lambda best: Partitioned(planned_bytes(best.moves), planned_bytes(best.moves), (), (), 1.0, (), False)
     monkeypatch.setattr(command, "compile_partitioned", quick)
 
 
