@@ -150,10 +150,11 @@ def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]
     """
     meshes = [parse_mesh(text) for text in asked.meshes]
     for text, sizes in zip(asked.meshes, meshes, strict=True):
-        if math.prod(sizes.values()) != where.devices:
+        if (needed := math.prod(sizes.values())) != where.devices:
+            kind = asked.hardware[: -len(str(where.devices))]
             raise ConfigError(
-                f"--mesh {text}: {describe_mesh(sizes)} is {math.prod(sizes.values())} devices, and --hardware "
-                f"{asked.hardware} is {where.devices}"
+                f"--mesh {text}: {describe_mesh(sizes)} is {needed} devices, and --hardware {asked.hardware} is "
+                f"{where.devices}; {kind}{needed} has as many"
             )
     return meshes or all_meshes(where.devices)
 

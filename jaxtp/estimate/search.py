@@ -28,8 +28,11 @@ MEMORY_ERROR = 0.2
 NEAR = 1.05
 """Slower by less than that is as fast: the model of time is not that good."""
 
-MAX_REASONS = 6
+MAX_REASONS = 3
 """Why meshes cannot run a configuration, in one message."""
+
+FURTHEST = 64
+"""Numbers of devices further off are not proposed."""
 
 
 @dataclass(frozen=True)
@@ -194,18 +197,27 @@ def search(
         every += settings
         best.append(_choose(settings))
     if not best:
-        raise ConfigError(_none_can(refused))
+        raise ConfigError(_none_can(config, where.devices, refused))
     return Search(_simplest_first(sorted(best, key=rank)), tuple(every), refused, as_configured)
 
 
-def _none_can(refused: Mapping[str, str]) -> str:
-    """Each reason once, with the first mesh that it stands against."""
+def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
+    """The nearest numbers of devices that can; each reason once, with the first mesh that it stands against."""
+    fewer = (n for n in range(devices - 1, max(0, devices - FURTHEST), -1) if _can_run(config, n))
+    more = (n for n in range(devices + 1, devices + FURTHEST) if _can_run(config, n))
+    near = [f"{n:,}" for count in (fewer, more) if (n := next(count, None)) is not None]
+    instead = f"; {' or '.join(near)} devices could" if near else ""
     first: dict[str, str] = {}
     for mesh, reason in refused.items():
         first.setdefault(reason, mesh)
     lines = [f"  {mesh}: {reason}" for reason, mesh in first.items()]
-    more = [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
-    return "\n".join(["no mesh can run this configuration:", *lines[:MAX_REASONS], *more])
+    rest = [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
+    asked = f"no mesh of {devices:,} devices can run this configuration{instead}:"
+    return "\n".join([asked, *lines[:MAX_REASONS], *rest])
+
+
+def _can_run(config: TrainConfig, devices: int) -> bool:
+    return any(not list(violations_on(config, sizes)) for sizes in all_meshes(devices))
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:

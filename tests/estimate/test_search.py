@@ -63,7 +63,10 @@ def test_those_that_fit_come_first_and_the_fastest_of_them():
 def test_what_cannot_run_is_refused_with_its_reason():
     refused = found(devices=16).refused
     assert "model.num_heads=8 is not divisible by mesh.tp=16" in refused["dp 1 x fsdp 1 x tp 16"]
-    with pytest.raises(ConfigError, match="no mesh can run this configuration"):
+    message = (
+        r"no mesh of 7 devices can run this configuration; 4 or 8 devices could:\n  dp 1 x fsdp 1 x tp 7: model.num"
+    )
+    with pytest.raises(ConfigError, match=message):
         search(CONFIG, Target(H100, 7, 1e12), MODEL_FACTS, [{"dp": 1, "fsdp": 1, "tp": 7}])
 
 
