@@ -19,7 +19,7 @@ reduce by themselves (NVLS) is left out, and each collective is counted by itsel
 import math
 from collections.abc import Iterable, Iterator, Mapping
 
-from jaxtp.hardware import Hardware, inside_domain
+from jaxtp.hardware import Hardware, inside_domain, link_of
 from jaxtp.models.budget import ALL_REDUCE
 
 TREE_SHARE, PAT_SHARE = 0.92, 0.75
@@ -71,9 +71,11 @@ def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]
     """Bytes/s that each device of a ring along these axes can send.
 
     A ring that leaves its domain goes through the network as often as it has devices there: each brings its own share.
+    Where links join pairs directly, a ring has those between its devices.
     """
     axes = tuple(axes)
-    link = hardware.link
+    inside = inside_domain(hardware, sizes, axes)
+    link = link_of(hardware, inside)
     if leaves_domain(hardware, sizes, axes):
-        link = min(link, hardware.network * inside_domain(hardware, sizes, axes))
+        link = min(link, hardware.network * inside)
     return link * hardware.link_efficiency

@@ -33,7 +33,10 @@ def test_measured_and_read_back(tmp_path, capsys):
     assert hardware.matmul_efficiency == pytest.approx(found["matmul_efficiency"], rel=1e-3)
     assert hardware.latency == pytest.approx(next(x["latency"] for x in found["lines"] if x["axis"] == "tp"), rel=1e-3)
     assert estimate(["--hardware", f"{out}x8"]) == 0
-    assert f"({out})" in capsys.readouterr().out
+    assert (
+        f"({out}: matmul_efficiency, link, link_efficiency, network, latency, hop; others as of h100)"
+        in capsys.readouterr().out
+    )
 
 
 def test_one_device(tmp_path, capsys):

@@ -40,6 +40,23 @@ def test_the_slowest_link_of_a_ring(mesh, axes, speed):
     assert leaves_domain(H100, mesh, axes) == (speed < 450e9)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "axes", "speed"),
+    [
+        (sizes(1, 1, 2), ("tp",), 64e9),
+        (sizes(1, 2, 4), ("tp",), 192e9),
+        (sizes(1, 2, 4), ("fsdp",), 64e9),
+        (sizes(1, 1, 8), ("tp",), 448e9),
+        (sizes(1, 4, 8), ("fsdp",), 50e9),
+        (sizes(1, 16, 4), ("fsdp",), 64e9),  # two of each ring in each host: their one link is slower than two networks
+        (sizes(1, 1, 32), ("tp",), 400e9),
+    ],
+)
+def test_where_links_join_pairs_a_ring_has_its_own(mesh, axes, speed):
+    hardware = dataclasses.replace(find("mi300x"), link_efficiency=1.0)
+    assert link_speed(hardware, mesh, axes) == pytest.approx(speed)
+
+
 US = 1e-6
 WAITING = dataclasses.replace(find("h100"), latency=1 * US, hop=2 * US, network_hop=10 * US)
 
