@@ -212,15 +212,16 @@ def find(name: str) -> Hardware:
     """
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
-    return _of_table(name)
+    return _of_table(name, ", or a YAML file of yours")
 
 
-def _of_table(name: str) -> Hardware:
+def _of_table(name: str, besides: str = "") -> Hardware:
+    """The row of a name; a message about one that is not there ends with what it may be besides."""
     key = _key(name)
     if key not in TABLE:
         close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
-        raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}, or a YAML file of yours")
+        raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}")
     return TABLE[key]
 
 
@@ -231,7 +232,7 @@ def parse(text: str) -> tuple[Hardware, int]:
       ConfigError: it is not of that form, or the hardware is not known.
     """
     found = re.fullmatch(r"(?P<name>.+?)[xX](?P<count>\d+)", text)
-    if found is None:
+    if found is None or _is_known(text):
         raise _uncounted(text)
     if (count := int(found["count"])) < 1:
         raise ConfigError(f"--hardware {text}: {count} devices are none; 1 or more")
@@ -289,7 +290,8 @@ def read(path: Path) -> Hardware:
 def _values(path: Path) -> Mapping[str, Any]:
     """The keys of a file, as strictly as those of a configuration."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeys)  # a SafeLoader
+        with path.open(encoding="utf-8") as file:
+            values = yaml.load(file, Loader=_UniqueKeys)  # a SafeLoader
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

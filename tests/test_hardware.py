@@ -46,6 +46,7 @@ def test_names_and_counts():
     [
         ("h1000x8", "hardware 'h1000' is not known; did you mean h100"),
         ("h100", "--hardware h100: how many devices? Such as h100x8"),
+        ("rtx4090", "--hardware rtx4090: how many devices? Such as rtx4090x8"),
         ("MI300X", "--hardware MI300X: how many devices? Such as MI300Xx8"),
         ("H100X-3", "'-3' is no number of devices; such as H100x8"),
         ("h100x0", "0 devices are none"),
@@ -110,13 +111,13 @@ def test_a_file_that_is_like_nothing(tmp_path):
         ("hop: 3.4", "hop = 3.4: seconds, from 0 to 0.1"),
         ("memry: 5", "memry: unknown key; did you mean memory"),
         ("like: h1000", r"mine.yaml: like: hardware 'h1000' is not known; did you mean h100"),
-        ("like: mine.yaml", r"mine.yaml: like: hardware 'mine.yaml' is not known"),
+        ("like: mine.yaml", r"mine.yaml: like: hardware 'mine.yaml' is not known. There are .*, v6e$"),
         (
             "memory: 1.0e+11\nlink: 1.0e+11",
             "mine.yaml: flops, bandwidth, domain, network missing; give them, or .* as in 'like: h100'$",
         ),
         (WHOLE.replace("domain: 4", ""), "mine.yaml: domain missing; give it, or the name of a device"),
-        (f"{WHOLE}link: 2.0e+11", "the key 'link' is there twice"),
+        (f"{WHOLE}link: 2.0e+11", "the key 'link' is there twice\n +in .*mine.yaml"),
         (
             "like: h100\nreserved: 2.0e+11",
             "reserved = 2e.11 is not less than memory = 8.49.*e.10 bytes: nothing is left",
