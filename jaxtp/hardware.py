@@ -8,7 +8,7 @@ them that programs reach (`matmul_efficiency` and the like) are assumptions, to 
     matmul_efficiency: 0.73
     network: 25.0e+9          # bytes/s
 
-`RANGES` has the unit of each number and what it may be.
+`RANGES` has the unit of each number and what it may be. Without `like` a file says all of `NEEDED`.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from jaxtp.config import ConfigError, Count, NonNegative, Positive, nearest_file, validate
+from jaxtp.config import ConfigError, Count, NonNegative, Positive, _UniqueKeys, nearest_file, validate
 from jaxtp.mesh import AXES
 
 GIB = 2**30
@@ -55,10 +55,14 @@ class Hardware:
     """Bytes/s to and from its memory."""
 
     link: Positive = 450e9
-    """Bytes/s that it sends to the others of its domain, in one direction."""
+    """Bytes/s that it sends to the others of its domain, in one direction. To all of them together where `direct`."""
 
     domain: Count = 8
     """Devices that fast links join."""
+
+    direct: bool = False
+    """Whether the links of a domain join each pair directly: of n devices each then has the links to n - 1 others, and
+    the rest of its `link` lies idle. False: a switch, or a torus, gives a ring all of it."""
 
     network: Positive = 50e9
     """Bytes/s that it sends out of its domain, in one direction."""
@@ -76,10 +80,11 @@ class Hardware:
     """Share of a link that a large collective reaches. An assumption: 360 of 450 GB/s on an H100."""
 
     latency: NonNegative = 8.4e-6
-    """Seconds that a collective takes to begin. As NCCL has it (src/graph/tuning.cc: rings, large messages)."""
+    """Seconds that a collective takes to begin. As NCCL has it (src/graph/tuning.cc: rings, its Simple protocol)."""
 
     hop: NonNegative = 3.4e-6
-    """Seconds of each step of a collective between devices of a domain, however little is sent. From there too."""
+    """Seconds of each step of a collective between devices of a domain, however little is sent. From there too. 0: a
+    measured `latency` has it already."""
 
     network_hop: NonNegative = 14e-6
     """The same between devices of different domains."""
@@ -105,6 +110,9 @@ RANGES = {
 }
 """Of the numbers in a file: the least, the most, and the unit. 80 for memory is no device's: it was meant in GB."""
 
+NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
+"""What a file without `like` says: no default of these is any device's."""
+
 
 def _gpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
     """GB/s for the three bandwidths."""
@@ -124,7 +132,10 @@ def _gpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link
 def _tpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
     """A mesh axis lies along one axis of the torus: two of its links, one each way round, and so half the steps.
 
-    1 us for a step is that of jax-ml.github.io/scaling-book; a collective's start and the network's step are assumed.
+    That both ways are there is assumed: where the ends of a slice's axis do not meet (on v5e and v6e one shorter than
+    16) a ring has about half of the bandwidth. So is that a mesh axis is given no second axis of the torus, with which
+    it would have twice as much. 1 us for a step is that of jax-ml.github.io/scaling-book; a collective's start and the
+    network's step are assumed.
     """
     waits = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
     tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, **waits, **others}
@@ -179,8 +190,9 @@ TABLE = {
             5300,
             448,
             platform="rocm",
+            direct=True,
             **_RCCL,
-            source="AMD data sheet of the MI300X: seven Infinity Fabric links of 64 GB/s one way",
+            source="AMD data sheet of the MI300X: seven Infinity Fabric links, one to each other GPU, 64 GB/s one way",
         ),
         _tpu("v5e", "TPU v5 lite", 15.75, 197, 819, 90, domain=256, source=_CLOUD.format("v5e")),
         _tpu("v5p", "TPU v5", 95.74, 459, 2765, 180, domain=8960, source=_CLOUD.format("v5p")),
@@ -200,22 +212,27 @@ def find(name: str) -> Hardware:
     """
     if name.endswith((".yaml", ".yml")):
         return read(Path(name))
+    return _of_table(name, ", or a YAML file of yours")
+
+
+def _of_table(name: str, besides: str = "") -> Hardware:
+    """The row of a name; a message about one that is not there ends with what it may be besides."""
     key = _key(name)
     if key not in TABLE:
         close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
         hint = f"; did you mean {' or '.join(close)}?" if close else "."
-        raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}, or a YAML file of yours")
+        raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}")
     return TABLE[key]
 
 
 def parse(text: str) -> tuple[Hardware, int]:
-    """`h100x8` or `mine.yamlx8` as the hardware and the number of devices.
+    """`h100x8` or `mine.yamlx8` as the hardware and the number of devices; X is as good as x.
 
     Raises:
       ConfigError: it is not of that form, or the hardware is not known.
     """
-    found = re.fullmatch(r"(?P<name>.+?)x(?P<count>\d+)", text)
-    if found is None:
+    found = re.fullmatch(r"(?P<name>.+?)[xX](?P<count>\d+)", text)
+    if found is None or _is_known(text):
         raise _uncounted(text)
     if (count := int(found["count"])) < 1:
         raise ConfigError(f"--hardware {text}: {count} devices are none; 1 or more")
@@ -224,7 +241,8 @@ def parse(text: str) -> tuple[Hardware, int]:
 
 def _uncounted(text: str) -> ConfigError:
     """What is wrong with `h100`, `h100x`, `h100x-3` or `h1000`."""
-    name, _, count = text.rpartition("x")
+    at = text.lower().rfind("x")
+    name, count = text[: max(at, 0)], text[at + 1 :]
     if _is_known(text):
         return ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
     if not _is_known(name):
@@ -246,10 +264,34 @@ def read(path: Path) -> Hardware:
     """A YAML file of a `Hardware`'s fields; `like` names the one in the table that the others are taken from.
 
     Raises:
-      ConfigError: it cannot be read, or says what is not understood.
+      ConfigError: it cannot be read, says what is not understood, or leaves out what nothing else gives.
     """
+    values = _values(path)
+    _require_ranges(path, values)
+    base = _base(path, values)
+    given = {**values, "like": base["name"]} if base else values
+    own = {"name": path.stem, "source": _source(path, values, base)}
+    hardware = validate(Hardware, {**base, **own, **given}, source=str(path))
+    if hardware.platform not in PLATFORMS:
+        raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
+    if not base and (missing := [key for key in NEEDED if key not in values]):
+        raise ConfigError(
+            f"{path}: {', '.join(missing)} missing; give {'it' if len(missing) == 1 else 'them'}, or the name of a "
+            "device that all that is left out is taken from, as in 'like: h100'"
+        )
+    if hardware.reserved >= hardware.memory:
+        raise ConfigError(
+            f"{path}: reserved = {hardware.reserved:g} is not less than memory = {hardware.memory:g} bytes: nothing is "
+            "left for JAX"
+        )
+    return hardware
+
+
+def _values(path: Path) -> Mapping[str, Any]:
+    """The keys of a file, as strictly as those of a configuration."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        with path.open(encoding="utf-8") as file:
+            values = yaml.load(file, Loader=_UniqueKeys)  # a SafeLoader
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -257,13 +299,24 @@ def read(path: Path) -> Hardware:
     if not isinstance(values, dict) or not values:
         found = repr(values) if values else "nothing"
         raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
-    _require_ranges(path, values)
-    like = values.get("like")
-    base = {} if like is None else dataclasses.asdict(find(str(like)))
-    hardware = validate(Hardware, {**base, "name": path.stem, "source": str(path), **values}, source=str(path))
-    if hardware.platform not in PLATFORMS:
-        raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
-    return hardware
+    return values
+
+
+def _base(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the device that a file is like; none if it names none."""
+    if values.get("like") is None:
+        return {}
+    try:
+        return dataclasses.asdict(_of_table(str(values["like"])))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: like: {error}") from None
+
+
+def _source(path: Path, values: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    """`mine.yaml: memory, link; others as of h100`."""
+    own = [str(key) for key in values if key not in ("like", "name", "kind")]
+    others = f"as of {base['name']}" if base else "assumed"
+    return f"{path}: {', '.join(own)}; others {others}" if own else f"{path}: all as of {base['name']}"
 
 
 def _require_ranges(path: Path, values: Mapping[str, Any]) -> None:
@@ -297,3 +350,10 @@ def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[s
         inside[axis] = math.gcd(sizes[axis], left)
         left = left // sizes[axis] if inside[axis] == sizes[axis] else 1
     return math.prod(inside[axis] for axis in axes)
+
+
+def link_of(hardware: Hardware, devices: int) -> float:
+    """Bytes/s, of its `link`, that each of so many devices of a domain has to the others of them."""
+    if not hardware.direct or devices == 1:
+        return hardware.link
+    return hardware.link * (devices - 1) / (hardware.domain - 1)

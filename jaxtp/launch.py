@@ -1,4 +1,4 @@
-"""Joining the processes of a multi-process run; the only reader of the environment.
+"""Joining the processes of a multi-process run; the only reader and writer of the environment.
 
 One process drives all GPUs of a host unless a launcher says otherwise. Three ways to start several:
 
@@ -10,7 +10,7 @@ On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices.
 
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 import jax
@@ -22,6 +22,8 @@ class LaunchError(ValueError):
 
 _BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
+"""Of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
 
 
 def join_processes(environment: Mapping[str, str] | None = None) -> None:
@@ -33,6 +35,7 @@ def join_processes(environment: Mapping[str, str] | None = None) -> None:
     Raises:
       LaunchError: some of the variables set by hand are missing or not numbers.
     """
+    accept_absent_gpus()
     variables = os.environ if environment is None else environment
     given = [name for name in _BY_HAND if name in variables]
     if given:
@@ -49,6 +52,22 @@ def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
     if not all(number.isdecimal() for number in numbers):
         raise LaunchError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers, found {numbers}")
     jax.distributed.initialize(address, num_processes=int(numbers[0]), process_id=int(numbers[1]))
+
+
+def accept_absent_gpus(environment: MutableMapping[str, str] | None = None, nvidia: Sequence[Path] = _NVIDIA) -> None:
+    """Keeps JAX's CUDA plugin from looking for CUDA's libraries where there is no GPU; call before any other JAX.
+
+    The extra estimate-gpu brings the plugin, to compile for GPUs that are elsewhere, without cuDNN. Wherever JAX starts
+    the plugin misses it, and JAX prints a traceback before it goes on with the CPU. Without a GPU the check is of no
+    use; where one is, or where the variable is set, nothing changes.
+
+    Args:
+      environment: default `os.environ`.
+      nvidia: files of which one is there where a GPU is.
+    """
+    variables = os.environ if environment is None else environment
+    if not any(path.exists() for path in nvidia):
+        variables.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import jax
 from jax.sharding import AxisType, Mesh
 
+from jaxtp.launch import accept_absent_gpus
+
 DP = "dp"
 FSDP = "fsdp"
 TP = "tp"
@@ -58,6 +60,7 @@ def request_virtual_devices(count: int) -> None:
 
     Without effect once the backend has started, and on GPUs.
     """
+    accept_absent_gpus()
     if jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]  # -1 is JAX's "not set"
         return
     try:

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxtp.config import ConfigError
-from jaxtp.hardware import RANGES, TABLE, Hardware, find, of_kind, parse, read
+from jaxtp.hardware import NEEDED, RANGES, TABLE, Hardware, find, link_of, of_kind, parse, read
 
 
 @pytest.mark.parametrize("hardware", TABLE.values(), ids=TABLE)
@@ -35,7 +35,8 @@ def test_the_table_is_within_its_own_ranges():
 
 def test_names_and_counts():
     assert parse("h100x8") == (TABLE["h100"], 8)
-    assert parse("H100x512") == (TABLE["h100"], 512)
+    assert parse("H100x512") == parse("H100X512") == (TABLE["h100"], 512)
+    assert parse("MI300XX8") == parse("mi300xx8") == (TABLE["mi300x"], 8)
     assert parse("a100-40x16") == (TABLE["a100-40"], 16)
     assert parse("rtx4090x2") == (TABLE["rtx4090"], 2)
 
@@ -45,6 +46,9 @@ def test_names_and_counts():
     [
         ("h1000x8", "hardware 'h1000' is not known; did you mean h100"),
         ("h100", "--hardware h100: how many devices? Such as h100x8"),
+        ("rtx4090", "--hardware rtx4090: how many devices? Such as rtx4090x8"),
+        ("MI300X", "--hardware MI300X: how many devices? Such as MI300Xx8"),
+        ("H100X-3", "'-3' is no number of devices; such as H100x8"),
         ("h100x0", "0 devices are none"),
         ("gaudix8", "There are a100-40, a100, h100"),
         ("nothing.yamlx8", "nothing.yaml: No such file"),
@@ -55,15 +59,43 @@ def test_mistakes(text, message):
         parse(text)
 
 
+def test_devices_that_are_joined_in_pairs_have_the_links_between_them():
+    mi300x, h100 = find("mi300x"), find("h100")
+    assert [link_of(mi300x, n) / 64e9 for n in (2, 4, 8)] == pytest.approx([1, 3, 7])
+    assert {link_of(h100, n) for n in (1, 2, 4, 8)} == {450e9}
+
+
+WHOLE = "memory: 1.0e+11\nflops: 1.0e+14\nbandwidth: 1.0e+12\nlink: 1.0e+11\ndomain: 4\nnetwork: 1.0e+10\n"
+
+
 def test_a_file_of_ones_own(tmp_path):
     file = tmp_path / "mine.yaml"
-    file.write_text("like: h100\nmatmul_efficiency: 0.75\nnetwork: 25.0e+9\n")
-    mine, count = parse(f"{file}x16")
+    file.write_text("like: H100\nmatmul_efficiency: 0.75\nnetwork: 25.0e+9\n")
+    mine, count = parse(f"{file}X16")
     assert count == 16
     assert (mine.matmul_efficiency, mine.network, mine.link) == (0.75, 25e9, find("h100").link)
-    assert (mine.name, mine.source) == ("mine", str(file))
-    file.write_text("memory: 1.0e+9\nflops: 1.0e+12")
-    assert read(file) == Hardware(name="mine", source=str(file), memory=1e9, flops=1e12)
+    assert (mine.name, mine.like) == ("mine", "h100")
+    assert mine.source == f"{file}: matmul_efficiency, network; others as of h100"
+    file.write_text("like: h100")
+    assert read(file).source == f"{file}: all as of h100"
+
+
+def test_a_file_that_is_like_nothing(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"{WHOLE}direct: true")
+    mine = read(file)
+    assert mine == Hardware(
+        name="mine",
+        source=f"{file}: {', '.join(NEEDED)}, direct; others assumed",
+        memory=1e11,
+        flops=1e14,
+        bandwidth=1e12,
+        link=1e11,
+        domain=4,
+        network=1e10,
+        direct=True,
+    )
+    assert link_of(mine, 2) == pytest.approx(1e11 / 3)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +110,19 @@ def test_a_file_of_ones_own(tmp_path):
         ("matmul_efficiency: 70", "matmul_efficiency = 70: a share, from 1e-06 to 1"),
         ("hop: 3.4", "hop = 3.4: seconds, from 0 to 0.1"),
         ("memry: 5", "memry: unknown key; did you mean memory"),
-        ("like: h1000", "did you mean h100"),
+        ("like: h1000", r"mine.yaml: like: hardware 'h1000' is not known; did you mean h100"),
+        ("like: mine.yaml", r"mine.yaml: like: hardware 'mine.yaml' is not known. There are .*, v6e$"),
+        (
+            "memory: 1.0e+11\nlink: 1.0e+11",
+            "mine.yaml: flops, bandwidth, domain, network missing; give them, or .* as in 'like: h100'$",
+        ),
+        (WHOLE.replace("domain: 4", ""), "mine.yaml: domain missing; give it, or the name of a device"),
+        (f"{WHOLE}link: 2.0e+11", "the key 'link' is there twice\n +in .*mine.yaml"),
+        (
+            "like: h100\nreserved: 2.0e+11",
+            "reserved = 2e.11 is not less than memory = 8.49.*e.10 bytes: nothing is left",
+        ),
+        ("5: 6", "5: unknown key"),
         ("platform: cdua", "platform = 'cdua': should be cuda, rocm, tpu"),
         ("- 5", r"expected keys such as .*; found \[5\]"),
         ("{", "not a YAML file"),

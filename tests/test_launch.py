@@ -42,6 +42,26 @@ def test_half_an_environment_is_an_error(joined, environment, message):
         launch.join_processes(environment)
 
 
+SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+@pytest.mark.parametrize(
+    ("files", "before", "after"),
+    [
+        ([], {}, {SKIP: "1"}),
+        ([], {SKIP: ""}, {SKIP: ""}),
+        (["nvidiactl"], {}, {}),
+        (["dxg"], {}, {}),
+    ],
+)
+def test_cudas_libraries_are_not_looked_for_without_a_gpu(files, before, after, tmp_path):
+    for file in files:
+        (tmp_path / file).touch()
+    environment = dict(before)
+    launch.accept_absent_gpus(environment, [tmp_path / "nvidia0", tmp_path / "nvidiactl", tmp_path / "dxg"])
+    assert environment == after
+
+
 @pytest.mark.parametrize(
     ("listed", "visible"),
     [(None, 4), ("", 0), ("1", 1), ("0,1,2", 3), ("GPU-8932f937, GPU-1", 2), ("0,-1,2", 1), ("0,1,2,3,4", 4)],

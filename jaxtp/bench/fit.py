@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxtp.bench.moving import PERMUTE, Message
-from jaxtp.hardware import Hardware, inside_domain
+from jaxtp.hardware import Hardware, inside_domain, link_of
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ def measured_fields(
     """The fields of a hardware file that give an estimate what was measured.
 
     What does not grow with bytes is all latency: a start and the steps around a ring of that size are not told apart.
-    Where an axis lies within a domain of fast links its speed is that of a link, else that of each device's share of
-    the network; of several the axis with the most devices counts. Measured speeds are what programs reach, so
+    Where an axis lies within a domain of fast links its speed is that of a link, or, of links between pairs, of those
+    that it has; else it is that of each device's share of the network. Of several the axis with the most devices
+    counts. Measured speeds are what programs reach, so
     `link_efficiency`, which takes a share of both, is 1, and a network that was not measured is less by the share.
 
     Args:
@@ -72,7 +73,8 @@ def measured_fields(
     fields = {"matmul_efficiency": matmul_efficiency}
     if fast:
         network = hardware.network * hardware.link_efficiency
-        fields |= {"link": fast[-1].speed, "link_efficiency": share, "network": network}
+        own = link_of(hardware, fast[-1].devices) / hardware.link
+        fields |= {"link": fast[-1].speed / own, "link_efficiency": share, "network": network}
     if slow:
         fields["network"] = slow[-1].speed / inside[slow[-1].axis] / share
     if lines:

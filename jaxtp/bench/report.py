@@ -1,6 +1,7 @@
 """What `python -m jaxtp.bench comm` prints."""
 
 import itertools
+import math
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +16,8 @@ from jaxtp.bench.timing import Repeats
 from jaxtp.hardware import Hardware
 from jaxtp.mesh import describe_mesh
 from jaxtp.train.config import TrainConfig
+
+_PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def heading(place: Place, config: TrainConfig, rows: int, repeats: Repeats) -> str:
@@ -48,17 +51,17 @@ def _messages_table(messages: Sequence[Message]) -> str:
     groups = itertools.groupby(messages, key=lambda message: (message.axis, message.devices, message.bytes))
     rows = []
     for (axis, devices, size), group in groups:
-        row = [axis, f"{devices}", f"{size / 1024:,.1f}"]
+        row = [axis, f"{devices}", _digits(size / 1024)]
         for message in group:
-            row += [f"{message.seconds * 1e6:,.1f}", f"{message.speed / 1e9:,.2f}"]
+            row += [f"{message.seconds * 1e6:,.1f}", _digits(message.speed / 1e9)]
         rows.append(row)
     return columns(header, rows)
 
 
 def _line(line: Line) -> str:
     return (
-        f"over {line.axis}, {line.devices} devices: {line.latency * 1e6:,.1f} us and a second for every "
-        f"{line.speed / 1e9:,.2f} GB sent; half of the times are within {line.off:.0%} of that"
+        f"over {line.axis}, {line.devices} devices: {_digits(line.latency * 1e6)} us and a second for every "
+        f"{_in_unit(line.speed, 'B')} sent; half of the times are within {line.off:.0%} of that"
     )
 
 
@@ -69,7 +72,7 @@ def products_table(products: Sequence[TimedProduct], peak: float | None, hardwar
     for product in products:
         rate = product.flops / product.seconds
         shape = f"{product.m:,} x {product.k:,} x {product.n:,}"
-        row = [f"{product.tp}", product.name, shape, f"{product.seconds * 1e6:,.1f}", f"{rate / 1e12:,.3f}"]
+        row = [f"{product.tp}", product.name, shape, f"{product.seconds * 1e6:,.1f}", _digits(rate / 1e12)]
         rows.append(row if peak is None else [*row, f"{rate / peak:.1%}"])
     if hardware is not None and peak is not None:
         header.append(f"of {hardware.name}'s {peak / 1e12:,.0f}")
@@ -94,3 +97,16 @@ def pairs_table(pairs: Sequence[Pair]) -> str:
         for pair in pairs
     ]
     return columns(header, rows)
+
+
+def _digits(value: float) -> str:
+    """Three digits that say something, in a column whose unit is given: `1,234`, `12.3`, `0.0123`."""
+    if value == 0 or value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{2 - math.floor(math.log10(value))}f}" if value >= 1e-6 else f"{value:.2e}"
+
+
+def _in_unit(value: float, unit: str) -> str:
+    """`12.3 GB`, `40.1 kB`: in the largest of its units of which it has one."""
+    power, prefix = next(((power, prefix) for power, prefix in _PREFIXES if value >= power), (1.0, ""))
+    return f"{_digits(value / power)} {prefix}{unit}"

@@ -8,18 +8,22 @@ import tyro
 from pydantic import Field
 
 from jaxtp.config import ConfigError, CountOrZero, Positive, Switch, allowed
-from jaxtp.hardware import Hardware
+from jaxtp.hardware import TABLE, Hardware
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
+
+HARDWARE = (
+    f"What it is meant to run on, x how many: {', '.join(TABLE)} (jaxtp/hardware.py has their numbers), or a YAML file "
+    "of your own, as in mine.yamlx8."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateConfig(TrainConfig):
     """What to estimate: a training configuration, and the hardware that it is meant for."""
 
-    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8")] = "h100x8"
-    """What it is meant to run on, x how many: a name of the table (jaxtp/hardware.py), or a YAML file of your own, as
-    in mine.yamlx8."""
+    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8", help=HARDWARE)] = "h100x8"
+    """What it is meant to run on: `HARDWARE` is its help, which names what there is."""
 
     tier: Literal[1, 2, 3] = 1
     """1: arithmetic, in seconds. 2: also compiles the best mesh for virtual CPU devices, and compares what it moves.
@@ -33,7 +37,8 @@ class EstimateConfig(TrainConfig):
     """Keep remat and accumulation as configured; by default those that are fastest on each mesh are found."""
 
     memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 0.75
-    """Share of a GPU's memory that JAX takes, as in XLA_PYTHON_CLIENT_MEM_FRACTION, whose default this is."""
+    """Share of a GPU's memory that JAX takes. The default is JAX's own; its variable XLA_PYTHON_CLIENT_MEM_FRACTION is
+    not read: give the share here if the run will have another."""
 
     generate: CountOrZero = 0
     """Texts to generate at a time, each data.sequence_length tokens long: weights, KV cache and speed on each mesh too.

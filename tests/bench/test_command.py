@@ -6,7 +6,11 @@ import pytest
 
 import jaxtp
 from jaxtp.bench.__main__ import main
+from jaxtp.bench.computing import TimedProduct
 from jaxtp.bench.config import usable_tps
+from jaxtp.bench.fit import Line
+from jaxtp.bench.moving import KINDS, Message
+from jaxtp.bench.report import messages_lines, products_table
 from jaxtp.estimate.__main__ import main as estimate
 from jaxtp.hardware import find, read
 
@@ -33,7 +37,10 @@ def test_measured_and_read_back(tmp_path, capsys):
     assert hardware.matmul_efficiency == pytest.approx(found["matmul_efficiency"], rel=1e-3)
     assert hardware.latency == pytest.approx(next(x["latency"] for x in found["lines"] if x["axis"] == "tp"), rel=1e-3)
     assert estimate(["--hardware", f"{out}x8"]) == 0
-    assert f"({out})" in capsys.readouterr().out
+    assert (
+        f"({out}: matmul_efficiency, link, link_efficiency, network, latency, hop; others as of h100)"
+        in capsys.readouterr().out
+    )
 
 
 def test_one_device(tmp_path, capsys):
@@ -44,6 +51,30 @@ def test_one_device(tmp_path, capsys):
     assert "one device: nothing moves" in capsys.readouterr().out
     hardware, table = read(out), find("l40s")
     assert (hardware.link, hardware.link_efficiency, hardware.network) == (table.link, 0.8, table.network)
+
+
+def test_small_numbers_are_shown(capsys):
+    """16 bytes take as long as nothing: no column, and no line, says 0.00 of it."""
+    assert main(["comm", "--rounds", "1", "--in-a-row", "1", "--message-bytes", "16", "64", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "0.0156" in printed
+    numbers = [word for line in printed.splitlines() for word in line.split() if word.startswith("0.0")]
+    assert all(float(number) > 0 for number in numbers if number != "0.0")
+
+
+@pytest.mark.parametrize(
+    ("speed", "text"),
+    [(4.5e11, "450 GB"), (3.08e9, "3.08 GB"), (48_200.0, "48.2 kB"), (16.0, "16.0 B"), (1.5e12, "1.50 TB")],
+)
+def test_a_line_has_a_unit_that_shows_its_speed(speed, text):
+    messages = [Message("tp", 2, kind, 16, 16.0, 2e-5) for kind in KINDS]
+    line = Line("tp", 2, 2e-5, speed, 0.1)
+    assert f"20.0 us and a second for every {text} sent" in messages_lines(messages, [line])
+
+
+def test_slow_products_show_their_rate():
+    printed = products_table([TimedProduct(1, "down", 8, 8, 8, 1.0), TimedProduct(1, "up", 8, 8, 8, 1e-5)], None, None)
+    assert [line.split()[-1] for line in printed.splitlines()[1:]] == ["1.02e-09", "0.000102"]
 
 
 def test_tps_are_those_that_the_model_can_use():

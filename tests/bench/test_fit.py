@@ -54,12 +54,12 @@ def test_times_that_shrink_have_no_line():
     assert fit(messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))) is None
 
 
-def measured(sizes, found, **changes):
+def measured(sizes, found, like="h100", **changes):
     place = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "devices": 8, "processes": 1, "dtype": "bfloat16"}
     lines = [line for axis in sizes if (line := fit([one for one in found if one.axis == axis] or NOTHING))]
     products = [TimedProduct(tp, "down", 1000, 1000, 1000, 1e-5 * tp) for tp in (1, 2, 4)]
     return Measured(
-        place=Place(**(place | changes), sizes=sizes, hardware=find("h100")),
+        place=Place(**(place | changes), sizes=sizes, hardware=find(like)),
         messages=found,
         lines=lines,
         products=products,
@@ -93,6 +93,18 @@ def test_an_estimate_reckons_with_what_was_measured(sizes, speeds, tmp_path):
         assert link_speed(hardware, sizes, (axis,)) == pytest.approx(speeds[axis], rel=1e-3)
     if True not in widest:
         assert hardware.network * hardware.link_efficiency == pytest.approx(table.network * table.link_efficiency)
+
+
+def test_links_between_pairs_are_measured_as_those_that_a_ring_has(tmp_path):
+    sizes, file = {"dp": 1, "fsdp": 2, "tp": 4}, tmp_path / "mine.yaml"
+    found = [
+        one for axis, speed in {"fsdp": 5e10, "tp": 1.5e11}.items() for one in messages(axis, sizes[axis], 2e-5, speed)
+    ]
+    file.write_text(measured(sizes, found, like="mi300x").hardware_file())
+    hardware = read(file)
+    assert hardware.link == pytest.approx(3.5e11, rel=1e-3)
+    assert link_speed(hardware, sizes, ("fsdp",)) == pytest.approx(5e10, rel=1e-3)
+    assert link_speed(hardware, sizes, ("tp",)) == pytest.approx(1.5e11, rel=1e-3)
 
 
 def test_float32_has_half_of_the_peak():

@@ -4,11 +4,13 @@ import dataclasses
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import jaxtp
 from jaxtp.estimate.links import collective_seconds, leaves_domain, link_speed
 from jaxtp.estimate.search import Target, describe_model, estimate
-from jaxtp.hardware import find
+from jaxtp.hardware import TABLE, find
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
 
 H100 = dataclasses.replace(find("h100"), link_efficiency=1.0, latency=0.0, hop=0.0, network_hop=0.0)
@@ -40,32 +42,103 @@ def test_the_slowest_link_of_a_ring(mesh, axes, speed):
     assert leaves_domain(H100, mesh, axes) == (speed < 450e9)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "axes", "speed"),
+    [
+        (sizes(1, 1, 2), ("tp",), 64e9),
+        (sizes(1, 2, 4), ("tp",), 192e9),
+        (sizes(1, 2, 4), ("fsdp",), 64e9),
+        (sizes(1, 1, 8), ("tp",), 448e9),
+        (sizes(1, 4, 8), ("fsdp",), 50e9),
+        (sizes(1, 16, 4), ("fsdp",), 64e9),  # two of each ring in each host: their one link is slower than two networks
+        (sizes(1, 1, 32), ("tp",), 400e9),
+    ],
+)
+def test_where_links_join_pairs_a_ring_has_its_own(mesh, axes, speed):
+    hardware = dataclasses.replace(find("mi300x"), link_efficiency=1.0)
+    assert link_speed(hardware, mesh, axes) == pytest.approx(speed)
+
+
 US = 1e-6
-WAITING = dataclasses.replace(find("h100"), latency=1 * US, hop=2 * US, network_hop=10 * US)
+WAITING = dataclasses.replace(find("h100"), latency=8.4 * US, hop=3.4 * US, network_hop=14 * US)
+HUGE = 1e12
+ONE_HOST, HOSTS, ALONE = sizes(1, 1, 8), sizes(64, 1, 1), sizes(1, 4, 8)
+"""Over tp; over dp, eight hosts of eight; over fsdp, one device on each of four hosts."""
 
 
 @pytest.mark.parametrize(
     ("mesh", "axes", "kind", "us"),
     [
-        (sizes(1, 1, 8), ("tp",), "all-gather", 1 + 7 * 2),
-        (sizes(1, 1, 8), ("tp",), "all-reduce", 1 + 2 * 7 * 2),  # a tree inside a host is a chain
-        (sizes(1, 16, 1), ("fsdp",), "reduce-scatter", 1 + 14 * 2 + 10),
-        (sizes(64, 1, 1), ("dp",), "all-reduce", 1 + 2 * (7 * 2 + 3 * 10)),  # eight hosts: the tree
-        (sizes(1, 4, 8), ("fsdp",), "all-gather", 1 + 2 * 10 / 3.5 + 4 * 2.8),  # one in each host: PAT
+        (ONE_HOST, ("tp",), "all-gather", 6.6 + 7 * 0.6),
+        (ONE_HOST, ("tp",), "all-reduce", 6.6 + 2 * 7 * 0.6),  # a tree inside a host is a chain
+        (sizes(1, 16, 1), ("fsdp",), "reduce-scatter", 6.6 + 14 * 1.0 + 2.7),
+        (HOSTS, ("dp",), "all-reduce", 6.8 + 2 * (7 * 0.6 + 3 * 5.0)),  # the tree
+        (ALONE, ("fsdp",), "all-gather", 6.6 + 3 * 5.0),  # waits for the network as a tree does
+        (sizes(1, 64, 8), ("fsdp",), "all-gather", 8.4 + 6 * 14 / 3.5 + 64 * 2.8),  # one in each of many hosts: PAT
     ],
 )
-def test_a_collective_that_sends_nothing_waits_for_its_steps(mesh, axes, kind, us):
+def test_a_collective_that_sends_nothing_waits_for_the_steps_of_ll(mesh, axes, kind, us):
     assert collective_seconds(WAITING, mesh, axes, kind, 0.0) == pytest.approx(us * US)
 
 
-def test_the_fastest_way_depends_on_what_is_sent():
-    """The tree for little, the ring, which has more steps and all of the links, for much; it never gets better."""
-    far, sent = sizes(64, 1, 1), [10.0**i for i in range(12)]
-    times = [collective_seconds(WAITING, far, ("dp",), "all-reduce", size) for size in sent]
-    assert times == sorted(times)
-    ring = 1 * US + 2 * (56 * 2 + 7 * 10) * US
-    assert times[0] < ring / 2
-    assert times[-1] == pytest.approx(ring + sent[-1] / link_speed(WAITING, far, ("dp",)))
+@pytest.mark.parametrize(
+    ("mesh", "axes", "kind", "us"),
+    [
+        (ONE_HOST, ("tp",), "all-gather", 8.4 + 7 * 3.4),
+        (ONE_HOST, ("tp",), "all-reduce", 8.4 + 2 * 7 * 3.4),
+        (sizes(1, 16, 1), ("fsdp",), "reduce-scatter", 8.4 + 14 * 3.4 + 14),
+        (HOSTS, ("dp",), "all-reduce", 8.4 + 2 * (56 * 3.4 + 7 * 14)),
+        (ALONE, ("fsdp",), "all-gather", 8.4 + 3 * 14),
+    ],
+)
+def test_a_large_collective_is_a_ring_by_simple(mesh, axes, kind, us):
+    seconds = collective_seconds(WAITING, mesh, axes, kind, HUGE) - HUGE / link_speed(WAITING, mesh, axes)
+    assert seconds == pytest.approx(us * US)
+
+
+def test_between_them_nvlink_has_ll128_and_pcie_has_not():
+    sent, axes = 2**23, ("tp",)
+    seconds = collective_seconds(WAITING, ONE_HOST, axes, "all-gather", sent)
+    assert seconds == pytest.approx((14 + 7 * 1.9) * US + sent / 0.92 / link_speed(WAITING, ONE_HOST, axes))
+    slow = find("l40s")
+    waits = [(8.4 * US + 7 * slow.hop, 1.0), (6.6 * US + 7 * slow.hop * 0.6 / 3.4, 0.38)]
+    for sent in (2.0**i for i in range(10, 30)):
+        fastest = min(wait + sent / share / link_speed(slow, ONE_HOST, axes) for wait, share in waits)
+        assert collective_seconds(slow, ONE_HOST, axes, "all-gather", sent) == pytest.approx(fastest)
+
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+
+
+@given(
+    name=st.sampled_from(sorted(TABLE)),
+    mesh=st.sampled_from([ONE_HOST, HOSTS, ALONE, sizes(1, 16, 1), sizes(2, 4, 2)]),
+    axes=st.sampled_from([("tp",), ("fsdp",), ("dp",), ("dp", "fsdp")]),
+    kind=st.sampled_from(KINDS),
+    sent=st.floats(0, 1e12),
+    more=st.floats(1, 1e3),
+)
+def test_time_grows_with_bytes_and_never_with_a_faster_link(name, mesh, axes, kind, sent, more):
+    hardware = find(name)
+    seconds = collective_seconds(hardware, mesh, axes, kind, sent)
+    assert collective_seconds(hardware, mesh, axes, kind, more * sent) >= seconds
+    for key in ("link", "network"):
+        faster = dataclasses.replace(hardware, **{key: more * getattr(hardware, key)})
+        assert collective_seconds(faster, mesh, axes, kind, sent) <= seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("changed", ["hop", "network_hop"])
+def test_a_measured_latency_has_the_protocols_already(changed):
+    hardware = dataclasses.replace(WAITING, **{changed: 0.0})
+    wait = 8.4 + (0 if changed == "hop" else 7 * 3.4)
+    assert collective_seconds(hardware, ONE_HOST, ("tp",), "all-gather", 0.0) == pytest.approx(wait * US)
+
+
+def test_tpus_have_no_protocols_and_amds_have_those_of_rccl():
+    v5e, mi300x = find("v5e"), find("mi300x")
+    wait = v5e.latency + 2 * 7 * v5e.hop
+    assert collective_seconds(v5e, ONE_HOST, ("tp",), "all-reduce", 0.0) == pytest.approx(wait)
+    assert collective_seconds(mi300x, ONE_HOST, ("tp",), "all-gather", 0.0) == pytest.approx((12 + 7 * 0.8) * US)
 
 
 def test_each_host_more_waits_longer():
