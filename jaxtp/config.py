@@ -103,7 +103,7 @@ def _with_base(path: Path, including: tuple[Path, ...]) -> Any:
 def _read_yaml(path: Path, including: tuple[Path, ...]) -> Any:
     try:
         with path.open(encoding="utf-8") as file:
-            values = yaml.load(file, Loader=_UniqueKeys)  # a SafeLoader
+            values = yaml.load(file, Loader=UniqueKeys)  # a SafeLoader
     except OSError as error:
         asked = f" (the base of {including[-1]})" if including else ""
         raise ConfigError(f"{path}{asked}: {error.strerror}{nearest_file(path)}") from None
@@ -120,7 +120,7 @@ def _merged(below: Any, above: Any) -> Any:
     return {**below, **above, **shared}
 
 
-class _UniqueKeys(yaml.SafeLoader):
+class UniqueKeys(yaml.SafeLoader):
     """Refuses a key that is there twice, of which YAML keeps the last without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from jaxtp.config import ConfigError, Count, NonNegative, Positive, _UniqueKeys, nearest_file, validate
+from jaxtp.config import ConfigError, Count, NonNegative, Positive, UniqueKeys, nearest_file, validate
 from jaxtp.mesh import AXES
 
 GIB = 2**30
@@ -291,7 +291,7 @@ def _values(path: Path) -> Mapping[str, Any]:
     """The keys of a file, as strictly as those of a configuration."""
     try:
         with path.open(encoding="utf-8") as file:
-            values = yaml.load(file, Loader=_UniqueKeys)  # a SafeLoader
+            values = yaml.load(file, Loader=UniqueKeys)  # a SafeLoader
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

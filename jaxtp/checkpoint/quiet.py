@@ -4,9 +4,13 @@ import logging
 import sys
 from typing import Any
 
+from jaxtp.launch import accept_absent_gpus
+
 
 def quieten() -> None:
-    """Silences Orbax's warnings, and TensorStore's futures that outlive the event loop that waited for them."""
+    """Silences Orbax's warnings, TensorStore's futures that outlive the event loop that waited for them, and the CUDA
+    plugin where there is no GPU."""
+    accept_absent_gpus()
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 

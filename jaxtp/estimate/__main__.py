@@ -45,7 +45,8 @@ program's own declarations, and formulas that tests hold equal to it), compiled 
 modelled (a model of the hardware, wrong by tens of percent).
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it. Nothing is allocated,
-and no accelerator is needed. Hardware of your own is a YAML file: like (a name of the table), platform, and any of
+and no accelerator is needed. Hardware of your own is a YAML file: like (a name of the table; without it the first six
+of these are needed), platform (cuda, rocm, tpu), direct (true: links join each pair), and any of
 KEYS. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
 
   python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware h100x8

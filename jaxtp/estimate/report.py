@@ -4,7 +4,7 @@ import dataclasses
 
 from jaxtp.audit.tables import columns
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target
-from jaxtp.hardware import TABLE
+from jaxtp.hardware import TABLE, Hardware, link_of
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.work import Product
@@ -31,7 +31,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
     rows = {
         "on": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of which JAX takes "
         f"{where.room / GB:,.1f}; {hardware.flops / 1e12:,.0f} TFLOP/s, {hardware.bandwidth / 1e12:,.2f} TB/s; "
-        f"{hardware.link / GB:,.0f} GB/s among {hardware.domain}, {hardware.network / GB:,.0f} beyond",
+        f"{_links(hardware)}, {hardware.network / GB:,.0f} beyond",
         "model": f"{model.parameters:,} parameters: {sizes.num_layers} layers, d_model {sizes.d_model}, "
         f"{sizes.precision.compute} compute, {sizes.attention} attention, {config.optimizer.name}",
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}",
@@ -48,6 +48,12 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
     if sizes.remat == "offload":
         rows["without"] = "what is offloaded, on its way to the host and back: no time is counted for it"
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
+
+
+def _links(hardware: Hardware) -> str:
+    if hardware.direct:
+        return f"{link_of(hardware, 2) / GB:,.0f} GB/s to each of {hardware.domain - 1}"
+    return f"{hardware.link / GB:,.0f} GB/s among {hardware.domain}"
 
 
 def ranking(found: Search) -> str:
