@@ -124,6 +124,7 @@ class UniqueKeys(yaml.SafeLoader):
     """Refuses a key that is there twice, of which YAML keeps the last without a word."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """As PyYAML does, once the keys have been looked at."""
         seen = set()
         for key, _ in node.value:
             if key.value in seen:
