@@ -54,8 +54,6 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
 
 
 def _keep_all(primitive: Any, *_: Any, **params: Any) -> bool:
-    if _keep_dots(primitive, **params):  # with its name: else a layer's result would be kept without it as well
-        return True
     return primitive.name not in _VIEWS | {_FROZEN} and not is_weight_gather(primitive, params)
 
 
