@@ -3,9 +3,10 @@
     python scripts/estimate_accuracy.py                  # compile what is not in the results yet, then the table
     python scripts/estimate_accuracy.py --table-only
 
-Each point is a Llama shape, a sequence length, a remat policy and a mesh; the compiler's numbers are appended to
-scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and goes on. It needs the extra
-estimate-gpu. Those that are there are of jax 0.10.2; the constants of the model were settled on the first 41 points.
+Each point is a Llama shape, with adapters or without, a sequence length, a remat policy and a mesh; the compiler's
+numbers are appended to scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and goes on. It
+needs the extra estimate-gpu. Those that are there are of jax 0.10.2; the constants of the model were settled on the
+first 41 points.
 """
 
 import argparse
@@ -160,7 +161,18 @@ def read() -> dict[str, dict]:
 
 def table(rows: dict[str, dict]) -> str:
     """Modelled beside compiled, and how far apart: the whole, and what is not state alone."""
-    header = ("shape", "rank", "sequence", "remat", "dp fsdp tp", "rows x acc", "state", "compiled", "modelled", "error, %")
+    header = (
+        "shape",
+        "rank",
+        "sequence",
+        "remat",
+        "dp fsdp tp",
+        "rows x acc",
+        "state",
+        "compiled",
+        "modelled",
+        "error, %",
+    )
     cells, errors, alone = [], [], []
     for point in points():
         if row := rows.get(point.key):
