@@ -3,9 +3,10 @@
     python scripts/estimate_accuracy.py                  # compile what is not in the results yet, then the table
     python scripts/estimate_accuracy.py --table-only
 
-Each point is a Llama shape, a sequence length, a remat policy and a mesh; the compiler's numbers are appended to
-scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and goes on. It needs the extra
-estimate-gpu. Those that are there are of jax 0.10.2; the constants of the model were settled on the first 41 points.
+Each point is a Llama shape, with adapters or without, a sequence length, a remat policy and a mesh; the compiler's
+numbers are appended to scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and goes on. It
+needs the extra estimate-gpu. Those that are there are of jax 0.10.2; the constants of the model were settled on the
+first 41 points.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import jaxtp
 from jaxtp.audit.tables import columns
 from jaxtp.estimate.errors import TargetError
 from jaxtp.estimate.target import compile_for
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import AXES
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
@@ -49,6 +51,8 @@ class Point:
     micro: int = 1
     accumulation: int = 1
     packing: str = "documents"
+    lora: int = 0
+    """Rank of adapters on every projection; 0 trains the whole model."""
 
     def config(self) -> TrainConfig:
         model = jaxtp.ModelConfig(
@@ -58,6 +62,7 @@ class Point:
             remat=self.remat,
             loss_chunk=512,
             precision=jaxtp.Precision(compute="bfloat16"),
+            lora=LoraConfig(rank=self.lora),
             **SHAPES[self.shape],
         )
         dp, fsdp, _ = self.mesh
@@ -67,7 +72,8 @@ class Point:
 
     def cells(self) -> tuple[str, ...]:
         mesh = " ".join(map(str, self.mesh))
-        return self.shape, str(self.sequence), self.remat, mesh, f"{self.micro} x {self.accumulation}"
+        rows = f"{self.micro} x {self.accumulation}"
+        return self.shape, str(self.lora or "-"), str(self.sequence), self.remat, mesh, rows
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -75,7 +81,8 @@ class Point:
 
     @property
     def key(self) -> str:
-        return json.dumps(dataclasses.astuple(self))
+        values = dataclasses.astuple(self)
+        return json.dumps(values if self.lora else values[:-1])  # as it was before there were adapters
 
     @classmethod
     def from_key(cls, key: str) -> "Point":
@@ -99,6 +106,19 @@ def points() -> list[Point]:
         Point("8b", 2048, "full", (1, 8, 1), micro=8),
         Point("8b", 2048, "save_gathered", (1, 2, 4), micro=8),
         Point("8b", 2048, "save_dots", (1, 4, 2), micro=4, accumulation=4),
+        Point("1b", 4096, "save_dots", (1, 1, 2), lora=16),
+        Point("1b", 2048, "full", (8, 1, 1), micro=4, lora=16),
+        Point("1b", 2048, "none", (1, 2, 4), lora=16),
+        Point("1b", 4096, "save_gathered", (1, 4, 1), lora=64),
+        Point("8b", 8192, "save_dots", (4, 1, 2), lora=16),
+        Point("8b", 2048, "save_gathered", (1, 2, 4), micro=8, lora=16),
+        Point("8b", 4096, "none", (1, 4, 2), lora=16),
+        Point("8b", 8192, "full", (1, 8, 1), accumulation=4, lora=16),
+        Point("8b", 2048, "save_dots", (1, 4, 2), micro=4, accumulation=4, lora=16),
+        Point("70b", 8192, "save_dots", (1, 1, 8), lora=16),
+        Point("70b", 8192, "full", (1, 1, 8), lora=16),
+        Point("70b", 4096, "save_gathered", (1, 8, 1), lora=16),
+        Point("70b", 2048, "none", (1, 8, 2), lora=16),
     ]
 
 
@@ -141,7 +161,18 @@ def read() -> dict[str, dict]:
 
 def table(rows: dict[str, dict]) -> str:
     """Modelled beside compiled, and how far apart: the whole, and what is not state alone."""
-    header = ("shape", "sequence", "remat", "dp fsdp tp", "rows x acc", "state", "compiled", "modelled", "error, %")
+    header = (
+        "shape",
+        "rank",
+        "sequence",
+        "remat",
+        "dp fsdp tp",
+        "rows x acc",
+        "state",
+        "compiled",
+        "modelled",
+        "error, %",
+    )
     cells, errors, alone = [], [], []
     for point in points():
         if row := rows.get(point.key):

@@ -14,6 +14,7 @@ from functools import partial
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
@@ -23,6 +24,10 @@ from jaxtp.layers.parameter import parameter
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.sequence import SequenceParallel, sequence_dim
 from jaxtp.mesh import FSDP, TP
+
+PROJECTED = "projected"
+"""`checkpoint_name` of what the backward pass reads of products with weights: the outputs of a column layer, its
+adapters' parts included, and `x @ A` of every adapter."""
 
 default_kernel_init = nnx.initializers.normal(stddev=0.02)
 
@@ -109,9 +114,9 @@ class ColumnParallelLinear(nnx.Module):
             loaded = (self._load(bias, None, f) for bias, f in zip(biases, self.features, strict=True))
             outputs = [y + bias for y, bias in zip(outputs, loaded, strict=True)]
         for i, lora, a, b in zip(self.adapted, self.loras, adapters[::2], adapters[1::2], strict=True):
-            inner = x @ self.precision.load(a, 0, used_by_all_tp=True)  # [B/(dp*fsdp), T, rank]
-            outputs[i] += lora.scale * (inner @ self._load(b, None, self.features[i]))
-        return tuple(outputs)  # each [B/(dp*fsdp), T, F/tp]
+            inner = checkpoint_name(x @ self.precision.load(a, 0, used_by_all_tp=True), PROJECTED)
+            outputs[i] += lora.scale * (inner @ self._load(b, None, self.features[i]))  # inner [B/(dp*fsdp), T, rank]
+        return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T, F/tp]
 
     def _load(self, shard: Array, fsdp_dim: int | None, features: int) -> Array:
         group = max(1, self.unit * axis_size(TP) // features)
@@ -175,7 +180,8 @@ class RowParallelLinear(nnx.Module):
         y = x @ self.precision.load(kernel, 1)  # [B/(dp*fsdp), T, F/tp] @ [F/tp, D], a summand of the result
         adapters, biases = rest[: 2 * len(self.loras)], rest[2 * len(self.loras) :]
         for lora, a, b in zip(self.loras, adapters[::2], adapters[1::2], strict=True):
-            y += lora.scale * (x @ self.precision.load(a, None) @ self.precision.load(b, 1, used_by_all_tp=True))
+            inner = checkpoint_name(x @ self.precision.load(a, None), PROJECTED)  # [B/(dp*fsdp), T, rank], a summand
+            y += lora.scale * (inner @ self.precision.load(b, 1, used_by_all_tp=True))
         y = leave_parallel(y, sequence)
         for bias in biases:
             y += self.precision.load(bias, 0, used_by_all_tp=sequence is not None)

@@ -6,7 +6,7 @@ over tp, forward and backward, in units of (t-1)/t * b * s * D:
 | policy          | keeps                                                    | all-reduce | sequence-parallel |
 |-----------------|----------------------------------------------------------|-----------:|------------------:|
 | `none`          | every activation                                         |          8 |                 8 |
-| `save_dots`     | results of weight products and of reductions over tp     |          8 |                10 |
+| `save_dots`     | results of projections and of reductions over tp         |          8 |                10 |
 | `save_gathered` | inputs of column layers, outputs of row layers: 4bsD     |          8 |                 8 |
 | `full`          | the block's input: bsD (bsD/t)                           |         10 |                11 |
 | `offload`       | as `full`, in the host's memory                          |         10 |                11 |
@@ -15,7 +15,10 @@ over tp, forward and backward, in units of (t-1)/t * b * s * D:
 
 Weights gathered over fsdp are never kept, under any policy: their shards are, and the backward pass gathers again.
 Refusing the gather alone is not enough, because the cast or reshape that follows it would be kept in its place; so
-those are refused too, which costs nothing to recompute.
+those are refused too, which costs nothing to recompute. So is the call that loads a frozen weight: with nothing to
+differentiate it is one primitive, whose result is the gathered weight.
+
+Of a projection with an adapter, `x @ W + s * (x @ A) @ B`, `save_dots` keeps the sum and `x @ A`, not its summands.
 """
 
 from collections.abc import Callable
@@ -24,11 +27,15 @@ from typing import Any, Literal
 import jax
 
 from jaxtp.collectives import GATHERED, REDUCED, is_tp_reduction, is_weight_gather
+from jaxtp.layers.linear import PROJECTED
 
 RematPolicy = Literal["none", "save_dots", "save_gathered", "full", "offload"]
 
 BLOCK_INPUT = "block_input"
 _VIEWS = {"name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
+
+_FROZEN = "custom_vjp_call"
+"""The primitive that loads a weight of which no gradient is asked; else its rules take its place."""
 
 
 class RematError(ValueError):
@@ -47,22 +54,23 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
 
 
 def _keep_all(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name not in _VIEWS and not is_weight_gather(primitive, params)
+    return primitive.name not in _VIEWS | {_FROZEN} and not is_weight_gather(primitive, params)
 
 
 def _keep_dots(primitive: Any, *_: Any, **params: Any) -> bool:
-    if primitive.name == "dot_general":
-        _, (lhs_batch, _) = params["dimension_numbers"]
-        return not lhs_batch  # products with weights, not the scores of attention
-    return is_tp_reduction(primitive, params)
+    return _is_named(primitive, params, PROJECTED, REDUCED) or is_tp_reduction(primitive, params)
 
 
 def _keep_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    return primitive.name == "name" and params["name"] in (GATHERED, REDUCED)
+    return _is_named(primitive, params, GATHERED, REDUCED)
 
 
 def _keep_nothing(*_: Any, **__: Any) -> bool:
     return False
+
+
+def _is_named(primitive: Any, params: dict[str, Any], *names: str) -> bool:
+    return primitive.name == "name" and params["name"] in names
 
 
 def _offload() -> Callable[..., Any]:

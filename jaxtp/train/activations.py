@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jaxtp.layers.lora import TARGETS
 from jaxtp.layers.sequence import is_split
 from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.models.config import ModelConfig
@@ -69,6 +70,17 @@ class Local:
         return self.rows * self.heads * self.length**2 if self.model.attention == "xla" else 0
 
     @property
+    def inner(self) -> int:
+        """Elements of `x @ A` of all adapters of a block."""
+        lora = self.model.lora
+        return self.rows * self.length * lora.rank * len(lora.adapted(*TARGETS))
+
+    @property
+    def frozen(self) -> bool:
+        """Adapters are trained, and nothing else has a gradient."""
+        return self.model.lora.rank > 0
+
+    @property
     def block_weights(self) -> int:
         """Elements of a block's weights, gathered over fsdp."""
         qkv_out = 2 * (self.heads + self.kv_heads) * self.model.head_dim
@@ -98,7 +110,7 @@ def kept_bytes(local: Local) -> int:
         "full": c * local.residual,
         # Beside the block's input what attention adds; what the MLP adds is not needed again.
         "save_gathered": c * (2 * local.residual + 2 * local.hidden),
-        "save_dots": c * (2 * local.residual + local.queries + 2 * local.keys + 2 * local.features),
+        "save_dots": c * (2 * local.residual + local.queries + 2 * local.keys + 2 * local.features + local.inner),
         "none": _everything(local),
     }[local.model.remat]
     return local.model.num_layers * kept + _copied_scores(local)
@@ -107,13 +119,14 @@ def kept_bytes(local: Local) -> int:
 def _everything(local: Local) -> int:
     """Of one block without remat.
 
-    Float32 are the scores before and after the softmax, each norm's input and result, and queries and keys before
-    their rotation. In the compute dtype: the block's input and the sum after attention, the inputs of both column
-    layers, six arrays of the MLP's width (gate and up, sigmoid, silu, its derivative, the product), the rotated
-    queries, keys and values.
+    Float32 are the scores before and after the softmax, each norm's input and, for the gradient of its scale, result,
+    and queries and keys before their rotation. In the compute dtype: the block's input and the sum after attention, the
+    inputs of both column layers, six arrays of the MLP's width (gate and up, sigmoid, silu, its derivative, the
+    product), the rotated queries, keys and values, and the adapters' inner products.
     """
-    float32 = 2 * local.scores + 4 * local.residual + local.queries + local.keys
-    compute = 2 * local.residual + 2 * local.hidden + 6 * local.features + local.queries + local.keys
+    norms = 2 if local.frozen else 4
+    float32 = 2 * local.scores + norms * local.residual + local.queries + local.keys
+    compute = 2 * local.residual + 2 * local.hidden + 6 * local.features + local.queries + local.keys + local.inner
     return FLOAT32 * float32 + local.compute * compute
 
 
@@ -138,12 +151,14 @@ def block_bytes(local: Local) -> int:
     return 6 * local.compute * (local.features + local.hidden)
 
 
-def loss_bytes(local: Local) -> int:
+def loss_bytes(local: Local, gathered: bool) -> int:
     """The head and the logits of a chunk.
 
-    Two float32 arrays of the table's size (the gradient's sum, and what a chunk adds to it), the table in the compute
-    dtype, and the logits of a chunk and their gradient in float32.
+    Of the table's size two float32 arrays (the gradient's sum, and what a chunk adds to it) and one in the compute
+    dtype; the logits of a chunk and their gradient in float32. A frozen head has no gradient: its table is there in
+    float32 only if it is gathered over fsdp, for it is stored so otherwise.
     """
     table = local.vocabulary * local.model.d_model
+    whole = int(gathered) if local.frozen else 2
     logits = local.rows * min(local.model.loss_chunk, local.length) * local.vocabulary
-    return (2 * FLOAT32 + local.compute) * table + 2 * FLOAT32 * logits
+    return (whole * FLOAT32 + local.compute) * table + 2 * FLOAT32 * logits

@@ -173,10 +173,11 @@ class _Held:
 def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memory:
     local = local_sizes(config, sizes)
     summed = held.trained if config.train.accumulation > 1 else 0
-    transposed = held.row_kernels if sizes[FSDP] > 1 else 0  # gathered along their last dim, which must then be first
-    weights = _block_weights(local, held, gathered=sizes[FSDP] > 1)
+    gathered = sizes[FSDP] > 1
+    transposed = held.row_kernels if gathered else 0  # gathered along their last dim, which must then be first
+    weights = _block_weights(local, gathered)
     working = score_bytes_of_block(local) + block_bytes(local)
-    logits = loss_bytes(local)
+    logits = loss_bytes(local, gathered)
     if logits < weights + working:
         logits //= OVERLAP
     else:
@@ -193,10 +194,10 @@ def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Mem
     )
 
 
-def _block_weights(local: Local, held: _Held, gathered: bool) -> int:
+def _block_weights(local: Local, gathered: bool) -> int:
     """Of the block at work: its weights in the compute dtype, and its gradients before they are reduced over fsdp."""
-    has_gradient = gathered and held.trained == held.parameters
-    reduce = jnp.dtype(local.model.precision.reduce).itemsize if has_gradient else 0
+    reduced = gathered and not local.frozen
+    reduce = jnp.dtype(local.model.precision.reduce).itemsize if reduced else 0
     return local.block_weights * (local.compute + reduce)
 
 

@@ -12,6 +12,7 @@ import jaxtp
 from jaxtp.audit.audit import bytes_by_place
 from jaxtp.audit.census import count_collectives
 from jaxtp.data.loader import abstract_batch
+from jaxtp.layers.lora import LoraConfig, trained
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models import remat
 from jaxtp.models.budget import step_budget
@@ -30,10 +31,11 @@ def block_collectives(mesh, policy, **config):
     config = jaxtp.ModelConfig(**CONFIG, **config)
     mesh = jaxtp.make_mesh(*mesh)
     with jax.set_mesh(mesh):
-        graph, state = nnx.split(nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0))))
-        block = jax.checkpoint(lambda state, x: nnx.merge(graph, state)(x), policy=remat.policy(policy))
+        abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
+        graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
+        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(policy))
         x = jax.ShapeDtypeStruct((B, T, config.d_model), jnp.float32)
-        jaxpr = jax.make_jaxpr(jax.grad(lambda state, x: block(state, x).sum(), argnums=(0, 1)))(state, x)
+        jaxpr = jax.make_jaxpr(jax.grad(lambda *args: block(*args).sum(), argnums=(0, 1)))(x, params, frozen)
     return count_collectives(jaxpr, mesh_sizes(mesh))
 
 
@@ -85,6 +87,15 @@ def test_nothing_over_fsdp_has_the_shape_of_an_activation():
     rows = {c.shape[0] for c in found if c.axes == ("fsdp",)}
     assert B // 2 not in rows  # a weight's leading dim is 64, or a part of 96 or 64 over tp
     assert all(len(c.shape) <= 2 for c in found if c.axes == ("fsdp",))
+
+
+@pytest.mark.parametrize("policy", SEQUENCE_PARALLEL)
+def test_frozen_weights_are_gathered_again_too(policy):
+    found = block_collectives((1, 2, 4), policy, lora=LoraConfig(rank=4))
+    adapters = 7  # of each one of A and B is divided over fsdp
+    assert kinds(found, ("fsdp",))["all-gather"] == 2 * (NUM_WEIGHTS + adapters)
+    assert kinds(found, ("fsdp",))["reduce-scatter"] == adapters
+    assert units_over_tp(found, (1, 2, 4)) == SEQUENCE_PARALLEL[policy]
 
 
 STEP_B, V = 16, 61

@@ -1,0 +1,62 @@
+"""What a block keeps for its backward pass: what the model of memory counts, and no weight that it can gather again."""
+
+import dataclasses
+
+import jax
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp.layers.lora import LoraConfig, trained
+from jaxtp.mesh import AXES
+from jaxtp.models import remat
+from jaxtp.train.activations import kept_bytes, local_sizes
+from jaxtp.train.config import DataConfig, TrainConfig
+
+B, T = 2, 16
+MODEL = jaxtp.ModelConfig(
+    vocab_size=61,
+    d_model=32,
+    num_layers=1,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=64,
+    precision=jaxtp.Precision(compute="bfloat16"),
+)
+ADAPTERS = {
+    "plain": LoraConfig(),
+    "adapters": LoraConfig(rank=4),
+    "few adapters": LoraConfig(rank=4, targets=("q_proj", "up_proj")),
+}
+
+
+@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize("policy", ["full", "save_gathered", "save_dots"])
+def test_a_block_keeps_the_activations_that_are_counted(policy, lora):
+    config = dataclasses.replace(MODEL, remat=policy, lora=lora)
+    run = TrainConfig(model=config, data=DataConfig(sequence_length=T, global_batch_size=B))
+    activations = sum(array.size * array.dtype.itemsize for array in kept(config) if array.ndim > 2)
+    assert activations == kept_bytes(local_sizes(run, dict.fromkeys(AXES, 1)))
+
+
+@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize("policy", ["none", "full", "save_gathered", "save_dots"])
+def test_weights_are_kept_as_they_are_stored(policy, lora):
+    """In their own dtype: the result of a cast would be that of a gather too."""
+    weights = [array for array in kept(dataclasses.replace(MODEL, remat=policy, lora=lora)) if array.ndim <= 2]
+    assert {array.dtype.name for array in weights} == {"float32"}
+
+
+def kept(config):
+    """The arrays that autodiff keeps of one block, abstract."""
+    with jax.set_mesh(jaxtp.make_mesh(1, 1, 1)):
+        abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
+        graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
+        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat))
+        x = jax.ShapeDtypeStruct((B, T, config.d_model), config.precision.compute)
+        backward = jax.eval_shape(
+            lambda x, params, frozen: jax.vjp(lambda x, params: block(x, params, frozen), x, params)[1],
+            *(x, params, frozen),
+        )
+    return jax.tree.leaves(backward)
