@@ -13,10 +13,13 @@ from jaxtp.check.config import CheckConfig
 from jaxtp.check.report import HEADER, Verdict
 from jaxtp.check.run import dtypes, plan, verdicts
 from jaxtp.check.shrink import describe
+from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.files import require_writable
+from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError, request_virtual_devices
 from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.origin import with_model
 
 PROGRAM = "python -m jaxtp.check"
 DESCRIPTION = """Checks that any mesh gives the numbers of one device, for a training configuration.
@@ -32,11 +35,11 @@ collective that no module declared. Exit code 1 if anything differs; the first m
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if a mesh differs, 2 for a user's mistake."""
-    try:
-        config = configuration.load(CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION)
-        return _check(config)
-    except (configuration.ConfigError, MeshError, RematError) as error:
-        return configuration.fail(PROGRAM, error)
+    return configuration.attempt(
+        PROGRAM,
+        lambda: _check(with_model(configuration.load(CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION))),
+        (configuration.ConfigError, MeshError, RematError, HFError, CheckpointError),
+    )
 
 
 def _check(config: CheckConfig) -> int:

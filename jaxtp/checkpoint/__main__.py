@@ -51,14 +51,15 @@ def main(argv: Sequence[str]) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         {"inspect": Inspect, "verify": Verify, "diff": Diff}, args=list(argv), prog=PROGRAM, description=__doc__
     )
-    try:
-        if isinstance(command, Inspect):
-            return _inspect(reader.open_checkpoint(command.dir))
-        if isinstance(command, Verify):
-            return _verify(reader.open_checkpoint(command.dir))
-        return _diff(reader.open_checkpoint(command.a), reader.open_checkpoint(command.b))
-    except CheckpointError as error:
-        return configuration.fail(PROGRAM, error)
+    return configuration.attempt(PROGRAM, lambda: _run(command), (CheckpointError,))
+
+
+def _run(command: Inspect | Verify | Diff) -> int:
+    if isinstance(command, Inspect):
+        return _inspect(reader.open_checkpoint(command.dir))
+    if isinstance(command, Verify):
+        return _verify(reader.open_checkpoint(command.dir))
+    return _diff(reader.open_checkpoint(command.a), reader.open_checkpoint(command.b))
 
 
 def _inspect(stored: reader.Stored) -> int:

@@ -78,7 +78,10 @@ def _estimate(asked: EstimateConfig) -> int:
     print(details(found.settings[0]), end="\n\n", flush=True)
     others = list(faster(found, model) if found.fitting else remedies(found, model))
     words = why(found, configured, others) if found.fitting else what_would_fit(found, others)
-    print("\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ") for sentence in words), flush=True)
+    print(
+        "\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for sentence in words),
+        flush=True,
+    )
     numbers = record(config, where, model, found, configured, others, words)
     if asked.plot is not None:
         draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 from flax import nnx
@@ -18,8 +19,10 @@ from jaxtp.hf.runs import load_base
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
 
+AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
 
-def with_model(config: TrainConfig) -> TrainConfig:
+
+def with_model(config: AnyConfig) -> AnyConfig:
     """The configuration with the sizes of the model that `model.from_hf` names, if it does.
 
     Raises:

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 from flax import nnx
+from hf_reference import FOLDER
 
 import jaxtp
 from jaxtp.check.__main__ import main
@@ -14,6 +15,8 @@ from jaxtp.check.run import plan
 from jaxtp.check.shrink import Case, cases_of, default_cases, shrink
 from jaxtp.collectives import axis_size, leave_parallel, vary
 from jaxtp.config import from_yaml
+from jaxtp.hf.attributes import model_config
+from jaxtp.hf.folder import read_attributes
 from jaxtp.layers import linear
 from jaxtp.models import decoder
 
@@ -39,6 +42,16 @@ def test_every_config_passes_on_its_own_mesh(path, tmp_path, capsys):
     assert {case["sequence_parallel"] for case in record["cases"]} == {True, False}
     assert all(case["errors"]["gradient"] > 0 for case in record["cases"]), "something was compared"
     assert f"all {2 * len(precisions)} equal one device" in capsys.readouterr().out
+
+
+def test_a_model_of_hugging_face_is_checked_with_its_own_sizes(tmp_path, capsys):
+    file = tmp_path / "check.json"
+    assert main(["--model.from-hf", str(FOLDER / "qwen3"), "--mesh", "tp=2", "--json", str(file)]) == 0
+    record = json.loads(file.read_text())
+    assert record["config"]["model"]["qk_norm"] == "head"
+    assert record["config"]["model"]["vocab_size"] == model_config(read_attributes(FOLDER / "qwen3"), "it").vocab_size
+    assert main(["--model.from-hf", str(tmp_path), "--mesh", "tp=2"]) == 2
+    assert "config.json" in capsys.readouterr().err
 
 
 @pytest.mark.slow
