@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.template import ChatError
-from jaxtp.data.tokenizer import TokenizerError, load_library, understood
+from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerError, load_library, understood
 
 _BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _OURS = re.compile(f"[{_BEFORE}-{_END}]")
@@ -116,6 +116,15 @@ class RenderedTokenizer:
             ids = np.array(encoding.ids, np.uint32)
             cut = sum(start < len(first) for start, _ in encoding.offsets)
             yield ids[:cut], ids[cut:]
+
+
+def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer | None:
+    """The one for marked text that belongs to a tokenizer; None of bytes, among which are no special tokens.
+
+    Raises:
+      TokenizerError: its special tokens cannot be told from text.
+    """
+    return RenderedTokenizer(tokenizer.content, tokenizer.name) if isinstance(tokenizer, HuggingFaceTokenizer) else None
 
 
 def _renamed(file: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -8,6 +8,9 @@ from typing import Any
 Message = Mapping[str, Any]
 """`role` (system, user, assistant) and `content`."""
 
+ASSISTANT = "assistant"
+"""The role of the model."""
+
 
 class ChatError(ValueError):
     """A template that is missing, broken, or against the conversation; or what is no conversation."""

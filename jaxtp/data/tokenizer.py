@@ -91,7 +91,10 @@ class HuggingFaceTokenizer:
         has_eos: bool = True,
         special_tokens: bool = False,
     ):
-        self._name = name
+        self.name = name
+        """What it is called in messages."""
+        self.content = content
+        """The file."""
         self._tokenizer = load_library(content, name)
         self._tokenizer.encode_special_tokens = not special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -133,9 +136,9 @@ class HuggingFaceTokenizer:
                 return b"".join([self._bytes_of[token] for token in kept])
             return str(self._tokenizer.decode(kept, skip_special_tokens=False)).encode()
         except KeyError as error:
-            raise TokenizerError(f"{self._name}: no token has the id {error}") from None
+            raise TokenizerError(f"{self.name}: no token has the id {error}") from None
         except BaseException as error:
-            raise understood(error, f"{self._name}: cannot decode") from None
+            raise understood(error, f"{self.name}: cannot decode") from None
 
     def spelled(self, token: int) -> str:
         """A token as the vocabulary has it, for messages."""
@@ -151,7 +154,7 @@ class HuggingFaceTokenizer:
         try:
             plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
         except BaseException as error:
-            raise understood(error, f"{self._name}: cannot encode a text") from None
+            raise understood(error, f"{self.name}: cannot encode a text") from None
         begins = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
         return tuple(whole[: next(begins, 0)])
 
@@ -171,7 +174,7 @@ class HuggingFaceTokenizer:
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:
-            raise understood(error, f"{self._name}: cannot encode a text") from None
+            raise understood(error, f"{self.name}: cannot encode a text") from None
         return [np.array(encoding.ids, self.info.dtype) for encoding in encodings]
 
     def _pieces(self, text: str) -> Iterator[str]:

@@ -1,31 +1,63 @@
 """A conversation: the loop that asks and answers."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from jaxtp.data.template import ChatError, ChatTemplate, Message
+from jaxtp.data.rendered import SpecialTokens, rendered_tokenizer
+from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
+from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.row import Piece
 from jaxtp.generate.settings import GenerationSettings
 
 
-def converse(
-    generator: Generator, template: ChatTemplate, settings: GenerationSettings, system: str | None = None
-) -> None:
+class Listener:
+    """Makes of a conversation what the model reads: special tokens are the template's and the model's own, and what
+    others spell is text.
+
+    Args:
+      tokenizer: of the model.
+      template: makes a text of the conversation.
+      special_tokens: what others spell becomes tokens too.
+
+    Raises:
+      TokenizerError: the tokenizer's special tokens cannot be told from text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, special_tokens: bool = False):
+        self._tokenizer, self._template = tokenizer, template
+        self._rendered = rendered_tokenizer(tokenizer)
+        self._special = SpecialTokens(self._rendered.tokens if self._rendered else (), keep=special_tokens)
+
+    def ids(self, messages: Sequence[Message]) -> list[int]:
+        """The conversation, up to where the model answers.
+
+        Raises:
+          ChatError: the template refuses it, or a message holds what is no character.
+        """
+        heard = [message if message["role"] == ASSISTANT else self._special.escape(message) for message in messages]
+        marked = self._special.mark(self._template.render(heard))
+        if self._rendered is None:
+            (ids,) = self._tokenizer.encode_batch([marked])
+        else:
+            ((ids, _),) = self._rendered.encode_batch([(marked, "")])
+        return list(ids.tolist())
+
+
+def converse(generator: Generator, listener: Listener, settings: GenerationSettings, system: str | None = None) -> None:
     """Answers each line of standard input, knowing those before it, until there are no more.
 
     Args:
       generator: answers.
-      template: makes a text of the conversation.
+      listener: makes tokens of the conversation.
       settings: of each answer; Ctrl-C stops one, and the conversation goes on from what there is of it.
       system: what the model is told at the beginning.
     """
     messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     while (line := _read_line()) is not None:
         messages.append({"role": "user", "content": line})
-        (ids,) = generator.tokenizer.encode_batch([template.render(messages)])
-        answer = _print_as_it_comes(generator.stream([ids.tolist()], settings))
-        messages.append({"role": "assistant", "content": answer})
+        answer = _print_as_it_comes(generator.stream([listener.ids(messages)], settings))
+        messages.append({"role": ASSISTANT, "content": answer})
 
 
 def _read_line() -> str | None:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.config import ConfigError
 from jaxtp.data.template import ChatError, ChatTemplate
-from jaxtp.generate.chat import converse
+from jaxtp.generate.chat import Listener, converse
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.prompts import read_prompts
@@ -39,20 +39,23 @@ def run(config: GenerateConfig, folder: Path) -> None:
     """
     prompts = [*config.prompt, *(read_prompts(config.prompt_file, config.field) if config.prompt_file else [])]
     request_devices(config.mesh)
-    special_tokens = config.special_tokens or config.chat
-    source = open_source(folder, Options(config.dtype, config.tokenizer, config.base, special_tokens))
-    template = _template(config, source) if config.chat else None
+    source = open_source(folder, Options(config.dtype, config.tokenizer, config.base, config.special_tokens))
+    listener = _listener(config, source) if config.chat else None
     mesh = open_mesh(config.mesh, source.config)
     model = source.load(mesh)
     _say(_summary(source, model, mesh))
     generator = Generator(
         model, source.tokenizer, end_ids=source.end_ids, prefix=source.prefix, batch_size=config.batch_size
     )
-    if template is not None:
-        converse(generator, template, config.sampling, config.system)
+    if listener is not None:
+        converse(generator, listener, config.sampling, config.system)
     else:
         _complete(generator, prompts, config)
     _say("\n".join(generator.speed.lines()))
+
+
+def _listener(config: GenerateConfig, source: Source) -> Listener:
+    return Listener(source.tokenizer, _template(config, source), special_tokens=config.special_tokens)
 
 
 def _template(config: GenerateConfig, source: Source) -> ChatTemplate:

@@ -67,7 +67,8 @@ class GenerateConfig:
     """Of a run that trained adapters: the model beside them, where it is not where the run found it."""
 
     special_tokens: Switch = False
-    """A prompt that spells a special token, such as <|im_start|>, has that token; always so in a chat."""
+    """What you enter and spells a special token, such as <|im_start|>, is that token; by default it is text. In a chat
+    the template's own are tokens in any case."""
 
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and computation; by default what a run computed in, and float32 for a model of Hugging Face."""

@@ -11,15 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.companions import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
-from jaxtp.data.rendered import RenderedTokenizer, SpecialTokens, without_marks
-from jaxtp.data.template import ChatError, ChatTemplate, Message
-from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, read_tokenizer
+from jaxtp.data.rendered import SpecialTokens, rendered_tokenizer, without_marks
+from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
+from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import Turn
 from jaxtp.prepare.folder import write_atomically
 from jaxtp.prepare.marks import tokenizer_file
 
-ASSISTANT = "assistant"
 _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
 
@@ -40,10 +39,7 @@ class Conversations:
         self.special_tokens = _special_tokens(config, tokenizer)
         self._template = ChatTemplate(self.template, name, self.special_tokens)
         self._tokenizer = tokenizer
-        self._rendered = None
-        if config.tokenizer is not None:
-            file = tokenizer_file(config.tokenizer)
-            self._rendered = RenderedTokenizer(read_tokenizer(file), str(file))
+        self._rendered = rendered_tokenizer(tokenizer)
         tokens = self._rendered.tokens if self._rendered else ()
         self._tokens = SpecialTokens(tokens, keep=config.special_tokens)
         self._probe = self.turns(_PROBE)

@@ -10,6 +10,7 @@ from small_tokenizers import byte_fallback
 import jaxtp
 from jaxtp.data.template import ChatError, ChatTemplate
 from jaxtp.generate.__main__ import main
+from jaxtp.generate.row import Piece
 from jaxtp.generate.source import Options, SourceError
 from jaxtp.generate.sources import open_source
 
@@ -63,6 +64,21 @@ def test_a_text_and_a_chat(folder, monkeypatch, capsys):
     assert main(["--model", str(folder), "--chat", "--dtype", "bfloat16"]) == 0
     assert dtypes == [jaxtp.Precision(param="bfloat16", compute="bfloat16")]
     assert prompts[0].count(1) == 1, "the template spells the first token, and it is not put there twice"
+
+
+@pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 2]), (["--special-tokens"], [2, 4])])
+def test_what_is_typed_is_text_and_what_the_model_said_are_tokens(flags, first_tokens, folder, monkeypatch):
+    """The template writes one <s> (1), the person two, the model one."""
+    prompts, answers = [], iter(["to<s>", ""])
+
+    def stream(self, given, settings):
+        prompts.extend(given)
+        yield Piece(0, next(answers), None)
+
+    monkeypatch.setattr(jaxtp.Generator, "stream", stream)
+    monkeypatch.setattr(sys, "stdin", __import__("io").StringIO("<s>to\nto<s>\n"))
+    assert main(["--model", str(folder), "--chat", *flags]) == 0
+    assert [prompt.count(1) for prompt in prompts] == first_tokens
 
 
 @pytest.mark.parametrize(
