@@ -23,7 +23,7 @@ from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
 from jaxtp.estimate.record import record
 from jaxtp.estimate.report import details, heading, ranking
-from jaxtp.estimate.search import Model, Setting, Target, all_meshes, describe_model, estimate, search, target
+from jaxtp.estimate.search import Model, Search, Setting, Target, all_meshes, describe_model, estimate, search, target
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.topology import topology
 from jaxtp.estimate.words import what_would_fit, why
@@ -73,16 +73,7 @@ def _estimate(asked: EstimateConfig) -> int:
     model = describe_model(config)
     print(heading(config, where, model), *_foreseen(asked, where), sep="\n", end="\n\n", flush=True)
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
-    print(ranking(found), end="\n\n")
-    configured = None if asked.as_configured or asked.meshes else _configured(config, where, model)
-    print(details(found.settings[0]), end="\n\n", flush=True)
-    others = list(faster(found, model) if found.fitting else remedies(found, model))
-    words = why(found, configured, others) if found.fitting else what_would_fit(found, others)
-    print(
-        "\n".join(textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for sentence in words),
-        flush=True,
-    )
-    numbers = record(config, where, model, found, configured, others, words)
+    numbers = _tell(asked, config, where, model, found)
     if asked.plot is not None:
         draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
     if asked.generate:
@@ -97,6 +88,17 @@ def _estimate(asked: EstimateConfig) -> int:
     if failed is not None:
         return configuration.fail(PROGRAM, failed)
     return 0 if fits else 1
+
+
+def _tell(asked: EstimateConfig, config: TrainConfig, where: Target, model: Model, found: Search) -> dict[str, Any]:
+    """Prints tier 1, each part as soon as it is known; gives it for machines."""
+    print(ranking(found), details(found.settings[0]), sep="\n\n", end="\n\n", flush=True)
+    configured = None if asked.as_configured or asked.meshes else _configured(config, where, model)
+    others = list(faster(found, model) if found.fitting else remedies(found, model))
+    words = why(found, configured, others) if found.fitting else what_would_fit(found, others)
+    for sentence in words:
+        print(textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False), flush=True)
+    return record(config, where, model, found, configured, others, words)
 
 
 def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> Exception | None:
@@ -155,7 +157,7 @@ def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]
     meshes = [parse_mesh(text) for text in asked.meshes]
     for text, sizes in zip(asked.meshes, meshes, strict=True):
         if (needed := math.prod(sizes.values())) != where.devices:
-            kind = asked.hardware[: -len(str(where.devices))]
+            kind = asked.hardware.rstrip("0123456789")
             raise ConfigError(
                 f"--mesh {text}: {describe_mesh(sizes)} is {needed} devices, and --hardware {asked.hardware} is "
                 f"{where.devices}; {kind}{needed} has as many"
