@@ -1,5 +1,6 @@
 """Sixteen virtual CPU devices, and a compilation cache that survives the run."""
 
+import logging
 import os
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,10 @@ os.environ["XLA_FLAGS"] = (
 
 import jax
 import pytest
+
+# When a failed read's futures are collected, asyncio formats their tracebacks, which parses code; CPython 3.11 does not
+# survive that inside of another parse (github.com/python/cpython/issues/106905), as of tyro's.
+logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".jax_cache"))

@@ -8,10 +8,11 @@ from jaxtp.launch import accept_absent_gpus
 
 
 def quieten() -> None:
-    """Silences Orbax's warnings, TensorStore's futures that outlive the event loop that waited for them, and the CUDA
-    plugin where there is no GPU."""
+    """Silences Orbax's warnings, TensorStore's futures that outlive the event loop that waited for them or that nobody
+    waited for, and the CUDA plugin where there is no GPU."""
     accept_absent_gpus()
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
