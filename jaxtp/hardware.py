@@ -92,6 +92,11 @@ class Hardware:
     source: str = ""
     """Where the numbers are from."""
 
+    @property
+    def compiled_as(self) -> str:
+        """The name in the table whose compiler makes its programs."""
+        return self.like or self.name
+
 
 RANGES = {
     "memory": (1e9, 1e13, "bytes"),

@@ -12,13 +12,14 @@ import jax
 from jaxtp import config as configuration
 from jaxtp import launch
 from jaxtp.bench.comm import measure
-from jaxtp.bench.config import CommConfig, training
+from jaxtp.bench.config import CommConfig
 from jaxtp.bench.measured import Measured
 from jaxtp.bench.plot import draw
 from jaxtp.config import ConfigError
 from jaxtp.files import require_picture, require_writable
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, make_mesh
+from jaxtp.train.config import training_of
 from jaxtp.train.origin import with_model
 
 PROGRAM = "python -m jaxtp.bench"
@@ -51,7 +52,7 @@ def _bench(argv: Sequence[str]) -> None:
     flags = flags if what == COMM else ["--help"]
     asked = configuration.load(CommConfig, flags, prog=f"{PROGRAM} {COMM}", description=DESCRIPTION)
     launch.join_processes()
-    config = with_model(training(asked))
+    config = with_model(training_of(asked))
     mesh = make_mesh(**{axis: getattr(config.mesh, axis) for axis in AXES})
     if jax.process_index() == 0:
         _require_files(asked)

@@ -1,6 +1,5 @@
 """The command line of `python -m jaxtp.bench`."""
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,11 +47,6 @@ class CommConfig(TrainConfig):
 
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """Where to draw bandwidth over size, and computing beside communication over tp (pip install 'jaxtp[plot]')."""
-
-
-def training(asked: CommConfig) -> TrainConfig:
-    """The training configuration alone."""
-    return TrainConfig(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(TrainConfig)})
 
 
 def message_sizes(asked: CommConfig, platform: str) -> Sequence[int]:

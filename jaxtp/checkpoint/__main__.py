@@ -13,6 +13,7 @@ from jaxtp import config as configuration
 from jaxtp.checkpoint import reader
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
+from jaxtp.launch import accept_absent_gpus
 
 PROGRAM = "python -m jaxtp.checkpoint"
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -47,6 +48,7 @@ class Diff:
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 for arrays that differ, 2 for a user's mistake."""
+    accept_absent_gpus()
     quieten()
     command = tyro.extras.subcommand_cli_from_dict(
         {"inspect": Inspect, "verify": Verify, "diff": Diff}, args=list(argv), prog=PROGRAM, description=__doc__

@@ -4,13 +4,10 @@ import logging
 import sys
 from typing import Any
 
-from jaxtp.launch import accept_absent_gpus
-
 
 def quieten() -> None:
-    """Silences Orbax's warnings, TensorStore's futures that outlive the event loop that waited for them or that nobody
-    waited for, and the CUDA plugin where there is no GPU."""
-    accept_absent_gpus()
+    """Silences Orbax's warnings, and TensorStore's futures that outlive the event loop that waited for them or that
+    nobody waited for."""
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
     before = sys.unraisablehook

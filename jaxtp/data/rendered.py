@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.template import ChatError
-from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerError, load_library, understood
+from jaxtp.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    TokenizerError,
+    load_library,
+    understood,
+)
 
 _BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _OURS = re.compile(f"[{_BEFORE}-{_END}]")
@@ -118,13 +125,28 @@ class RenderedTokenizer:
             yield ids[:cut], ids[cut:]
 
 
-def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer | None:
-    """The one for marked text that belongs to a tokenizer; None of bytes, among which are no special tokens.
+class RenderedBytes:
+    """Bytes, as a `RenderedTokenizer`: among them are no special tokens."""
+
+    tokens: tuple[str, ...] = ()
+    ids: frozenset[int] = frozenset()
+
+    def encode_batch(self, turns: Sequence[tuple[str, str]]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
+        """The bytes of both parts of each text."""
+        for turn in turns:
+            first, second = ByteTokenizer().encode_batch(turn)
+            yield first, second
+
+
+def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer | RenderedBytes:
+    """The one for marked text that belongs to a tokenizer.
 
     Raises:
       TokenizerError: its special tokens cannot be told from text.
     """
-    return RenderedTokenizer(tokenizer.content, tokenizer.name) if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return RenderedTokenizer(tokenizer.content, tokenizer.name)
+    return RenderedBytes()
 
 
 def _renamed(file: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from jaxtp.files import require_picture, require_writable
 from jaxtp.hardware import RANGES, parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
-from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
+from jaxtp.train.config import MeshConfig, TrainConfig, training_of, violations_on
 from jaxtp.train.origin import with_model
 
 WIDTH = 110
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 def _estimate(asked: EstimateConfig) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     _require_files(asked)
-    config = with_model(_training(asked))
+    config = with_model(training_of(asked))
     where = target(*parse(asked.hardware), asked.memory_fraction)
     check_attention(config.model, where.hardware)
     meshes = _meshes(asked, where)
@@ -130,15 +130,14 @@ def _foreseen(asked: EstimateConfig, where: Target) -> list[str]:
     if asked.tier < 3:
         return []
     try:
-        topology(where.hardware.like or where.hardware.name, **_hosts(where))
+        topology(where.hardware.compiled_as, **_hosts(where))
     except TargetError as error:
         return [f"tier 3  cannot be had: {error}"]
     return []
 
 
 def _compile_for_target(best: Setting, timeout: float) -> Compiled:
-    hardware = best.target.hardware
-    name = hardware.like or hardware.name
+    name = best.target.hardware.compiled_as
     return compile_for(best.config, best.sizes, name, **_hosts(best.target), timeout_s=timeout)
 
 
@@ -174,11 +173,6 @@ def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | N
     if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):
         return None
     return estimate(dataclasses.replace(config, mesh=MeshConfig(**sizes)), where, model)
-
-
-def _training(asked: EstimateConfig) -> TrainConfig:
-    """The training configuration alone."""
-    return TrainConfig(**{field.name: getattr(asked, field.name) for field in dataclasses.fields(TrainConfig)})
 
 
 def _require_files(asked: EstimateConfig) -> None:

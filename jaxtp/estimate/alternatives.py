@@ -5,8 +5,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxtp.config import ConfigError
+from jaxtp.estimate.config import check_attention
 from jaxtp.estimate.search import NEAR, Model, Search, Setting, Target, all_meshes, describe_model, search, target
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import with_attention
 
 GB = 1e9
 ALL_BUT_A_TENTH = 0.9
@@ -95,10 +97,12 @@ def _wider(where: Target) -> Target | None:
 
 def _fused(config: TrainConfig, where: Target) -> TrainConfig | None:
     """The run with cuDNN's attention; None if it has that already, or cannot."""
-    model = config.model
-    if model.attention == "cudnn" or where.hardware.platform != "cuda" or model.precision.compute == "float32":
+    fused = with_attention(config, "cudnn")
+    try:
+        check_attention(fused.model, where.hardware)
+    except ConfigError:
         return None
-    return dataclasses.replace(config, model=dataclasses.replace(model, attention="cudnn"))
+    return fused if fused != config else None
 
 
 def _shorter(config: TrainConfig, where: Target) -> Iterator[Alternative]:

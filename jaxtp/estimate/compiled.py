@@ -56,7 +56,7 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
     """Tier 3 beside tier 1."""
     where = f"{setting.target.devices} x {setting.target.hardware.name}"
     yield f"compiled {setting} for {where}, which need not be there, in {found.seconds:.0f} s"
-    peak, room = found.peak_bytes - found.score_bytes, setting.target.room
+    peak, room = found.needed_bytes, setting.target.room
     rows = [
         ("state and batch", f"{found.argument_bytes / GB:,.2f}", "compiled"),
         ("temporaries", f"{found.temp_bytes / GB:,.2f}", "compiled"),
@@ -83,17 +83,16 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
 
 def fits(setting: Setting, found: Compiled) -> bool:
     """Whether there is memory for what was compiled."""
-    return found.peak_bytes - found.score_bytes <= setting.target.room
+    return found.needed_bytes <= setting.target.room
 
 
 def target_record(setting: Setting, found: Compiled) -> dict[str, Any]:
     """Tier 3."""
-    peak = found.peak_bytes - found.score_bytes
     return {
         "provenance": "compiled",
         **dataclasses.asdict(found),
         "fits": fits(setting, found),
-        "tier_1_to_peak": setting.memory.total / peak,
+        "tier_1_to_peak": setting.memory.total / found.needed_bytes,
     }
 
 

@@ -64,6 +64,11 @@ class Compiled:
     notes: tuple[str, ...]
     """How this differs from the program on real devices, and what the compiler warned of."""
 
+    @property
+    def needed_bytes(self) -> int:
+        """The peak, less what cuDNN's attention would not hold."""
+        return self.peak_bytes - self.score_bytes
+
 
 def compile_for(
     config: TrainConfig,

@@ -6,7 +6,7 @@ from jaxtp.estimate.alternatives import Alternative
 from jaxtp.estimate.report import kinds_of, label
 from jaxtp.estimate.roofline import StepTime
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Search, Setting
-from jaxtp.mesh import AXES, TP
+from jaxtp.mesh import TP
 
 GB = 1e9
 FAR = 1.5
@@ -183,8 +183,3 @@ def _beside(setting: Setting, best: Setting) -> str:
     if ratio < 1 / NEAR:
         return f"{1 / ratio:.2f} x as fast, but less sure to fit"
     return "as fast, within the model's error" if ratio < NEAR else f"{ratio:.2f} x slower"
-
-
-def mesh_flag(setting: Setting) -> str:
-    """`fsdp=2,tp=4`."""
-    return ",".join(f"{axis}={setting.sizes[axis]}" for axis in AXES if setting.sizes[axis] > 1) or "tp=1"

@@ -25,9 +25,9 @@ class Listener:
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, special_tokens: bool = False):
-        self._tokenizer, self._template = tokenizer, template
+        self._template = template
         self._rendered = rendered_tokenizer(tokenizer)
-        self._special = SpecialTokens(self._rendered.tokens if self._rendered else (), keep=special_tokens)
+        self._special = SpecialTokens(self._rendered.tokens, keep=special_tokens)
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """The conversation, up to where the model answers.
@@ -37,10 +37,7 @@ class Listener:
         """
         heard = [message if message["role"] == ASSISTANT else self._special.escape(message) for message in messages]
         marked = self._special.mark(self._template.render(heard))
-        if self._rendered is None:
-            (ids,) = self._tokenizer.encode_batch([marked])
-        else:
-            ((ids, _),) = self._rendered.encode_batch([(marked, "")])
+        ((ids, _),) = self._rendered.encode_batch([(marked, "")])
         return list(ids.tolist())
 
 

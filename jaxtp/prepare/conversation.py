@@ -40,8 +40,7 @@ class Conversations:
         self._template = ChatTemplate(self.template, name, self.special_tokens)
         self._tokenizer = tokenizer
         self._rendered = rendered_tokenizer(tokenizer)
-        tokens = self._rendered.tokens if self._rendered else ()
-        self._tokens = SpecialTokens(tokens, keep=config.special_tokens)
+        self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
         self._probe = self.turns(_PROBE)
 
     def turns(self, messages: Any) -> tuple[Turn, ...]:
@@ -60,11 +59,8 @@ class Conversations:
     def encode(self, turns: Sequence[Turn]) -> list[list[NDArray[Any]]]:
         """The ids of prompt and answer of each turn."""
         pairs = [(turn.prompt or "", turn.text) for turn in turns]
-        if self._rendered is not None:
-            dtype = self._tokenizer.info.dtype
-            return [[part.astype(dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
-        ids = self._tokenizer.encode_batch([text for pair in pairs for text in pair])
-        return [ids[i : i + 2] for i in range(0, len(ids), 2)]
+        dtype = self._tokenizer.info.dtype
+        return [[part.astype(dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
 
     def save(self, folder: Path) -> None:
         """Writes the template and what it names beside the tokenizer of a dataset, so that one can talk to a run."""
@@ -80,8 +76,7 @@ class Conversations:
     def end(self) -> int | None:
         """The last special token that the template writes after an answer, if it does."""
         (_, ids), *_ = self.encode(self._probe)
-        special = self._rendered.ids if self._rendered else ()
-        return next((token for token in reversed(ids.tolist()) if token in special), None)
+        return next((token for token in reversed(ids.tolist()) if token in self._rendered.ids), None)
 
     def _turn(self, messages: list[Message], index: int) -> Turn:
         before = self._template.render(messages[:index])

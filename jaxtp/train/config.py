@@ -1,7 +1,7 @@
 """The configuration of a training run; its defaults are `configs/tiny.yaml`."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -290,6 +290,11 @@ def check_platform(model: ModelConfig, platform: str) -> None:
             f"model.attention=cudnn needs an NVIDIA GPU and a 16-bit model.precision.compute; here are {platform} "
             f"devices and {model.precision.compute}; use xla"
         )
+
+
+def training_of(config: TrainConfig) -> TrainConfig:
+    """The training configuration alone, of that of a command which has more to say."""
+    return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
 
 
 def violations_on(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[str]:
