@@ -1,4 +1,4 @@
-"""Files: their checksums, waiting until they are on the disk, and whether one can be written."""
+"""Files: their checksums, writing one whole, waiting until they are on the disk, and whether one can be written."""
 
 import hashlib
 import os
@@ -31,6 +31,18 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file beside its place and renames it, so that another process reads all of it or nothing.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(f".{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
 
 
 def require_writable(flag: str, path: Path) -> None:

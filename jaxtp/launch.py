@@ -86,6 +86,15 @@ def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "jaxtp"
 
 
+def xla_flags(environment: Mapping[str, str] | None = None) -> str:
+    """Returns the flags that the environment gives XLA, which the programs it compiles depend on.
+
+    Args:
+      environment: default `os.environ`.
+    """
+    return (os.environ if environment is None else environment).get("XLA_FLAGS", "")
+
+
 def visible_gpus(present: int, environment: Mapping[str, str] | None = None) -> int:
     """How many of a machine's NVIDIA GPUs a process started from here may use.
 

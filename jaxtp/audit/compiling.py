@@ -1,6 +1,10 @@
 """Compiling a step so that the partitioner's own text can be read."""
 
+import hashlib
+import json
+import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,11 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxlib.version
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxtp.files import write_whole
+from jaxtp.launch import xla_flags
 
-def compile_with_spmd_text(lowered: Any, options: Mapping[str, bool | int | str] | None = None) -> tuple[Any, str]:
-    """Compiles what `jax.jit(f).lower(...)` gave.
+Options = Mapping[str, bool | int | str]
+
+
+def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tuple[Any, str]:
+    """Compiles a lowered program and returns what the partitioner made of it.
+
+    Where JAX has a persistent compilation cache, the text is kept beside its programs with what the compiler printed,
+    so that a program that was read before is not compiled again, and its warnings are not lost.
 
     Args:
       lowered: a `jax.stages.Lowered`.
@@ -22,19 +35,64 @@ def compile_with_spmd_text(lowered: Any, options: Mapping[str, bool | int | str]
       The `jax.stages.Compiled`, and the HLO text after SPMD partitioning, before any pass for one kind of device; on
       a single device nothing is partitioned, and the text is that before all passes.
     """
-    with tempfile.TemporaryDirectory() as folder, _no_compilation_cache():
+    place = _place_of_text(lowered, options)
+    if place and place.exists():
+        kept = json.loads(place.read_text())
+        os.write(2, kept["printed"].encode())
+        return lowered.compile(compiler_options=dict(options or {})), kept["text"]
+    with captured_stderr() as printed:
+        compiled, text = _compile_and_dump(lowered, options)
+        if text is None:  # the program came from the persistent cache, so the compiler printed no text
+            with _no_compilation_cache():
+                compiled, text = _compile_and_dump(lowered, options)
+    os.write(2, "".join(printed).encode())
+    if place:
+        write_whole(place, json.dumps({"text": text, "printed": "".join(printed)}))
+    return compiled, text
+
+
+@contextmanager
+def captured_stderr() -> Iterator[list[str]]:
+    """Collects the lines that are written to standard error meanwhile, those of the compiler's C++ among them."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            lines += file.readlines()
+
+
+def _compile_and_dump(lowered: Any, options: Options | None) -> tuple[Any, Any]:
+    """Returns the compiled program and its text; None for the text where the program was not compiled anew."""
+    with tempfile.TemporaryDirectory() as folder:
         dump = {
             "xla_dump_to": folder,
             "xla_dump_hlo_as_text": True,
             "xla_dump_hlo_pass_re": "spmd-partitioning",
         }
         compiled = lowered.compile(compiler_options={**(options or {}), **dump})
-        (text,) = _find(folder, r"after_(tpu-)?spmd-partitioning\.") or _find(folder, r"\.before_optimizations\.txt$")
-        return compiled, text.read_text()
+        found = _find(folder, r"after_(tpu-)?spmd-partitioning\.") or _find(folder, r"\.before_optimizations\.txt$")
+        return compiled, found[0].read_text() if found else None
 
 
 def _find(folder: str, pattern: str) -> list[Path]:
     return [path for path in Path(folder).iterdir() if re.search(pattern, path.name)]
+
+
+def _place_of_text(lowered: Any, options: Options | None) -> Path | None:
+    """Returns the file of a program's text in JAX's cache, named by a hash of all that the text depends on."""
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if not folder or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        return None
+    versions = (jax.__version__, jaxlib.version.__version__, jax.default_backend(), xla_flags())
+    described = repr((versions, sorted((options or {}).items()), lowered.as_text(debug_info=True)))
+    return Path(folder) / f"partitioned-{hashlib.sha256(described.encode()).hexdigest()}.json"
 
 
 @contextmanager

@@ -4,15 +4,12 @@ Nothing is allocated or run: the shapes are those of the run.
 """
 
 import dataclasses
-import os
-import sys
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from jaxtp.audit.audit import Audit, audit_traced
+from jaxtp.audit.compiling import captured_stderr
 from jaxtp.config import ConfigError
 from jaxtp.estimate.report import is_plain
 from jaxtp.estimate.search import Setting
@@ -98,7 +95,7 @@ def compile_partitioned(setting: Setting) -> Partitioned:
     budget: dict[tuple[str, tuple[str, ...]], float] = {}
     for move in setting.moves:
         budget[move.module, move.axes] = budget.get((move.module, move.axes), 0.0) + move.bytes_sent
-    with _stderr() as printed:
+    with captured_stderr() as printed:
         found = audit_traced(
             trace_step(config, blueprint),
             blueprint.sharded,
@@ -111,7 +108,7 @@ def compile_partitioned(setting: Setting) -> Partitioned:
         planned_bytes(setting.moves),
         realised_bytes(found),
         tuple(found.problems()),
-        tuple(line for line in printed if line.strip()),
+        tuple(line.rstrip() for line in printed if line.strip()),
         time.monotonic() - started,
         tuple(notes),
         not is_plain(config.model),
@@ -146,20 +143,3 @@ def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
         model = dataclasses.replace(model, remat="full")
         notes.append("compiled with remat full, which moves the same as offload")
     return dataclasses.replace(config, model=model), notes
-
-
-@contextmanager
-def _stderr() -> Iterator[list[str]]:
-    """The lines that are written to standard error meanwhile, the compiler's C++ among them."""
-    lines: list[str] = []
-    sys.stderr.flush()
-    with tempfile.TemporaryFile("w+", errors="replace") as file:
-        saved = os.dup(2)
-        os.dup2(file.fileno(), 2)
-        try:
-            yield lines
-        finally:
-            os.dup2(saved, 2)
-            os.close(saved)
-            file.seek(0)
-            lines += file.read().splitlines()

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from jaxtp.config import to_plain
 from jaxtp.estimate import process
 from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.topology import Topology, this_machine, topology
+from jaxtp.files import write_whole
 from jaxtp.launch import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh
 from jaxtp.train.config import TrainConfig, check
@@ -159,16 +159,8 @@ def _answer(done: process.Output) -> dict[str, Any]:
         raise TargetError(f"the compiler for the target gave no answer: {done.out[-200:]!r}") from None
     if place := answer.pop("keep", None):
         answer["notes"] = sorted(set(_WARNING.findall(done.errors)))
-        _keep(Path(place), json.dumps(answer))
+        write_whole(Path(place), json.dumps(answer))
     return answer
-
-
-def _keep(place: Path, answer: str) -> None:
-    """Written beside and renamed: another process may be reading."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    beside = place.with_suffix(f".{os.getpid()}")
-    beside.write_text(answer)
-    beside.replace(place)
 
 
 def _compiled(answer: Mapping[str, Any], target: Topology) -> Compiled:
