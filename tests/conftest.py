@@ -1,9 +1,11 @@
-"""Sixteen virtual CPU devices, and a compilation cache that survives the run."""
+"""Sixteen virtual CPU devices, on a machine with GPUs too, and a compilation cache that survives the run."""
 
 import logging
 import os
 from importlib.metadata import version
 from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes that tests start as well
 
 # Tests spend most of their time compiling. Without optimization it takes less than half of it, and with the emitters
 # that jaxlib 0.10 still has beside its new ones half of that again; what is partitioned and computed is the same.
@@ -21,8 +23,17 @@ logging.getLogger("asyncio").setLevel(logging.CRITICAL)
 
 jax.config.update("jax_num_cpu_devices", 16)
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent / ".jax_cache"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+TIERS = {"wide", "journey", "slow"}
+
+
+def pytest_collection_modifyitems(items):
+    """A test is in one tier, so that nothing runs twice and nothing is left out."""
+    for item in items:
+        assert len(TIERS.intersection(mark.name for mark in item.iter_markers())) <= 1, f"{item.nodeid}: several tiers"
 
 
 @pytest.fixture(autouse=True)

@@ -1,9 +1,11 @@
 """Building the same weights with and without a mesh, and comparing what comes out."""
 
+import itertools
 import zlib
 
 import jax
 import numpy as np
+import pytest
 from flax import nnx
 
 from jaxtp.check.parity import on_host, place
@@ -43,6 +45,19 @@ def without_mesh(build, weights):
 
 
 by_name = on_host
+
+
+def sweep(cases, *first):
+    """Parameters of a test with one argument: every case, those that are not among `first` in the wide tier."""
+    assert all(case in cases for case in first), "a case of the default suite is not among the cases"
+    return [pytest.param(case, marks=() if case in first else pytest.mark.wide) for case in cases]
+
+
+def sweep_of(lists, *first):
+    """Parameters of a test with several arguments: every combination of a case from each list, tiers as in `sweep`."""
+    cases = list(itertools.product(*lists))
+    assert all(case in cases for case in first), "a case of the default suite is not among the cases"
+    return [pytest.param(*case, marks=() if case in first else pytest.mark.wide) for case in cases]
 
 
 def relative_error(actual, expected):

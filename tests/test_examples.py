@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from flax_parity import assert_same, train_alone, train_on
 from moves import bytes_over_tp
-from support import MESHES
+from support import MESHES, sweep, sweep_of
 
 import jaxtp
 from jaxtp.parallel.modules import find_modules
@@ -19,13 +19,7 @@ from jaxtp.parallel.plan import assign_styles
 
 FOLDER = Path(__file__).parent.parent / "scripts" / "examples"
 NAMES = ["vit", "mixer", "encoder_decoder", "recurrent"]
-FAST = {
-    ("vit", (1, 2, 4)),
-    ("mixer", (1, 1, 8)),
-    ("encoder_decoder", (2, 2, 2)),
-    ("recurrent", (1, 2, 4)),
-}
-TRANSFORMERS = ("vit", "encoder_decoder")
+FIRST = {"vit": (1, 2, 4), "mixer": (1, 1, 8), "encoder_decoder": (2, 2, 2), "recurrent": (1, 2, 4)}
 
 
 @pytest.fixture(autouse=True)
@@ -62,21 +56,13 @@ def builder(module):
     return build
 
 
-def cases(fast):
-    """The examples on every mesh; those not among the fast ones are slow."""
-    for name in NAMES:
-        for mesh in MESHES:
-            marks = () if (name, mesh) in fast else pytest.mark.slow
-            yield pytest.param(name, mesh, marks=marks, id=f"{name}-{'x'.join(map(str, mesh))}")
-
-
-@pytest.mark.parametrize(("name", "mesh"), list(cases(FAST)))
+@pytest.mark.parametrize(("name", "mesh"), sweep_of([NAMES, MESHES], *FIRST.items()), ids=str)
 def test_an_example_on_a_mesh_equals_one_device(name, mesh):
     module, plan = example(name)
     assert_same(train_on(mesh, builder(module), plan, inputs_of(module)), on_one_device(name))
 
 
-@pytest.mark.slow
+@pytest.mark.wide
 @pytest.mark.parametrize("name", NAMES)
 def test_so_does_its_proposed_plan(name):
     module, _ = example(name)
@@ -84,9 +70,7 @@ def test_so_does_its_proposed_plan(name):
     assert_same(train_on((1, 2, 4), builder(module), plan, inputs_of(module)), on_one_device(name))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in TRANSFORMERS else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
-)
+@pytest.mark.parametrize("name", sweep(NAMES, "vit"))
 def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
     """Nothing but what it says: the bytes of the compiled step are those that were predicted."""
     (module, by_hand), mesh = example(name), jaxtp.make_mesh(fsdp=2, tp=4)
@@ -114,14 +98,9 @@ def expanded(module, plan):
     return {path[0]: style for path, (_, style) in styles if style}
 
 
-@pytest.mark.parametrize(
-    ("name", "steps"),
-    [
-        ("recurrent", 30),
-        *(pytest.param(name, 30, marks=pytest.mark.slow) for name in ("vit", "mixer", "encoder_decoder")),
-    ],
-)
-def test_an_example_learns(name, steps, capsys):
+@pytest.mark.parametrize("name", sweep(NAMES, "recurrent"))
+def test_an_example_learns(name, capsys):
+    steps = 30
     module, plan = example(name)
     importlib.import_module("train").main(
         module.build, module.loss, module.batch, plan, ["--mesh", "fsdp=2,tp=4", "--steps", str(steps)]

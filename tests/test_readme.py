@@ -72,12 +72,14 @@ def dataset(tmp_path_factory):
     return folder
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("flags", OWN, ids=" ".join)
 def test_training_command(flags, tmp_path, dataset):
     flags = [str(dataset) if flag == "data/own" else flag for flag in flags]
     assert main(shortened(flags, tmp_path, 2)) == 0
 
 
+@pytest.mark.journey
 def test_generating_from_the_run_on_own_data(tmp_path, dataset, capsys):
     (trained,) = (flags for flags in OWN if "runs/own" in flags)
     flags = [str(dataset) if flag == "data/own" else flag for flag in trained]
@@ -120,6 +122,7 @@ def test_tables_are_the_stored_results():
         assert {line for table in tables for line in table} <= set(lines)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("flags", CHECK, ids=" ".join)
 def test_check_command(flags, tmp_path, capsys):
     flags = [str(tmp_path / "check.json") if flag == "runs/check.json" else flag for flag in flags]
@@ -128,6 +131,7 @@ def test_check_command(flags, tmp_path, capsys):
     assert (tmp_path / "check.json").exists()
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("flags", ESTIMATE, ids=" ".join)
 def test_estimate_command(flags, tmp_path, capsys):
     """It prints what the README shows, and draws."""
@@ -140,6 +144,7 @@ def test_estimate_command(flags, tmp_path, capsys):
     assert set(shown.splitlines()) - {"..."} <= set(printed)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("flags", BENCH, ids=" ".join)
 def test_bench_command(flags, tmp_path, capsys):
     """What it writes is read where the README says, and it says that it measured no hardware."""
@@ -151,6 +156,7 @@ def test_bench_command(flags, tmp_path, capsys):
     assert estimate(["--hardware", f"{out}x8"]) == 0
 
 
+@pytest.mark.journey
 def test_the_commands_that_go_on_from_each_other(tmp_path, capsys):
     first, second = (flags for flags in OWN if "runs/a" in flags and "--run.init-from" not in flags)
     assert main(shortened(first, tmp_path, 2)) == 0
@@ -169,6 +175,7 @@ def test_the_commands_that_go_on_from_each_other(tmp_path, capsys):
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.journey
 def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypatch, capsys):
     """The commands as they are, on a tiny model, in a folder of their own."""
     sizes = {"vocab_size": 1024, "d_model": 16, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
@@ -189,6 +196,7 @@ def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypat
     assert all((folder / "tokenizer.json").exists() for folder in Path("models").iterdir())
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("flags", EXPLAIN, ids=" ".join)
 def test_explain_command(flags, tmp_path, capsys):
     assert explain([str(tmp_path / "vit.png") if flag == "runs/vit.png" else flag for flag in flags]) == 0
@@ -198,6 +206,7 @@ def test_explain_command(flags, tmp_path, capsys):
     assert set(shown) <= set(printed), "the README shows what it prints"
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("command", [line for line in SCRIPTS if "/examples/" in line])
 def test_example_command(command, monkeypatch, capsys):
     _, script, *flags = shlex.split(command)
@@ -211,7 +220,7 @@ def test_set_up_commands_are_what_ci_runs():
     install, test = (line for line in COMMANDS if "pip install" in line)
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
-    assert "pip\" install --quiet -e '.[dev]'" in (ROOT / ".ci/run").read_text()
+    assert 'pip" install --quiet -e ".[dev]"' in (ROOT / ".ci/run").read_text()
     kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EXPLAIN, BENCH)
     assert len(COMMANDS) == sum(map(len, kinds)) + 2
 

@@ -44,6 +44,7 @@ def test_every_config_passes_on_its_own_mesh(path, tmp_path, capsys):
     assert f"all {2 * len(precisions)} equal one device" in capsys.readouterr().out
 
 
+@pytest.mark.journey
 def test_a_model_of_hugging_face_is_checked_with_its_own_sizes(tmp_path, capsys):
     file = tmp_path / "check.json"
     assert main(["--model.from-hf", str(FOLDER / "qwen3"), "--mesh", "tp=2", "--json", str(file)]) == 0
@@ -74,6 +75,7 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
     assert "a reduction (leave_parallel, all_reduce) is missing" in out
 
 
+@pytest.mark.wide
 def test_a_doubled_bias_is_named(monkeypatch, capsys):
     def before_the_reduction(self, sequence, x, kernel, *biases):
         y = x @ self.precision.load(kernel, 1)
@@ -116,6 +118,7 @@ def row_kernel_gradient_counted_twice(monkeypatch):
     monkeypatch.setattr(linear.RowParallelLinear, "_project", counted_twice)
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("row_kernel_gradient_counted_twice")
 def test_a_weight_gradient_counted_twice_is_named(capsys):
     assert "kernel: its own gradient, where outputs and their gradients agree" in run_broken(capsys)
@@ -132,6 +135,7 @@ class Swapped(nnx.Module):
         return self.down(jax.nn.silu(self.up(x)))
 
 
+@pytest.mark.wide
 @pytest.mark.usefixtures("row_kernel_gradient_counted_twice")
 def test_shared_kv_heads_are_not_taken_for_a_difference(capsys):
     """Their outputs have other shapes on other meshes; dropout draws the same masks while the difference is sought."""
@@ -139,6 +143,7 @@ def test_shared_kv_heads_are_not_taken_for_a_difference(capsys):
     assert "kernel: its own gradient, where outputs and their gradients agree" in out
 
 
+@pytest.mark.wide
 def test_swapped_row_and_column_are_named(monkeypatch, capsys):
     monkeypatch.setattr(decoder, "SwiGLU", Swapped)
     out = run_broken(capsys)

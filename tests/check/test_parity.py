@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.check import parity
@@ -68,20 +69,18 @@ def one_device(request):
     return config, initial, parity.run(config, ONE_DEVICE, initial)
 
 
-FIRST = [Case(mesh, mesh[2] > 1) for mesh in ((8, 1, 1), (1, 8, 1), (1, 1, 8), (2, 2, 2))]
-FIRST += [Case((1, 2, 4), False), Case((1, 4, 2), True)]
-"""The others are slow: minutes in all. Of the plain model those are that split no sequence."""
+FIRST = {
+    "llama": Case((2, 2, 2), True),
+    "shared kv heads": Case((1, 1, 8), True),
+    "odd": Case((1, 2, 4), False),
+    "accumulation": Case((1, 8, 1), False),
+    "adapters": Case((1, 4, 2), True),
+}
 
 
-def marks(name, case):
-    first = case in FIRST or (name == "llama" and (case.sequence_parallel or case.mesh[2] == 1))
-    return () if first else pytest.mark.slow
-
-
-ALL = [pytest.param(name, case, marks=marks(name, case), id=f"{name}, {case}") for name in CONFIGS for case in CASES]
-
-
-@pytest.mark.parametrize(("one_device", "case"), ALL, indirect=["one_device"])
+@pytest.mark.parametrize(
+    ("one_device", "case"), sweep_of([CONFIGS, CASES], *FIRST.items()), indirect=["one_device"], ids=str
+)
 def test_any_mesh_equals_one_device(one_device, case):
     config, initial, expected = one_device
     errors = parity.compare(parity.run(config, case, initial), expected)
@@ -99,7 +98,7 @@ def test_the_numbers_are_not_trivial(one_device):
     assert len(set(numbers.losses)) == parity.UPDATES
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 2, 4)], ids=str)
+@pytest.mark.parametrize("mesh", sweep([(1, 1, 2), (1, 2, 4)], (1, 2, 4)), ids=str)
 def test_bfloat16_within_its_tolerance(mesh):
     config = variant(precision=jaxtp.Precision(compute="bfloat16"))
     initial = parity.initial_arrays(config)
@@ -107,6 +106,7 @@ def test_bfloat16_within_its_tolerance(mesh):
     assert parity.compare(many, one).within(parity.TOLERANCES["bfloat16"])
 
 
+@pytest.mark.parametrize("one_device", ["accumulation"], indirect=True)
 def test_accumulation_equals_the_whole_batch(one_device):
     config, initial, accumulated = one_device
     whole = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=1))

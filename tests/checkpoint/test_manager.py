@@ -6,7 +6,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from support import by_name
+from support import by_name, sweep
 
 import jaxtp
 from jaxtp.checkpoint.checksum import checksums
@@ -57,7 +57,7 @@ def written(tmp_path_factory):
     return folder, by_name(state, plan.mesh)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", sweep(MESHES, (1, 2, 4)), ids=str)
 def test_restored_on_any_mesh(written, mesh):
     folder, expected = written
     plan = blueprint(mesh)
@@ -263,9 +263,6 @@ def test_weights_that_cannot_be_used(written, tmp_path, model, message):
 RESHARDED = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
 """19 tokens are padded on some of them, two kv heads are shared on others."""
 
-FIRST = [(1, 1, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2)]
-"""Written on these every time; on the others in slow tests."""
-
 
 @pytest.fixture(scope="module")
 def muon_plans():
@@ -274,11 +271,7 @@ def muon_plans():
     return {mesh: plan_state(MODEL, rule, jaxtp.make_mesh(*mesh)) for mesh in RESHARDED}
 
 
-@pytest.mark.parametrize(
-    "origin",
-    [pytest.param(mesh, marks=() if mesh in FIRST else pytest.mark.slow) for mesh in RESHARDED],
-    ids=str,
-)
+@pytest.mark.parametrize("origin", sweep(RESHARDED, (2, 2, 2)), ids=str)
 def test_written_on_any_mesh_and_restored_on_any_other(tmp_path, muon_plans, origin):
     plan = muon_plans[origin]
     state = random_state(plan)

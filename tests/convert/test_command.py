@@ -46,6 +46,7 @@ def test_the_run_can_be_inspected_and_verified(imported, capsys):
     assert "no problems" in capsys.readouterr().out
 
 
+@pytest.mark.journey
 def test_training_from_it_and_exporting_that(imported, tmp_path, capsys):
     run = imported / "run"
     small = [

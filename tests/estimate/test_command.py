@@ -214,6 +214,7 @@ def test_mistakes(flags, message, capsys, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir()), "no file is left behind"
 
 
+@pytest.mark.journey
 def test_a_reader_that_leaves_ends_it_without_a_word():
     """As `| head` does."""
     words = [sys.executable, "-m", "jaxtp.estimate", *TINY, "--hardware", "h100x8", "--mesh", "tp=8"]

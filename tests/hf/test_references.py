@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE
+from support import sweep
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -19,13 +20,19 @@ from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 
 ONE = ((1, 1, 1), False)
+MIXED = [((1, 2, 2), True), ((1, 1, 8), False)]
 TP = [((1, 1, 2), True), *(((1, 1, tp), split) for tp in (4, 8) for split in (True, False))]
-FIRST = (ONE, ((1, 1, 2), True), ((1, 1, 8), False))
-"""The others are slow: minutes in all."""
+FIRST = [ONE, ((1, 1, 8), False), ((1, 1, 4), True)]
 CASES = [
-    pytest.param(name, *case, marks=() if case in FIRST else pytest.mark.slow) for name in COPIED for case in (ONE, *TP)
+    pytest.param(name, *case, marks=() if case == FIRST[i % len(FIRST)] else pytest.mark.wide)
+    for i, name in enumerate(COPIED)
+    for case in (ONE, *TP)
 ]
-CASES += [pytest.param(name, *case) for name in MADE for case in (((1, 2, 2), True), ((1, 1, 8), False))]
+CASES += [
+    pytest.param(name, *case, marks=() if case == MIXED[i % len(MIXED)] else pytest.mark.wide)
+    for i, name in enumerate(MADE)
+    for case in MIXED
+]
 
 
 def shifted(labels):
@@ -81,7 +88,7 @@ def read_attributes_of(name, file):
     return read_attributes(FOLDER / name) if file == "config.json" else jaxtp.hf.folder._read_json(FOLDER / name, file)
 
 
-@pytest.mark.parametrize("name", COPIED + MADE)
+@pytest.mark.parametrize("name", sweep(COPIED + MADE, COPIED[0], MADE[0]))
 def test_greedy_tokens(name):
     reference, mesh = hf_reference.load(name), jaxtp.make_mesh(tp=4)
     prompt, expected = reference["gen_prompt"], reference["gen_tokens"][0]

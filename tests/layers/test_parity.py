@@ -1,6 +1,7 @@
 """Every layer, on every mesh and on none, against the plain mathematics: output, input and weight gradients."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 import reference
 from flax import nnx
-from support import MESHES, assert_close, by_name, random_weights, state_on_mesh, without_mesh
+from support import MESHES, assert_close, by_name, random_weights, state_on_mesh, sweep, without_mesh
 
 import jaxtp
 
@@ -111,22 +112,26 @@ def run(function, weights, x):
     return y, grad_x, grads
 
 
-def expected(case, weights, x):
-    y, grad_x, grads = run(case.reference, weights, x)
-    return {"output": y, "input": grad_x, **grads}
+@cache
+def plain_mathematics(name):
+    """Weights and input of a layer, and its output and gradients as they should be."""
+    case = CASES[name]
+    weights = random_weights(lambda: case.build(nnx.Rngs(0)))
+    x = jax.random.normal(jax.random.key(1), case.input_shape)
+    y, grad_x, grads = jax.jit(lambda weights, x: run(case.reference, weights, x))(weights, x)
+    return weights, x, {"output": y, "input": grad_x, **grads}
 
 
 def module_call(case, graph):
     return jax.jit(lambda state, x: run(lambda state, x: case.call(nnx.merge(graph, state), x), state, x))
 
 
-@pytest.mark.parametrize("mesh", [None, *MESHES], ids=str)
+@pytest.mark.parametrize("mesh", sweep([None, *MESHES], None, (1, 2, 4)), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_layer_equals_plain_mathematics(name, mesh):
     case = CASES[name]
     build = lambda: case.build(nnx.Rngs(0))
-    weights = random_weights(build)
-    x = jax.random.normal(jax.random.key(1), case.input_shape)
+    weights, x, expected = plain_mathematics(name)
     if mesh is None:
         graph, state = without_mesh(build, weights)
         y, grad_x, grads = module_call(case, graph)(state, x)
@@ -137,4 +142,4 @@ def test_layer_equals_plain_mathematics(name, mesh):
         with jax.set_mesh(mesh):
             y, grad_x, grads = module_call(case, graph)(state, x)
             actual = {"output": y, "input": grad_x, **by_name(grads, mesh)}
-    assert_close(actual, expected(case, weights, x))
+    assert_close(actual, expected)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from support import sweep_of
 
 import jaxtp
 from jaxtp.audit.audit import bytes_by_place
@@ -60,8 +61,13 @@ ALL_REDUCE = {"none": 8, "save_dots": 8, "save_gathered": 8, "full": 10}
 SEQUENCE_PARALLEL = {"none": 8, "save_dots": 10, "save_gathered": 8, "full": 11}
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 2), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("policy", ALL_REDUCE)
+@pytest.mark.parametrize(
+    ("mesh", "policy"),
+    sweep_of(
+        [[(1, 1, 2), (1, 1, 8), (1, 2, 4), (2, 2, 2)], ALL_REDUCE], *(((2, 2, 2), policy) for policy in ALL_REDUCE)
+    ),
+    ids=str,
+)
 def test_all_reduce_tensor_parallelism(mesh, policy):
     found = block_collectives(mesh, policy, sequence_parallel=False)
     assert kinds(found, ("tp",)) == {"all-reduce": ALL_REDUCE[policy] / 2}
@@ -72,8 +78,11 @@ def test_all_reduce_tensor_parallelism(mesh, policy):
     assert {c.axes for c in found} <= {("tp",), ("fsdp",), ("dp",)}
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 8), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("policy", SEQUENCE_PARALLEL)
+@pytest.mark.parametrize(
+    ("mesh", "policy"),
+    sweep_of([[(1, 1, 8), (2, 2, 2)], SEQUENCE_PARALLEL], *(((1, 1, 8), policy) for policy in SEQUENCE_PARALLEL)),
+    ids=str,
+)
 def test_sequence_parallelism(mesh, policy):
     found = block_collectives(mesh, policy)  # on by itself: tp divides the sequence
     assert units_over_tp(found, mesh) == SEQUENCE_PARALLEL[policy]
@@ -128,9 +137,16 @@ def step_bytes(config, mesh, accumulation=1):
     return bytes_by_place(count_collectives(jaxpr, sizes)), budget
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "all-reduce"])
-@pytest.mark.parametrize("policy", ALL_REDUCE)
-@pytest.mark.parametrize("mesh", [(1, 1, 8), (2, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "policy", "sequence_parallel"),
+    sweep_of(
+        [[(1, 1, 8), (2, 2, 2)], ALL_REDUCE, [True, False]],
+        ((2, 2, 2), "full", True),
+        ((2, 2, 2), "save_dots", False),
+        ((1, 1, 8), "save_gathered", True),
+    ),
+    ids=str,
+)
 def test_a_step_moves_its_budget(mesh, policy, sequence_parallel):
     config = dataclasses.replace(PLAIN, remat=policy, sequence_parallel=sequence_parallel)
     counted, budget = step_bytes(config, mesh)
@@ -143,13 +159,20 @@ def test_the_budget_is_exact(name):
     assert counted == pytest.approx(budget)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 8), (2, 2, 2)], ids=str)
-@pytest.mark.parametrize("name", BOUNDED)
-def test_biases_and_norms_stay_within_the_budget(name, mesh):
-    for policy in ALL_REDUCE:
-        counted, budget = step_bytes(dataclasses.replace(BOUNDED[name], remat=policy), mesh)
-        assert counted.keys() <= budget.keys()
-        assert all(sent <= budget[place] * (1 + 1e-9) for place, sent in counted.items())
+@pytest.mark.parametrize(
+    ("name", "mesh", "policy"),
+    sweep_of(
+        [BOUNDED, [(1, 1, 8), (2, 2, 2)], ALL_REDUCE],
+        ("biases and tied", (2, 2, 2), "save_dots"),
+        ("head norms", (1, 1, 8), "full"),
+        ("projection norms", (2, 2, 2), "none"),
+    ),
+    ids=str,
+)
+def test_biases_and_norms_stay_within_the_budget(name, mesh, policy):
+    counted, budget = step_bytes(dataclasses.replace(BOUNDED[name], remat=policy), mesh)
+    assert counted.keys() <= budget.keys()
+    assert all(sent <= budget[place] * (1 + 1e-9) for place, sent in counted.items())
 
 
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "all-reduce"])

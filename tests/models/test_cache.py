@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import MESHES, TOLERANCE, random_weights, relative_error, state_on_mesh, without_mesh
+from support import MESHES, TOLERANCE, random_weights, relative_error, state_on_mesh, sweep, without_mesh
 
 import jaxtp
 from jaxtp.audit.census import count_collectives
@@ -36,6 +36,7 @@ MODELS = {
     "bfloat16": dataclasses.replace(SHARED, precision=jaxtp.Precision(param="bfloat16", compute="bfloat16")),
 }
 CASES = [("shared", mesh) for mesh in [None, *MESHES]] + [(name, (1, 2, 4)) for name in MODELS if name != "shared"]
+DEFAULT = [("shared", None), ("shared", (2, 2, 2)), ("biases, tied", (1, 2, 4)), ("window", (1, 2, 4))]
 FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 0])  # tokens of each row in the first chunk, padded to CHUNK
 SECOND = np.array([6, 0, 5, 1, 2, 4, 3, 6])  # in the second, left over by the first
 
@@ -54,8 +55,9 @@ def built(name, mesh):
     return without_mesh(make, weights_of(name)) if mesh is None else state_on_mesh(make, weights_of(name), mesh)
 
 
-@pytest.mark.parametrize(("name", "mesh"), CASES, ids=str)
-def test_cached_equals_uncached(name, mesh):
+@pytest.mark.parametrize("case", sweep(CASES, *DEFAULT), ids=str)
+def test_cached_equals_uncached(case):
+    name, mesh = case
     mesh = mesh and jaxtp.make_mesh(*mesh)
     graph, state = built(name, mesh)
     ids = np.random.default_rng(0).integers(0, MODELS[name].vocab_size, (B, T), np.int32)

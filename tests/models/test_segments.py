@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference
 from flax import nnx
-from support import MESHES, TOLERANCE, by_name, random_weights, relative_error, state_on_mesh, without_mesh
+from support import MESHES, TOLERANCE, by_name, random_weights, relative_error, state_on_mesh, sweep_of, without_mesh
 
 import jaxtp
 from jaxtp.data.documents import InMemory
@@ -85,8 +85,9 @@ def test_without_a_mesh(batch, alone):
     check(graph, state, batch, alone, lambda g: {".".join(map(str, p)): v[...] for p, v in nnx.to_flat_state(g)})
 
 
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "sequence_parallel"), sweep_of([MESHES, [True, False]], ((1, 2, 4), True), ((2, 2, 2), False)), ids=str
+)
 def test_on_every_mesh(batch, alone, mesh, sequence_parallel):
     if sequence_parallel and mesh[2] == 1:
         pytest.skip("no tp to split the sequence over")

@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import pytest
+from support import sweep
 
 import jaxtp
 from jaxtp.audit.compiling import compile_with_spmd_text
@@ -38,10 +39,10 @@ def compiled_flops(config, mesh, accumulation):
 @pytest.mark.parametrize(
     ("mesh", "remat", "accumulation"),
     [
-        pytest.param((1, 2, 4), "none", 1, marks=pytest.mark.slow),
+        pytest.param((1, 2, 4), "none", 1, marks=pytest.mark.wide),
         ((1, 1, 8), "save_dots", 2),
-        pytest.param((2, 2, 2), "save_gathered", 1, marks=pytest.mark.slow),
-        ((1, 4, 1), "full", 2),
+        pytest.param((2, 2, 2), "save_gathered", 1, marks=pytest.mark.wide),
+        pytest.param((1, 4, 1), "full", 2, marks=pytest.mark.wide),
     ],
     ids=str,
 )
@@ -52,9 +53,7 @@ def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation):
     assert work.flops == compiled_flops(config, mesh, accumulation)
 
 
-@pytest.mark.parametrize(
-    "remat", ["save_gathered", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "full", "save_dots"))]
-)
+@pytest.mark.parametrize("remat", sweep(["save_gathered", "none", "full", "save_dots"], "save_gathered"))
 def test_with_adapters_too(remat):
     mesh = (1, 2, 4)
     config = dataclasses.replace(MODEL, remat=remat, lora=LoraConfig(rank=4))

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
-from support import MESHES
+from support import MESHES, sweep_of
 
 import jaxtp
 from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
@@ -117,23 +117,23 @@ CASES = {
     "homemade": Case(models.Homemade, plan={"norm": SequenceParallel(), "out": Rowwise()}),
     "grouped": Case(models.Grouped),
 }
-FAST = {
-    "llama": [(1, 2, 4)],
-    "llama_without_a_plan": [(8, 1, 1)],
-    "llama_all_reduce": [(1, 1, 4)],
-    "containers": [(1, 1, 8)],
-    "tied_vocabulary": [(2, 2, 2)],
-    "tied_features": [(1, 1, 2)],
-    "dropout": [(2, 2, 2)],
-    "convolutions": [(1, 2, 4)],
-    "shared": [(1, 1, 1)],
-    "stacked": [(2, 2, 2)],
-    "multi_head_attention": [(1, 1, 4)],
-    "general": [(1, 2, 4)],
-    "homemade": [(2, 2, 2)],
-    "grouped": [(1, 8, 1)],
+FIRST = {
+    "llama": (1, 2, 4),
+    "llama_without_a_plan": (8, 1, 1),
+    "llama_all_reduce": (1, 1, 4),
+    "containers": (1, 1, 8),
+    "tied_vocabulary": (2, 2, 2),
+    "tied_features": (1, 1, 2),
+    "dropout": (2, 2, 2),
+    "convolutions": (1, 2, 4),
+    "shared": (1, 1, 1),
+    "stacked": (2, 2, 2),
+    "multi_head_attention": (1, 1, 4),
+    "general": (1, 2, 4),
+    "homemade": (2, 2, 2),
+    "grouped": (1, 8, 1),
 }
-"""The others are slow: every mesh is here, and every model."""
+"""The mesh of each model in the default suite: every mesh is here, and every model."""
 
 
 @functools.cache
@@ -141,14 +141,7 @@ def on_one_device(name):
     return train_alone(lambda: CASES[name].build(nnx.Rngs(0)), CASES[name].inputs)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        pytest.param(name, mesh, marks=() if mesh in FAST[name] else pytest.mark.slow, id=f"{name}-{mesh}")
-        for name in CASES
-        for mesh in MESHES
-    ],
-)
+@pytest.mark.parametrize(("name", "mesh"), sweep_of([CASES, MESHES], *FIRST.items()), ids=str)
 def test_parallel_equals_one_device(name, mesh):
     case = CASES[name]
     actual = train_on(mesh, lambda: case.build(nnx.Rngs(0)), case.plan, case.inputs, born=mesh != (2, 2, 2))

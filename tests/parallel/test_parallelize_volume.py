@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 from flax_models import D, F, H, N, T
+from support import sweep_of
 
 import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
@@ -56,7 +57,7 @@ def arrays_added(found):
 
 @pytest.mark.parametrize(
     ("mesh", "sequence", "kv_heads"),
-    [((1, 2, 4), True, 8), ((1, 1, 8), False, 8), ((1, 1, 8), True, 2), ((1, 2, 4), False, 2)],
+    sweep_of([[(1, 2, 4), (1, 1, 8)], [True, False], [8, 2]], ((1, 2, 4), True, 8), ((1, 1, 8), False, 2)),
     ids=str,
 )
 def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_heads):

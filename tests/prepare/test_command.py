@@ -237,6 +237,7 @@ def test_a_damaged_unfinished_dataset_is_said_to_be(tmp_path, capsys, name):
     assert main([*map(str, command), "--overwrite", "--on-error", "skip"]) == 0
 
 
+@pytest.mark.journey
 def test_a_full_disk_is_an_error_and_the_command_goes_on(tmp_path):
     """A limit on the size of files stands in for it."""
     jsonl(tmp_path / "a.jsonl", [text * 20 for text in TEXTS])
@@ -254,6 +255,7 @@ def test_a_full_disk_is_an_error_and_the_command_goes_on(tmp_path):
     assert contents(tmp_path / "d") == contents(tmp_path / "e")
 
 
+@pytest.mark.journey
 def test_interrupted_it_says_that_the_same_command_goes_on(tmp_path):
     jsonl(tmp_path / "a.jsonl", texts(20_000, seed=1))
     command = [*COMMAND, str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "d"), "--train-bpe", "2000"]

@@ -184,6 +184,7 @@ def test_text_and_columns_of_text_are_no_conversations(folder, capsys):
     assert "the column 'messages' holds string, not lists of messages" in error
 
 
+@pytest.mark.journey
 def test_one_can_talk_to_a_run_as_its_data_do(folder, monkeypatch, capsys):
     make(folder, "--held-out", 0.3, rows=jsonl(folder / "b.jsonl", [said(f"{i}?", f"{i}") for i in range(40)]).name)
     size = ["--model.vocab-size", str(LIBRARY.get_vocab_size()), *mesh(1, 1, 1), "--train.steps", "2"]

@@ -104,6 +104,7 @@ def test_a_damaged_prefix_is_said_to_be(folder, capsys, prefix):
     assert "damaged: prefix = " in capsys.readouterr().out
 
 
+@pytest.mark.journey
 def test_a_run_generates_as_its_data_begin(folder, capsys):
     make(folder, "d")
     flags = [

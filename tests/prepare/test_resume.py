@@ -31,6 +31,7 @@ def inputs(tmp_path_factory):
 BPE = ["--train-bpe", "300"]
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize(("seed", "flags"), [(0, []), (2, ["--dedup"]), (4, [*BPE, "--dedup"])])
 def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags, seed):
     command = [str(inputs), *flags, "--on-error", "skip", "--shard-tokens", "4000", "--held-out", "0.1"]
@@ -73,6 +74,7 @@ def test_ended_at_each_moment_in_turn_and_resumed_to_the_byte(inputs, tmp_path, 
     assert moment > 20
 
 
+@pytest.mark.journey
 def test_goes_on_when_nobody_reads_its_output(inputs, tmp_path):
     reading, writing = os.pipe()
     os.close(reading)

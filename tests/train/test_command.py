@@ -42,6 +42,7 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     }
 
 
+@pytest.mark.journey
 def test_the_written_config_repeats_the_run(tmp_path, text):
     first = tmp_path / "first"
     assert main([*SMALL, *text, "--run.dir", str(first), "--train.steps", "3", *mesh(1, 1, 2)]) == 0
@@ -129,25 +130,26 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path, text, capsys, monkey
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("--model.d-model 64", "model.d_model: 32 -> 64"),
-        ("--model.tie-embeddings", "model.tie_embeddings: False -> True"),
-        ("--run.seed 1", "run.seed: 0 -> 1"),
-        ("--optimizer.name lion", "optimizer.name: adamw -> lion"),
-        ("--data.sequence-length 16", "data.sequence_length: 32 -> 16"),
-    ],
-)
-def test_a_checkpoint_of_another_run_is_refused_and_left_alone(tmp_path, text, capsys, change, message):
+OTHER_RUNS = {
+    "--model.d-model 64": "model.d_model: 32 -> 64",
+    "--model.tie-embeddings": "model.tie_embeddings: False -> True",
+    "--run.seed 1": "run.seed: 0 -> 1",
+    "--optimizer.name lion": "optimizer.name: adamw -> lion",
+    "--data.sequence-length 16": "data.sequence_length: 32 -> 16",
+}
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_left_alone(tmp_path, text, capsys):
     command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "2", *mesh(1, 1, 1)]
     assert main(command) == 0
     before = contents(tmp_path / "run")
-    assert main([*command, *change.split()]) == 2
-    assert message in capsys.readouterr().err
-    assert contents(tmp_path / "run") == before
+    for change, message in OTHER_RUNS.items():
+        assert main([*command, *change.split()]) == 2
+        assert message in capsys.readouterr().err
+        assert contents(tmp_path / "run") == before
 
 
+@pytest.mark.journey
 def test_tokens_count_what_was_trained_on_when_the_batch_changes(tmp_path, text):
     command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), *mesh(1, 1, 1), "--train.steps"]
     assert main([*command, "2"]) == 0
@@ -161,6 +163,7 @@ def test_an_empty_checkpoint_is_named_with_the_way_out(tmp_path, text, capsys):
     assert "name another --run.dir" in capsys.readouterr().err
 
 
+@pytest.mark.journey
 def test_a_checkpoint_of_other_data_is_refused(tmp_path, text, capsys):
     command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "2", *mesh(1, 1, 1)]
     assert main(command) == 0
@@ -169,6 +172,7 @@ def test_a_checkpoint_of_other_data_is_refused(tmp_path, text, capsys):
     assert "data: sha256" in capsys.readouterr().err
 
 
+@pytest.mark.journey
 def test_killed_at_a_random_step_and_resumed_on_another_mesh(tmp_path, text, start):
     """The joined losses are those of a run that was never killed, so the data had no gap and no repeat."""
     command = [*SMALL, *text, "--train.steps", "60"]
@@ -186,6 +190,7 @@ def test_killed_at_a_random_step_and_resumed_on_another_mesh(tmp_path, text, sta
     np.testing.assert_allclose(list(actual.values()), list(expected.values()), atol=1e-4, rtol=0)
 
 
+@pytest.mark.journey
 def test_two_processes_equal_one(tmp_path, text, start):
     """Two processes of four devices, tensor-parallel inside each, then one process goes on."""
     with socket.socket() as free:

@@ -56,6 +56,7 @@ def test_an_odd_vocabulary_resumes_on_another_mesh_with_the_same_numbers(tmp_pat
     np.testing.assert_allclose(list(joined.values()), list(whole.values()), rtol=1e-4)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("packing", ["documents", "concatenated"])
 def test_the_mesh_changes_nothing(tmp_path, dataset, command, packing):
     for name, shape in {"a": (1, 1, 1), "b": (2, 2, 2)}.items():
@@ -66,6 +67,7 @@ def test_the_mesh_changes_nothing(tmp_path, dataset, command, packing):
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
 
 
+@pytest.mark.journey
 def test_a_mixture_and_a_validation_set_of_its_own(tmp_path, texts, dataset, command, capsys):
     again = tmp_path / "other"
     tokenizer = ["--tokenizer", str(dataset / "tokenizer.json"), "--held-out", "0"]
@@ -125,6 +127,7 @@ def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(tmp_path, da
     assert "token 9999 is beyond model.vocab_size=301" in error
 
 
+@pytest.mark.journey
 def test_prompts_longer_than_a_sequence_give_no_loss_and_no_nan(tmp_path, command):
     rows = [{"prompt": f"{i:200}", "completion": "yes"} for i in range(20)]
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -137,6 +140,7 @@ def test_prompts_longer_than_a_sequence_give_no_loss_and_no_nan(tmp_path, comman
     assert max(losses) > 0
 
 
+@pytest.mark.journey
 def test_data_may_move(tmp_path, dataset, command):
     assert train([*command, "--data.path", str(dataset), *mesh(1, 1, 2), "--train.steps", "3"]) == 0
     (tmp_path / "moved").symlink_to(dataset)

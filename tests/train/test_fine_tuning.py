@@ -68,6 +68,7 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_with_them(tmp_path, command
     np.testing.assert_allclose(list(joined.values()), list(whole.values()), rtol=1e-4)
 
 
+@pytest.mark.journey
 def test_a_run_of_adapters_goes_on_beside_the_same_model_only(tmp_path, command, model, capsys):
     copied = shutil.copytree(model, tmp_path / "copied")
     command = [*command, *mesh(1, 1, 2), *LORA, "--model.from-hf", str(copied)]
@@ -81,6 +82,7 @@ def test_a_run_of_adapters_goes_on_beside_the_same_model_only(tmp_path, command,
     assert records(tmp_path / "run") == before
 
 
+@pytest.mark.journey
 def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, command, model, capsys):
     flags = ["--optimizer.learning-rate", "0.5", "--run.dir", str(tmp_path / "run")]
     assert main([*command, *mesh(1, 1, 2), *LORA, *flags]) == 0
@@ -111,6 +113,7 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, command, mod
     assert f"--base {model_is}: no such folder" in capsys.readouterr().err
 
 
+@pytest.mark.journey
 def test_what_only_adapters_have_is_refused_of_other_runs(tmp_path, command, capsys):
     assert main([*command, *mesh(1, 1, 2)]) == 0
     assert convert(["export", str(tmp_path / "run"), str(tmp_path / "out"), "--merged"]) == 2
@@ -123,6 +126,7 @@ def test_what_only_adapters_have_is_refused_of_other_runs(tmp_path, command, cap
     assert "holds adapters alone; make a model of them by `python -m jaxtp.convert export" in capsys.readouterr().err
 
 
+@pytest.mark.journey
 def test_a_run_needs_the_folder_that_it_began_with_no_more(tmp_path, command, model, capsys):
     copied = shutil.copytree(model, tmp_path / "copied")
     (copied / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
@@ -140,6 +144,7 @@ def test_a_run_needs_the_folder_that_it_began_with_no_more(tmp_path, command, mo
         assert generate(chat) == 0
 
 
+@pytest.mark.journey
 def test_adapters_of_a_run_of_ours(tmp_path, command):
     assert main([*command, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "base")]) == 0
     at = command.index("--model.from-hf")

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from runs import SMALL, TEXT, mesh, records
+from support import sweep
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxtp
@@ -69,6 +70,7 @@ def test_no_tracker_but_the_file(tmp_path, command):
     assert records(tmp_path / "run").keys() == {1, 2}
 
 
+@pytest.mark.journey
 def test_a_profile(tmp_path, command, capsys):
     assert main([*command, "--train.steps", "6", "--profile.start", "3", "--profile.steps", "2"]) == 0
     assert f"profile of steps 3 to 4 in {tmp_path / 'run/profile'}" in capsys.readouterr().out
@@ -79,7 +81,7 @@ def test_a_profile(tmp_path, command, capsys):
     assert list((tmp_path / "run/profile").rglob("perfetto_trace.json.gz"))
 
 
-@pytest.mark.parametrize("schedule", ["wsd", "linear"])
+@pytest.mark.parametrize("schedule", sweep(["wsd", "linear"], "wsd"))
 def test_the_logged_rate_is_the_schedule_s(tmp_path, command, schedule):
     flags = ["--train.steps", "20", "--optimizer.schedule", schedule, "--optimizer.learning-rate", "1e-3"]
     assert main([*command, *flags]) == 0
@@ -88,6 +90,7 @@ def test_the_logged_rate_is_the_schedule_s(tmp_path, command, schedule):
     np.testing.assert_allclose(list(records(tmp_path / "run", "learning_rate").values()), expected, rtol=1e-6)
 
 
+@pytest.mark.journey
 def test_a_profile_of_a_run_that_ends_first(tmp_path, command):
     assert main([*command, "--train.steps", "3", "--profile.start", "2", "--profile.steps", "9"]) == 0
     assert list((tmp_path / "run/profile").rglob("*.xplane.pb"))
@@ -181,6 +184,7 @@ def wandb_history(path):
     return rows
 
 
+@pytest.mark.journey
 def test_weights_and_biases_holds_what_the_jsonl_says_also_after_a_resume(tmp_path, monkeypatch, command):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -194,6 +198,7 @@ def test_weights_and_biases_holds_what_the_jsonl_says_also_after_a_resume(tmp_pa
     assert shown == records(tmp_path / "run")
 
 
+@pytest.mark.journey
 def test_aim_holds_what_the_jsonl_says_also_after_a_resume(tmp_path, command):
     aim = pytest.importorskip("aim")
     for steps in ("3", "5"):

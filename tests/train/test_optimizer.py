@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from support import sweep
 
 import jaxtp
 from jaxtp.check import parity
@@ -46,10 +47,7 @@ def one_device(request):
     return config, initial, parity.run(config, ONE_DEVICE, initial)
 
 
-MESHES = [(1, 2, 4), (2, 2, 2), *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in ((1, 1, 8), (8, 1, 1)))]
-
-
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", sweep([(1, 2, 4), (2, 2, 2), (1, 1, 8), (8, 1, 1)], (1, 2, 4)), ids=str)
 def test_every_rule_equals_one_device(one_device, mesh):
     config, initial, expected = one_device
     errors = parity.compare(parity.run(config, Case(mesh, True), initial), expected)

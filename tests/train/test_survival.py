@@ -22,10 +22,8 @@ def command(tmp_path):
     return [*SMALL, "--data.path", str(tmp_path / "text.txt"), *mesh(1, 2, 2)]
 
 
-SLOW_SIGNALS = [pytest.param(number, marks=pytest.mark.slow) for number in (signal.SIGINT, signal.SIGHUP)]
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, *SLOW_SIGNALS])
+@pytest.mark.journey
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start, number):
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     finish(start([*command, "--train.steps", "40", "--run.dir", str(whole)]))
@@ -43,6 +41,7 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start
         assert records(stopped, key) == records(whole, key)
 
 
+@pytest.mark.journey
 def test_the_same_seed_repeats_bit_for_bit(tmp_path, command):
     for name in ("a", "b"):
         assert main([*command, "--train.steps", "6", "--run.dir", str(tmp_path / name)]) == 0
@@ -68,6 +67,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
         json.loads(line, parse_constant=pytest.fail)
 
 
+@pytest.mark.journey
 def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
     """What is kept for inspection is finite, the moments of the optimizer too."""
     run = tmp_path / "run"
@@ -140,12 +140,14 @@ def test_a_stalled_step_prints_the_stacks(capfd):
     assert error.count("test_a_stalled_step_prints_the_stacks") == 1, "once for each stall"
 
 
+@pytest.mark.journey
 def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path, command):
     train = [sys.executable, "-m", "jaxtp.train", *command, "--train.steps", "30", "--run.dir", str(tmp_path / "run")]
     subprocess.run(f"{shlex.join(train)} | head -n 1", shell=True, check=True, timeout=300)
     assert max(records(tmp_path / "run")) == 30
 
 
+@pytest.mark.journey
 def test_weights_of_another_run(tmp_path, command, capsys):
     first, second = tmp_path / "first", tmp_path / "second"
     assert main([*command, "--train.steps", "40", "--run.dir", str(first)]) == 0
