@@ -11,6 +11,7 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # of the processes that tests start as well
 # that jaxlib 0.10 still has beside its new ones half of that again; what is partitioned and computed is the same.
 os.environ["XLA_FLAGS"] = (
     f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    " --xla_cpu_parallel_codegen_split_count=1"
     f"{' --xla_cpu_use_fusion_emitters=false' if version('jaxlib').startswith('0.10.') else ''}"
 )
 

@@ -18,6 +18,7 @@ QUICK = ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576
 SMALL = ["--mesh.fsdp", "2", "--mesh.tp", "2", "--data.sequence-length", "8", "--model.d-ff", "16"]
 
 
+@pytest.mark.journey
 def test_measured_and_read_back(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     record, out, plot = (tmp_path / "new" / name for name in ("all.json", "mine.yaml", "all.png"))

@@ -27,7 +27,7 @@ ONE_MESH = ("--config", str(ROOT / "configs/tiny.yaml"), "--mesh", "fsdp=2,tp=4"
 
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=() if path.stem == "tiny" else pytest.mark.slow) for path in CONFIGS],
+    [pytest.param(path, marks=pytest.mark.journey if path.stem == "tiny" else pytest.mark.slow) for path in CONFIGS],
     ids=lambda path: path.stem,
 )
 def test_every_config_passes_on_its_own_mesh(path, tmp_path, capsys):

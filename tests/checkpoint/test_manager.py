@@ -164,6 +164,7 @@ def damages(path):
     path.write_bytes(whole)
 
 
+@pytest.mark.wide
 def test_every_damage_is_found_or_harmless(tmp_path):
     """Each file of a checkpoint in turn: what is restored is right, or the one before it, which is right too."""
     plan = blueprint((1, 2, 1), TINY)
@@ -271,7 +272,8 @@ def muon_plans():
     return {mesh: plan_state(MODEL, rule, jaxtp.make_mesh(*mesh)) for mesh in RESHARDED}
 
 
-@pytest.mark.parametrize("origin", sweep(RESHARDED, (2, 2, 2)), ids=str)
+@pytest.mark.wide
+@pytest.mark.parametrize("origin", RESHARDED, ids=str)
 def test_written_on_any_mesh_and_restored_on_any_other(tmp_path, muon_plans, origin):
     plan = muon_plans[origin]
     state = random_state(plan)

@@ -75,7 +75,7 @@ def corpora(draw):
     st.integers(0, 40),
     st.sampled_from([(8, 1), (4, 2), (8, 4), (8, 8)]),
 )
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=10)
 def test_any_batch_size_process_count_and_resumption_point_read_the_same_samples(corpus, length, packing, start, split):
     """Every process reads its own rows; joined, they are the samples from the resumption point on, in order."""
     batch, processes = split  # rows in a batch over all processes, and how many these are
@@ -91,7 +91,7 @@ def test_any_batch_size_process_count_and_resumption_point_read_the_same_samples
 
 
 @given(corpora(), st.integers(1, 24), st.sampled_from(["documents", "concatenated"]))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=15)
 def test_an_epoch_holds_every_token_of_every_document_once(corpus, length, packing):
     source = corpus.sources[0]
     length = min(length, source.train.num_tokens)

@@ -16,7 +16,7 @@ class Endless(list):
 
 
 @given(WEIGHTS)
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 def test_counts_are_the_weights(weights):
     counts = cycle_counts(weights)
     total = sum(map(Fraction, weights))
@@ -32,7 +32,7 @@ def test_round_weights_are_exact():
 
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=6))
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=30)
 def test_every_source_keeps_to_its_share_within_a_sample(counts):
     """Tijdeman's bound, 1 - 1 / (2 K - 2), at every point; so any window is within twice that: one, for two sources."""
     order = schedule(counts)
@@ -47,7 +47,7 @@ def test_every_source_keeps_to_its_share_within_a_sample(counts):
 
 
 @given(WEIGHTS, st.integers(0, 10**6))
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=20)
 def test_samples_of_each_source_come_in_its_own_order_without_gap_wherever_one_begins(weights, start):
     mixture = Mixture([Endless() for _ in weights], weights)
     found = {}

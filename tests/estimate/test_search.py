@@ -133,6 +133,7 @@ def test_where_nothing_fits_it_says_what_would():
     assert str(again.settings[0]) in more
 
 
+@pytest.mark.wide
 def test_what_would_fit_says_what_it_leaves_out():
     config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="muon"))
     facts, meshes = describe_model(config), all_meshes(8)

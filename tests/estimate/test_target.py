@@ -163,6 +163,7 @@ def test_the_gpus_of_a_machine_are_counted(driver, monkeypatch):
     assert gpus_here("h100", driver) == 0
 
 
+@pytest.mark.journey
 def test_a_step_is_compiled_for_the_devices_of_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")  # they stand for GPUs
     own = Topology(platform="cpu", name="here", compiler="jax", here=True)

@@ -22,16 +22,12 @@ from jaxtp.train.step import make_train_step
 ONE = ((1, 1, 1), False)
 MIXED = [((1, 2, 2), True), ((1, 1, 8), False)]
 TP = [((1, 1, 2), True), *(((1, 1, tp), split) for tp in (4, 8) for split in (True, False))]
-FIRST = [ONE, ((1, 1, 8), False), ((1, 1, 4), True)]
-CASES = [
-    pytest.param(name, *case, marks=() if case == FIRST[i % len(FIRST)] else pytest.mark.wide)
-    for i, name in enumerate(COPIED)
-    for case in (ONE, *TP)
-]
-CASES += [
-    pytest.param(name, *case, marks=() if case == MIXED[i % len(MIXED)] else pytest.mark.wide)
-    for i, name in enumerate(MADE)
-    for case in MIXED
+CASES = [(name, *case) for name in COPIED for case in (ONE, *TP)] + [(name, *case) for name in MADE for case in MIXED]
+FIRST = [
+    ("llama_tied_bias", *ONE),
+    ("qwen3", (1, 1, 8), False),
+    ("llama_kv2", (1, 1, 4), True),
+    ("mistral", (1, 2, 2), True),
 ]
 
 
@@ -51,8 +47,9 @@ def by_their_names(state, config, mesh):
     return found
 
 
-@pytest.mark.parametrize(("name", "sizes", "split"), CASES, ids=str)
-def test_logits_losses_and_gradients(name, sizes, split):
+@pytest.mark.parametrize("case", sweep(CASES, *FIRST), ids=str)
+def test_logits_losses_and_gradients(case):
+    name, sizes, split = case
     reference, mesh = hf_reference.load(name), jaxtp.make_mesh(*sizes)
     ids = reference["input_ids"].astype(np.int32)
     with jax.set_mesh(mesh):
@@ -133,6 +130,7 @@ def test_a_sketch_has_the_norm_of_what_it_is_of():
         assert np.linalg.norm(hf_reference.sketch("a", error)) == pytest.approx(np.linalg.norm(error), rel=0.2)
 
 
+@pytest.mark.wide
 def test_bfloat16_compute_stays_near():
     reference = hf_reference.load("llama_gqa")
     precision = jaxtp.Precision(param="bfloat16", compute="bfloat16")

@@ -119,21 +119,13 @@ CASES = {
 }
 FIRST = {
     "llama": (1, 2, 4),
-    "llama_without_a_plan": (8, 1, 1),
-    "llama_all_reduce": (1, 1, 4),
     "containers": (1, 1, 8),
     "tied_vocabulary": (2, 2, 2),
-    "tied_features": (1, 1, 2),
-    "dropout": (2, 2, 2),
     "convolutions": (1, 2, 4),
-    "shared": (1, 1, 1),
     "stacked": (2, 2, 2),
-    "multi_head_attention": (1, 1, 4),
-    "general": (1, 2, 4),
     "homemade": (2, 2, 2),
-    "grouped": (1, 8, 1),
 }
-"""The mesh of each model in the default suite: every mesh is here, and every model."""
+"""The models and meshes of the default suite."""
 
 
 @functools.cache

@@ -45,6 +45,7 @@ def test_killed_and_resumed_to_the_byte(inputs, tmp_path, flags, seed):
     assert contents(tmp_path / "killed") == contents(whole.folder)
 
 
+@pytest.mark.journey
 def test_ended_at_each_moment_in_turn_and_resumed_to_the_byte(inputs, tmp_path, monkeypatch):
     """At the first, second, third ... time that something is brought to the disk, until none is left to end at."""
     monkeypatch.setattr(batches, "BATCH_DOCUMENTS", 300)

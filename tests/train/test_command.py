@@ -51,6 +51,7 @@ def test_the_written_config_repeats_the_run(tmp_path, text):
     assert records(first) == records(tmp_path / "again")
 
 
+@pytest.mark.journey
 def test_the_same_command_on_a_finished_run_says_so(tmp_path, text, capsys):
     command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "3", *mesh(1, 1, 2)]
     assert main(command) == 0

@@ -40,6 +40,7 @@ def command(tmp_path):
     return [*SMALL, "--model.vocab-size", "301", "--train.steps", "6", "--run.dir", str(tmp_path / "run")]
 
 
+@pytest.mark.journey
 def test_an_odd_vocabulary_resumes_on_another_mesh_with_the_same_numbers(tmp_path, dataset, command, capsys):
     command = [*command, "--data.path", str(dataset), "--optimizer.schedule", "constant"]
     assert train([*command, *mesh(1, 1, 2)]) == 0

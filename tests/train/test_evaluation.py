@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 from runs import SMALL, mesh, records
-from support import sweep
 
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
@@ -23,7 +22,8 @@ def data(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("source", sweep(["documents", "mixture"], "mixture"))
+@pytest.mark.journey
+@pytest.mark.parametrize("source", ["documents", "mixture"])
 def test_the_loss_does_not_depend_on_the_batch_size(tmp_path, data, source):
     """The weights are those of the initialisation: the learning rate is too small to move them."""
     what = ["--config", str(data / "mixture.yaml")] if source == "mixture" else ["--data.path", str(data / "a")]

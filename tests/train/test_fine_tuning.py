@@ -55,6 +55,7 @@ def test_it_begins_where_the_model_is(tmp_path, command, model, capsys):
     assert "head_dim: 6\n" in resolved
 
 
+@pytest.mark.journey
 def test_adapters_alone_are_stored_and_a_run_goes_on_with_them(tmp_path, command):
     assert main([*command, *mesh(1, 1, 2), *LORA, "--train.steps", "6", "--optimizer.schedule", "constant"]) == 0
     whole = records(tmp_path / "run")

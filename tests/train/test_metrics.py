@@ -12,7 +12,6 @@ import jax
 import numpy as np
 import pytest
 from runs import SMALL, TEXT, mesh, records
-from support import sweep
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxtp
@@ -37,6 +36,7 @@ def read_tensorboard(folder, tag):
     return {event.step: event.value for event in events.Scalars(tag)}
 
 
+@pytest.mark.journey
 def test_tensorboard_says_what_the_jsonl_says_also_after_a_resume(tmp_path, command):
     for steps in ("4", "7"):
         assert main([*command, "--train.steps", steps]) == 0
@@ -81,7 +81,8 @@ def test_a_profile(tmp_path, command, capsys):
     assert list((tmp_path / "run/profile").rglob("perfetto_trace.json.gz"))
 
 
-@pytest.mark.parametrize("schedule", sweep(["wsd", "linear"], "wsd"))
+@pytest.mark.journey
+@pytest.mark.parametrize("schedule", ["wsd", "linear"])
 def test_the_logged_rate_is_the_schedule_s(tmp_path, command, schedule):
     flags = ["--train.steps", "20", "--optimizer.schedule", schedule, "--optimizer.learning-rate", "1e-3"]
     assert main([*command, *flags]) == 0

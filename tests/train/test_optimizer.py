@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import sweep
+from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.check import parity
@@ -40,20 +40,26 @@ def config_of(rule):
     )
 
 
-@pytest.fixture(scope="module", params=RULES)
+@pytest.fixture(scope="module")
 def one_device(request):
     config = config_of(request.param)
     initial = parity.initial_arrays(config)
     return config, initial, parity.run(config, ONE_DEVICE, initial)
 
 
-@pytest.mark.parametrize("mesh", sweep([(1, 2, 4), (2, 2, 2), (1, 1, 8), (8, 1, 1)], (1, 2, 4)), ids=str)
+MESHES = [(1, 2, 4), (2, 2, 2), (1, 1, 8), (8, 1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("one_device", "mesh"), sweep_of([RULES, MESHES], ("muon", (1, 2, 4))), indirect=["one_device"], ids=str
+)
 def test_every_rule_equals_one_device(one_device, mesh):
     config, initial, expected = one_device
     errors = parity.compare(parity.run(config, Case(mesh, True), initial), expected)
     assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
+@pytest.mark.parametrize("one_device", sweep(list(RULES), "muon"), indirect=True)
 def test_every_rule_moves_every_parameter(one_device):
     _, initial, numbers = one_device
     for name, array in initial.items():

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from support import assert_close, by_name, random_weights, relative_error, state_on_mesh
+from support import assert_close, by_name, random_weights, relative_error, state_on_mesh, sweep
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -59,7 +59,7 @@ def train(model, mesh, length=T, settings=StepSettings()):
     return np.array(scalars), by_name(state, mesh)
 
 
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", sweep([(1, 1, 1), (1, 2, 2)], (1, 2, 2)), ids=str)
 def test_accumulation_equals_the_whole_batch(mesh):
     """Masked labels lie in the first row alone, so a mean of the micro-batches' means would differ."""
     expected_scalars, expected_state = train(PLAIN, (1, 1, 1), settings=StepSettings(z_loss=1e-3))
@@ -68,7 +68,7 @@ def test_accumulation_equals_the_whole_batch(mesh):
     assert_close(state, expected_state)
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=sweep(list(MODELS), "odd"))
 def one_device(request):
     return MODELS[request.param], train(MODELS[request.param], (1, 1, 1))
 
@@ -136,6 +136,7 @@ def test_evaluation_is_the_same_on_every_mesh():
     assert sums[0][1] == (B - 1) * T
 
 
+@pytest.mark.wide
 def test_bfloat16_compute_stays_near_float32():
     low, _ = train(dataclasses.replace(PLAIN, precision=jaxtp.Precision(compute="bfloat16")), (1, 2, 4))
     high, _ = train(PLAIN, (1, 1, 1))
@@ -143,7 +144,7 @@ def test_bfloat16_compute_stays_near_float32():
     np.testing.assert_allclose(low[:, 1], high[:, 1], rtol=5e-2)
 
 
-@pytest.mark.parametrize("max_skipped", [0, 1])
+@pytest.mark.parametrize("max_skipped", sweep([0, 1], 1))
 def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
     """Not even the moments; afterwards a healthy step goes through only if so many may be skipped."""
     mesh = make_mesh(fsdp=2, tp=2)

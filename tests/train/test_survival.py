@@ -111,6 +111,7 @@ def test_two_runs_on_one_folder(tmp_path, command, capsys):
     assert main([*command, "--train.steps", "2", "--run.dir", str(run)]) == 0
 
 
+@pytest.mark.journey
 def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(tmp_path, command, capsys, monkeypatch):
     from jaxtp.checkpoint import manager
 
