@@ -4,6 +4,7 @@ import itertools
 import zlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -17,17 +18,16 @@ TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
 
 def random_weights(build, seed=0, scale=0.1):
     """The arrays of `build()` without a mesh, by name, each parameter (biases and scales too) moved off its default."""
-    named = named_variables(nnx.state(build()))
+    named = named_variables(jax.jit(lambda: nnx.state(build()))())
     return {
-        name: variable[...] + scale * jax.random.normal(key_of(name, seed), variable.shape, variable.dtype)
-        if isinstance(variable, nnx.Param)
-        else variable[...]
+        name: moved(name, variable[...], seed, scale) if isinstance(variable, nnx.Param) else variable[...]
         for name, variable in named.items()
     }
 
 
-def key_of(name, seed):
-    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(name.encode()))
+def moved(name, array, seed, scale):
+    noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(array.shape)
+    return jnp.asarray((np.asarray(array, np.float64) + scale * noise).astype(array.dtype))
 
 
 def state_on_mesh(build, weights, mesh):
@@ -39,7 +39,7 @@ def state_on_mesh(build, weights, mesh):
 
 def without_mesh(build, weights):
     """`graph, state` of `build()` without a mesh, holding the given weights."""
-    graph, state = nnx.split(build())
+    graph, state = nnx.split(nnx.eval_shape(build))
     filled = [(path, v.replace(weights[".".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
     return graph, nnx.from_flat_state(filled)
 

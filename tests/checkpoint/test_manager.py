@@ -33,13 +33,17 @@ def blueprint(mesh, model=MODEL):
     return plan_state(model, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(*mesh))
 
 
+def nowhere_zero(array, index):
+    return array + ((array == 0) * 0.5 * np.cos(index)).astype(array.dtype)
+
+
 def random_state(plan):
     """Every array random, padding zero, so that nothing can hide behind a zero moment."""
     state = plan.create(seed=0)
     leaves, tree = jax.tree.flatten(state)
     with jax.set_mesh(plan.mesh):
         nonzero = [
-            leaf if leaf.ndim == 0 else jax.device_put(leaf + (leaf == 0) * 0.5 * np.cos(i), leaf.sharding)
+            leaf if leaf.ndim == 0 else jax.device_put(nowhere_zero(np.asarray(leaf), i), leaf.sharding)
             for i, leaf in enumerate(leaves)
         ]
     return jax.tree.unflatten(tree, nonzero)
