@@ -106,6 +106,43 @@ def test_rule_is_optax_s_own(name, theirs):
         np.testing.assert_allclose(actual[path], array, rtol=1e-6)
 
 
+def stored(config, steps=10):
+    """Shape and dtype of each array of the optimizer's state, by where a checkpoint has it."""
+    state = jax.eval_shape(optimizers.build(config, steps).init, arrays())
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+OTHER_VALUES = {
+    "schedule": ("linear", "constant", "wsd"),
+    "decay_fraction": (1.0,),
+    "groups": (
+        {"*.scale": GroupConfig(weight_decay=0.3)},
+        {"*.scale": GroupConfig(weight_decay=0.1), "*": GroupConfig(weight_decay=0.0, learning_rate_scale=0.0)},
+    ),
+    "learning_rate": (1.0,),
+    "warmup_steps": (0, 1),
+    "final_fraction": (0.0, 1.0),
+    "beta1": (0.0, 0.5),
+    "beta2": (0.0, 0.5),
+    "eps": (1e-3,),
+    "weight_decay": (0.0, 0.3),
+    "clip_norm": (1e9,),
+}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
+    """Any other setting may change when a run resumes: a weight decay may become that of a group, say."""
+    assert OTHER_VALUES.keys() | {"name"} == {field.name for field in dataclasses.fields(OptimizerConfig)}
+    grouped = OptimizerConfig(name=name, groups={"*.scale": GroupConfig(weight_decay=0.3)})
+    expected = stored(grouped)
+    assert expected
+    for setting, values in OTHER_VALUES.items():
+        for value in values:
+            assert stored(dataclasses.replace(grouped, **{setting: value})) == expected, (setting, value)
+    assert stored(grouped, steps=1) == expected
+
+
 def test_muon_orthogonalises_each_layer_s_matrix():
     config = OptimizerConfig(name="muon", learning_rate=1.0, warmup_steps=0, weight_decay=0, schedule="constant")
     params, gradients = arrays(), jax.tree.map(jnp.cos, arrays())
