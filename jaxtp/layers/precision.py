@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import jax.numpy as jnp
 from jax import Array
+from jax.typing import DTypeLike
 
 from jaxtp.collectives import load_weight
 
@@ -21,10 +23,14 @@ class Precision:
     """Dtype of activations and matrix products; weights are cast to it before they are gathered."""
 
     reduce: DType = "float32"
-    """Dtype in which weight gradients are summed over devices."""
+    """Dtype in which weight gradients are summed over devices, and over micro-batches if param is not wider."""
 
     logits: DType = "float32"
     """Dtype of the head's output; the softmax over it is float32."""
+
+    def sum_dtype(self, param: DTypeLike) -> jnp.dtype:
+        """Dtype in which the gradients of a parameter of some dtype are added up over micro-batches."""
+        return jnp.promote_types(param, self.reduce)
 
     def load(self, shard: Array, fsdp_dim: int | None, **kwargs: bool | int | None) -> Array:
         """`collectives.load_weight` with these dtypes."""

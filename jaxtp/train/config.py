@@ -151,7 +151,8 @@ class LoopConfig:
     """Optimizer updates in the whole run; the learning rate decays over them."""
 
     accumulation: Count = 1
-    """Micro-batches of a step, one after the other; their gradients add up to exactly those of the whole batch."""
+    """Micro-batches of a step, one after the other; their gradients add up to those of the whole batch, but for
+    rounding: the sums are in model.precision.reduce, or in the parameters' dtype if it is the wider."""
 
     z_loss: NonNegative = 0.0
     """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0 is off."""
