@@ -17,7 +17,7 @@ class Precision:
     """The dtypes of a layer. Norms and softmax are computed in float32 whatever is set here."""
 
     param: DType = "float32"
-    """Dtype in which parameters and optimizer state are stored."""
+    """Dtype in which parameters and optimizer state are stored, but for adafactor's moments, which are float32."""
 
     compute: DType = "float32"
     """Dtype of activations and matrix products; weights are cast to it before they are gathered."""

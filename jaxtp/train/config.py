@@ -306,6 +306,7 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[str]
       mesh: devices along each axis.
     """
     yield from violations(config.model, mesh)
+    yield from _moment_violations(config)
     batch = config.data.global_batch_size
     parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
     yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp * train.accumulation", parts)
@@ -320,6 +321,18 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[str]
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} is more than train.steps={config.train.steps}; "
             f"at most {config.train.steps}"
         )
+
+
+def _moment_violations(config: TrainConfig) -> Iterator[str]:
+    """Decays that round to 1, or nearly, in the dtype of the moments."""
+    if config.model.precision.param == "float32" or config.optimizer.name == "adafactor":
+        return
+    for name in ("beta1", "beta2"):
+        if (beta := getattr(config.optimizer, name)) > 1 - 2.0**-7:
+            yield (
+                f"optimizer.{name}={beta} is as good as 1 in model.precision.param={config.model.precision.param}, the "
+                "dtype of its moments, which would never forget; at most 0.99, or model.precision.param=float32"
+            )
 
 
 def planned_mesh(config: MeshConfig) -> dict[str, int] | None:

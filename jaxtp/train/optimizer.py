@@ -81,7 +81,8 @@ def matching(setting: str, pattern: str, parameters: list[str]) -> list[str]:
     matched = [path for path in parameters if fnmatch.fnmatchcase(path, pattern)]
     if not matched:
         raise ConfigError(
-            f"{setting}: the pattern {pattern!r} matches no parameter; there are:\n  " + "\n  ".join(parameters)
+            f"{setting}: the pattern {pattern!r} matches no parameter that is trained; there are:\n  "
+            + "\n  ".join(parameters)
         )
     return matched
 
@@ -100,8 +101,23 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.name == "adafactor":
         # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file instead of its own:
         # its root mean squares over a table would count the rows that pad a vocabulary.
-        return optax.scale_by_factored_rms()
+        return _with_float32_state(optax.scale_by_factored_rms())
     return optax.partition({"muon": _muon(config), "adam": adam}, _muon_labels)
+
+
+def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A rule whose state is in float32 whatever its parameters are in.
+
+    Adafactor's decay goes to 1: after a thousand steps it changes a moment by less than the last digit of a bfloat16.
+    """
+
+    def cast(params: Any) -> Any:
+        return optax.tree.cast(params, "float32")
+
+    return optax.GradientTransformation(
+        lambda params: rule.init(cast(params)),
+        lambda updates, state, params=None: rule.update(updates, state, cast(params)),
+    )
 
 
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:

@@ -100,7 +100,8 @@ def make_train_step(
 
 
 def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> Scalars:
-    """The L2 norm of all of a state, and as `name/group` of what each pattern of parameter path matches."""
+    """The L2 norm of all of a state, and as `name/group` of what each pattern of parameter path matches; in float32."""
+    state = optax.tree.cast(state, "float32")
     variables = named_variables(state)
     parts = {f"{name}/{group}": [variables[path][...] for path in fnmatch.filter(variables, group)] for group in groups}
     with jax.named_scope(name):

@@ -1,6 +1,7 @@
 """Rules, schedules and groups: against Optax's own and against one device."""
 
 import dataclasses
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +14,11 @@ from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config import ConfigError
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.mesh import AXES
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig, violations_on
+from jaxtp.train.prepare import plan
 from jaxtp.train.state import parameters, plan_state
 
 SMALL = jaxtp.ModelConfig(
@@ -65,8 +69,8 @@ def test_every_rule_moves_every_parameter(one_device):
 
 def test_factored_moments_are_split_like_their_parameter():
     mesh = jaxtp.make_mesh(fsdp=2, tp=4)
-    plan = plan_state(WIDE, optimizers.build(config_of("adafactor").optimizer, 10), mesh)
-    state = named_variables(plan.abstract)
+    blueprint = plan_state(WIDE, optimizers.build(config_of("adafactor").optimizer, 10), mesh)
+    state = named_variables(blueprint.abstract)
     moments = {name.split(".v_")[1]: v for name, v in state.items() if "mlp.down" in name and ".v_" in name}
     assert moments["row.blocks.mlp.down.kernel"].get_metadata()["out_sharding"] in {
         jax.sharding.PartitionSpec(None, "tp"),
@@ -143,6 +147,49 @@ def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
     assert stored(grouped, steps=1) == expected
 
 
+BFLOAT16 = dataclasses.replace(SMALL, precision=jaxtp.Precision(param="bfloat16"))
+
+
+def test_moments_that_would_never_forget_are_refused():
+    """In bfloat16 0.999 of a moment is the moment."""
+
+    def problems(name, model, **betas):
+        optimizer = OptimizerConfig(name=name, warmup_steps=1, **betas)
+        config = dataclasses.replace(config_of("lion"), model=model, optimizer=optimizer)
+        return list(violations_on(config, dict.fromkeys(AXES, 1)))
+
+    (problem,) = problems("adamw", BFLOAT16, beta2=0.999)
+    assert "optimizer.beta2=0.999" in problem
+    assert "at most 0.99, or model.precision.param=float32" in problem
+    assert len(problems("muon", BFLOAT16, beta1=0.995, beta2=0.995)) == 2
+    assert not problems("adamw", SMALL, beta2=0.999)
+    assert not problems("adafactor", BFLOAT16, beta2=0.999)
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.95, 0.99])
+def test_moments_forget(beta):
+    rule = optimizers.build(OptimizerConfig(beta2=beta, clip_norm=1e9), 10)
+    params = {"head.kernel": jnp.ones(1, jnp.bfloat16)}
+    moments = []
+    update = jax.jit(rule.update)
+    state = rule.init(params)
+    for gradient in (1.0, *[0.0] * 200):
+        _, state = update({"head.kernel": jnp.full(1, gradient, jnp.bfloat16)}, state, params)
+        moments.append(float(state[1].nu["head.kernel"][0]))
+    assert all(later < earlier for earlier, later in pairwise(moments))
+
+
+def test_adafactor_keeps_its_moments_in_float32():
+    """They are small, and after a thousand steps it changes them by less than a bfloat16's last digit."""
+    params = {"blocks.up.kernel": jnp.ones((128, 128), jnp.bfloat16), "norm.scale": jnp.ones(128, jnp.bfloat16)}
+    rule = optimizers.build(OptimizerConfig(name="adafactor"), 10)
+    state = rule.init(params)
+    _, after = rule.update(params, state, params)
+    for moments in (state[1], after[1]):
+        assert {array.dtype for array in jax.tree.leaves((moments.v_row, moments.v))} == {jnp.dtype("float32")}
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+
+
 def test_muon_orthogonalises_each_layer_s_matrix():
     config = OptimizerConfig(name="muon", learning_rate=1.0, warmup_steps=0, weight_decay=0, schedule="constant")
     params, gradients = arrays(), jax.tree.map(jnp.cos, arrays())
@@ -175,8 +222,8 @@ def test_groups():
 
 
 def test_patterns_that_do_nothing_are_refused():
-    plan = plan_state(SMALL, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh())
-    names = list(parameters(plan))
+    blueprint = plan_state(SMALL, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh())
+    names = list(parameters(blueprint))
     for pattern, message in {
         "blocks.mpl.*": "matches no parameter",
         "blocks.mlp.*": "is taken by patterns before",
@@ -185,6 +232,15 @@ def test_patterns_that_do_nothing_are_refused():
         with pytest.raises(ConfigError, match=message):
             optimizers.check_groups(config, names)
     optimizers.check_groups(OptimizerConfig(groups=GROUPS), names)
+
+
+def test_a_group_of_frozen_parameters_is_refused():
+    groups = {"embedding.*": GroupConfig(weight_decay=0.0)}
+    config = dataclasses.replace(config_of("lion"), optimizer=OptimizerConfig(groups=groups))
+    adapted = dataclasses.replace(SMALL, lora=LoraConfig(rank=2))
+    plan(config, jaxtp.make_mesh())
+    with pytest.raises(ConfigError, match=r"'embedding.\*' matches no parameter that is trained"):
+        plan(dataclasses.replace(config, model=adapted), jaxtp.make_mesh())
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -16,7 +17,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import StepSettings, make_eval_step, make_train_step, mean_loss_and_grads
+from jaxtp.train.step import StepSettings, _norms, make_eval_step, make_train_step, mean_loss_and_grads
 
 B, T, STEPS = 8, 5, 3
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
@@ -160,6 +161,11 @@ def test_bfloat16_compute_stays_near_float32():
     high, _ = train(PLAIN, (1, 1, 1))
     np.testing.assert_allclose(low[:, 0], high[:, 0], rtol=5e-3)
     np.testing.assert_allclose(low[:, 1], high[:, 1], rtol=5e-2)
+
+
+def test_norms_of_bfloat16_are_summed_in_float32():
+    state = nnx.State({name: nnx.Param(jnp.ones(size, jnp.bfloat16)) for name, size in {"a": 256, "b": 1}.items()})
+    assert float(_norms("norm", state, ())["norm"]) == pytest.approx(257**0.5)  # 16 in bfloat16
 
 
 @pytest.mark.parametrize("max_skipped", [0, 1])
