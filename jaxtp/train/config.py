@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax.numpy as jnp
 import tyro
 from pydantic import AfterValidator, Field
 
@@ -133,7 +134,7 @@ class OptimizerConfig:
     beta2: Beta = 0.95
     """Decay of the second moment; of lion's momentum. Not of adafactor."""
 
-    eps: Positive = 1e-8
+    eps: Annotated[float, Field(ge=1e-37, allow_inf_nan=False), allowed("1e-37 or more")] = 1e-8
     """Added to the root of the second moment."""
 
     weight_decay: NonNegative = 0.1
@@ -324,14 +325,16 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[str]
 
 
 def _moment_violations(config: TrainConfig) -> Iterator[str]:
-    """Decays that round to 1, or nearly, in the dtype of the moments."""
-    if config.model.precision.param == "float32" or config.optimizer.name == "adafactor":
-        return
+    """Decays that are 1 in the dtype of the moments, or so near that the moments stay as they are."""
+    dtype = config.model.precision.param
+    most = 1 - float(jnp.finfo(dtype).eps)
+    instead = "" if dtype == "float32" else ", or model.precision.param=float32"
     for name in ("beta1", "beta2"):
-        if (beta := getattr(config.optimizer, name)) > 1 - 2.0**-7:
+        beta = getattr(config.optimizer, name)
+        if beta > most and config.optimizer.name != "adafactor":
             yield (
-                f"optimizer.{name}={beta} is as good as 1 in model.precision.param={config.model.precision.param}, the "
-                "dtype of its moments, which would never forget; at most 0.99, or model.precision.param=float32"
+                f"optimizer.{name}={beta} is as good as 1 in {dtype}, the dtype of its moments, which would never "
+                f"forget; at most {most}{instead}"
             )
 
 

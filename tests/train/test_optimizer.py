@@ -13,7 +13,7 @@ import jaxtp
 from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, load
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import AXES
 from jaxtp.train import optimizer as optimizers
@@ -160,14 +160,17 @@ def test_moments_that_would_never_forget_are_refused():
 
     (problem,) = problems("adamw", BFLOAT16, beta2=0.999)
     assert "optimizer.beta2=0.999" in problem
-    assert "at most 0.99, or model.precision.param=float32" in problem
+    assert "at most 0.9921875, or model.precision.param=float32" in problem
     assert len(problems("muon", BFLOAT16, beta1=0.995, beta2=0.995)) == 2
-    assert not problems("adamw", SMALL, beta2=0.999)
+    assert not problems("adamw", BFLOAT16, beta2=0.9921875)
+    assert not problems("adamw", SMALL, beta2=0.9999)
+    (problem,) = problems("adamw", SMALL, beta2=0.99999999)
+    assert problem.endswith("at most 0.9999998807907104")
     assert not problems("adafactor", BFLOAT16, beta2=0.999)
 
 
-@pytest.mark.parametrize("beta", [0.9, 0.95, 0.99])
-def test_moments_forget(beta):
+@pytest.mark.parametrize("beta", [0.9, 0.95, 0.9921875])
+def test_a_moment_without_gradient_shrinks(beta):
     rule = optimizers.build(OptimizerConfig(beta2=beta, clip_norm=1e9), 10)
     params = {"head.kernel": jnp.ones(1, jnp.bfloat16)}
     moments = []
@@ -177,6 +180,11 @@ def test_moments_forget(beta):
         _, state = update({"head.kernel": jnp.full(1, gradient, jnp.bfloat16)}, state, params)
         moments.append(float(state[1].nu["head.kernel"][0]))
     assert all(later < earlier for earlier, later in pairwise(moments))
+
+
+def test_an_epsilon_that_is_zero_in_float32_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer\.eps"):
+        load(TrainConfig, ["--optimizer.eps", "1e-46"], prog="train", description="")
 
 
 def test_adafactor_keeps_its_moments_in_float32():
