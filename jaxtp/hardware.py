@@ -1,32 +1,19 @@
-"""Accelerators by name: memory, peak, bandwidth and links, each with its source; a user's own in YAML.
+"""Accelerators by name: memory, peak, bandwidth and links, each with its source.
 
 Links are counted one way for each device. A domain is what the fast links join: a host of GPUs, a slice of TPUs;
 between domains each device has its share of the network. Peaks and bandwidths are those of data sheets; the shares of
-them that programs reach (`matmul_efficiency` and the like) are assumptions, to be replaced by measured ones in a file:
-
-    like: h100                # what is left out is as of this name
-    matmul_efficiency: 0.73
-    network: 25.0e+9          # bytes/s
-
-`RANGES` has the unit of each number and what it may be. Without `like` a file says all of `NEEDED`.
+them that programs reach (`matmul_efficiency` and the like) are assumptions. A user's own are read by `hardware_file`.
 """
 
-import dataclasses
-import difflib
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import yaml
-
-from jaxtp.config import ConfigError, Count, NonNegative, Positive, UniqueKeys, nearest_file, validate
+from jaxtp.config import Count, NonNegative, Positive
 from jaxtp.mesh import AXES
 
 GIB = 2**30
-PLATFORMS = ("cuda", "rocm", "tpu")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +26,8 @@ class Hardware:
     like: str = ""
     """In a file: the one of the table that what is left out is taken from, and that it is compiled as."""
 
-    kind: str = ""
-    """What `jax.Device.device_kind` contains on it."""
+    kinds: tuple[str, ...] = ()
+    """What `jax.Device.device_kind` is on it, exactly: a near name is that of another device."""
 
     platform: str = "cuda"
     """cuda, rocm or tpu."""
@@ -115,16 +102,18 @@ RANGES = {
 }
 """Of the numbers in a file: the least, the most, and the unit. 80 for memory is no device's: it was meant in GB."""
 
-NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
-"""What a file without `like` says: no default of these is any device's."""
+_PCIE_HOP = 5.7e-6
+"""As NCCL has it for PCIe."""
 
 
-def _gpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
+def _gpu(
+    name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: Any
+) -> Hardware:
     """GB/s for the three bandwidths."""
     network = others.pop("network", 50.0)
     return Hardware(
         name=name,
-        kind=kind,
+        kinds=(kinds,) if isinstance(kinds, str) else kinds,
         memory=gib * GIB,
         flops=tflops * 1e12,
         bandwidth=bandwidth * 1e9,
@@ -134,7 +123,15 @@ def _gpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link
     )
 
 
-def _tpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
+def _pcie(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
+    """A card: x16 of PCIe 4.0 or 5.0 is its link, and bridges between pairs of cards are not counted."""
+    source = "NVIDIA data sheet of that card (dense bfloat16: half of its peak with sparsity); the network is assumed"
+    return _gpu(name, kind, gib, tflops, bandwidth, link, hop=_PCIE_HOP, source=source, **others)
+
+
+def _tpu(
+    name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: Any
+) -> Hardware:
     """A mesh axis lies along one axis of the torus: two of its links, one each way round, and so half the steps.
 
     That both ways are there is assumed: where the ends of a slice's axis do not meet (on v5e and v6e one shorter than
@@ -144,14 +141,11 @@ def _tpu(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link
     """
     waits = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
     tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, **waits, **others}
-    return _gpu(name, kind, gib, tflops, bandwidth, link, **tpu)
+    return _gpu(name, kinds, gib, tflops, bandwidth, link, **tpu)
 
 
 _DGX = "NVIDIA data sheet of the {} (SXM: dense bfloat16, half of NVLink's two-way bandwidth) and of its DGX (network)"
 _CLOUD = "cloud.google.com/tpu/docs/{} (HBM as XLA reports it); a link's bandwidth: jax-ml.github.io/scaling-book/tpus"
-
-_PCIE_HOP = 5.7e-6
-"""As NCCL has it for PCIe."""
 
 _RCCL = {"latency": 17e-6, "hop": 4.5e-6, "network_hop": 24.1e-6}
 """As RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
@@ -159,25 +153,44 @@ _RCCL = {"latency": 17e-6, "hop": 4.5e-6, "network_hop": 24.1e-6}
 TABLE = {
     hardware.name: hardware
     for hardware in (
-        _gpu("a100-40", "A100-SXM4-40GB", 39.4, 312, 1555, 300, network=25.0, source=_DGX.format("A100 40GB")),
-        _gpu("a100", "A100", 79.1, 312, 2039, 300, network=25.0, source=_DGX.format("A100 80GB")),
-        _gpu("h100", "H100", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
-        _gpu("h200", "H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
-        _gpu("b200", "B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
+        _gpu("a100-40", "NVIDIA A100-SXM4-40GB", 39.4, 312, 1555, 300, network=25.0, source=_DGX.format("A100 40GB")),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", 79.1, 312, 2039, 300, network=25.0, source=_DGX.format("A100 80GB")),
+        _pcie("a100-pcie-40", "NVIDIA A100-PCIE-40GB", 39.4, 312, 1555, 32, network=12.5),
+        _pcie("a100-pcie", "NVIDIA A100 80GB PCIe", 79.1, 312, 1935, 32, network=12.5),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
+        _pcie("h100-pcie", "NVIDIA H100 PCIe", 79.1, 756.5, 2039, 64, network=25.0),
+        _pcie("h100-nvl", "NVIDIA H100 NVL", 93.1, 835.5, 3938, 64, network=25.0),
+        _gpu("h200", "NVIDIA H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
+        _pcie("h200-nvl", "NVIDIA H200 NVL", 139.8, 835.5, 4800, 64, network=25.0),
         _gpu(
-            "l40s",
-            "L40S",
-            44.4,
-            362,
-            864,
-            32,
-            network=12.5,
-            hop=_PCIE_HOP,
-            source="NVIDIA data sheet of the L40S (PCIe 4.0 x16, no NVLink); the network, 100 Gb/s each, is assumed",
+            "gh200",
+            "NVIDIA GH200 480GB",
+            94.5,
+            989.4,
+            4000,
+            450,
+            domain=1,
+            source="NVIDIA data sheet of the GH200 (96 GB of HBM3; dense bfloat16); a superchip to a host, and its "
+            "network, 400 Gb/s, are assumed",
         ),
+        _gpu("b200", "NVIDIA B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
+        _gpu(
+            "gb200",
+            "NVIDIA GB200",
+            184.0,
+            2500,
+            8000,
+            900,
+            domain=72,
+            source="NVIDIA data sheet of the GB200 NVL72 (dense bfloat16, half of NVLink's two-way bandwidth); the "
+            "network, 400 Gb/s each, is assumed",
+        ),
+        _pcie("l4", "NVIDIA L4", 22.0, 121, 300, 32, network=12.5),
+        _pcie("l40", "NVIDIA L40", 44.4, 181.05, 864, 32, network=12.5),
+        _pcie("l40s", "NVIDIA L40S", 44.4, 362.05, 864, 32, network=12.5),
         _gpu(
             "rtx4090",
-            "RTX 4090",
+            "NVIDIA GeForce RTX 4090",
             23.5,
             165.2,
             1008,
@@ -189,7 +202,7 @@ TABLE = {
         ),
         _gpu(
             "mi300x",
-            "MI300X",
+            "AMD Instinct MI300X",
             191.5,
             1307.4,
             5300,
@@ -199,153 +212,22 @@ TABLE = {
             **_RCCL,
             source="AMD data sheet of the MI300X: seven Infinity Fabric links, one to each other GPU, 64 GB/s one way",
         ),
-        _tpu("v5e", "TPU v5 lite", 15.75, 197, 819, 90, domain=256, source=_CLOUD.format("v5e")),
-        _tpu("v5p", "TPU v5", 95.74, 459, 2765, 180, domain=8960, source=_CLOUD.format("v5p")),
-        _tpu("v6e", "TPU v6 lite", 31.25, 918, 1638, 180, domain=256, source=_CLOUD.format("v6e")),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 15.75, 197, 819, 90, domain=256, source=_CLOUD.format("v5e")),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 95.74, 459, 2765, 180, domain=8960, source=_CLOUD.format("v5p")),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 31.25, 918, 1638, 180, domain=256, source=_CLOUD.format("v6e")),
     )
 }
 """By name. Memory is what the driver leaves of the size on the label."""
 
-_ALIASES = {"a100-80": "a100", "tpu-v5e": "v5e", "tpu-v5p": "v5p", "tpu-v6e": "v6e", "4090": "rtx4090"}
-
-
-def find(name: str) -> Hardware:
-    """The hardware of a name in the table, in any case; or that of a YAML file.
-
-    Raises:
-      ConfigError: neither is there; the nearest names are given.
-    """
-    if name.endswith((".yaml", ".yml")):
-        return read(Path(name))
-    return _of_table(name, ", or a YAML file of yours")
-
-
-def _of_table(name: str, besides: str = "") -> Hardware:
-    """The row of a name; a message about one that is not there ends with what it may be besides."""
-    key = _key(name)
-    if key not in TABLE:
-        close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
-        hint = f"; did you mean {' or '.join(close)}?" if close else "."
-        raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}")
-    return TABLE[key]
-
-
-def parse(text: str) -> tuple[Hardware, int]:
-    """`h100x8` or `mine.yamlx8` as the hardware and the number of devices; X is as good as x.
-
-    Raises:
-      ConfigError: it is not of that form, or the hardware is not known.
-    """
-    found = re.fullmatch(r"(?P<name>.+?)[xX](?P<count>\d+)", text)
-    if found is None or _is_known(text):
-        raise _uncounted(text)
-    if (count := int(found["count"])) < 1:
-        raise ConfigError(f"--hardware {text}: {count} devices are none; 1 or more")
-    return find(found["name"]), count
-
-
-def _uncounted(text: str) -> ConfigError:
-    """What is wrong with `h100`, `h100x`, `h100x-3` or `h1000`."""
-    at = text.lower().rfind("x")
-    name, count = text[: max(at, 0)], text[at + 1 :]
-    if _is_known(text):
-        return ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
-    if not _is_known(name):
-        find(text)
-    wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
-    return ConfigError(f"--hardware {text}: {wrong} {name}x8")
-
-
-def _is_known(name: str) -> bool:
-    return name.endswith((".yaml", ".yml")) or _key(name) in TABLE
-
-
-def _key(name: str) -> str:
-    key = name.lower().replace("_", "-")
-    return _ALIASES.get(key, key)
-
-
-def read(path: Path) -> Hardware:
-    """A YAML file of a `Hardware`'s fields; `like` names the one in the table that the others are taken from.
-
-    Raises:
-      ConfigError: it cannot be read, says what is not understood, or leaves out what nothing else gives.
-    """
-    values = _values(path)
-    _require_ranges(path, values)
-    base = _base(path, values)
-    given = {**values, "like": base["name"]} if base else values
-    own = {"name": path.stem, "source": _source(path, values, base)}
-    hardware = validate(Hardware, {**base, **own, **given}, source=str(path))
-    if hardware.platform not in PLATFORMS:
-        raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
-    if not base and (missing := [key for key in NEEDED if key not in values]):
-        raise ConfigError(
-            f"{path}: {', '.join(missing)} missing; give {'it' if len(missing) == 1 else 'them'}, or the name of a "
-            "device that all that is left out is taken from, as in 'like: h100'"
-        )
-    if hardware.reserved >= hardware.memory:
-        raise ConfigError(
-            f"{path}: reserved = {hardware.reserved:g} is not less than memory = {hardware.memory:g} bytes: nothing is "
-            "left for JAX"
-        )
-    return hardware
-
-
-def _values(path: Path) -> Mapping[str, Any]:
-    """The keys of a file, as strictly as those of a configuration."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            values = yaml.load(file, Loader=UniqueKeys)  # a SafeLoader
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a YAML file: {error}") from None
-    if not isinstance(values, dict) or not values:
-        found = repr(values) if values else "nothing"
-        raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
-    return values
-
-
-def _base(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the device that a file is like; none if it names none."""
-    if values.get("like") is None:
-        return {}
-    try:
-        return dataclasses.asdict(_of_table(str(values["like"])))
-    except ConfigError as error:
-        raise ConfigError(f"{path}: like: {error}") from None
-
-
-def _source(path: Path, values: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """`mine.yaml: memory, link; others as of h100`."""
-    own = [str(key) for key in values if key not in ("like", "name", "kind")]
-    others = f"as of {base['name']}" if base else "assumed"
-    return f"{path}: {', '.join(own)}; others {others}" if own else f"{path}: all as of {base['name']}"
-
-
-def _require_ranges(path: Path, values: Mapping[str, Any]) -> None:
-    """Every number that cannot be meant, each with its unit."""
-    problems = [
-        f"  {key} = {values[key]!r}: {unit}, from {least:g} to {most:g}"
-        for key, (least, most, unit) in RANGES.items()
-        if key in values and not _is_between(values[key], least, most)
-    ]
-    if problems:
-        raise ConfigError("\n".join([f"{path}:", *problems]))
-
-
-def _is_between(value: Any, least: float, most: float) -> bool:
-    try:
-        return least <= float(value) <= most
-    except (TypeError, ValueError):
-        return False
+_KINDS = {kind: hardware for hardware in TABLE.values() for kind in hardware.kinds}
 
 
 def of_kind(device_kind: str) -> Hardware | None:
-    """The hardware that a `jax.Device.device_kind` names; None if the table has none."""
-    matches = [hardware for hardware in TABLE.values() if hardware.kind in device_kind]
-    return max(matches, key=lambda hardware: len(hardware.kind), default=None)
+    """The hardware that a `jax.Device.device_kind` names; None if the table has none.
+
+    A part of a GPU (MIG), or a relative of one in the table, is not in it: its peak is another.
+    """
+    return _KINDS.get(device_kind.strip())
 
 
 def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:

@@ -2,6 +2,7 @@
 
 import itertools
 import zlib
+from contextlib import contextmanager
 
 import jax
 import jax.numpy as jnp
@@ -74,3 +75,19 @@ def assert_close(actual, expected, tolerance=TOLERANCE):
     errors = {name: relative_error(actual[name], expected[name]) for name in expected}
     worst = {name: error for name, error in errors.items() if not error <= tolerance}
     assert not worst, worst
+
+
+@contextmanager
+def compilations():
+    """The names of the programs that are compiled inside, or taken from the compilation cache."""
+    names = []
+
+    def listen(event, _, **about):
+        if event.endswith("backend_compile_duration"):
+            names.append(about.get("fun_name"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)

@@ -3,28 +3,70 @@
 import pytest
 
 from jaxtp.config import ConfigError
-from jaxtp.hardware import NEEDED, RANGES, TABLE, Hardware, find, link_of, of_kind, parse, read
+from jaxtp.hardware import RANGES, TABLE, Hardware, link_of, of_kind
+from jaxtp.hardware_file import NEEDED, find, parse, read
 
 
 @pytest.mark.parametrize("hardware", TABLE.values(), ids=TABLE)
 def test_every_row_is_whole_and_plausible(hardware):
     assert hardware.source
-    assert of_kind(f"NVIDIA {hardware.kind} of some size") is hardware
+    assert hardware.kinds
+    assert {of_kind(kind) for kind in hardware.kinds} == {hardware}
     assert hardware.network < hardware.link < hardware.bandwidth < hardware.flops
     assert 2e9 < hardware.memory < 300e9
     assert 100 < hardware.flops / hardware.bandwidth < 700, "FLOPs a byte"
 
 
-def test_kinds_as_jax_spells_them():
-    kinds = {
-        "NVIDIA H100 80GB HBM3": "h100",
-        "NVIDIA A100-SXM4-40GB": "a100-40",
-        "NVIDIA A100-SXM4-80GB": "a100",
-        "TPU v5 lite": "v5e",
-        "TPU v5": "v5p",
-    }
-    assert {kind: of_kind(kind).name for kind in kinds} == kinds
-    assert of_kind("cpu") is None
+TFLOPS = {
+    "NVIDIA H100 80GB HBM3": 989.4,
+    "NVIDIA H100 PCIe": 756.5,
+    "NVIDIA H100 NVL": 835.5,
+    "NVIDIA GH200 480GB": 989.4,
+    "NVIDIA H200": 989.4,
+    "NVIDIA H200 NVL": 835.5,
+    "NVIDIA A100-SXM4-40GB": 312,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA B200": 2250,
+    "NVIDIA GB200": 2500,
+    "NVIDIA L40S": 362,
+    "NVIDIA L40": 181,
+    "NVIDIA L4": 121,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "AMD Instinct MI300X": 1307.4,
+    "TPU v5 lite": 197,
+    "TPU v5e": 197,
+    "TPU v5": 459,
+    "TPU v5p": 459,
+    "TPU v6 lite": 918,
+}
+"""Dense bfloat16 of data sheets, by `device_kind`."""
+
+
+def test_each_kind_has_its_own_peak():
+    assert {kind: of_kind(kind).flops / 1e12 for kind in TFLOPS} == pytest.approx(TFLOPS, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H100",
+        "NVIDIA H800",
+        "NVIDIA H20",
+        "NVIDIA A800-SXM4-80GB",
+        "NVIDIA A100-SXM-64GB",
+        "GRID A100D-40C",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "TPU v5 ultra",
+        "cpu",
+        "",
+    ],
+)
+def test_a_kind_that_is_not_in_the_table_is_not_taken_for_a_near_one(kind):
+    assert of_kind(kind) is None
 
 
 def test_the_table_is_within_its_own_ranges():
@@ -38,6 +80,8 @@ def test_names_and_counts():
     assert parse("H100x512") == parse("H100X512") == (TABLE["h100"], 512)
     assert parse("MI300XX8") == parse("mi300xx8") == (TABLE["mi300x"], 8)
     assert parse("a100-40x16") == (TABLE["a100-40"], 16)
+    assert parse("h100-nvlx2") == (TABLE["h100-nvl"], 2)
+    assert parse("h100-sxmx2") == (TABLE["h100"], 2)
     assert parse("rtx4090x2") == (TABLE["rtx4090"], 2)
 
 
@@ -50,7 +94,7 @@ def test_names_and_counts():
         ("MI300X", "--hardware MI300X: how many devices? Such as MI300Xx8"),
         ("H100X-3", "'-3' is no number of devices; such as H100x8"),
         ("h100x0", "0 devices are none"),
-        ("gaudix8", "There are a100-40, a100, h100"),
+        ("gaudix8", "There are a100-40, a100, a100-pcie-40, .*, h100"),
         ("nothing.yamlx8", "nothing.yaml: No such file"),
     ],
 )

@@ -4,7 +4,7 @@ A pair of layers over tp computes on each device what the same layers with `1/tp
 device without a mesh, where nothing moves: the difference between the two is communication.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -135,8 +135,10 @@ def _forward_and_backward(graph: Any, kernels: Any, x: Array, grad: Array) -> An
 def _activation(model: ModelConfig, rows: int, length: int, seed: int) -> Array:
     """Random `[rows, length, d_model]` in the compute dtype, split as between layers."""
     shape = (rows, length, model.d_model)
-    make: Callable[[Array], Array] = partial(jax.random.normal, shape=shape, dtype=model.precision.compute)
+    key, dtype = jax.random.key(seed), model.precision.compute
     if current_mesh() is None:
-        return make(jax.random.key(seed))
+        return jax.random.normal(key, shape, dtype)
     spec = activation_spec(sequence_dim(model.sequence_parallel, shape))
-    return jax.jit(make, out_shardings=NamedSharding(jax.sharding.get_mesh(), spec))(jax.random.key(seed))
+    sharding = NamedSharding(jax.sharding.get_mesh(), spec)
+    made: Array = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)(key, shape, dtype)
+    return made

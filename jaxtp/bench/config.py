@@ -9,7 +9,8 @@ import jax
 import tyro
 
 from jaxtp.config import ConfigError, Count
-from jaxtp.hardware import TABLE, Hardware, find, of_kind
+from jaxtp.hardware import TABLE, Hardware, of_kind
+from jaxtp.hardware_file import find
 from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.train.config import TrainConfig

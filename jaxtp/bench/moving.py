@@ -125,5 +125,6 @@ def _random(mesh: Mesh, axis: str, dtype: str, size: int) -> Array:
     """An array of which each device has `size` bytes, or a little less: a number of elements that the axis divides."""
     parts = mesh.shape[axis]
     each = max(1, size // (jnp.dtype(dtype).itemsize * parts)) * parts
-    make = partial(jax.random.normal, shape=(mesh.size * each,), dtype=dtype)
-    return jax.jit(make, out_shardings=NamedSharding(mesh, P(AXES)))(jax.random.key(0))
+    make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES)))
+    made: Array = make(jax.random.key(0), (mesh.size * each,), dtype)
+    return made

@@ -5,7 +5,6 @@ can read them; no array is ever whole on one device, unless none of its other di
 """
 
 import math
-from functools import partial
 from typing import Any
 
 import jax
@@ -86,17 +85,18 @@ def _logical_sharding(variable: nnx.Variable[Any], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*axes))
 
 
+# JAX keeps a program by its function: a lambda or a `partial` made here would be compiled anew at each call.
 def _cut(array: Array, target: jax.ShapeDtypeStruct) -> Array:
     if array.shape == target.shape:
         return array
-    window = tuple(slice(size) for size in target.shape)
-    cut: Array = jax.jit(lambda a: a[window], out_shardings=target.sharding)(array)
+    slice_to = jax.jit(jax.lax.slice, static_argnums=(1, 2), out_shardings=target.sharding)
+    cut: Array = slice_to(array, (0,) * array.ndim, target.shape)
     return cut
 
 
 def _pad(array: Array, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
     if array.shape == tuple(shape):
         return array
-    widths = [(0, stored - logical) for stored, logical in zip(shape, array.shape, strict=True)]
-    padded: Array = jax.jit(partial(jnp.pad, pad_width=widths), out_shardings=sharding)(array)
+    widths = tuple((0, stored - logical) for stored, logical in zip(shape, array.shape, strict=True))
+    padded: Array = jax.jit(jnp.pad, static_argnums=1, out_shardings=sharding)(array, widths)
     return padded

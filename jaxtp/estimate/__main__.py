@@ -28,7 +28,8 @@ from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.topology import topology
 from jaxtp.estimate.words import what_would_fit, why
 from jaxtp.files import require_picture, require_writable
-from jaxtp.hardware import RANGES, parse
+from jaxtp.hardware import RANGES
+from jaxtp.hardware_file import parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
 from jaxtp.train.config import MeshConfig, TrainConfig, training_of, violations_on

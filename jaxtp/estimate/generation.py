@@ -80,7 +80,7 @@ def _on(
 ) -> Generation:
     itemsize = jnp.dtype(config.precision.compute).itemsize
     arrays = [array for array in model.arrays if array.name.startswith(MODEL)]
-    weights = sum(array.bytes_per_device(sizes) * itemsize // array.itemsize for array in arrays)
+    weights = sum(array.bytes_per_device(sizes, config.precision.compute) for array in arrays)
     cache = cache_bytes(config, sizes, rows, length)
     local = rows // (sizes[DP] * sizes[FSDP])
     hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import jax
 from flax import nnx
@@ -84,8 +83,7 @@ def merge_adapters(model: Decoder) -> Decoder:
 
 
 def _add(scale: float, kernel: Array, a: Array, b: Array) -> Array:
-    add = jax.jit(partial(_sum, scale), out_shardings=kernel.sharding)
-    added: Array = add(kernel, a, b)
+    added: Array = jax.jit(_sum, out_shardings=kernel.sharding)(scale, kernel, a, b)
     return added
 
 

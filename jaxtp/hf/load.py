@@ -166,7 +166,7 @@ def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
 
 
 def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> Array:
-    zeros: Array = jax.jit(partial(jnp.zeros, shape, dtype), out_shardings=sharding)()
+    zeros: Array = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
     return zeros
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax.numpy as jnp
 import tyro
 from pydantic import AfterValidator, Field
 
@@ -133,7 +134,7 @@ class OptimizerConfig:
     beta2: Beta = 0.95
     """Decay of the second moment; of lion's momentum. Not of adafactor."""
 
-    eps: Positive = 1e-8
+    eps: Annotated[float, Field(ge=1e-37, allow_inf_nan=False), allowed("1e-37 or more")] = 1e-8
     """Added to the root of the second moment."""
 
     weight_decay: NonNegative = 0.1
@@ -151,7 +152,8 @@ class LoopConfig:
     """Optimizer updates in the whole run; the learning rate decays over them."""
 
     accumulation: Count = 1
-    """Micro-batches of a step, one after the other; their gradients add up to exactly those of the whole batch."""
+    """Micro-batches of a step, one after the other; their gradients add up to those of the whole batch, but for
+    rounding: the sums are in model.precision.reduce, or in the parameters' dtype if it is the wider."""
 
     z_loss: NonNegative = 0.0
     """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0 is off."""
@@ -305,6 +307,7 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[str]
       mesh: devices along each axis.
     """
     yield from violations(config.model, mesh)
+    yield from _moment_violations(config)
     batch = config.data.global_batch_size
     parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
     yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp * train.accumulation", parts)
@@ -319,6 +322,20 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[str]
             f"optimizer.warmup_steps={config.optimizer.warmup_steps} is more than train.steps={config.train.steps}; "
             f"at most {config.train.steps}"
         )
+
+
+def _moment_violations(config: TrainConfig) -> Iterator[str]:
+    """Decays that are 1 in the dtype of the moments, or so near that the moments stay as they are."""
+    dtype = config.model.precision.param
+    most = 1 - float(jnp.finfo(dtype).eps)
+    instead = "" if dtype == "float32" else ", or model.precision.param=float32"
+    for name in ("beta1", "beta2"):
+        beta = getattr(config.optimizer, name)
+        if beta > most and config.optimizer.name != "adafactor":
+            yield (
+                f"optimizer.{name}={beta} is as good as 1 in {dtype}, the dtype of its moments, which would never "
+                f"forget; at most {most}{instead}"
+            )
 
 
 def planned_mesh(config: MeshConfig) -> dict[str, int] | None:

@@ -22,9 +22,9 @@ from jaxtp.train.prepare import Run, load_data, plan, prepare
 from jaxtp.train.profiling import Profiler
 from jaxtp.train.report import Report
 from jaxtp.train.state import parameter_count
-from jaxtp.train.step import EvalStep, Scalars, TrainStep, make_eval_step
+from jaxtp.train.step import EvalStep, Scalars, TrainStep
 from jaxtp.train.timing import Timing
-from jaxtp.train.tracing import max_skipped, trace_step
+from jaxtp.train.tracing import eval_step, max_skipped, trace_step
 from jaxtp.train.trackers import Tracked, Trackers, check_installed
 from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
 from jaxtp.train.watchdog import Watchdog
@@ -252,7 +252,7 @@ class Loop:
     def _validation_loss(self) -> float:
         run, size = self._run, self._config.data.global_batch_size
         if self._eval_step is None:
-            self._eval_step = make_eval_step(run.blueprint)
+            self._eval_step = eval_step(self._config, run.blueprint)
         rows = run.data.validation(self._config.eval.batches, size)
         read = batches(rows, run.mesh, global_batch_size=size, start=0, count=len(rows) // size)
         sums = [self._eval_step(run.state, batch) for batch in read]

@@ -3,7 +3,8 @@
 A step has two moments at which it may hold most. Between forward and backward pass there are the gradients of all
 blocks (XLA makes room for them before the forward pass), what the blocks keep, and the working sets of the loss and of
 the last block. In the update there are all gradients and, because a step that is not finite must change nothing, the
-new parameters beside the old. The larger of the two is the peak.
+new parameters beside the old. The larger of the two is the peak. An evaluation stays below it: it is the forward pass
+alone, of the same micro-batches (`tracing.eval_step`).
 
 Not modelled: temporaries of muon, which multiplies whole matrices, and of dropout; small arrays; gaps in XLA's block of
 temporaries. `scripts/estimate_accuracy.py` compares with XLA's compiler for GPUs.
@@ -16,6 +17,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.layers.attention import Implementation
@@ -52,8 +54,8 @@ class StoredArray:
     shape: tuple[int, ...]
     """Without padding."""
 
-    itemsize: int
-    """Bytes of an element."""
+    dtype: jnp.dtype
+    """Of its elements."""
 
     axes: tuple[tuple[str, ...], ...]
     """The mesh axes that divide each dim."""
@@ -61,10 +63,12 @@ class StoredArray:
     trained: bool
     """It has a gradient."""
 
-    def bytes_per_device(self, sizes: Mapping[str, int]) -> int:
-        """Bytes on each device of a mesh; a dim that its devices do not divide, such as a vocabulary, is padded."""
+    def bytes_per_device(self, sizes: Mapping[str, int], dtype: DTypeLike | None = None) -> int:
+        """Bytes on each device of a mesh, in its own dtype or another; a dim that its devices do not divide, such as a
+        vocabulary, is padded."""
         parts = [math.prod(sizes[axis] for axis in axes) for axes in self.axes]
-        return self.itemsize * math.prod(-(-dim // part) for dim, part in zip(self.shape, parts, strict=True))
+        elements = math.prod(-(-dim // part) for dim, part in zip(self.shape, parts, strict=True))
+        return elements * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +82,8 @@ class Memory:
     """Moments and counters; exact."""
 
     gradients: int
-    """In the parameters' dtype, and their sums over micro-batches; modelled, as all that follows but the batch."""
+    """In the parameters' dtype, and their sums over micro-batches, which may be in a wider one; modelled, as all that
+    follows but the batch."""
 
     updates: int
     """New parameters beside the old."""
@@ -124,7 +129,7 @@ def memory_per_device(
       sizes: devices along each axis, of a mesh that can hold it.
       arrays: `stored_arrays(config)`, where they are known already.
     """
-    held = _Held.of(stored_arrays(config) if arrays is None else arrays, sizes)
+    held = _Held.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
     moments = (_backward(config, sizes, held), _update(config, sizes, held))
     return max(moments, key=lambda memory: memory.total)
 
@@ -156,23 +161,27 @@ class _Held:
     optimizer: int
     trained: int
     trained_blocks: int
+    summed: int
+    """The sums of gradients over micro-batches; 0 without them."""
     row_kernels: int
 
     @classmethod
-    def of(cls, arrays: Iterable[StoredArray], sizes: Mapping[str, int]) -> "_Held":
+    def of(cls, config: TrainConfig, arrays: Iterable[StoredArray], sizes: Mapping[str, int]) -> "_Held":
         held = [(array, array.bytes_per_device(sizes)) for array in arrays]
+        summed = (a for a, _ in held if a.trained and config.train.accumulation > 1)
+        sum_dtype = config.model.precision.sum_dtype
         return cls(
             parameters=sum(size for a, size in held if a.name.startswith(MODEL)),
             optimizer=sum(size for a, size in held if not a.name.startswith(MODEL)),
             trained=sum(size for a, size in held if a.trained),
             trained_blocks=sum(size for a, size in held if a.trained and a.name.startswith(BLOCKS)),
+            summed=sum(a.bytes_per_device(sizes, sum_dtype(a.dtype)) for a in summed),
             row_kernels=sum(size for a, size in held if a.name in _ROW_KERNELS),
         )
 
 
 def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memory:
     local = local_sizes(config, sizes)
-    summed = held.trained if config.train.accumulation > 1 else 0
     gathered = sizes[FSDP] > 1
     transposed = held.row_kernels if gathered else 0  # gathered along their last dim, which must then be first
     weights = _block_weights(local, gathered)
@@ -185,7 +194,7 @@ def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Mem
     return Memory(
         parameters=held.parameters,
         optimizer=held.optimizer,
-        gradients=held.trained_blocks + summed,
+        gradients=held.trained_blocks + held.summed,
         updates=0,
         gathered_weights=transposed + weights,
         activations=kept_bytes(local) + working,
@@ -205,7 +214,7 @@ def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memor
     return Memory(
         parameters=held.parameters,
         optimizer=held.optimizer,
-        gradients=held.trained,
+        gradients=held.summed or held.trained,
         updates=held.trained,
         gathered_weights=0,
         activations=0,
@@ -225,5 +234,5 @@ def _stored(name: str, variable: nnx.Variable[Any], kind: type[nnx.Variable[Any]
     spec = tuple(variable.get_metadata().get("out_sharding") or ())
     spec += (None,) * (len(variable.shape) - len(spec))
     axes = tuple(axes_of(entry) for entry in spec)
-    shape, itemsize = tuple(variable.shape), variable.dtype.itemsize
-    return StoredArray(name, shape, itemsize, axes, name.startswith(MODEL) and isinstance(variable, kind))
+    shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
+    return StoredArray(name, shape, dtype, axes, name.startswith(MODEL) and isinstance(variable, kind))

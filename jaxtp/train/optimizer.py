@@ -4,7 +4,6 @@ Parameters are told apart by name, because the stacking of layers gives every ve
 """
 
 import fnmatch
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +11,8 @@ import optax
 import optax.contrib
 
 from jaxtp.config import ConfigError
-from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.config import GroupConfig, OptimizerConfig
 
-Masks = Callable[[Any], Any]
 _VECTORS = {"scale", "bias", "biases"}
 _TABLES = {"embedding", "head"}
 
@@ -41,16 +39,17 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The whole transformation of gradients into updates: clipped, scaled by the rule, decayed, scaled by the rate."""
-    decays = {group.weight_decay for group in config.groups.values() if group.weight_decay is not None}
-    parts = [optax.clip_by_global_norm(config.clip_norm), _rule(config)]
-    for decay in sorted(decays | {config.weight_decay}):
-        parts.append(optax.add_decayed_weights(decay, mask=_decayed_by(config, decay)))
-    parts.append(optax.scale_by_learning_rate(learning_rate(config, steps)))
-    for pattern, group in config.groups.items():
-        if group.learning_rate_scale != 1:
-            parts.append(optax.masked(optax.scale(group.learning_rate_scale), _first_match(config, pattern)))
-    return optax.chain(*parts)
+    """The whole transformation of gradients into updates: clipped, scaled by the rule, decayed, scaled by the rate.
+
+    Its parts, and so the paths of its state in a checkpoint, are the same whatever the settings beside the rule are.
+    """
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        _rule(config),
+        _decayed(config),
+        optax.scale_by_learning_rate(learning_rate(config, steps)),
+        _scaled_by_group(config),
+    )
 
 
 def is_elementwise(config: OptimizerConfig) -> bool:
@@ -66,7 +65,7 @@ def check_groups(config: OptimizerConfig, parameters: list[str]) -> None:
     """
     for pattern in config.groups:
         matched = matching("optimizer.groups", pattern, parameters)
-        if all(_group_of(config, path) != pattern for path in matched):
+        if all(_first_match(config, path) != pattern for path in matched):
             raise ConfigError(
                 f"optimizer.groups: what the pattern {pattern!r} matches is taken by patterns before it; "
                 "the first that matches a parameter holds, so put it earlier"
@@ -82,7 +81,8 @@ def matching(setting: str, pattern: str, parameters: list[str]) -> list[str]:
     matched = [path for path in parameters if fnmatch.fnmatchcase(path, pattern)]
     if not matched:
         raise ConfigError(
-            f"{setting}: the pattern {pattern!r} matches no parameter; there are:\n  " + "\n  ".join(parameters)
+            f"{setting}: the pattern {pattern!r} matches no parameter that is trained; there are:\n  "
+            + "\n  ".join(parameters)
         )
     return matched
 
@@ -101,8 +101,23 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
     if config.name == "adafactor":
         # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file instead of its own:
         # its root mean squares over a table would count the rows that pad a vocabulary.
-        return optax.scale_by_factored_rms()
+        return _with_float32_state(optax.scale_by_factored_rms())
     return optax.partition({"muon": _muon(config), "adam": adam}, _muon_labels)
+
+
+def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A rule whose state is in float32 whatever its parameters are in.
+
+    Adafactor's decay goes to 1: after a thousand steps it changes a moment by less than the last digit of a bfloat16.
+    """
+
+    def cast(params: Any) -> Any:
+        return optax.tree.cast(params, "float32")
+
+    return optax.GradientTransformation(
+        lambda params: rule.init(cast(params)),
+        lambda updates, state, params=None: rule.update(updates, state, cast(params)),
+    )
 
 
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -123,26 +138,37 @@ def _matrix_dims(updates: Any) -> Any:
 
 def _muon_labels(params: Any) -> Any:
     """Matrices of the blocks; vectors, and the tables of embedding and head, go by Adam."""
-    return _by_path(params, lambda path: "muon" if is_matrix(path) and not _TABLES & set(path.split(".")) else "adam")
+    return {path: "muon" if is_matrix(path) and not _TABLES & set(path.split(".")) else "adam" for path in params}
 
 
-def _decayed_by(config: OptimizerConfig, decay: float) -> Masks:
-    def decays(path: str) -> bool:
-        group = config.groups.get(_group_of(config, path) or "")
-        own = None if group is None else group.weight_decay
-        return own == decay if own is not None else is_matrix(path) and decay == config.weight_decay
+def _decayed(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Adds to each update its parameter's weight decay times the parameter."""
 
-    return lambda params: _by_path(params, decays)
+    def decayed(path: str, update: Any, param: Any) -> Any:
+        own = _group_of(config, path).weight_decay
+        decay = own if own is not None else config.weight_decay if is_matrix(path) else 0.0
+        return update + decay * param if decay else update
+
+    return optax.stateless(
+        lambda updates, params: {path: decayed(path, u, params[path]) for path, u in updates.items()}
+    )
 
 
-def _first_match(config: OptimizerConfig, pattern: str) -> Masks:
-    return lambda params: _by_path(params, lambda path: _group_of(config, path) == pattern)
+def _scaled_by_group(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Multiplies each update by its group's scale of the learning rate."""
+
+    def scaled(path: str, update: Any) -> Any:
+        scale = _group_of(config, path).learning_rate_scale
+        return update if scale == 1 else scale * update
+
+    return optax.stateless(lambda updates, _: {path: scaled(path, u) for path, u in updates.items()})
 
 
-def _group_of(config: OptimizerConfig, path: str) -> str | None:
-    """The first pattern that matches a parameter."""
+def _group_of(config: OptimizerConfig, path: str) -> GroupConfig:
+    """The group of the first pattern that matches a parameter; the default group if none does."""
+    pattern = _first_match(config, path)
+    return GroupConfig() if pattern is None else config.groups[pattern]
+
+
+def _first_match(config: OptimizerConfig, path: str) -> str | None:
     return next((pattern for pattern in config.groups if fnmatch.fnmatchcase(path, pattern)), None)
-
-
-def _by_path(params: dict[str, Any], function: Callable[[str], Any]) -> dict[str, Any]:
-    return {path: function(path) for path in params}

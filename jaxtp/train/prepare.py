@@ -20,7 +20,7 @@ from jaxtp.train.config import TrainConfig, check_vocabulary
 from jaxtp.train.fit import require_memory
 from jaxtp.train.origin import check_tokenizer, given_weights, keep_files_of_origin
 from jaxtp.train.report import Report, summary
-from jaxtp.train.state import Blueprint, parameters, plan_state
+from jaxtp.train.state import Blueprint, plan_state, trained_parameters
 
 
 @dataclass
@@ -46,11 +46,11 @@ def plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     """Describes the state of a run; nothing is allocated or written.
 
     Raises:
-      ConfigError: a pattern that matches no parameter, or more memory than there is.
+      ConfigError: a pattern that matches no trained parameter, or more memory than there is.
     """
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     blueprint = plan_state(config.model, optimizer, mesh)
-    paths = list(parameters(blueprint))
+    paths = list(trained_parameters(blueprint))
     optimizers.check_groups(config.optimizer, paths)
     for pattern in config.metrics.norm_groups:
         optimizers.matching("metrics.norm_groups", pattern, paths)

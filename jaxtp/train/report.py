@@ -17,6 +17,7 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.fit import describe_memory
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
+from jaxtp.train.utilization import describe_peak
 
 
 class Report(Display):
@@ -63,8 +64,8 @@ def summary(config: TrainConfig, mesh: Mesh, data: Data, blueprint: Blueprint) -
         f"{_describe_epochs(data, config.train.steps * config.data.global_batch_size)}",
         "folder": str(config.run.dir),
     }
-    memory = describe_memory(config, mesh)
-    rows |= {} if memory is None else {"memory": memory}
+    optional = {"memory": describe_memory(config, mesh), "peak": describe_peak(device)}
+    rows |= {name: text for name, text in optional.items() if text is not None}
     lines = [f"{name:<8}{text}" for name, text in rows.items()]
     return "\n".join([*lines, "", *sharding_table(blueprint), ""])
 

@@ -99,6 +99,11 @@ def parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
     return named_variables(blueprint.abstract["model"])
 
 
+def trained_parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
+    """Those of `parameters` that have a gradient: the adapters alone, where there are any."""
+    return named_variables(nnx.filter_state(blueprint.abstract["model"], trained(blueprint.config.lora)))
+
+
 def parameter_count(blueprint: Blueprint) -> int:
     """Parameters of the model, padding not counted."""
     return logical_size(blueprint.abstract["model"])

@@ -18,6 +18,7 @@ from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.lora import trained
+from jaxtp.layers.precision import Precision
 from jaxtp.mesh import BATCH, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.state import Blueprint
@@ -28,6 +29,9 @@ EvalStep = Callable[[nnx.State, Batch], tuple[Array, Array]]
 JittedTrainStep = Any
 """`jax.jit`'s result has no public type; it is a `TrainStep` that can also be lowered."""
 
+
+_ZERO_SUMS = 0.0, 0.0
+"""Of losses and of valid tokens."""
 
 OPTIMIZER_SCOPE = "optimizer"
 """The module that the update's collectives belong to."""
@@ -96,7 +100,8 @@ def make_train_step(
 
 
 def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> Scalars:
-    """The L2 norm of all of a state, and as `name/group` of what each pattern of parameter path matches."""
+    """The L2 norm of all of a state, and as `name/group` of what each pattern of parameter path matches; in float32."""
+    state = optax.tree.cast(state, "float32")
     variables = named_variables(state)
     parts = {f"{name}/{group}": [variables[path][...] for path in fnmatch.filter(variables, group)] for group in groups}
     with jax.named_scope(name):
@@ -113,12 +118,22 @@ def _guarded(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) ->
     return kept, skipped
 
 
-def make_eval_step(blueprint: Blueprint) -> EvalStep:
-    """Compiles `state, batch -> summed loss, number of valid tokens`."""
+def make_eval_step(blueprint: Blueprint, micro_batches: int = 1) -> EvalStep:
+    """Compiles `state, batch -> summed loss, number of valid tokens`.
+
+    Args:
+      blueprint: of the state.
+      micro_batches: how many a batch is read in, one after the other. As many as the training step's, so that an
+        evaluation takes no more memory than training: it is the forward pass alone.
+    """
 
     def step(state: nnx.State, batch: Batch) -> tuple[Array, Array]:
-        model: Decoder = nnx.merge(blueprint.graph, state).model
-        return model.loss(batch["inputs"], batch["labels"], segments_BT=batch.get(SEGMENTS))
+        def loss_sum(micro: Batch) -> tuple[Array, Array]:
+            model: Decoder = nnx.merge(blueprint.graph, state, copy=True).model
+            return model.loss(micro["inputs"], micro["labels"], segments_BT=micro.get(SEGMENTS))
+
+        sums: tuple[Array, Array] = _sum_over_micro_batches(loss_sum, batch, micro_batches, _ZERO_SUMS)
+        return sums
 
     return jax.jit(step, out_shardings=_replicated(blueprint))
 
@@ -127,7 +142,8 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, ke
     """The mean loss over the valid tokens of a batch, and its gradient with respect to every parameter that is trained.
 
     With accumulation, sums of losses and gradients are added up over the micro-batches and divided once: it is the
-    mean over all tokens, however the masked ones are spread, not the mean of the micro-batches' means.
+    mean over all tokens, however the masked ones are spread, not the mean of the micro-batches' means. The sums are
+    in the reduction dtype, or the parameter's own if that is the wider.
     """
     graph, params, frozen = nnx.split(model, trained(model.config.lora), ...)  # type: ignore[misc]
 
@@ -140,27 +156,33 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, ke
         )
 
     grads_of_sum = jax.value_and_grad(loss_sum, has_aux=True)
-    rows = jnp.arange(len(batch["inputs"]))
-    if settings.accumulation == 1:
-        (total, count), grads = grads_of_sum(params, batch, rows)
-    else:
-        total, count, grads = _accumulate(grads_of_sum, params, batch, rows, settings.accumulation)
+    zeros = _ZERO_SUMS, jax.tree.map(partial(_zero_gradient, model.config.precision), params)
+    (total, count), grads = _sum_over_micro_batches(
+        lambda micro: grads_of_sum(params, *micro),
+        (batch, jnp.arange(len(batch["inputs"]))),
+        settings.accumulation,
+        zeros,
+    )
     count = jnp.maximum(count, 1)  # a batch may be all prompts or padding: then nothing is learnt from it
-    return total / count, jax.tree.map(lambda g: (g / count).astype(g.dtype), grads)
+    return total / count, jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, params)
 
 
-def _accumulate(
-    grads_of_sum: Callable[..., Any], params: nnx.State, batch: Batch, rows: Array, steps: int
-) -> tuple[Array, Array, nnx.State]:
-    def add(sums: Any, micro: tuple[Batch, Array]) -> tuple[Any, None]:
-        (total, count), grads = grads_of_sum(params, *micro)
-        return jax.tree.map(jnp.add, sums, (total, count, grads)), None
+def _sum_over_micro_batches(of_micro: Callable[[Any], Any], inputs: Any, count: int, zeros: Any) -> Any:
+    """What a function gives for each of `count` micro-batches of some arrays `[B, ...]`, added up in the dtypes of
+    `zeros`."""
+    if count == 1:
+        return of_micro(inputs)
 
-    zeros = (jnp.zeros(()), jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
-    micros = jax.tree.map(lambda array: _split_rows(array, steps), (batch, rows))
-    sums: tuple[Array, Array, nnx.State]
-    sums, _ = jax.lax.scan(add, zeros, micros)
+    def add(sums: Any, micro: Any) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, sums, of_micro(micro)), None
+
+    sums, _ = jax.lax.scan(add, zeros, jax.tree.map(lambda array: _split_rows(array, count), inputs))
     return sums
+
+
+def _zero_gradient(precision: Precision, param: Array) -> Array:
+    """Where the gradients of micro-batches are added up: 16-bit parameters would lose the last digits of each."""
+    return jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype))
 
 
 def dropout_key(seed: int, updates: Array | int) -> Array:

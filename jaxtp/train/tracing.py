@@ -1,4 +1,5 @@
-"""The training step of a configuration, traced with the shapes of its run: what is compiled, audited and estimated."""
+"""The two programs of a configuration: the training step, traced with the shapes of its run (what is compiled, audited
+and estimated), and the evaluation."""
 
 from typing import Any
 
@@ -9,7 +10,7 @@ from jaxtp.data.loader import abstract_batch
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.state import Blueprint
-from jaxtp.train.step import StepSettings, make_train_step
+from jaxtp.train.step import EvalStep, StepSettings, make_eval_step, make_train_step
 
 
 def step_settings(config: TrainConfig) -> StepSettings:
@@ -42,3 +43,8 @@ def trace_step(config: TrainConfig, blueprint: Blueprint, state: nnx.State | Non
     batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
     with jax.set_mesh(mesh):
         return step.trace(blueprint.sharded if state is None else state, batch)
+
+
+def eval_step(config: TrainConfig, blueprint: Blueprint) -> EvalStep:
+    """The evaluation of a run, in the micro-batches of its training step: what holds the one holds the other."""
+    return make_eval_step(blueprint, config.train.accumulation)

@@ -33,6 +33,13 @@ def peak_flops(device: jax.Device) -> float:
     return math.nan if hardware is None else hardware.flops
 
 
+def describe_peak(device: jax.Device) -> str | None:
+    """Why the steps of a run have no MFU; None where they have, and on CPUs."""
+    if device.platform == "cpu" or of_kind(device.device_kind) is not None:
+        return None
+    return f"of {device.device_kind!r} not known: no mfu is logged (jaxtp/hardware.py has those that are)"
+
+
 def bytes_limit(device: jax.Device) -> int | None:
     """Bytes of a device that JAX may allocate; None where it does not say, as on CPUs."""
     limit = (device.memory_stats() or {}).get("bytes_limit")

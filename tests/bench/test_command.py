@@ -12,7 +12,7 @@ from jaxtp.bench.fit import Line
 from jaxtp.bench.moving import KINDS, Message
 from jaxtp.bench.report import messages_lines, products_table
 from jaxtp.estimate.__main__ import main as estimate
-from jaxtp.hardware import find, read
+from jaxtp.hardware_file import find, read
 
 QUICK = ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]
 SMALL = ["--mesh.fsdp", "2", "--mesh.tp", "2", "--data.sequence-length", "8", "--model.d-ff", "16"]

@@ -12,7 +12,7 @@ from jaxtp.bench.measured import Measured, Place
 from jaxtp.bench.moving import Message
 from jaxtp.config import ConfigError
 from jaxtp.estimate.links import leaves_domain, link_speed
-from jaxtp.hardware import find, read
+from jaxtp.hardware_file import find, read
 
 SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
 SIZES = [2**14, 2**18, 2**22, 2**26]

@@ -6,12 +6,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from support import by_name, sweep
+from support import by_name, compilations, sweep
 
 import jaxtp
 from jaxtp.checkpoint.checksum import checksums
-from jaxtp.checkpoint.logical import abstract_logical
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints, load_weights, restore_newest
+from jaxtp.layers.embedding import vocabulary_table
 from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
@@ -76,6 +77,26 @@ def test_restored_on_any_mesh(written, mesh):
         np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
     for leaf, sharding in zip(jax.tree.leaves(state), jax.tree.leaves(plan.shardings), strict=True):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
+
+
+def test_a_second_save_or_restore_compiles_nothing():
+    """To cut the padding off an array, and to pad it again, is a program."""
+    mesh = jaxtp.make_mesh(tp=4)
+    with jax.set_mesh(mesh):
+        table = vocabulary_table(21, 26, jaxtp.Precision(), nnx.initializers.normal(), nnx.Rngs(0))
+    state = nnx.State({"table": table})
+
+    def there_and_back():
+        logical = to_logical(state, mesh)
+        assert logical["table"].shape == (21, 26)
+        assert from_logical(logical, state, mesh)["table"].shape == (24, 26)
+
+    with compilations() as first:
+        there_and_back()
+    assert len(first) == 2
+    with compilations() as again:
+        there_and_back()
+    assert not again
 
 
 def test_arrays_on_disk_have_logical_shapes(written):

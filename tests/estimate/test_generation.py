@@ -10,7 +10,7 @@ import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.estimate.generation import cache_bytes, generations, table
 from jaxtp.estimate.search import Target, all_meshes, describe_model
-from jaxtp.hardware import find
+from jaxtp.hardware_file import find
 from jaxtp.layers.cache import STACK_SPEC, empty_cache
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train.config import TrainConfig

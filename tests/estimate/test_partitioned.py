@@ -14,7 +14,7 @@ from jaxtp.estimate import partitioned
 from jaxtp.estimate.compiled import partitioned_lines
 from jaxtp.estimate.partitioned import MAX_DEVICES, compile_partitioned, request_devices
 from jaxtp.estimate.search import Target, describe_model, estimate
-from jaxtp.hardware import find
+from jaxtp.hardware_file import find
 from jaxtp.mesh import fitting_meshes
 from jaxtp.models import decoder
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, TrainConfig

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import jaxtp
 from jaxtp.estimate.links import collective_seconds, leaves_domain, link_speed
 from jaxtp.estimate.search import Target, describe_model, estimate
-from jaxtp.hardware import TABLE, find
+from jaxtp.hardware import TABLE
+from jaxtp.hardware_file import find
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
 
 H100 = dataclasses.replace(find("h100"), link_efficiency=1.0, latency=0.0, hop=0.0, network_hop=0.0)

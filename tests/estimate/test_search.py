@@ -10,7 +10,7 @@ from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
 from jaxtp.estimate.search import NEAR, REMATS, Target, all_meshes, describe_model, estimate, search, target
 from jaxtp.estimate.words import what_would_fit, why
-from jaxtp.hardware import find
+from jaxtp.hardware_file import find
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig

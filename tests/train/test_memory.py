@@ -5,17 +5,20 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from flax import nnx
 from support import sweep
 
 import jaxtp
+from jaxtp.data.loader import abstract_batch
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import AXES
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, score_bytes, stored_arrays
 from jaxtp.train.state import bytes_per_device, plan_state
+from jaxtp.train.tracing import eval_step, trace_step
 
 RESULTS = Path(__file__).parents[2] / "scripts" / "results" / "estimate_accuracy.jsonl"
 MODEL = jaxtp.ModelConfig(
@@ -79,6 +82,48 @@ def test_state_bytes_are_the_planned_ones(model, optimizer):
         blueprint = plan_state(model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
         memory = memory_per_device(config, dict(zip(AXES, mesh, strict=True)), arrays)
         assert memory.state == bytes_per_device(blueprint)
+
+
+@pytest.mark.parametrize(
+    ("param", "reduce", "width"), [("float32", "bfloat16", 4), ("bfloat16", "float32", 4), ("bfloat16", "bfloat16", 2)]
+)
+def test_gradients_of_micro_batches_are_summed_in_the_wider_dtype(param, reduce, width):
+    model = dataclasses.replace(MODEL, precision=jaxtp.Precision(param=param, reduce=reduce))
+    config, sizes = TrainConfig(model=model), dict(zip(AXES, (1, 2, 4), strict=True))
+    elements = sum(array.bytes_per_device(sizes, "int8") for array in stored_arrays(config) if array.trained)
+    split = dataclasses.replace(config, train=LoopConfig(accumulation=4), optimizer=OptimizerConfig(name="lion"))
+    assert memory_per_device(split, sizes).gradients >= width * elements
+    assert memory_per_device(config, sizes).gradients <= jnp.dtype(param).itemsize * elements
+
+
+def evaluation(rows, accumulation, mesh, remat="full"):
+    """A run of small rows, and the temporaries of its evaluation."""
+    model = dataclasses.replace(MODEL, num_layers=1, remat=remat)
+    data, loop = DataConfig(sequence_length=64, global_batch_size=rows), LoopConfig(accumulation=accumulation)
+    config = TrainConfig(model=model, data=data, train=loop)
+    plan = plan_state(model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
+    with jax.set_mesh(plan.mesh):
+        traced = eval_step(config, plan).trace(plan.sharded, abstract_batch(plan.mesh, rows, 64, packed=True))
+    return config, plan, temporaries(traced)
+
+
+def temporaries(traced):
+    return traced.lower().compile().memory_analysis().temp_size_in_bytes
+
+
+def test_an_evaluation_reads_micro_batches_as_a_step_does():
+    *_, micro_batch = evaluation(4, 1, (1, 1, 1))
+    *_, batch = evaluation(32, 8, (1, 1, 1))
+    assert micro_batch <= batch < 1.5 * micro_batch
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2), (2, 1, 4)], ids=str)
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_an_evaluation_takes_no_more_than_a_step(mesh, remat):
+    """The check of a step's memory covers the evaluation's."""
+    config, plan, taken = evaluation(32, 4, mesh, remat)
+    assert taken <= temporaries(trace_step(config, plan))
 
 
 def test_only_adapters_have_gradients():

@@ -21,7 +21,7 @@ from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.timing import Timing
 from jaxtp.train.trackers import Tracked, Trackers
-from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
+from jaxtp.train.utilization import describe_peak, flops_per_token, memory_record, peak_flops
 
 
 @pytest.fixture
@@ -146,6 +146,7 @@ def test_utilization_is_absent_where_there_is_no_peak(tmp_path, command):
 
 class FakeGPU:
     device_kind = "NVIDIA H200"
+    platform = "gpu"
 
     def memory_stats(self):
         return {"bytes_in_use": 5, "peak_bytes_in_use": 7, "other": 9}
@@ -153,7 +154,16 @@ class FakeGPU:
 
 def test_what_a_gpu_says():
     assert peak_flops(FakeGPU()) == 989.4e12
+    assert describe_peak(FakeGPU()) is None
     assert memory_record(FakeGPU()) == {"memory_bytes": 5, "memory_peak_bytes": 7}
+
+
+def test_a_gpu_that_is_not_known_is_not_taken_for_another():
+    part = FakeGPU()
+    part.device_kind = "NVIDIA H200 MIG 1g.18gb"
+    assert math.isnan(peak_flops(part))
+    assert "of 'NVIDIA H200 MIG 1g.18gb' not known: no mfu" in describe_peak(part)
+    assert describe_peak(jax.devices()[0]) is None
 
 
 def test_norms_by_group(tmp_path, command):

@@ -1,6 +1,7 @@
 """Rules, schedules and groups: against Optax's own and against one device."""
 
 import dataclasses
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,12 @@ import jaxtp
 from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, load
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.mesh import AXES
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig, violations_on
+from jaxtp.train.prepare import plan
 from jaxtp.train.state import parameters, plan_state
 
 SMALL = jaxtp.ModelConfig(
@@ -69,8 +73,8 @@ def test_every_rule_moves_every_parameter(one_device):
 
 def test_factored_moments_are_split_like_their_parameter():
     mesh = jaxtp.make_mesh(fsdp=2, tp=4)
-    plan = plan_state(WIDE, optimizers.build(config_of("adafactor").optimizer, 10), mesh)
-    state = named_variables(plan.abstract)
+    blueprint = plan_state(WIDE, optimizers.build(config_of("adafactor").optimizer, 10), mesh)
+    state = named_variables(blueprint.abstract)
     moments = {name.split(".v_")[1]: v for name, v in state.items() if "mlp.down" in name and ".v_" in name}
     assert moments["row.blocks.mlp.down.kernel"].get_metadata()["out_sharding"] in {
         jax.sharding.PartitionSpec(None, "tp"),
@@ -110,6 +114,94 @@ def test_rule_is_optax_s_own(name, theirs):
         np.testing.assert_allclose(actual[path], array, rtol=1e-6)
 
 
+def stored(config, steps=10):
+    """Shape and dtype of each array of the optimizer's state, by where a checkpoint has it."""
+    state = jax.eval_shape(optimizers.build(config, steps).init, arrays())
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+
+
+OTHER_VALUES = {
+    "schedule": ("linear", "constant", "wsd"),
+    "decay_fraction": (1.0,),
+    "groups": (
+        {"*.scale": GroupConfig(weight_decay=0.3)},
+        {"*.scale": GroupConfig(weight_decay=0.1), "*": GroupConfig(weight_decay=0.0, learning_rate_scale=0.0)},
+    ),
+    "learning_rate": (1.0,),
+    "warmup_steps": (0, 1),
+    "final_fraction": (0.0, 1.0),
+    "beta1": (0.0, 0.5),
+    "beta2": (0.0, 0.5),
+    "eps": (1e-3,),
+    "weight_decay": (0.0, 0.3),
+    "clip_norm": (1e9,),
+}
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "adafactor", "muon"])
+def test_the_rule_alone_decides_what_a_checkpoint_holds(name):
+    """Any other setting may change when a run resumes: a weight decay may become that of a group, say."""
+    assert OTHER_VALUES.keys() | {"name"} == {field.name for field in dataclasses.fields(OptimizerConfig)}
+    grouped = OptimizerConfig(name=name, groups={"*.scale": GroupConfig(weight_decay=0.3)})
+    expected = stored(grouped)
+    assert expected
+    for setting, values in OTHER_VALUES.items():
+        for value in values:
+            assert stored(dataclasses.replace(grouped, **{setting: value})) == expected, (setting, value)
+    assert stored(grouped, steps=1) == expected
+
+
+BFLOAT16 = dataclasses.replace(SMALL, precision=jaxtp.Precision(param="bfloat16"))
+
+
+def test_moments_that_would_never_forget_are_refused():
+    """In bfloat16 0.999 of a moment is the moment."""
+
+    def problems(name, model, **betas):
+        optimizer = OptimizerConfig(name=name, warmup_steps=1, **betas)
+        config = dataclasses.replace(config_of("lion"), model=model, optimizer=optimizer)
+        return list(violations_on(config, dict.fromkeys(AXES, 1)))
+
+    (problem,) = problems("adamw", BFLOAT16, beta2=0.999)
+    assert "optimizer.beta2=0.999" in problem
+    assert "at most 0.9921875, or model.precision.param=float32" in problem
+    assert len(problems("muon", BFLOAT16, beta1=0.995, beta2=0.995)) == 2
+    assert not problems("adamw", BFLOAT16, beta2=0.9921875)
+    assert not problems("adamw", SMALL, beta2=0.9999)
+    (problem,) = problems("adamw", SMALL, beta2=0.99999999)
+    assert problem.endswith("at most 0.9999998807907104")
+    assert not problems("adafactor", BFLOAT16, beta2=0.999)
+
+
+@pytest.mark.parametrize("beta", [0.9, 0.95, 0.9921875])
+def test_a_moment_without_gradient_shrinks(beta):
+    rule = optimizers.build(OptimizerConfig(beta2=beta, clip_norm=1e9), 10)
+    params = {"head.kernel": jnp.ones(1, jnp.bfloat16)}
+    moments = []
+    update = jax.jit(rule.update)
+    state = rule.init(params)
+    for gradient in (1.0, *[0.0] * 200):
+        _, state = update({"head.kernel": jnp.full(1, gradient, jnp.bfloat16)}, state, params)
+        moments.append(float(state[1].nu["head.kernel"][0]))
+    assert all(later < earlier for earlier, later in pairwise(moments))
+
+
+def test_an_epsilon_that_is_zero_in_float32_is_refused():
+    with pytest.raises(ConfigError, match=r"optimizer\.eps"):
+        load(TrainConfig, ["--optimizer.eps", "1e-46"], prog="train", description="")
+
+
+def test_adafactor_keeps_its_moments_in_float32():
+    """They are small, and after a thousand steps it changes them by less than a bfloat16's last digit."""
+    params = {"blocks.up.kernel": jnp.ones((128, 128), jnp.bfloat16), "norm.scale": jnp.ones(128, jnp.bfloat16)}
+    rule = optimizers.build(OptimizerConfig(name="adafactor"), 10)
+    state = rule.init(params)
+    _, after = rule.update(params, state, params)
+    for moments in (state[1], after[1]):
+        assert {array.dtype for array in jax.tree.leaves((moments.v_row, moments.v))} == {jnp.dtype("float32")}
+    assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
+
+
 def test_muon_orthogonalises_each_layer_s_matrix():
     config = OptimizerConfig(name="muon", learning_rate=1.0, warmup_steps=0, weight_decay=0, schedule="constant")
     params, gradients = arrays(), jax.tree.map(jnp.cos, arrays())
@@ -142,8 +234,8 @@ def test_groups():
 
 
 def test_patterns_that_do_nothing_are_refused():
-    plan = plan_state(SMALL, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh())
-    names = list(parameters(plan))
+    blueprint = plan_state(SMALL, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh())
+    names = list(parameters(blueprint))
     for pattern, message in {
         "blocks.mpl.*": "matches no parameter",
         "blocks.mlp.*": "is taken by patterns before",
@@ -152,6 +244,15 @@ def test_patterns_that_do_nothing_are_refused():
         with pytest.raises(ConfigError, match=message):
             optimizers.check_groups(config, names)
     optimizers.check_groups(OptimizerConfig(groups=GROUPS), names)
+
+
+def test_a_group_of_frozen_parameters_is_refused():
+    groups = {"embedding.*": GroupConfig(weight_decay=0.0)}
+    config = dataclasses.replace(config_of("lion"), optimizer=OptimizerConfig(groups=groups))
+    adapted = dataclasses.replace(SMALL, lora=LoraConfig(rank=2))
+    plan(config, jaxtp.make_mesh())
+    with pytest.raises(ConfigError, match=r"'embedding.\*' matches no parameter that is trained"):
+        plan(dataclasses.replace(config, model=adapted), jaxtp.make_mesh())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,168 @@
+"""Hardware as a command is given it: a name of the table and a number, or a user's own in YAML.
+
+    like: h100                # what is left out is as of this name
+    matmul_efficiency: 0.73
+    network: 25.0e+9          # bytes/s
+
+`hardware.RANGES` has the unit of each number and what it may be. Without `like` a file says all of `NEEDED`.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxtp.config import ConfigError, UniqueKeys, nearest_file, validate
+from jaxtp.hardware import RANGES, TABLE, Hardware
+
+PLATFORMS = ("cuda", "rocm", "tpu")
+
+NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
+"""What a file without `like` says: no default of these is any device's."""
+
+_ALIASES = {
+    "a100-80": "a100",
+    "h100-sxm": "h100",
+    "h200-sxm": "h200",
+    "tpu-v5e": "v5e",
+    "tpu-v5p": "v5p",
+    "tpu-v6e": "v6e",
+    "4090": "rtx4090",
+}
+
+
+def find(name: str) -> Hardware:
+    """The hardware of a name in the table, in any case; or that of a YAML file.
+
+    Raises:
+      ConfigError: neither is there; the nearest names are given.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return read(Path(name))
+    return _of_table(name, ", or a YAML file of yours")
+
+
+def _of_table(name: str, besides: str = "") -> Hardware:
+    """The row of a name; a message about one that is not there ends with what it may be besides."""
+    key = _key(name)
+    if key not in TABLE:
+        close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
+        hint = f"; did you mean {' or '.join(close)}?" if close else "."
+        raise ConfigError(f"hardware {name!r} is not known{hint} There are {', '.join(TABLE)}{besides}")
+    return TABLE[key]
+
+
+def parse(text: str) -> tuple[Hardware, int]:
+    """`h100x8` or `mine.yamlx8` as the hardware and the number of devices; X is as good as x.
+
+    Raises:
+      ConfigError: it is not of that form, or the hardware is not known.
+    """
+    found = re.fullmatch(r"(?P<name>.+?)[xX](?P<count>\d+)", text)
+    if found is None or _is_known(text):
+        raise _uncounted(text)
+    if (count := int(found["count"])) < 1:
+        raise ConfigError(f"--hardware {text}: {count} devices are none; 1 or more")
+    return find(found["name"]), count
+
+
+def _uncounted(text: str) -> ConfigError:
+    """What is wrong with `h100`, `h100x`, `h100x-3` or `h1000`."""
+    at = text.lower().rfind("x")
+    name, count = text[: max(at, 0)], text[at + 1 :]
+    if _is_known(text):
+        return ConfigError(f"--hardware {text}: how many devices? Such as {text}x8")
+    if not _is_known(name):
+        find(text)
+    wrong = f"{count!r} is no number of devices; such as" if count else "how many devices? Such as"
+    return ConfigError(f"--hardware {text}: {wrong} {name}x8")
+
+
+def _is_known(name: str) -> bool:
+    return name.endswith((".yaml", ".yml")) or _key(name) in TABLE
+
+
+def _key(name: str) -> str:
+    key = name.lower().replace("_", "-")
+    return _ALIASES.get(key, key)
+
+
+def read(path: Path) -> Hardware:
+    """A YAML file of a `Hardware`'s fields; `like` names the one in the table that the others are taken from.
+
+    Raises:
+      ConfigError: it cannot be read, says what is not understood, or leaves out what nothing else gives.
+    """
+    values = _values(path)
+    _require_ranges(path, values)
+    base = _base(path, values)
+    given = {**values, "like": base["name"]} if base else values
+    own = {"name": path.stem, "source": _source(path, values, base)}
+    hardware = validate(Hardware, {**base, **own, **given}, source=str(path))
+    if hardware.platform not in PLATFORMS:
+        raise ConfigError(f"{path}: platform = {hardware.platform!r}: should be {', '.join(PLATFORMS)}")
+    if not base and (missing := [key for key in NEEDED if key not in values]):
+        raise ConfigError(
+            f"{path}: {', '.join(missing)} missing; give {'it' if len(missing) == 1 else 'them'}, or the name of a "
+            "device that all that is left out is taken from, as in 'like: h100'"
+        )
+    if hardware.reserved >= hardware.memory:
+        raise ConfigError(
+            f"{path}: reserved = {hardware.reserved:g} is not less than memory = {hardware.memory:g} bytes: nothing is "
+            "left for JAX"
+        )
+    return hardware
+
+
+def _values(path: Path) -> Mapping[str, Any]:
+    """The keys of a file, as strictly as those of a configuration."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            values = yaml.load(file, Loader=UniqueKeys)  # a SafeLoader
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not a YAML file: {error}") from None
+    if not isinstance(values, dict) or not values:
+        found = repr(values) if values else "nothing"
+        raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
+    return values
+
+
+def _base(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the device that a file is like; none if it names none."""
+    if values.get("like") is None:
+        return {}
+    try:
+        return dataclasses.asdict(_of_table(str(values["like"])))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: like: {error}") from None
+
+
+def _source(path: Path, values: Mapping[str, Any], base: Mapping[str, Any]) -> str:
+    """`mine.yaml: memory, link; others as of h100`."""
+    own = [str(key) for key in values if key not in ("like", "name", "kinds")]
+    others = f"as of {base['name']}" if base else "assumed"
+    return f"{path}: {', '.join(own)}; others {others}" if own else f"{path}: all as of {base['name']}"
+
+
+def _require_ranges(path: Path, values: Mapping[str, Any]) -> None:
+    """Every number that cannot be meant, each with its unit."""
+    problems = [
+        f"  {key} = {values[key]!r}: {unit}, from {least:g} to {most:g}"
+        for key, (least, most, unit) in RANGES.items()
+        if key in values and not _is_between(values[key], least, most)
+    ]
+    if problems:
+        raise ConfigError("\n".join([f"{path}:", *problems]))
+
+
+def _is_between(value: Any, least: float, most: float) -> bool:
+    try:
+        return least <= float(value) <= most
+    except (TypeError, ValueError):
+        return False
