@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
-from jaxtp.parallel.birth import Creation
+from jaxtp.parallel.birth import Creation, Placeholder
 from jaxtp.parallel.fitting import decide, declarations
 from jaxtp.parallel.modules import find_modules
 from jaxtp.parallel.plan import Plan, PlanError
@@ -93,6 +93,8 @@ def _put(value: Any, sharding: NamedSharding) -> Any:
     """An array, abstract or traced or real, in its parts."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    if isinstance(value, Placeholder):
+        return value
     if isinstance(value, jax.core.Tracer):
         return jax.lax.with_sharding_constraint(value, sharding)
     return jax.device_put(value, sharding)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtp.parallel.birth import Creation
+from jaxtp.parallel.birth import Creation, merge_abstract
 from jaxtp.parallel.plan import PlanError
 
 
@@ -27,7 +27,7 @@ class Subject:
 
     def model(self) -> nnx.Module:
         """A new abstract copy of the model."""
-        return nnx.merge(self.graph, self.state, copy=True)
+        return merge_abstract(self.graph, self.state)
 
 
 def subject_of(model: Any, inputs: tuple[Any, ...], call: Callable[..., Any] | None) -> Subject:

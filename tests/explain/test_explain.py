@@ -81,6 +81,30 @@ def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
             assert array.addressable_shards[0].data.nbytes == split.bytes(here.sizes)
 
 
+class Tables(nnx.Module):
+    """Has arrays that are no variables."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.WeightNorm(nnx.Linear(HIDDEN, WIDTH, rngs=rngs), rngs=rngs)
+        self.tables = nnx.data({"mask": jnp.ones(HIDDEN), "more": [jnp.ones(WIDTH)]})
+        self.mask = jnp.tril(jnp.ones((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return self.down(self.up(x) * self.tables["mask"]) @ self.mask + self.tables["more"][0]
+
+
+def test_arrays_that_are_no_variables():
+    sizes, plan = {"fsdp": 2, "tp": 4}, {"up": Colwise()}
+    model = Tables(nnx.Rngs(0))
+    found = jaxtp.explain(model, X, plan=plan, mesh=sizes)
+    assert found == jaxtp.explain(lambda: Tables(nnx.Rngs(0)), X, plan=plan, mesh=sizes)
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        assert jaxtp.explain(jaxtp.parallelize(model, plan), X) == found
+    proposed = jaxtp.propose_plan(lambda: Tables(nnx.Rngs(0)), X, mesh=sizes, report=None)
+    assert proposed == {"up": Colwise(), "down.layer_instance": Rowwise()}
+
+
 def test_what_each_column_layer_reduces_for_itself_is_noted_with_its_cost():
     apart, shared = (jaxtp.explain(build, X, plan=plan, mesh={"tp": 4}) for plan in (PAIR, SHARED))
     (note,) = apart.notes
