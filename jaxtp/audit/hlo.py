@@ -172,12 +172,16 @@ def _iota(dims: str, permutation: str | None) -> np.ndarray:
 
 
 def _ring(pairs: Sequence[tuple[str, str]]) -> list[int]:
-    """The devices that a permutation connects with its first one."""
+    """The longest chain of devices that a permutation connects; some may keep what they have."""
     target = {int(source): int(to) for source, to in pairs}
-    ring = [min(target)]
-    while (following := target.get(ring[-1])) is not None and following not in ring:
-        ring.append(following)
-    return ring
+    return max((_chain(first, target) for first in sorted(target)), key=len, default=[0])
+
+
+def _chain(first: int, target: Mapping[int, int]) -> list[int]:
+    chain = [first]
+    while (following := target.get(chain[-1])) is not None and following not in chain:
+        chain.append(following)
+    return chain
 
 
 def _axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:

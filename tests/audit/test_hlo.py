@@ -84,6 +84,12 @@ def test_permute():
     assert (collective.kind, collective.axes, collective.group) == ("permute", ("tp",), 4)
 
 
+def test_a_permutation_that_leaves_the_first_device_alone():
+    text = module("source_target_pairs={{0,0},{2,1},{4,4},{6,5},{1,2},{3,3},{5,6},{7,7}}", "collective-permute")
+    collective, _ = only(text)
+    assert (collective.kind, collective.axes, collective.group) == ("permute", ("tp",), 2)
+
+
 def test_groups_of_one_device_are_nothing():
     assert not count_collectives_in_hlo(module("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"), SIZES)
 
