@@ -5,6 +5,7 @@ outside of it, as in `parallelize(lambda: Model(rngs), plan)`: the function is g
 and they go on afterwards where the copies are, as if the model had been made without a trace.
 """
 
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,13 +15,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.sharding import NamedSharding
 
 from jaxtp.parallel.plan import PlanError
 
 Build = Callable[[], nnx.Module]
+
+_LINEN = "linen keeps parameters outside of its modules, where there is nothing to split: port it to Flax NNX"
 
 
 @dataclass(frozen=True)
@@ -37,9 +40,10 @@ class Creation:
         """The model without arrays.
 
         Raises:
-          PlanError: it draws from something else that was made outside, needs the value of an array, or holds one where
-            Flax does not see it.
+          PlanError: what makes it is no function without arguments, draws from something else that was made outside,
+            needs the value of an array, or puts one where Flax does not see it.
         """
+        self._check()
         outside, given = nnx.split(captured(self.build))
         made = []
 
@@ -80,12 +84,31 @@ class Creation:
         made: tuple[Any, ...] = arrays
         return made
 
+    def _check(self) -> None:
+        build: Any = self.build
+        if isinstance(build, linen.Module) or (isinstance(build, type) and issubclass(build, linen.Module)):
+            name = getattr(build, "__name__", type(build).__name__)
+            raise PlanError(f"{name} is a linen module; {_LINEN}")
+        if not callable(build) or isinstance(build, nnx.Module):
+            raise PlanError(f"a plan is for an nnx.Module, or a function that makes one, and this is {build!r}")
+        try:
+            is_class = isinstance(build, type)  # whose signature is that of its metaclass
+            inspect.signature(build.__init__ if is_class else build).bind(*([None] if is_class else []))
+        except TypeError as error:
+            raise PlanError(
+                f"a function that makes a model is called without arguments, and {build!r} is {error}; write "
+                "lambda: Model(..., rngs=nnx.Rngs(0))"
+            ) from None
+        except ValueError:
+            return  # a function in C has no signature to ask
+
     def _make(self, outside: Any, given: nnx.State) -> tuple[nnx.Module, dict[str, nnx.Rngs]]:
         """The model, inside a trace, and the copies of the captured `nnx.Rngs` that it has drawn from."""
         copies = nnx.merge(outside, given, copy=True)
         model = with_captured(self.build, copies)()
         if not isinstance(model, nnx.Module):
-            raise PlanError(f"the function makes a {type(model).__name__}, and should make an nnx.Module")
+            reason = f"; {_LINEN}" if isinstance(model, linen.Module) else ""
+            raise PlanError(f"the function makes a {type(model).__name__}, and should make an nnx.Module{reason}")
         mark_arrays(model)
         return model, copies
 

@@ -14,7 +14,7 @@ from jaxtp.mesh import AXES, MeshError, mesh_sizes
 from jaxtp.parallel.birth import Creation, Placeholder
 from jaxtp.parallel.fitting import decide, declarations
 from jaxtp.parallel.modules import find_modules
-from jaxtp.parallel.plan import Plan, PlanError
+from jaxtp.parallel.plan import Plan
 from jaxtp.parallel.swap import swap_class
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -101,8 +101,6 @@ def _put(value: Any, sharding: NamedSharding) -> Any:
 
 
 def _born(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
-    if not callable(build):
-        raise PlanError(f"parallelize takes an nnx.Module or a function that makes one, and got {build!r}")
     creation = Creation(build)
     abstract = creation.abstract()
     _swap(abstract, plan, mesh_sizes(mesh), fsdp)

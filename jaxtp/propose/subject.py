@@ -8,7 +8,6 @@ import jax
 from flax import nnx
 
 from jaxtp.parallel.birth import Creation, merge_abstract
-from jaxtp.parallel.plan import PlanError
 
 
 @dataclass(frozen=True)
@@ -41,9 +40,7 @@ def subject_of(model: Any, inputs: tuple[Any, ...], call: Callable[..., Any] | N
     Raises:
       PlanError: `model` is neither.
     """
-    made = Creation(model).abstract() if callable(model) and not isinstance(model, nnx.Module) else model
-    if not isinstance(made, nnx.Module):
-        raise PlanError(f"a plan is for an nnx.Module, or a function that makes one, and this is {made!r}")
+    made = model if isinstance(model, nnx.Module) else Creation(model).abstract()
     graph, state = nnx.split(made)
     leaves, tree = jax.tree.flatten(inputs)
 
