@@ -18,6 +18,7 @@ from jaxtp.audit.census import Collective, count_collectives
 from jaxtp.audit.compiling import compile_with_spmd_text
 from jaxtp.audit.hlo import count_collectives_in_hlo
 from jaxtp.audit.holding import Holding, read_holdings
+from jaxtp.audit.loops import A_TURN
 from jaxtp.audit.tables import columns
 from jaxtp.mesh import DP, TP, mesh_sizes
 
@@ -60,6 +61,9 @@ class Audit:
     global_view: tuple[str, ...]
     """Modules that are written on global arrays: the compiler chooses their collectives."""
 
+    uncounted: tuple[str, ...]
+    """Modules in which a loop may turn as often as its data say: what it moves is counted for one turn."""
+
     compiled: Any
     """The `jax.stages.Compiled` itself: it can be run, and has a `memory_analysis()`."""
 
@@ -78,6 +82,7 @@ class Audit:
             *self._replicated_unasked(large),
             *self._weights_over_tp(),
             *self._unasked_collectives(),
+            *self._uncounted(),
             *self._over_budget(),
         ]
 
@@ -124,6 +129,19 @@ class Audit:
                 what = f", a weight moves (it has the shape of {weight})" if weight else ""
                 yield f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler added it"
 
+    def _uncounted(self) -> Iterator[str]:
+        """Collectives in a loop of which nobody knows how often it turns."""
+        for collective, times in self.realised.items():
+            outermost = collective.module.split("/")[0]
+            if collective.counted == A_TURN and outermost not in self.uncounted:
+                named = (
+                    f'uncounted=("{outermost}",)' if outermost else 'jax.named_scope("name") and uncounted=("name",)'
+                )
+                yield (
+                    f"{times} x {_describe(collective)}, in each turn of a loop that turns as often as its data say: "
+                    f"how much moves is not known; {named} allows it"
+                )
+
     def _weight_like(self, collective: Collective) -> str | None:
         """The matrix whose shape a collective over tp has."""
         over_tp = TP in collective.axes
@@ -146,6 +164,7 @@ def audit(
     mesh: Mesh,
     budget: Budget | None = None,
     global_view: tuple[str, ...] = (),
+    uncounted: tuple[str, ...] = (),
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> Audit:
     """Compiles a step and compares what was planned with what came out.
@@ -159,6 +178,8 @@ def audit(
       budget: what each module may send; without one, what the program says is taken as asked for.
       global_view: outermost modules that are written on global arrays, such as an optimizer that multiplies whole
         matrices: there, the compiler's collectives are no problem.
+      uncounted: outermost modules (`jax.named_scope`) in which what a loop moves is counted for one turn if it turns as
+        often as its data say; anywhere else that is a problem.
       compiler_options: of XLA.
 
     Raises:
@@ -172,7 +193,13 @@ def audit(
     with jax.set_mesh(mesh):
         traced = step.trace(state, *args)
     return audit_traced(
-        traced, state, mesh=mesh, budget=budget, global_view=global_view, compiler_options=compiler_options
+        traced,
+        state,
+        mesh=mesh,
+        budget=budget,
+        global_view=global_view,
+        uncounted=uncounted,
+        compiler_options=compiler_options,
     )
 
 
@@ -183,6 +210,7 @@ def audit_traced(
     mesh: Mesh,
     budget: Budget | None = None,
     global_view: tuple[str, ...] = (),
+    uncounted: tuple[str, ...] = (),
     compiler_options: Mapping[str, bool | int | str] | None = None,
 ) -> Audit:
     """As `audit`, of a `jax.stages.Traced` step whose first argument is like `state`."""
@@ -196,6 +224,7 @@ def audit_traced(
         budget=budget,
         sizes=sizes,
         global_view=global_view,
+        uncounted=uncounted,
         compiled=compiled,
     )
 
@@ -230,7 +259,8 @@ def bytes_by_place(collectives: Counter[Collective]) -> dict[Place, float]:
 def _likeness(collective: Collective) -> tuple[object, ...]:
     """What stays the same when the partitioner takes a collective over; a maximum is an all-reduce to it."""
     kind = "all-reduce" if collective.kind.startswith("all-reduce") else collective.kind
-    return kind, collective.axes, collective.group, collective.dtype, math.prod(collective.shape)
+    a_turn = collective.counted == A_TURN
+    return kind, collective.axes, collective.group, collective.dtype, math.prod(collective.shape), a_turn
 
 
 def _describe(collective: Collective) -> str:
@@ -250,10 +280,14 @@ def _collectives_table(realised: Counter[Collective], added: Counter[Collective]
     sent: dict[tuple[str, ...], float] = {}
     for collective, times in realised.items():
         for count, by in ((added[collective], "the compiler"), (times - added[collective], "the program")):
-            row = (collective.module or "(step)", collective.kind, "+".join(collective.axes), by)
+            place = (collective.module or "(step)", collective.kind, "+".join(collective.axes), by)
+            row = (*place, collective.counted)
             totals[row] += count
             sent[row] = sent.get(row, 0) + count * collective.bytes_sent
-    rows = [(*row, f"{count:,}", f"{sent[row]:,.0f}") for row, count in (+totals).items()]
+    rows = [
+        (*place, f"{count:,} {counted}".strip(), f"{sent[*place, counted]:,.0f}")
+        for (*place, counted), count in (+totals).items()
+    ]
     return columns(("module", "collective", "over", "asked for by", "count", "bytes sent by a device"), rows)
 
 

@@ -1,6 +1,6 @@
 """Counting collectives in a jaxpr: exact for what the program says, before the compiler sees it.
 
-The loop of a `scan` counts as often as it runs, which the text of compiled HLO does not tell reliably.
+A loop counts as often as it turns (`loops`); every branch of a conditional counts, as what it moves at most.
 """
 
 import math
@@ -12,6 +12,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from jaxtp.audit.loops import AT_MOST, Counted, runs, turns_in_jaxpr
+
 KINDS = {
     "psum": "all-reduce",
     "psum2": "all-reduce",
@@ -22,9 +24,14 @@ KINDS = {
     "all_gather_invariant": "all-gather",
     "reduce_scatter": "reduce-scatter",
     "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": "permute",
+    "pbroadcast": "broadcast",
 }
+_MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
+
 _WRAPPERS = re.compile(r"\b(?:jit|jvp|transpose|vmap|remat)\(|\)")
+_BRANCH = re.compile(r"branch_\d+_fun")
 _PLUMBING = set(KINDS) | {
     *("while", "body", "cond", "branch", "scan", "closed_call", "eval_jaxpr", "core_call", "shard_map"),
     *("checkpoint", "rematted_computation", "remat", "custom_vjp_call", "custom_jvp_call", "name", "pcast", "pvary"),
@@ -53,6 +60,9 @@ class Collective:
     scope: str
     """The `jax.named_scope` it was written in, as JAX spells it."""
 
+    counted: Counted = ""
+    """How the count of it is meant."""
+
     source: str = field(default="", compare=False)
     """`file:line` of Python that it comes from, where that is known."""
 
@@ -61,7 +71,7 @@ class Collective:
         """The module it belongs to: its scope without what JAX's transformations add, such as `mlp/rms_norm`."""
         outside = re.sub(r"jit\([^()]*\)/?", "", self.scope)
         parts = _WRAPPERS.sub("", outside).split("/")
-        return "/".join(part for part in parts if part and part not in _PLUMBING)
+        return "/".join(part for part in parts if part and part not in _PLUMBING and not _BRANCH.fullmatch(part))
 
     @property
     def bytes(self) -> int:
@@ -80,38 +90,61 @@ class Collective:
 def count_collectives(jaxpr: Any, mesh_sizes: dict[str, int]) -> Counter[Collective]:
     """Every collective of a jaxpr and how often it runs; those among a single device are left out.
 
+    `Collective.counted` says of which the count is not exact.
+
     Args:
       jaxpr: a closed jaxpr, as `jax.make_jaxpr` gives.
       mesh_sizes: devices along each axis, in the mesh's order.
     """
     counts: Counter[Collective] = Counter()
-    for collective, times in _walk(jaxpr.jaxpr, 1, mesh_sizes, ""):
+    for collective, times in _walk(jaxpr.jaxpr, 1, "", mesh_sizes, ""):
         if collective.group > 1:
             counts[collective] += times
     return counts
 
 
-def _walk(jaxpr: Any, times: int, sizes: dict[str, int], outer: str) -> Iterator[tuple[Collective, int]]:
+def _walk(
+    jaxpr: Any, times: int, counted: Counted, sizes: dict[str, int], outer: str
+) -> Iterator[tuple[Collective, int]]:
     for equation in jaxpr.eqns:
-        name = equation.primitive.name
         scope = "/".join(filter(None, (outer, str(equation.source_info.name_stack))))
-        if name in KINDS:
-            for operand, result in zip(equation.invars, equation.outvars, strict=True):
-                yield _collective(KINDS[name], equation, operand.aval, result.aval, sizes, scope), times
-        inner = times * equation.params["length"] if name == "scan" else times
-        for value in equation.params.values():
-            for sub in value if isinstance(value, (tuple, list)) else (value,):
-                closed = getattr(sub, "jaxpr", sub)
-                if hasattr(closed, "eqns"):
-                    yield from _walk(closed, inner, sizes, scope)
+        if axes := _axes(equation, sizes):
+            for operand, result in zip(equation.invars, equation.outvars, strict=False):
+                yield _collective(equation, axes, operand.aval, result.aval, sizes, scope, counted), times
+        for inner, each, meant in _inside(equation, counted):
+            yield from _walk(inner, times * each, meant, sizes, scope)
 
 
-def _collective(kind: str, equation: Any, operand: Any, result: Any, sizes: dict[str, int], scope: str) -> Collective:
-    params = equation.params
-    named = params.get("axes", params.get("axis_name"))
-    axes = (named,) if isinstance(named, str) else tuple(named)
-    groups = params.get("axis_index_groups")
+def _inside(equation: Any, counted: Counted) -> Iterator[tuple[Any, int, Counted]]:
+    """The jaxprs that an equation runs, how often, and how that is meant."""
+    name, params = equation.primitive.name, equation.params
+    if name == "while":
+        bodies, conditions, meant = runs(turns_in_jaxpr(equation), counted)
+        yield params["body_jaxpr"].jaxpr, bodies, meant
+        yield params["cond_jaxpr"].jaxpr, conditions, meant
+        return
+    branches = name == "cond" and len(params["branches"]) > 1 and not counted
+    for value in params.values():
+        for sub in value if isinstance(value, (tuple, list)) else (value,):
+            closed = getattr(sub, "jaxpr", sub)
+            if hasattr(closed, "eqns"):
+                yield closed, params["length"] if name == "scan" else 1, AT_MOST if branches else counted
+
+
+def _axes(equation: Any, sizes: dict[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which a primitive communicates; none if it does not."""
+    if equation.primitive.name in _MOVES_NOTHING:
+        return ()
+    named = equation.params.get("axes", equation.params.get("axis_name", ()))
+    return tuple(axis for axis in (named if isinstance(named, (tuple, list)) else (named,)) if axis in sizes)
+
+
+def _collective(
+    equation: Any, axes: tuple[str, ...], operand: Any, result: Any, sizes: dict[str, int], scope: str, counted: Counted
+) -> Collective:
+    kind = KINDS.get(equation.primitive.name, equation.primitive.name)
+    groups = equation.params.get("axis_index_groups")
     group = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     largest = max(operand, result, key=lambda aval: math.prod(aval.shape))
     spanned = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
-    return Collective(kind, spanned, group, tuple(largest.shape), str(largest.dtype), scope)
+    return Collective(kind, spanned, group, tuple(largest.shape), str(largest.dtype), scope, counted)

@@ -1,7 +1,8 @@
 """Counting collectives in the text of an HLO module, as XLA dumps it after SPMD partitioning.
 
 The jaxpr (`census`) has what the program says; this text has what the partitioner made of it, on any backend: before
-the passes that merge, split and schedule collectives for one kind of device. Loops count as often as they turn.
+the passes that merge, split and schedule collectives for one kind of device. Loops count as often as they turn
+(`loops`).
 """
 
 import dataclasses
@@ -9,88 +10,62 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
 from jaxtp.audit.census import Collective
+from jaxtp.audit.loops import A_TURN, AT_MOST, Counted, runs, turns_in_hlo
 from jaxtp.audit.sources import read_frames, source_line
+from jaxtp.audit.text import HloError, Instruction, Module, parse_module
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+KINDS = (
+    *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
+    *("collective-permute", "collective-broadcast"),
+)
 _DTYPES = {"pred": "bool", "bf16": "bfloat16"} | {
     f"{letter}{bits}": f"{name}{bits}"
     for letter, name in (("f", "float"), ("s", "int"), ("u", "uint"), ("c", "complex"))
     for bits in (8, 16, 32, 64, 128)
 }
-_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{\s*$")
-_INSTRUCTION = re.compile(
-    r"^\s+(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
-)
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
-_CALLEE = re.compile(r"(?:to_apply|calls|body|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-
-
-class HloError(ValueError):
-    """A spelling that this reader does not know: a newer XLA, most likely."""
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """A line of a computation."""
-
-    name: str
-    opcode: str
-    type: str
-    rest: str
-    """What follows the opening parenthesis: operands, attributes, metadata."""
-
-    @property
-    def op_name(self) -> str:
-        """The operation of the program that it comes from; empty if it does not say."""
-        found = re.search(r'op_name="([^"]*)"', self.rest)
-        return found[1] if found else ""
-
-    @property
-    def callees(self) -> list[str]:
-        """The computations that it runs."""
-        branches = _BRANCHES.search(self.rest)
-        return _CALLEE.findall(self.rest) + (re.findall(r"[\w.\-]+", branches[1]) if branches else [])
-
-
-Module = dict[str, list[Instruction]]
-"""Instructions by computation; in the text of a compiled program, in the order of its schedule."""
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
     """Every collective of an HLO module and how often it runs; those among a single device are left out.
+
+    `Collective.counted` says of which the count is not exact.
 
     Args:
       text: the module, with names of operations in its metadata.
       mesh_sizes: devices along each axis, in the mesh's order: partition ids count through them.
 
     Raises:
-      HloError: a group of devices or a loop bound in a spelling that is not known.
+      HloError: a group of devices in a spelling that is not known.
     """
     module, entry = parse_module(text)
     frames = read_frames(text)
     counts: Counter[Collective] = Counter()
-    for computation, instruction, scope, times in walk(module, entry, "", 1):
+    for computation, instruction, scope, times, counted in walk(module, entry):
         for collective in collectives_of(instruction, scope, mesh_sizes) if instruction.opcode in KINDS else ():
             if collective.group > 1:
                 source = _source(instruction, module[computation], frames)
-                counts[dataclasses.replace(collective, source=source)] += times
+                counts[dataclasses.replace(collective, source=source, counted=counted)] += times
     return counts
 
 
 def count_flops_in_hlo(text: str) -> int:
-    """Floating-point operations of the matrix products that one device computes: 2 for a multiplication and its sum."""
+    """Floating-point operations of the matrix products that one device computes: 2 for a multiplication and its sum.
+
+    Raises:
+      HloError: a product in a spelling that is not known, or in a loop that turns as often as data say.
+    """
     module, entry = parse_module(text)
-    return sum(
-        times * _dot_flops(module[computation], instruction)
-        for computation, instruction, _, times in walk(module, entry, "", 1)
-        if instruction.opcode == "dot"
-    )
+    flops = 0
+    for computation, instruction, _, times, counted in walk(module, entry):
+        if instruction.opcode == "dot":
+            check_counted(instruction, counted)
+            flops += times * _dot_flops(module[computation], instruction)
+    return flops
 
 
 def _source(instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]) -> str:
@@ -101,54 +76,35 @@ def _source(instruction: Instruction, computation: Sequence[Instruction], frames
     return next(filter(None, lines), "")
 
 
-def parse_module(text: str) -> tuple[Module, str]:
-    """The computations of a module, and the name of the one that is run.
-
-    Raises:
-      HloError: it is not the text of a module.
-    """
-    module: Module = {}
-    entry = current = ""
-    for line in text.splitlines():
-        if header := _COMPUTATION.match(line):
-            current = header["name"]
-            module[current] = []
-            entry = current if header["entry"] else entry
-        elif current and (found := _INSTRUCTION.match(line)):
-            module[current].append(Instruction(**found.groupdict()))
-    if not entry:
-        raise HloError("no ENTRY computation: not the text of an HLO module")
-    return module, entry
-
-
-def walk(module: Module, name: str, scope: str, times: int) -> Iterator[tuple[str, Instruction, str, int]]:
-    """Every instruction that runs: the computation that it is in, itself, its scope, and how often."""
+def walk(
+    module: Module, name: str, scope: str = "", times: int = 1, counted: Counted = ""
+) -> Iterator[tuple[str, Instruction, str, int, Counted]]:
+    """Every instruction that runs: its computation, itself, its scope, how often, and how that count is meant."""
     for instruction in module[name]:
         op_name = instruction.op_name
         here = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
-        yield name, instruction, here, times
-        if instruction.opcode in ("call", "while", "conditional", "fusion"):
-            turns = _trip_count(module, instruction) if instruction.opcode == "while" else 1
+        yield name, instruction, here, times, counted
+        if instruction.opcode == "while":
+            bodies, conditions, meant = runs(turns_in_hlo(module, module[name], instruction), counted)
+            yield from walk(module, instruction.attribute("body") or "", here, times * bodies, meant)
+            yield from walk(module, instruction.attribute("condition") or "", here, times * conditions, meant)
+        elif instruction.opcode in ("call", "conditional", "fusion"):
+            branches = instruction.opcode == "conditional" and not counted
             for callee in instruction.callees:
-                yield from walk(module, callee, here, times * turns)
+                yield from walk(module, callee, here, times, AT_MOST if branches else counted)
 
 
-def _trip_count(module: Module, loop: Instruction) -> int:
-    """From the compiler's own annotation, else the bound in the loop's condition (`i < n`, from 0 by 1)."""
-    if known := re.search(r'known_trip_count"?:?\{"?n"?:?"(\d+)"', loop.rest):
-        return int(known[1])
-    condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
-    constants = [
-        int(value[1])
-        for instruction in module[condition[1] if condition else ""]
-        if instruction.opcode == "constant" and (value := re.match(r"(\d+)\)", instruction.rest))
-    ]
-    if len(constants) != 1:
-        raise HloError(f"cannot tell how often a loop turns from its condition: {loop.rest[:200]}")
-    return constants[0]
+def check_counted(instruction: Instruction, counted: Counted) -> None:
+    """Checks that it is known how often an instruction runs.
+
+    Raises:
+      HloError: it is in a loop that turns as often as data say.
+    """
+    if counted == A_TURN:
+        raise HloError(f"cannot tell how often the loop turns that has {instruction.name}: its data decide")
 
 
-def _dot_flops(computation: list[Instruction], dot: Instruction) -> int:
+def _dot_flops(computation: Sequence[Instruction], dot: Instruction) -> int:
     operand = re.search(r"%?([\w.\-]+)(?:#(\d+))?[,)]", dot.rest)  # of a tuple, #n is its n-th part
     types = [_SHAPE.findall(i.type) for i in computation if operand and i.name == operand[1]]
     contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", dot.rest)
@@ -216,12 +172,16 @@ def _iota(dims: str, permutation: str | None) -> np.ndarray:
 
 
 def _ring(pairs: Sequence[tuple[str, str]]) -> list[int]:
-    """The devices that a permutation connects with its first one."""
+    """The longest chain of devices that a permutation connects; some may keep what they have."""
     target = {int(source): int(to) for source, to in pairs}
-    ring = [min(target)]
-    while (following := target.get(ring[-1])) is not None and following not in ring:
-        ring.append(following)
-    return ring
+    return max((_chain(first, target) for first in sorted(target)), key=len, default=[0])
+
+
+def _chain(first: int, target: Mapping[int, int]) -> list[int]:
+    chain = [first]
+    while (following := target.get(chain[-1])) is not None and following not in chain:
+        chain.append(following)
+    return chain
 
 
 def _axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxtp.audit.census import Collective
-from jaxtp.audit.hlo import KINDS, Instruction, Module, collectives_of, parse_module, walk
+from jaxtp.audit.hlo import KINDS, check_counted, collectives_of, walk
+from jaxtp.audit.text import Instruction, Module, parse_module
 
 START = "-start"
 _COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "reduce"}
@@ -47,7 +48,7 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Moved, ...]:
       sizes: devices along each axis of the mesh, in its order.
 
     Raises:
-      HloError: a spelling that is not known.
+      HloError: a spelling that is not known, or a collective in a loop that turns as often as data say.
     """
     totals: dict[tuple[str, tuple[str, ...]], Moved] = {}
     for one in _each(text, sizes):
@@ -58,12 +59,13 @@ def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Moved, ...]:
 
 def _each(text: str, sizes: Mapping[str, int]) -> Iterator[Moved]:
     module, entry = parse_module(text)
-    for computation, instruction, scope, times in walk(module, entry, "", 1):
+    for computation, instruction, scope, times, counted in walk(module, entry):
         operation = _operation(instruction, module)
         if operation is None:
             continue
         messages = [c for c in collectives_of(operation, scope, sizes) if c.group > 1]
         if messages:
+            check_counted(instruction, counted)
             between = times * _computing_beside(instruction, module[computation])
             yield _moved(messages, times, between)
 

@@ -8,22 +8,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.audit.audit import added_by_compiler
 from jaxtp.audit.census import count_collectives
 from jaxtp.audit.compiling import compile_with_spmd_text
 from jaxtp.audit.hlo import count_collectives_in_hlo
+from jaxtp.audit.loops import A_TURN, AT_MOST
 from jaxtp.audit.tables import columns
 from jaxtp.explain.advice import advice
 from jaxtp.explain.moving import Move, moves, passes
 from jaxtp.explain.written import as_written
-from jaxtp.mesh import AXES, BATCH, DP, FSDP, TP, MeshError, axes_of, check_sizes, describe_mesh, make_mesh, mesh_sizes
+from jaxtp.mesh import AXES, BATCH, DP, FSDP, TP, axes_of, describe_mesh, make_mesh
 from jaxtp.parallel.parallelize import parallelize
 from jaxtp.parallel.plan import Plan, PlanError
 from jaxtp.parallel.spelling import patterns_for, spelled
 from jaxtp.parallel.styles import Style
 from jaxtp.parallel.swap import original_class, role_of
+from jaxtp.propose.meshes import Meant, abstract_mesh, sizes_of
 from jaxtp.propose.subject import Subject, subject_of
 
 
@@ -101,7 +103,7 @@ def explain(
     model: nnx.Module | Callable[[], nnx.Module],
     *inputs: Any,
     plan: Plan | None = None,
-    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+    mesh: Meant = None,
     call: Callable[..., Any] | None = None,
     compiled: bool = False,
 ) -> Explanation:
@@ -121,27 +123,25 @@ def explain(
       PlanError: the plan does not fit, or the model has one already.
       MeshError: there is no mesh; or `compiled` and there are not so many devices.
     """
-    sizes = _sizes(mesh)
-    abstract = AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    sizes = sizes_of(mesh, "explain")
+    abstract = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(abstract):
-        parallel, plan = _planned(model, plan, abstract)
+        parallel = _planned(model, plan, abstract)
         written, styles, _ = as_written(parallel)
         subject = subject_of(written, inputs, call)
         found = _traced(parallel, subject, sizes) if inputs else []
         notes = advice(subject, styles, sizes) if inputs and sizes[TP] > 1 else []
     if inputs and compiled:
         found += _added(model, plan, subject, sizes)
-    return Explanation(sizes, tuple(_rows(parallel)), tuple(found), tuple(notes))
+    return Explanation(sizes, tuple(_rows(parallel)), tuple(found), (*notes, *_inexact(found)))
 
 
-def _planned(
-    model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, mesh: Mesh | AbstractMesh
-) -> tuple[nnx.Module, Plan]:
-    """The abstract parallel model, and its plan."""
+def _planned(model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, mesh: Mesh | AbstractMesh) -> nnx.Module:
+    """The abstract parallel model."""
     written, made, fsdp = as_written(model)
     if made and plan:
         raise PlanError("the model is parallel already, by a plan of its own; give explain one or the other")
-    return parallelize(written, plan or made, mesh=mesh, fsdp=fsdp), plan or made
+    return parallelize(written, plan or made, mesh=mesh, fsdp=fsdp)
 
 
 def _traced(model: nnx.Module, subject: Subject, sizes: dict[str, int]) -> list[Move]:
@@ -149,16 +149,27 @@ def _traced(model: nnx.Module, subject: Subject, sizes: dict[str, int]) -> list[
     return moves(count_collectives(jax.make_jaxpr(run)(state, subject.arrays), sizes))
 
 
-def _added(model: Any, plan: Plan, subject: Subject, sizes: dict[str, int]) -> list[Move]:
+def _added(model: Any, plan: Plan | None, subject: Subject, sizes: dict[str, int]) -> list[Move]:
     mesh = make_mesh(*sizes.values())
     with jax.set_mesh(mesh):
-        parallel, _ = _planned(as_written(model)[0], plan, mesh)
+        parallel = _planned(model, plan, mesh)
         run, state = passes(parallel, subject)
         arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch(x.shape, mesh)) for x in subject.arrays]
         traced = jax.jit(run).trace(state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
     written, realised = count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes)
     return moves(added_by_compiler(written, realised), added=True)
+
+
+def _inexact(found: list[Move]) -> Iterator[str]:
+    """Notes on what is not counted exactly."""
+    meanings = {
+        A_TURN: "in a loop that turns as often as its data say, what moves is counted for one turn",
+        AT_MOST: "of a conditional every branch is counted, so that less may move",
+    }
+    for counted, meaning in meanings.items():
+        if modules := dict.fromkeys(move.module or "the model itself" for move in found if move.counted == counted):
+            yield f"{', '.join(modules)}: {meaning}"
 
 
 def _batch(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
@@ -186,18 +197,6 @@ def _splits(parameters: Mapping[str, nnx.Param[Any]]) -> Iterator[Split]:
     for name, parameter in parameters.items():
         spec = PartitionSpec(*(parameter.get_metadata().get("out_sharding") or ()))
         yield Split(name, tuple(parameter.shape), str(parameter.dtype), spec)
-
-
-def _sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | None) -> dict[str, int]:
-    if mesh is None:
-        mesh = jax.sharding.get_abstract_mesh()
-        if mesh.empty:
-            raise MeshError('explain needs a mesh: call it under jax.set_mesh(...), or say mesh={"tp": 8}')
-    sizes = mesh_sizes(mesh) if isinstance(mesh, Mesh | AbstractMesh) else dict.fromkeys(AXES, 1) | dict(mesh)
-    if unknown := sorted(sizes.keys() - set(AXES)):
-        raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; there are {', '.join(AXES)}")
-    check_sizes(sizes)
-    return sizes
 
 
 def _sections(found: Explanation) -> Iterator[str]:
@@ -247,7 +246,7 @@ def _move_cells(found: Explanation, patterns: Mapping[str, str]) -> list[tuple[s
     for move in found.moves:
         direction, by = "backward" if move.backward else "forward", "the compiler" if move.added else "the program"
         module = patterns.get(move.module, move.module) or "the model itself"
-        key = (module, direction, move.kind, "+".join(move.axes), by)
+        key = (module, direction, move.kind, "+".join(move.axes), by, move.counted)
         count, sent = merged.get(key, (0, 0.0))
         merged[key] = (count + move.count, sent + move.bytes)
-    return [(*key, f"{count:,}", f"{sent:,.0f}") for key, (count, sent) in merged.items()]
+    return [(*key, f"{count:,} {counted}".strip(), f"{sent:,.0f}") for (*key, counted), (count, sent) in merged.items()]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.audit.census import Collective
+from jaxtp.audit.loops import Counted
 from jaxtp.propose.subject import Subject
 
 _MARK = "module:"
@@ -38,6 +39,9 @@ class Move:
     added: bool = False
     """The program does not ask for it: the compiler's partitioner added it, between the layers."""
 
+    counted: Counted = ""
+    """How the count is meant."""
+
 
 def passes(model: nnx.Module, subject: Subject) -> tuple[Callable[..., Any], Any]:
     """A forward and a backward pass of what a subject runs, with another model, as a function of arrays.
@@ -64,10 +68,11 @@ def passes(model: nnx.Module, subject: Subject) -> tuple[Callable[..., Any], Any
 
 def moves(collectives: Mapping[Collective, int], *, added: bool = False) -> list[Move]:
     """Collectives by module, in the order of the modules' first."""
-    found: dict[tuple[str, bool, str, tuple[str, ...]], Move] = {}
+    found: dict[tuple[str, bool, str, tuple[str, ...], Counted], Move] = {}
     for collective, times in collectives.items():
-        key = module_of(collective.scope), "transpose(" in collective.scope, collective.kind, collective.axes
-        before = found.get(key, Move(*key, 0, 0.0, added))
+        place = module_of(collective.scope), "transpose(" in collective.scope, collective.kind, collective.axes
+        key = (*place, collective.counted)
+        before = found.get(key, Move(*place, 0, 0.0, added, collective.counted))
         sent = before.bytes + times * collective.bytes_sent
         found[key] = replace(before, count=before.count + times, bytes=sent)
     return list(found.values())

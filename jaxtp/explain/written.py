@@ -2,10 +2,9 @@
 
 from collections.abc import Callable
 
-import jax
 from flax import nnx
 
-from jaxtp.parallel.birth import Creation
+from jaxtp.parallel.birth import Creation, merge_abstract
 from jaxtp.parallel.styles import Style
 from jaxtp.parallel.swap import original_class, role_of
 
@@ -22,8 +21,7 @@ def as_written(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[nnx.Module
     """
     if not isinstance(model, nnx.Module):
         return Creation(model).abstract(), {}, True
-    graph, state = nnx.split(model)
-    copy: nnx.Module = nnx.merge(graph, jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), state))
+    copy = merge_abstract(*nnx.split(model))
     modules = {".".join(map(str, path)): module for path, module in nnx.iter_modules(copy)}
     roles = {path: role for path, module in modules.items() if (role := role_of(module)) is not None}
     for path in roles:

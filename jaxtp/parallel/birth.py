@@ -5,20 +5,25 @@ outside of it, as in `parallelize(lambda: Model(rngs), plan)`: the function is g
 and they go on afterwards where the copies are, as if the model had been made without a trace.
 """
 
+import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
-from flax import nnx
+import jax.numpy as jnp
+import numpy as np
+from flax import linen, nnx
 from flax.errors import TraceContextError
 from jax.sharding import NamedSharding
 
 from jaxtp.parallel.plan import PlanError
 
 Build = Callable[[], nnx.Module]
+
+_LINEN = "linen keeps parameters outside of its modules, where there is nothing to split: port it to Flax NNX"
 
 
 @dataclass(frozen=True)
@@ -35,27 +40,38 @@ class Creation:
         """The model without arrays.
 
         Raises:
-          PlanError: it draws from something else that was made outside.
+          PlanError: what makes it is no function without arguments, draws from something else that was made outside,
+            needs the value of an array, or puts one where Flax does not see it.
         """
-        copies = {name: nnx.clone(rngs) for name, rngs in captured(self.build).items()}
+        self._check()
+        outside, given = nnx.split(captured(self.build))
+        made = []
+
+        def create(given: nnx.State) -> nnx.State:
+            graph, state = nnx.split(self._make(outside, given)[0])
+            made.append(graph)
+            return state
+
         try:
-            model: nnx.Module = nnx.eval_shape(lambda copies: with_captured(self.build, copies)(), copies)
+            state = jax.eval_shape(create, given)
         except TraceContextError as error:
             raise PlanError(
                 "the function that makes the model draws from something made outside of it; make it inside: "
                 f"parallelize(lambda: Model(nnx.Rngs(0)), plan) ({error})"
             ) from None
-        if not isinstance(model, nnx.Module):
-            raise PlanError(f"the function makes a {type(model).__name__}, and should make an nnx.Module")
-        return model
+        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
+            raise PlanError(
+                "the function that makes the model needs the value of an array while it is traced; compute that with "
+                f"NumPy, or make the model first and give it to parallelize ({str(error).splitlines()[0]})"
+            ) from error
+        return merge_abstract(made[-1], state)
 
     def lower(self, shardings: tuple[NamedSharding, ...]) -> Any:
         """The `jax.stages.Lowered` of its creation: the arrays of its state in these shardings, captured `nnx.Rngs`."""
-        graph, given = nnx.split(captured(self.build))
+        outside, given = nnx.split(captured(self.build))
 
         def create(given: nnx.State) -> tuple[tuple[Any, ...], nnx.State]:
-            copies = nnx.merge(graph, given, copy=True)
-            model = with_captured(self.build, copies)()
+            model, copies = self._make(outside, given)
             return tuple(jax.tree.leaves(nnx.state(model))), nnx.state(copies)
 
         return jax.jit(create, out_shardings=(shardings, None)).lower(given)
@@ -68,6 +84,103 @@ class Creation:
         made: tuple[Any, ...] = arrays
         return made
 
+    def _check(self) -> None:
+        build: Any = self.build
+        if isinstance(build, linen.Module) or (isinstance(build, type) and issubclass(build, linen.Module)):
+            name = getattr(build, "__name__", type(build).__name__)
+            raise PlanError(f"{name} is a linen module; {_LINEN}")
+        if not callable(build) or isinstance(build, nnx.Module):
+            raise PlanError(f"a plan is for an nnx.Module, or a function that makes one, and this is {build!r}")
+        try:
+            is_class = isinstance(build, type)  # whose signature is that of its metaclass
+            inspect.signature(build.__init__ if is_class else build).bind(*([None] if is_class else []))
+        except TypeError as error:
+            raise PlanError(
+                f"a function that makes a model is called without arguments, and {build!r} is {error}; write "
+                "lambda: Model(..., rngs=nnx.Rngs(0))"
+            ) from None
+        except ValueError:
+            return  # a function in C has no signature to ask
+
+    def _make(self, outside: Any, given: nnx.State) -> tuple[nnx.Module, dict[str, nnx.Rngs]]:
+        """The model, inside a trace, and the copies of the captured `nnx.Rngs` that it has drawn from."""
+        copies = nnx.merge(outside, given, copy=True)
+        model = with_captured(self.build, copies)()
+        if not isinstance(model, nnx.Module):
+            reason = f"; {_LINEN}" if isinstance(model, linen.Module) else ""
+            raise PlanError(f"the function makes a {type(model).__name__}, and should make an nnx.Module{reason}")
+        mark_arrays(model)
+        return model, copies
+
+
+class Placeholder(np.ndarray):
+    """Stands for an array of an abstract model that is no variable; of a shape and a dtype, without memory.
+
+    Flax takes a `jax.ShapeDtypeStruct` in a container for a constant.
+    """
+
+
+def merge_abstract(graph: Any, state: nnx.State) -> nnx.Module:
+    """A model without arrays.
+
+    Args:
+      graph: of an `nnx.split`.
+      state: likewise, with arrays or `jax.ShapeDtypeStruct`s.
+    """
+
+    def abstract(leaf: Any) -> Any:
+        if isinstance(leaf, nnx.Variable) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), leaf)
+        return np.broadcast_to(np.zeros((), leaf.dtype), leaf.shape).view(Placeholder)
+
+    leaves = jax.tree.map(abstract, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    model: nnx.Module = nnx.merge(graph, leaves, copy=True)
+    return model
+
+
+def mark_arrays(model: nnx.Module) -> None:
+    """Tells Flax that the arrays which modules have for attributes are data; in a trace it takes them for constants.
+
+    Raises:
+      PlanError: an array is where Flax looks for none.
+    """
+    for _, node in list(nnx.iter_graph(model)):
+        for name, value in list(vars(node).items()) if isinstance(node, nnx.Pytree) else ():
+            if isinstance(value, jax.core.Tracer):
+                setattr(node, name, nnx.data(value))
+    seen = {id(array) for array in jax.tree.leaves(nnx.state(model))}
+    for path, node in nnx.iter_graph(model):
+        if any(id(array) not in seen for array in _traced(node)):
+            raise PlanError(
+                f"the function makes a model in which {'.'.join(map(str, path))} holds an array that Flax takes for a "
+                "constant: assign a container of arrays as nnx.data(...), and make an array that a function uses an "
+                "attribute of the module"
+            )
+
+
+def _traced(node: Any) -> Iterator[jax.core.Tracer]:
+    """The traced arrays that a node of a model is, or that a function in it refers to."""
+    if isinstance(node, jax.core.Tracer):
+        yield node
+    elif isinstance(node, partial):
+        yield from (leaf for leaf in jax.tree.leaves((node.args, node.keywords)) if isinstance(leaf, jax.core.Tracer))
+        yield from _traced(node.func)
+    elif isinstance(node, types.FunctionType):
+        yield from (value for value in _closure(node).values() if isinstance(value, jax.core.Tracer))
+
+
+def _closure(function: types.FunctionType) -> dict[str, Any]:
+    """The variables that a function has from around it; not those that have no value yet."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: value for name, cell in cells for value in _contents(cell)}
+
+
+def _contents(cell: types.CellType) -> tuple[Any, ...]:
+    try:
+        return (cell.cell_contents,)
+    except ValueError:
+        return ()
+
 
 def captured(build: Any) -> dict[str, nnx.Rngs]:
     """The `nnx.Rngs` that a function has from outside, by name: of its closure, of its module, of a `partial`."""
@@ -75,9 +188,9 @@ def captured(build: Any) -> dict[str, nnx.Rngs]:
         return captured(build.func) | {k: v for k, v in build.keywords.items() if isinstance(v, nnx.Rngs)}
     if not isinstance(build, types.FunctionType):
         return {}
-    cells = zip(build.__code__.co_freevars, build.__closure__ or (), strict=True)
-    names = {name: cell.cell_contents for name, cell in cells}
-    names |= {name: build.__globals__[name] for name in build.__code__.co_names if name in build.__globals__}
+    names = _closure(build) | {
+        name: build.__globals__[name] for name in build.__code__.co_names if name in build.__globals__
+    }
     return {name: value for name, value in names.items() if isinstance(value, nnx.Rngs)}
 
 

@@ -14,7 +14,7 @@ from jaxtp.parallel.layouts import Replicate, Shard
 from jaxtp.parallel.modules import Found
 from jaxtp.parallel.plan import Plan, PlanError, assign_styles
 from jaxtp.parallel.running import cut_of
-from jaxtp.parallel.stock import fitting
+from jaxtp.parallel.stock import fitting, hindrance
 from jaxtp.parallel.storage import stacked, stored_spec
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
 from jaxtp.parallel.swap import Role, original_class, role_of
@@ -44,7 +44,7 @@ def decide(modules: Sequence[Found], plan: Plan, sizes: Mapping[str, int], fsdp:
     Raises:
       PlanError: the plan does not fit.
     """
-    parameters = [f"{found.path}.{name}" for found in modules for name in found.parameters]
+    parameters = [f"{found.path}.{name}".removeprefix(".") for found in modules for name in found.parameters]
     assigned = assign_styles(plan, [found.paths for found in modules], parameters)
     decisions = [_decide(found, *given, sizes, fsdp) for found, given in zip(modules, assigned, strict=True)]
     _check_tied(decisions)
@@ -155,7 +155,8 @@ def _check_fits(found: Found, style: Style, declares: bool) -> None:
     read = found.signature
     splits = {Colwise: read and read.column, Rowwise: read and read.row}
     if isinstance(style, Colwise | Rowwise) and not splits[type(style)]:
-        raise PlanError(f"cannot be {name}, which fits {fitting(name)}{_parts(found)}")
+        why = hindrance(found.module, original_class(found.module))
+        raise PlanError(f"cannot be {name}{f': {why}' if why else f', which fits {fitting(name)}'}{_parts(found)}")
     if isinstance(style, SequenceParallel) and read and not isinstance(found.module, _PER_TOKEN):
         raise PlanError(f"cannot be {name}, which fits {fitting(name)}")
 

@@ -7,7 +7,7 @@ from typing import Any
 from flax import nnx
 
 from jaxtp.parallel.stock import Signature, signature
-from jaxtp.parallel.swap import original_class
+from jaxtp.parallel.swap import CONTAINERS, original_class
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _own_parameters(node: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Para
     for name, value in _members(node):
         if isinstance(value, nnx.Param):
             yield f"{prefix}{name}", value
-        elif isinstance(value, nnx.List | nnx.Dict | list | tuple | dict):
+        elif isinstance(value, CONTAINERS):
             yield from _own_parameters(value, f"{prefix}{name}.")
 
 

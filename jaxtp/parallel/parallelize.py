@@ -11,10 +11,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
-from jaxtp.parallel.birth import Creation
+from jaxtp.parallel.birth import Creation, Placeholder
 from jaxtp.parallel.fitting import decide, declarations
 from jaxtp.parallel.modules import find_modules
-from jaxtp.parallel.plan import Plan, PlanError
+from jaxtp.parallel.plan import Plan
 from jaxtp.parallel.swap import swap_class
 
 Model = TypeVar("Model", bound=nnx.Module)
@@ -93,14 +93,14 @@ def _put(value: Any, sharding: NamedSharding) -> Any:
     """An array, abstract or traced or real, in its parts."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    if isinstance(value, Placeholder):
+        return value
     if isinstance(value, jax.core.Tracer):
         return jax.lax.with_sharding_constraint(value, sharding)
     return jax.device_put(value, sharding)
 
 
 def _born(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
-    if not callable(build):
-        raise PlanError(f"parallelize takes an nnx.Module or a function that makes one, and got {build!r}")
     creation = Creation(build)
     abstract = creation.abstract()
     _swap(abstract, plan, mesh_sizes(mesh), fsdp)

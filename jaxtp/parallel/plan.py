@@ -6,6 +6,7 @@ part of it, `w*`), `**` for any number of names, `{a,b}` for either.
 
 import difflib
 import fnmatch
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -30,8 +31,11 @@ def expand_braces(pattern: str) -> list[str]:
 
 def matches(pattern: str, path: str) -> bool:
     """Whether a pattern matches a whole path."""
-    names = path.split(".") if path else []
-    return any(_match(p.split(".") if p else [], names) for p in expand_braces(pattern))
+    return any(_match(_names(p), _names(path)) for p in expand_braces(pattern))
+
+
+def _names(path: str) -> tuple[str, ...]:
+    return tuple(path.split(".")) if path else ()
 
 
 def assign_styles(
@@ -50,6 +54,10 @@ def assign_styles(
     if not isinstance(plan, Mapping):
         raise PlanError(f"a plan is a dict from patterns to styles, not {plan!r}")
     for pattern, style in plan.items():
+        if not isinstance(pattern, str):
+            raise PlanError(f"{pattern!r} is no pattern; a pattern is a string such as 'blocks.*.mlp.up'")
+        if isinstance(style, type) and issubclass(style, Style):
+            raise PlanError(f"{pattern!r}: {style.__name__} is a class; write {style.__name__}()")
         if not isinstance(style, Style):
             raise PlanError(f"{pattern!r}: {style!r} is no style; a style is {_names_of_styles()}")
         if not _is_hashable(style):
@@ -72,7 +80,8 @@ def _style_of(plan: Plan, paths: Sequence[str]) -> tuple[str, Style | None]:
     return (patterns[0], styles.pop()) if styles else ("", None)
 
 
-def _match(pattern: list[str], names: list[str]) -> bool:
+@functools.lru_cache(maxsize=4096)  # several ** would try the same rests again and again
+def _match(pattern: tuple[str, ...], names: tuple[str, ...]) -> bool:
     if not pattern:
         return not names
     if pattern[0] == "**":
@@ -81,11 +90,19 @@ def _match(pattern: list[str], names: list[str]) -> bool:
 
 
 def _nothing(pattern: str, paths: list[str], parameters: list[str]) -> str:
-    owner = next((p.rpartition(".")[0] for p in parameters if matches(pattern, p)), None)
-    if owner is not None:
-        return f"{pattern!r} matches a parameter; a style is for a module: {owner!r}"
+    parameter = next((p for p in parameters if any(matches(pattern, start) for start in _starts(p))), None)
+    if parameter is not None:
+        owner = next(start for start in _starts(parameter) if start in paths)
+        where = repr(owner) if owner else "'', the model itself"
+        return f"{pattern!r} matches a parameter; a style is for a module: {where}"
     near = difflib.get_close_matches(pattern, [path for path in paths if path], n=3, cutoff=0.3) or paths[1:4]
     return f"{pattern!r} matches no module; nearest: {', '.join(map(repr, near)) or 'there are none'}"
+
+
+def _starts(path: str) -> list[str]:
+    """A path and those that it begins with, the longest first; the last is that of the model itself."""
+    names = path.split(".")
+    return [".".join(names[:n]) for n in range(len(names), -1, -1)]
 
 
 def _is_hashable(style: Style) -> bool:

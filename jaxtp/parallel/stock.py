@@ -73,6 +73,26 @@ def fitting(style: str) -> str:
     return norms if style == "SequenceParallel" else linear
 
 
+def hindrance(module: nnx.Module, cls: type) -> str:
+    """Why a module is not split over tp although its kind is one that is, in words; empty if its kind is not."""
+    kind = next((kind for kind in _READERS if issubclass(cls, kind)), None)
+    if issubclass(cls, nnx.bridge.ToNNX):
+        return "it wraps a linen module, whose layers have no paths here; tp splits the layers of Flax NNX"
+    if kind is None:
+        return ""
+    if cls.__call__ is not kind.__call__:
+        return f"it is an nnx.{kind.__name__} with a __call__ of its own, whose computation is not known"
+    if isinstance(module, nnx.Conv) and module.feature_group_count != 1:
+        return f"it is grouped (feature_group_count={module.feature_group_count}), and tp would cut through its groups"
+    if isinstance(module, nnx.Conv) and module.mask is not None:
+        return "its kernel is masked, and the mask is whole on every device"
+    if isinstance(module, nnx.LinearGeneral) and module.batch_axis:
+        return f"it has a kernel for each entry of a batch dim (batch_axis={dict(module.batch_axis)})"
+    if isinstance(module, nnx.Einsum):
+        return f"its equation, {module.einsum_str!r}, has no dim of the kernel alone that could be split so"
+    return ""
+
+
 def _linear(module: nnx.Linear) -> Signature:
     attributes = {"in_features": "i", "out_features": "o"}
     return Signature({"kernel": "io", "bias": "o"}, {"i": -1}, {"o": -1}, "o", "i", attributes)

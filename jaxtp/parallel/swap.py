@@ -7,6 +7,7 @@ as it was written.
 
 import functools
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ from jaxtp.parallel.running import Run, attend_cut, cut_of
 from jaxtp.parallel.stock import attend_signature, signature
 from jaxtp.parallel.storage import dim_over, without
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
+
+CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
+"""What only lends its names to the paths of what is in it."""
 
 
 @dataclass(frozen=True)
@@ -135,19 +139,26 @@ def _on_global_arrays(cls: type, role: Role, module: nnx.Module, *args: Any, **k
 
 @contextmanager
 def _gathered(module: nnx.Module, role: Role) -> Iterator[None]:
-    """While it lasts, the module's own parameters are whole over fsdp."""
-    own = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param) and role.fsdp}
-    specs = {name: _spec_here(parameter) for name, parameter in own.items()}
-    whole = {
-        name: own[name].replace(gather_weight(own[name][...], spec, without(FSDP, spec)))
-        for name, spec in specs.items()
-        if dim_over(FSDP, spec) is not None
-    }
-    vars(module).update(whole)
+    """While it lasts, the module's own parameters are whole over fsdp, those in containers too."""
+    before = dict(vars(module)) if role.fsdp else {}
+    whole = {name: _whole(value) for name, value in before.items()}
+    changed = {name: value for name, value in whole.items() if value is not before[name]}
+    vars(module).update(changed)
     try:
         yield
     finally:
-        vars(module).update({name: own[name] for name, value in whole.items() if vars(module).get(name) is value})
+        vars(module).update({n: before[n] for n, value in changed.items() if vars(module).get(n) is value})
+
+
+def _whole(value: Any) -> Any:
+    """An attribute with the parameters in it gathered; itself if there are none."""
+    if isinstance(value, nnx.Param) and dim_over(FSDP, spec := _spec_here(value)) is not None:
+        return value.replace(gather_weight(value[...], spec, without(FSDP, spec)))
+    if not isinstance(value, CONTAINERS):
+        return value
+    leaves, tree = jax.tree.flatten(value, is_leaf=lambda leaf: leaf is not value)
+    whole = [_whole(leaf) for leaf in leaves]
+    return value if all(map(operator.is_, whole, leaves)) else jax.tree.unflatten(tree, whole)
 
 
 def _spec_here(parameter: nnx.Param[Any]) -> PartitionSpec:

@@ -7,14 +7,13 @@ whole. What is left is split only where that saves more bytes of parameters than
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, Mesh
 
-from jaxtp.mesh import AXES, DP, FSDP, TP, MeshError, check_sizes, describe_mesh, mesh_sizes
+from jaxtp.mesh import DP, FSDP, TP, MeshError
 from jaxtp.propose.draft import draft_plan
 from jaxtp.propose.flows import ROOT
 from jaxtp.propose.marking import Traced, trace
+from jaxtp.propose.meshes import Meant, sizes_of
 from jaxtp.propose.pairing import Group
 from jaxtp.propose.proposal import Proposal, Reason, merge_reasons
 from jaxtp.propose.reasons import in_order, reasons
@@ -26,7 +25,7 @@ from jaxtp.propose.trial import try_plan
 def propose_plan(
     model: nnx.Module | Callable[[], nnx.Module],
     *inputs: Any,
-    mesh: Mesh | AbstractMesh | Mapping[str, int] | None = None,
+    mesh: Meant = None,
     call: Callable[..., Any] | None = None,
     report: Callable[[str], None] | None = print,
 ) -> Proposal:
@@ -80,15 +79,8 @@ def _proposal(traced: Traced, sizes: Mapping[str, int], *, share: bool) -> Propo
     return Proposal(plan, merge_reasons(reasons(draft)), sizes)
 
 
-def _sizes(mesh: Mesh | AbstractMesh | Mapping[str, int] | None) -> dict[str, int]:
-    if mesh is None:
-        mesh = jax.sharding.get_abstract_mesh()
-    sizes = mesh_sizes(mesh) if isinstance(mesh, (Mesh, AbstractMesh)) else dict.fromkeys(AXES, 1) | dict(mesh)
-    if unknown := sorted(sizes.keys() - set(AXES)):
-        raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; there are {', '.join(AXES)}")
-    check_sizes(sizes)
-    if -1 in sizes.values():
-        raise MeshError(f"{describe_mesh(sizes)}: -1 is what is left of some devices, and here there need be none")
+def _sizes(mesh: Meant) -> dict[str, int]:
+    sizes = sizes_of(mesh, "propose_plan")
     if sizes[TP] < 2:
         raise MeshError(
             f"propose_plan splits over {TP}, which has {sizes[TP]} device; set a mesh with more, or say what the plan "

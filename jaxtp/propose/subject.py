@@ -7,8 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtp.parallel.birth import Creation
-from jaxtp.parallel.plan import PlanError
+from jaxtp.parallel.birth import Creation, merge_abstract
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,7 @@ class Subject:
 
     def model(self) -> nnx.Module:
         """A new abstract copy of the model."""
-        return nnx.merge(self.graph, self.state, copy=True)
+        return merge_abstract(self.graph, self.state)
 
 
 def subject_of(model: Any, inputs: tuple[Any, ...], call: Callable[..., Any] | None) -> Subject:
@@ -41,9 +40,7 @@ def subject_of(model: Any, inputs: tuple[Any, ...], call: Callable[..., Any] | N
     Raises:
       PlanError: `model` is neither.
     """
-    made = Creation(model).abstract() if callable(model) and not isinstance(model, nnx.Module) else model
-    if not isinstance(made, nnx.Module):
-        raise PlanError(f"a plan is for an nnx.Module, or a function that makes one, and this is {made!r}")
+    made = model if isinstance(model, nnx.Module) else Creation(model).abstract()
     graph, state = nnx.split(made)
     leaves, tree = jax.tree.flatten(inputs)
 

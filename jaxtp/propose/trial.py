@@ -4,11 +4,10 @@ from collections.abc import Mapping
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
 
-from jaxtp.mesh import AXES
 from jaxtp.parallel.parallelize import parallelize
 from jaxtp.parallel.plan import Plan
+from jaxtp.propose.meshes import abstract_mesh
 from jaxtp.propose.subject import Subject
 
 
@@ -23,7 +22,7 @@ def try_plan(subject: Subject, plan: Plan, sizes: Mapping[str, int]) -> None:
     Raises:
       Exception: whatever goes wrong, in the plan or in the model's own code.
     """
-    mesh = AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    mesh = abstract_mesh(sizes)
     with jax.sharding.use_abstract_mesh(mesh):
         graph, state = nnx.split(parallelize(subject.model(), plan, mesh=mesh))
         jax.eval_shape(lambda state, arrays: subject.run(nnx.merge(graph, state), arrays), state, subject.arrays)

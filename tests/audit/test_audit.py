@@ -156,6 +156,26 @@ def test_a_written_gather_of_a_weight_over_tp():
     assert any("a weight moves (it has the shape of kernel)" in p for p in found.problems())
 
 
+def test_a_gather_in_a_loop_that_data_end_is_reported_until_it_is_allowed():
+    mesh = jaxtp.make_mesh(fsdp=2, tp=4)
+    _, state = dense_state(mesh, P("fsdp", "tp"), P("fsdp", "tp"))
+    x = jax.ShapeDtypeStruct((B, 64), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
+
+    def step(state, x):
+        with jax.named_scope("settle"):
+            return jax.lax.while_loop(lambda x: x.sum() > 0.0, lambda x: x @ state["kernel"][...] - 1, x)
+
+    found = audit(jax.jit(step), state, x, mesh=mesh, compiler_options=QUICK)
+    gathers = [p for p in found.problems() if "all-gather of float32" in p]
+    assert any("over fsdp" in p and "the compiler added it" in p for p in gathers)
+    unknown = [p for p in found.problems() if "as often as its data say" in p]
+    assert any("over fsdp" in p for p in unknown)
+    assert all('uncounted=("settle",) allows it' in p for p in unknown)
+    assert "1 a turn" in str(found)
+    allowed = dataclasses.replace(found, uncounted=("settle",)).problems()
+    assert allowed == [p for p in found.problems() if p not in unknown]
+
+
 def test_over_budget():
     found = dataclasses.replace(audit_step(MODEL, (1, 1, 8)), budget={})
     problems = found.problems()

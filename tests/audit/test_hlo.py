@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxtp.audit.hlo import HloError, count_collectives_in_hlo, count_flops_in_hlo
+from jaxtp.audit.hlo import count_collectives_in_hlo, count_flops_in_hlo
+from jaxtp.audit.text import HloError
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 
@@ -83,6 +84,12 @@ def test_permute():
     assert (collective.kind, collective.axes, collective.group) == ("permute", ("tp",), 4)
 
 
+def test_a_permutation_that_leaves_the_first_device_alone():
+    text = module("source_target_pairs={{0,0},{2,1},{4,4},{6,5},{1,2},{3,3},{5,6},{7,7}}", "collective-permute")
+    collective, _ = only(text)
+    assert (collective.kind, collective.axes, collective.group) == ("permute", ("tp",), 2)
+
+
 def test_groups_of_one_device_are_nothing():
     assert not count_collectives_in_hlo(module("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"), SIZES)
 
@@ -93,7 +100,10 @@ LOOP = """HloModule jit_step
   %p = (s32[], f32[4]{0}) parameter(0)
   %x = f32[4]{0} get-tuple-element(%p), index=1
   %moved = f32[4]{0} call(%x), to_apply=%layer, metadata={op_name="jit(step)/while/body/mlp/shard_map"}
-  ROOT %t = (s32[], f32[4]{0}) tuple(%i, %moved)
+  %i = s32[] get-tuple-element(%p), index=0
+  %by = s32[] constant(1)
+  %next = s32[] add(%i, %by)
+  ROOT %t = (s32[], f32[4]{0}) tuple(%next, %moved)
 }
 
 %layer (x: f32[4]) -> f32[4] {
@@ -102,20 +112,63 @@ LOOP = """HloModule jit_step
 }
 
 %condition (p.1: (s32[], f32[4])) -> pred[] {
+  %p.1 = (s32[], f32[4]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
   %n = s32[] constant(5)
   ROOT %lt = pred[] compare(%i.1, %n), direction=LT
 }
 
 ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
+  %x.2 = f32[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[4]{0}) tuple(%zero, %x.2)
   ROOT %w = (s32[], f32[4]{0}) while(%init), condition=%condition, body=%body, metadata={op_name="jit(step)/while"}KNOWN
 }
 """
 
 
-@pytest.mark.parametrize(("known", "turns"), [("", 5), (', backend_config={"known_trip_count":{"n":"7"}}', 7)])
-def test_loops_count_their_turns_and_callers_name_the_module(known, turns):
-    collective, times = only(LOOP.replace("KNOWN", known))
-    assert (times, collective.module) == (turns, "mlp")
+@pytest.mark.parametrize(
+    ("old", "new", "turns"),
+    [
+        ("KNOWN", "", 5),
+        ("KNOWN", ', backend_config={"known_trip_count":{"n":"7"}}', 7),
+        ("compare(%i.1, %n), direction=LT", "compare(%n, %i.1), direction=GE", 6),
+        ("constant(1)", "constant(2)", 3),
+        ("%zero = s32[] constant(0)", "%zero = s32[] constant(-4)", 9),
+        ("get-tuple-element(%p.1), index=0", "copy(%p.1#0)", 5),  # as jax 0.12 spells a part of a tuple
+    ],
+)
+def test_loops_count_their_turns_and_callers_name_the_module(old, new, turns):
+    collective, times = only(LOOP.replace(old, new).replace("KNOWN", ""))
+    assert (times, collective.counted, collective.module) == (turns, "", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("%n = s32[] constant(5)", "%n = f32[] constant(0)"),
+        ("compare(%i.1, %n)", "compare(%unknown, %n)"),
+        ("get-tuple-element(%p.1), index=0", "get-tuple-element(%p.1), index=1"),
+        ("%zero = s32[] constant(0)", "%zero = s32[] reduce(%x.2, %x.2), to_apply=%sum"),
+        ("add(%i, %by)", "multiply(%i, %by)"),
+        ("add(%i, %by)", "add(%i, %i)"),
+        ("%by = s32[] constant(1)", "%by = s32[] constant(-1)"),
+    ],
+)
+def test_a_loop_without_a_counter_has_no_count(old, new):
+    collective, times = only(LOOP.replace(old, new).replace("KNOWN", ""))
+    assert (times, collective.counted) == (1, "a turn")
+
+
+def test_a_condition_runs_once_more_than_its_loop():
+    text = LOOP.replace("  ROOT %lt", "  %c = f32[4]{0} call(%x.9), to_apply=%layer\n  ROOT %lt").replace("KNOWN", "")
+    assert sum(count_collectives_in_hlo(text, SIZES).values()) == 5 + 6
+
+
+def test_a_branch_counts_as_what_it_moves_at_most():
+    text = LOOP.replace("call(%x), to_apply=%layer", "conditional(%q, %x, %x), branch_computations={%layer, %layer}")
+    collective, times = only(text.replace("KNOWN", ""))
+    assert (times, collective.counted) == (10, "at most")
 
 
 def test_flops_of_products():
@@ -125,20 +178,31 @@ def test_flops_of_products():
   %p = (s32[], f32[4,8,16]{2,1,0}) parameter(0)
   %x = f32[4,8,16]{2,1,0} get-tuple-element(%p), index=1
   %w = bf16[4,16,32]{2,1,0} constant(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %by = s32[] constant(1)
+  %next = s32[] add(%i, %by)
   %y = f32[4,8,32]{2,1,0} dot(%x, %w), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}
+  ROOT %t = (s32[], f32[4,8,16]{2,1,0}) tuple(%next, %x)
 }
 
 %condition (p.1: (s32[], f32[4])) -> pred[] {
+  %p.1 = (s32[], f32[4,8,16]{2,1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
   %n = s32[] constant(3)
+  ROOT %lt = pred[] compare(%i.1, %n), direction=LT
 }
 
 ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[4,8,16]{2,1,0}) tuple(%zero, %x.2)
   ROOT %w.1 = (s32[], f32[4]{0}) while(%init), condition=%condition, body=%body
 }
 """
     assert count_flops_in_hlo(text) == 3 * 2 * (4 * 8 * 32) * 16
     part = text.replace("dot(%x, %w)", "dot(%p#1, %w)")  # as jax 0.12 spells a part of a tuple
     assert count_flops_in_hlo(part) == count_flops_in_hlo(text)
+    with pytest.raises(HloError, match="its data decide"):
+        count_flops_in_hlo(text.replace("%zero = s32[] constant(0)", "%zero = s32[] parameter(1)"))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +210,6 @@ ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
     [
         ("not hlo", "no ENTRY"),
         (module("replica_groups=v9<0..8>"), "cannot tell which devices"),
-        (LOOP.replace("KNOWN", "").replace("constant(5)", "parameter(5)"), "cannot tell how often"),
     ],
 )
 def test_unknown_spellings_are_refused(text, message):

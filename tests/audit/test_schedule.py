@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxtp.audit.hlo import HloError
 from jaxtp.audit.schedule import Moved, read_schedule
+from jaxtp.audit.text import HloError
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 TP, FSDP = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups={{0,4},{1,5},{2,6},{3,7}}"

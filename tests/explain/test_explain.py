@@ -81,6 +81,30 @@ def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
             assert array.addressable_shards[0].data.nbytes == split.bytes(here.sizes)
 
 
+class Tables(nnx.Module):
+    """Has arrays that are no variables."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.WeightNorm(nnx.Linear(HIDDEN, WIDTH, rngs=rngs), rngs=rngs)
+        self.tables = nnx.data({"mask": jnp.ones(HIDDEN), "more": [jnp.ones(WIDTH)]})
+        self.mask = jnp.tril(jnp.ones((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return self.down(self.up(x) * self.tables["mask"]) @ self.mask + self.tables["more"][0]
+
+
+def test_arrays_that_are_no_variables():
+    sizes, plan = {"fsdp": 2, "tp": 4}, {"up": Colwise()}
+    model = Tables(nnx.Rngs(0))
+    found = jaxtp.explain(model, X, plan=plan, mesh=sizes)
+    assert found == jaxtp.explain(lambda: Tables(nnx.Rngs(0)), X, plan=plan, mesh=sizes)
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        assert jaxtp.explain(jaxtp.parallelize(model, plan), X) == found
+    proposed = jaxtp.propose_plan(lambda: Tables(nnx.Rngs(0)), X, mesh=sizes, report=None)
+    assert proposed == {"up": Colwise(), "down.layer_instance": Rowwise()}
+
+
 def test_what_each_column_layer_reduces_for_itself_is_noted_with_its_cost():
     apart, shared = (jaxtp.explain(build, X, plan=plan, mesh={"tp": 4}) for plan in (PAIR, SHARED))
     (note,) = apart.notes
@@ -139,8 +163,48 @@ def test_one_plan_at_a_time_and_a_mesh():
             jaxtp.explain(model, X, plan=SHARED)
     with pytest.raises(jaxtp.MeshError, match="needs a mesh"):
         jaxtp.explain(build, X)
-    with pytest.raises(jaxtp.MeshError, match="model: no axis"):
-        jaxtp.explain(build, X, mesh={"model": 2})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"model": 2}, "model: no axis"),
+        ({"fsdp": -1}, "-1 is what is left"),
+        ({"fsdp": 2.0}, r"fsdp=2\.0: a mesh axis is a whole number"),
+        ({"tp": "4"}, "tp='4': a mesh axis is a whole number"),
+        ({"tp": True}, "tp=True"),
+        ("fsdp=2", r"takes a mesh, or its sizes .*, not 'fsdp=2'"),
+    ],
+)
+@pytest.mark.parametrize("ask", [jaxtp.explain, jaxtp.propose_plan])
+def test_a_mesh_that_is_none(ask, mesh, message):
+    with pytest.raises(jaxtp.MeshError, match=message):
+        ask(build, X, mesh=mesh)
+
+
+class Settles(nnx.Module):
+    def __init__(self):
+        self.layer = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        x = jax.lax.stop_gradient(jax.lax.while_loop(lambda x: x.sum() > 0, self.layer, x))
+        return jax.lax.cond(x.sum() > 0, self.layer, lambda x: x, x)
+
+
+def test_what_is_not_counted_exactly_is_noted():
+    found = jaxtp.explain(Settles, X, mesh={"fsdp": 2})
+    assert {move.counted for move in found.moves} == {"a turn", "at most"}
+    assert [note.partition(": ")[0] for note in found.notes] == ["layer", "layer"]
+    assert "1 a turn" in str(found)
+
+
+def test_what_the_compiler_adds_is_asked_of_the_model_as_it_is():
+    """Without fsdp the program has no gather, and the compiler adds none."""
+    sizes = {"fsdp": 2}
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        model = jaxtp.parallelize(Settles, fsdp=False)
+        found = jaxtp.explain(model, X, compiled=True)
+    assert not [move for move in found.moves if move.kind == "all-gather"]
 
 
 def test_shared_inputs_by_the_module_around_them():

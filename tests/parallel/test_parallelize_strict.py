@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from flax_models import D, F, N, T
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,6 +25,16 @@ def parallelize(build, plan, mesh=MESH, **options):
 
 def llama():
     return models.Llama(nnx.Rngs(0))
+
+
+class Root(nnx.Module):
+    def __init__(self):
+        self.table = nnx.Param(jnp.ones((T, D)))
+        self.listed = nnx.List([nnx.Param(jnp.ones(D))])
+        self.up = nnx.Linear(D, D, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.up(x + self.table[...])
 
 
 class Odd(nnx.Module):
@@ -98,8 +108,34 @@ REFUSED = {
     "grouped convolution": (
         lambda: models.Grouped(nnx.Rngs(0)),
         {"depthwise": Colwise()},
-        r"'depthwise' \(Conv\) cannot be Colwise",
+        r"'depthwise' \(Conv\) cannot be Colwise: it is grouped \(feature_group_count=\d+\)",
     ),
+    "a parameter of the model itself": (Root, {"table": Colwise()}, r"'table' matches a parameter; .*the model itself"),
+    "a list of parameters": (Root, {"listed": Colwise()}, r"'listed' matches a parameter; .*the model itself"),
+    "one of a list of parameters": (Root, {"listed.*": Colwise()}, r"matches a parameter; .*the model itself"),
+    "adapters of Flax": (
+        lambda: nnx.Dict(up=nnx.LoRALinear(D, D, lora_rank=2, rngs=nnx.Rngs(0))),
+        {"up": Colwise()},
+        r"'up' \(LoRALinear\) cannot be Colwise: it is an nnx.Linear with a __call__ of its own.*'up.lora'",
+    ),
+    "linen": (
+        lambda: nnx.Dict(up=nnx.bridge.ToNNX(linen.Dense(D), rngs=nnx.Rngs(0))),
+        {"up": Colwise()},
+        r"'up' \(ToNNX\) cannot be Colwise: it wraps a linen module",
+    ),
+    "a kernel for each": (
+        lambda: nnx.LinearGeneral(D, D, batch_axis={0: 4}, rngs=nnx.Rngs(0)),
+        {"": Colwise()},
+        r"batch_axis=\{0: 4\}",
+    ),
+    "no dim to split": (
+        lambda: nnx.Einsum("abc,bc->abc", (T, D), rngs=nnx.Rngs(0)),
+        {"": Colwise()},
+        r"its equation, 'abc,bc->abc', has no dim",
+    ),
+    "a class of styles": (llama, {"output": Colwise}, r"'output': Colwise is a class; write Colwise\(\)"),
+    "no pattern": (llama, {3: Colwise()}, r"3 is no pattern"),
+    "many stars": (llama, {"**.*." * 40 + "x": Colwise()}, r"matches no module"),
     "the batch": (llama, {"norm": SequenceParallel(sequence_dim=0)}, r"dim 0 is the batch"),
     "the batch as a layout": (llama, {"output": Colwise(input_layouts=Shard(0))}, r"dim 0 is the batch"),
     "prepares nothing": (llama, {"layers.*": PrepareInput()}, r"it would change nothing"),
@@ -124,7 +160,7 @@ REFUSED = {
     ),
     "never called": (Table, {"": SequenceParallel()}, r"cannot be SequenceParallel: it has no __call__"),
     "a list": (llama, {"layers.*": PrepareInput([Shard(1)], [Replicate()])}, r"layouts .* are a tuple"),
-    "not a model": (lambda: {"a": 1}, {}, r"takes an nnx.Module or a function"),
+    "not a model": (lambda: {"a": 1}, {}, r"for an nnx.Module, or a function"),
 }
 
 
@@ -198,6 +234,24 @@ def test_what_is_no_plan_and_no_model():
         jaxtp.parallelize(llama, [("up", Colwise())], mesh=jaxtp.make_mesh(*MESH))
     with pytest.raises(PlanError, match=r"makes a tuple, and should make an nnx\.Module"):
         jaxtp.parallelize(lambda: (llama(), 1), {}, mesh=jaxtp.make_mesh(*MESH))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (linen.Dense(D), "Dense is a linen module; .*port it to Flax NNX"),
+        (linen.Dense, "Dense is a linen module"),
+        (lambda: linen.Dense(D), "makes a Dense, .*linen keeps"),
+        (nnx.Linear, "called without arguments, and .*missing a required argument: 'in_features'"),
+        (lambda width: nnx.Linear(width, D, rngs=nnx.Rngs(0)), "missing a required argument: 'width'"),
+        (3, "this is 3"),
+    ],
+)
+def test_what_makes_no_model(build, message):
+    with pytest.raises(PlanError, match=message):
+        jaxtp.parallelize(build, {}, mesh=jaxtp.make_mesh(*MESH))
+    with pytest.raises(PlanError, match=message):
+        jaxtp.explain(build, mesh={"tp": 2})
 
 
 CALLS = {

@@ -325,7 +325,7 @@ def test_it_prints_and_takes_a_mesh_in_context(capsys):
 @pytest.mark.parametrize(
     ("mesh", "message"),
     [
-        (None, "has 1 device"),
+        (None, "propose_plan needs a mesh"),
         ({"fsdp": 4}, "has 1 device"),
         ({"tpp": 4}, "tpp: no axis"),
         ({"tp": 0}, "tp=0"),
