@@ -64,6 +64,8 @@ def expand(path: Path) -> Path:
 
 UserPath = Annotated[Path, pydantic.AfterValidator(expand)]
 """May begin with ~."""
+Keys = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")]
+"""Words of which a flag gives one at a time."""
 Switch = tyro.conf.FlagCreatePairsOff[bool]
 """A flag that is given or not, without --no-... beside it."""
 
