@@ -210,7 +210,7 @@ def test_any_structure_beside_a_tokenizer(tmp_path, described):
 
 
 @pytest.mark.wide
-@examples(1000)
+@examples(300)
 @given(CONFIGS, changed(BESIDE))
 def test_many_structures(tmp_path, attributes, described):
     check_beside(described, tmp_path)

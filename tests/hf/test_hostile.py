@@ -505,7 +505,7 @@ def test_any_structure_as_an_index(index, tmp_path):
 
 
 @pytest.mark.wide
-@examples(2000)
+@examples(500)
 @given(header=changed(HEADER), index=changed(SHARDED))
 def test_many_structures(header, index, tmp_path):
     check_header(header, tmp_path / "x.safetensors")
@@ -513,7 +513,7 @@ def test_many_structures(header, index, tmp_path):
 
 
 @pytest.mark.wide
-@examples(300)
+@examples(60)
 @given(changes=st.dictionaries(st.sampled_from(sorted(CONFIG)), VALUES, min_size=1, max_size=3))
 def test_many_configurations_of_a_whole_folder(changes, tmp_path):
     write_config(tmp_path, **changes)
