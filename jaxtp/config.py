@@ -7,6 +7,8 @@ override them: `--mesh.tp 4`.
 
 import dataclasses
 import difflib
+import functools
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,13 +18,21 @@ import pydantic
 import tyro
 import yaml
 
+from jaxtp.reading import MAX_YAML, parse_yaml, read_bytes, shown
+
 T = TypeVar("T")
+
+_adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
 
 
 BASE = "base"
 """The key of a YAML file that includes another."""
 
 PRINT = "--print-config"
+
+_MAX_BASES = 16
+_MAX_PROBLEMS = 20
+"""Of one file, in a message."""
 
 
 class ConfigError(ValueError):
@@ -38,8 +48,24 @@ Count = Annotated[int, pydantic.Field(ge=1, lt=2**31), allowed("1 or more")]
 CountOrZero = Annotated[int, pydantic.Field(ge=0, lt=2**31), allowed("0 or more")]
 Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False), allowed("above 0")]
 NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
-UserPath = Annotated[Path, pydantic.AfterValidator(Path.expanduser)]
+
+
+def expand(path: Path) -> Path:
+    """Returns a path that may begin with ~ as one that does not.
+
+    Raises:
+      ConfigError: it begins with the name of a user that there is not.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ConfigError(f"should be a path, and {path.parts[0]} is nobody's home") from None
+
+
+UserPath = Annotated[Path, pydantic.AfterValidator(expand)]
 """May begin with ~."""
+Keys = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")]
+"""Words of which a flag gives one at a time."""
 Switch = tyro.conf.FlagCreatePairsOff[bool]
 """A flag that is given or not, without --no-... beside it."""
 
@@ -88,28 +114,40 @@ def from_yaml(schema: type[T], path: str | Path) -> T:
     return validate(schema, _with_base(Path(path), ()), source=str(path))
 
 
-def _with_base(path: Path, including: tuple[Path, ...]) -> Any:
-    if path.resolve() in including:
+def read_yaml(path: Path, asked_by: str = "") -> Any:
+    """Returns the plain values in a YAML file, None for an empty one.
+
+    Args:
+      path: the file.
+      asked_by: what names it, for the message where it cannot be read.
+
+    Raises:
+      ConfigError: it cannot be read, or is not YAML; see `jaxtp.reading`.
+    """
+    try:
+        return parse_yaml(read_bytes(path, MAX_YAML))
+    except OSError as error:
+        hint = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{shown(path)}{asked_by}: {error.strerror}{hint}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a YAML file: {error}") from None
+
+
+def _with_base(path: Path, including: tuple[str, ...]) -> Any:
+    values = read_yaml(path, f" (the base of {including[-1]})" if including else "")
+    real = os.path.realpath(path)
+    if real in including:
         raise ConfigError(f"{path}: includes itself by way of base")
-    values = _read_yaml(path, including)
+    if len(including) == _MAX_BASES:
+        raise ConfigError(f"{path}: more than {_MAX_BASES} files include each other by way of base")
+    if values is None:
+        return {}
     if not isinstance(values, Mapping) or BASE not in values:
         return values
     own = {key: value for key, value in values.items() if key != BASE}
     if not isinstance(values[BASE], str):
-        raise ConfigError(f"{path}: base = {values[BASE]!r}: should be the name of a YAML file")
-    return _merged(_with_base(path.parent / values[BASE], (*including, path.resolve())), own)
-
-
-def _read_yaml(path: Path, including: tuple[Path, ...]) -> Any:
-    try:
-        with path.open(encoding="utf-8") as file:
-            values = yaml.load(file, Loader=UniqueKeys)  # a SafeLoader
-    except OSError as error:
-        asked = f" (the base of {including[-1]})" if including else ""
-        raise ConfigError(f"{path}{asked}: {error.strerror}{nearest_file(path)}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a YAML file: {error}") from None
-    return {} if values is None else values
+        raise ConfigError(f"{path}: base = {shown(repr(values[BASE]))}: should be the name of a YAML file")
+    return _merged(_with_base(path.parent / values[BASE], (*including, real)), own)
 
 
 def _merged(below: Any, above: Any) -> Any:
@@ -118,21 +156,6 @@ def _merged(below: Any, above: Any) -> Any:
         return above
     shared = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()}
     return {**below, **above, **shared}
-
-
-class UniqueKeys(yaml.SafeLoader):
-    """Refuses a key that is there twice, of which YAML keeps the last without a word."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """As PyYAML does, once the keys have been looked at."""
-        seen = set()
-        for key, _ in node.value:
-            if key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} is there twice", key.start_mark
-                )
-            seen.add(key.value)
-        return super().construct_mapping(node, deep)
 
 
 def validate(schema: type[T], values: Any, *, source: str) -> T:
@@ -147,22 +170,24 @@ def validate(schema: type[T], values: Any, *, source: str) -> T:
       ConfigError: an unknown key (with the nearest known one), a wrong type, or a value out of range.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{source}: expected a mapping of sections such as 'model:', found {values!r}")
+        raise ConfigError(f"{source}: expected a mapping of sections such as 'model:', found {shown(repr(values))}")
     problems = list(_unknown_keys(schema, values, ""))
     try:
-        config = pydantic.TypeAdapter(schema).validate_python(values)
+        config: T = _adapter(schema).validate_python(values)
     except pydantic.ValidationError as error:
         problems += [
-            f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {_complaint(item)}" for item in error.errors()
+            f"{shown('.'.join(map(str, item['loc'])))} = {shown(repr(item['input']))}: {_complaint(item)}"
+            for item in error.errors()
         ]
     if problems:
-        raise ConfigError(f"{source}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+        raise ConfigError("\n  ".join([f"{source}:", *problems[:_MAX_PROBLEMS], *more]))
     return config
 
 
 def to_plain(config: Any) -> dict[str, Any]:
     """The configuration as plain dicts, lists, strings and numbers."""
-    plain: dict[str, Any] = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")
+    plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json")
     return plain
 
 
@@ -245,7 +270,7 @@ def _complaint(item: Mapping[str, Any]) -> str:
         return "should be a path"
     if item["type"] == "dataclass_type":
         return "should be a section: keys and their values"
-    return str(item["msg"]).removeprefix("Input ")
+    return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
 def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
@@ -253,9 +278,9 @@ def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterat
     known = {field.name: types[field.name] for field in dataclasses.fields(schema)}
     for key, value in values.items():
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1)
+            close = difflib.get_close_matches(shown(key), known, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(known)}"
-            yield f"{prefix}{key}: unknown key; {hint}"
+            yield f"{prefix}{shown(key)}: unknown key; {hint}"
         elif isinstance(value, bool) and known[key] in (int, float):
             yield f"{prefix}{key} = {value}: should be a number"  # YAML reads yes and on as true, and true as 1
         elif dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
@@ -264,4 +289,4 @@ def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterat
             of = get_args(known[key])[1]
             for name, inner in value.items():
                 if dataclasses.is_dataclass(of) and isinstance(inner, Mapping):
-                    yield from _unknown_keys(of, inner, f"{prefix}{key}.{name}.")
+                    yield from _unknown_keys(of, inner, f"{prefix}{key}.{shown(name)}.")

@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from jaxtp.config import ConfigError, UniqueKeys, nearest_file, validate
+from jaxtp.config import ConfigError, read_yaml, validate
 from jaxtp.hardware import RANGES, TABLE, Hardware
+from jaxtp.reading import shown
 
 PLATFORMS = ("cuda", "rocm", "tpu")
 
@@ -120,15 +119,9 @@ def read(path: Path) -> Hardware:
 
 def _values(path: Path) -> Mapping[str, Any]:
     """The keys of a file, as strictly as those of a configuration."""
-    try:
-        with path.open(encoding="utf-8") as file:
-            values = yaml.load(file, Loader=UniqueKeys)  # a SafeLoader
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a YAML file: {error}") from None
+    values = read_yaml(path)
     if not isinstance(values, dict) or not values:
-        found = repr(values) if values else "nothing"
+        found = shown(repr(values)) if values else "nothing"
         raise ConfigError(f"{path}: expected keys such as 'like: h100' and {', '.join(RANGES)}; found {found}")
     return values
 
@@ -138,7 +131,7 @@ def _base(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     if values.get("like") is None:
         return {}
     try:
-        return dataclasses.asdict(_of_table(str(values["like"])))
+        return dataclasses.asdict(_of_table(shown(values["like"])))
     except ConfigError as error:
         raise ConfigError(f"{path}: like: {error}") from None
 
@@ -153,7 +146,7 @@ def _source(path: Path, values: Mapping[str, Any], base: Mapping[str, Any]) -> s
 def _require_ranges(path: Path, values: Mapping[str, Any]) -> None:
     """Every number that cannot be meant, each with its unit."""
     problems = [
-        f"  {key} = {values[key]!r}: {unit}, from {least:g} to {most:g}"
+        f"  {key} = {shown(repr(values[key]))}: {unit}, from {least:g} to {most:g}"
         for key, (least, most, unit) in RANGES.items()
         if key in values and not _is_between(values[key], least, most)
     ]
@@ -164,5 +157,5 @@ def _require_ranges(path: Path, values: Mapping[str, Any]) -> None:
 def _is_between(value: Any, least: float, most: float) -> bool:
     try:
         return least <= float(value) <= most
-    except (TypeError, ValueError):
+    except (OverflowError, TypeError, ValueError):
         return False

@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxtp"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
-    {"mesh", "collectives", "config", "console", "files", "hardware", "hardware_file", "launch"},
+    {"mesh", "collectives", "config", "console", "files", "hardware", "hardware_file", "launch", "reading"},
     {"layers", "parallel", "audit", "data"},
     {"models", "checkpoint", "propose"},
     {"hf"},

@@ -8,7 +8,6 @@ https://huggingface.co/docs/safetensors; its library has no bfloat16 in NumPy an
 import json
 import math
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,19 +19,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.files import sync_file
+from jaxtp.reading import MAX_JSON, open_regular, parse_json, shown
 
 Block = NDArray[Any]
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
 """Those of a model's weights."""
 
-_OTHER_BYTES = {
+_ITEM_BYTES = {
+    **{name: dtype.itemsize for name, dtype in DTYPES.items()},
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1},
     **{"I16": 2, "U16": 2, "I32": 4, "U32": 4, "F64": 8, "I64": 8, "U64": 8, "C64": 8},
 }
 _LENGTH = 8
-_MAX_HEADER = 100_000_000
-"""Bytes; the limit of the format."""
 _ALIGNMENT = 8
 _MAX_DIMS = 8
 _METADATA = "__metadata__"
@@ -93,7 +92,7 @@ class StoredTensor:
             count = os.preadv(file, [view], offset)
             if not count:
                 raise SafetensorsError(
-                    f"{self.file}: ends within the tensor {self.name}; it was changed while it was read"
+                    f"{self.file}: ends within the tensor {shown(self.name)}; it was changed while it was read"
                 )
             view, offset = view[count:], offset + count
 
@@ -105,36 +104,20 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
       SafetensorsError: it is no regular file, or its header is damaged or does not fit the data.
     """
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise SafetensorsError(f"{path}: not a regular file")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = _header_length(path, file.read(_LENGTH), size)
             header = file.read(length)
     except OSError as error:
         raise SafetensorsError(f"{path}: {error.strerror}") from None
     start = _LENGTH + length
-    entries = parse_json(header, f"{path}: its header")
+    try:
+        entries = parse_json(header, f"{path}: its header")
+    except ValueError as error:
+        raise SafetensorsError(str(error)) from None
     entries.pop(_METADATA, None)
     tensors = [_entry(path, name, value, start) for name, value in entries.items()]
     return _without_gaps(path, tensors, start, size)
-
-
-def parse_json(content: bytes, source: str) -> dict[str, Any]:
-    """A JSON object in which no key is there twice.
-
-    Raises:
-      SafetensorsError: it is something else.
-    """
-    try:
-        found = json.loads(content, object_pairs_hook=_unique)
-    except RecursionError:
-        raise SafetensorsError(f"{source} is nested too deeply to be real") from None
-    except ValueError as error:  # of JSON, of UTF-8, of a key that is there twice
-        raise SafetensorsError(f"{source} is not JSON: {str(error)[:200]}") from None
-    if not isinstance(found, dict):
-        raise SafetensorsError(f"{source} is a {type(found).__name__}, not an object")
-    return found
 
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
@@ -167,7 +150,7 @@ def _header_length(path: Path, prefix: bytes, size: int) -> int:
     if len(prefix) < _LENGTH:
         raise SafetensorsError(f"{path}: {size} bytes, too short for a safetensors file")
     (length,) = struct.unpack("<Q", prefix)
-    if length > min(_MAX_HEADER, size - _LENGTH):
+    if length > min(MAX_JSON, size - _LENGTH):
         raise SafetensorsError(
             f"{path}: a header of {length:,} bytes in a file of {size:,}; the file is cut off, or not safetensors"
         )
@@ -175,40 +158,36 @@ def _header_length(path: Path, prefix: bytes, size: int) -> int:
 
 
 def _entry(path: Path, name: str, value: Any, start: int) -> StoredTensor:
+    where = f"{path}: {shown(name)}"
     if not isinstance(value, dict) or value.keys() != {"dtype", "shape", "data_offsets"}:
-        raise SafetensorsError(f"{path}: {name}: should have dtype, shape and data_offsets, and has {str(value)[:100]}")
+        raise SafetensorsError(f"{where}: should have dtype, shape and data_offsets, and has {shown(value)}")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not (_is_sizes(shape) and len(shape) <= _MAX_DIMS):
-        raise SafetensorsError(f"{path}: {name}: the shape {str(shape)[:100]} is not a list of sizes")
+        raise SafetensorsError(f"{where}: the shape {shown(shape)} is not a list of sizes")
     if not (_is_sizes(offsets) and len(offsets) == 2 and offsets[0] <= offsets[1]):
-        raise SafetensorsError(f"{path}: {name}: data_offsets {str(offsets)[:100]} are not a begin and an end")
-    itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else _OTHER_BYTES.get(str(dtype))
-    if itemsize is None:
-        raise SafetensorsError(f"{path}: {name}: unknown dtype {str(dtype)[:100]}")
+        raise SafetensorsError(f"{where}: data_offsets {shown(offsets)} are not a begin and an end")
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise SafetensorsError(f"{where}: unknown dtype {shown(dtype)}")
     begin, end = offsets
-    if end - begin != math.prod(shape) * itemsize:
-        raise SafetensorsError(
-            f"{path}: {name}: {end - begin:,} bytes for a {dtype} of shape {shape}, which takes "
-            f"{math.prod(shape) * itemsize:,}"
-        )
+    if end - begin != (needed := math.prod(shape) * _ITEM_BYTES[dtype]):
+        raise SafetensorsError(f"{where}: {end - begin:,} bytes for a {dtype} of shape {shape}, which takes {needed:,}")
     return StoredTensor(path, name, dtype, tuple(shape), start + begin, end - begin)
 
 
 def _without_gaps(path: Path, tensors: list[StoredTensor], start: int, size: int) -> dict[str, StoredTensor]:
     """The tensors in the order of their data, which they must cover, each byte once."""
     for tensor in tensors:
-        if tensor.offset + tensor.num_bytes > size:
+        if (end := tensor.offset + tensor.num_bytes) > size:
             raise SafetensorsError(
-                f"{path}: {tensor.name}: its data end at byte {tensor.offset + tensor.num_bytes:,}, and the file has "
-                f"{size:,}; it is cut off"
+                f"{path}: {shown(tensor.name)}: its data end at byte {end:,}, and the file has {size:,}; it is cut off"
             )
     position, before = start, "the header"
     ordered = sorted(tensors, key=lambda tensor: (tensor.offset, tensor.num_bytes))
     for tensor in ordered:
         if tensor.offset != position:
             wrong = "overlap" if tensor.offset < position else "leave a gap after"
-            raise SafetensorsError(f"{path}: {tensor.name}: its data {wrong} those of {before}")
-        position, before = tensor.offset + tensor.num_bytes, tensor.name
+            raise SafetensorsError(f"{path}: {shown(tensor.name)}: its data {wrong} those of {before}")
+        position, before = tensor.offset + tensor.num_bytes, shown(tensor.name)
     if position != size:
         raise SafetensorsError(f"{path}: {size - position:,} bytes after the data of {before} belong to no tensor")
     return {tensor.name: tensor for tensor in ordered}
@@ -216,12 +195,3 @@ def _without_gaps(path: Path, tensors: list[StoredTensor], start: int, size: int
 
 def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 2**63 for item in value)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key {name[:100]!r} is there twice")
-        found[name] = value
-    return found

@@ -38,7 +38,7 @@ def _run(command: Import | Export | Plan) -> None:
     elif isinstance(command, Export):
         print(export_run(command))
     else:
-        print("\n".join(plan_lines(command.source.expanduser())))
+        print("\n".join(plan_lines(command.source.expanduser(), command.ignore_config)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import tyro
 from jax.sharding import Mesh
 
-from jaxtp.config import Switch
+from jaxtp.config import Keys, Switch
 from jaxtp.layers.precision import DType
 from jaxtp.mesh import make_mesh
 
@@ -52,6 +52,10 @@ class Import:
 
     dtype: DType | None = None
     """Of the parameters; by default as they are stored (float16 as float32)."""
+
+    ignore_config: Keys = ()
+    """Attributes of config.json to pass over: such as are not understood, and that you know to say nothing of what the
+    model computes. Can be given several times."""
 
     mesh: MeshFlags = MeshFlags()
 
@@ -99,3 +103,7 @@ class Plan:
 
     source: Source
     """A folder with a config.json; the weights are not read. A plan in it is taken before transformers' own."""
+
+    ignore_config: Keys = ()
+    """Attributes of config.json to pass over: such as are not understood, and that you know to say nothing of what the
+    model computes. Can be given several times."""

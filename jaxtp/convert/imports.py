@@ -37,7 +37,7 @@ def import_run(command: Import) -> str:
         raise HFError(f"{target} is there already; name a new folder")
     source = open_folder(command.source.expanduser())
     precision = None if command.dtype is None else Precision(param=command.dtype)
-    model_config = import_config(source, precision, {})
+    model_config = import_config(source, precision, {}, command.ignore_config)
     mesh = command.mesh.make()
     with jax.set_mesh(mesh):
         model = load_folder(source, model_config, mesh, progress("read"))

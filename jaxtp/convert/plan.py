@@ -1,6 +1,6 @@
 """PyTorch's names for how modules are split over tp, as transformers has them, beside what we do."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ _SAME = {
 """Theirs that split what ours splits; they differ in what is gathered afterwards."""
 
 
-def plan_lines(path: Path) -> Iterator[str]:
+def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:
     """A table: a line for each module.
 
     Raises:
@@ -32,7 +32,7 @@ def plan_lines(path: Path) -> Iterator[str]:
     """
     attributes = read_attributes(path)
     family = family_of(attributes, str(path / CONFIG))
-    config = model_config(attributes, str(path / CONFIG))
+    config = model_config(attributes, str(path / CONFIG), ignore_config)
     own = attributes.get(PLAN) is not None
     theirs = _plan_in(attributes, path) if own else family.tp_plan
     _, parameters = abstract_decoder(config)

@@ -1,13 +1,17 @@
 """What lies beside a `tokenizer.json` in a folder of Hugging Face: end token, special tokens, chat template."""
 
-import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtp.reading import MAX_JSON, inside, parse_json, read_bytes, shown
+
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+_MAX_TEMPLATE = 2**20
+"""Bytes; the longest have some 20,000."""
 
 
 class CompanionError(ValueError):
@@ -39,8 +43,8 @@ def end_ids(path: Path) -> list[int]:
     """
     ids = read(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
-    if not all(isinstance(token, int) for token in listed):
-        raise CompanionError(f"{path}: eos_token_id = {ids}: should be ids")
+    if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
+        raise CompanionError(f"{path}: eos_token_id = {shown(ids)}: should be ids")
     return listed
 
 
@@ -61,25 +65,25 @@ def chat_template(folder: Path) -> str | None:
     Raises:
       CompanionError: a file is damaged.
     """
-    if (folder / TEMPLATE).is_file():
-        return read_template(folder / TEMPLATE)
+    if os.path.lexists(folder / TEMPLATE):
+        return _text(_content_of(folder / TEMPLATE, _MAX_TEMPLATE), folder / TEMPLATE)
     template = read(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
+        template = next((entry.get("template") for entry in named), None)
     return template if isinstance(template, str) else None
 
 
 def read_template(path: Path) -> str:
-    """The text of a template's file.
+    """The text of a template's file, wherever it is.
 
     Raises:
       CompanionError: it cannot be read.
     """
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CompanionError(f"{path}: {getattr(error, 'strerror', 'not UTF-8')}") from None
+        return _text(read_bytes(path, _MAX_TEMPLATE), path)
+    except OSError as error:
+        raise CompanionError(f"{path}: {error.strerror}") from None
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -88,15 +92,28 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
       CompanionError: it is damaged.
     """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not os.path.lexists(path):
         return {}
-    except (OSError, ValueError, RecursionError) as error:
-        raise CompanionError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(record, dict):
-        raise CompanionError(f"{path}: expected a JSON object, found {type(record).__name__}")
-    return record
+    content = _content_of(path, MAX_JSON)
+    try:
+        return parse_json(content, str(path))
+    except ValueError as error:
+        raise CompanionError(str(error)) from None
+
+
+def _content_of(path: Path, most: int) -> bytes:
+    """Returns the content of a file that does not lie outside of its folder by way of a link."""
+    try:
+        return read_bytes(inside(path.parent, path.name), most)
+    except OSError as error:
+        raise CompanionError(f"{path}: {error.strerror}") from None
+
+
+def _text(content: bytes, path: Path) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError:
+        raise CompanionError(f"{path}: not UTF-8") from None
 
 
 def _content(token: Any) -> Any:

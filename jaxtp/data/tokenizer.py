@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from jaxtp.data.corpus import BYTE_TOKENIZER
 from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
+from jaxtp.reading import inside, read_bytes
 
 END_TOKENS = (
     "<|endoftext|>",
@@ -29,6 +30,8 @@ END_TOKENS = (
 )
 """Names of the token that ends a document, in the tokenizers that people use."""
 
+_MAX_FILE = 2**28
+"""Bytes; the largest have some 50 million."""
 _PIECE = 2**20
 """Characters after which a long text is cut, where that changes nothing: so one text keeps all cores busy."""
 _GROUP = 2**24
@@ -216,9 +219,21 @@ def read_tokenizer(path: Path) -> bytes:
       TokenizerError: it cannot be read.
     """
     try:
-        return path.read_bytes()
+        return read_bytes(path, _MAX_FILE)
     except OSError as error:
         raise TokenizerError(f"{path}: {error.strerror}") from None
+
+
+def tokenizer_file(path: Path) -> Path:
+    """Returns the file of a tokenizer that is named by it or by its folder.
+
+    Raises:
+      TokenizerError: in the folder it is a link out of it.
+    """
+    try:
+        return inside(path, TOKENIZER) if path.is_dir() else path
+    except OSError as error:
+        raise TokenizerError(f"{path / TOKENIZER}: {error.strerror}") from None
 
 
 def load_library(content: bytes, name: str) -> Any:

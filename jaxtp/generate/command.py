@@ -39,7 +39,10 @@ def run(config: GenerateConfig, folder: Path) -> None:
     """
     prompts = [*config.prompt, *(read_prompts(config.prompt_file, config.field) if config.prompt_file else [])]
     request_devices(config.mesh)
-    source = open_source(folder, Options(config.dtype, config.tokenizer, config.base, config.special_tokens))
+    options = Options(
+        config.dtype, config.tokenizer, config.base, config.special_tokens, ignore_config=config.ignore_config
+    )
+    source = open_source(folder, options)
     listener = _listener(config, source) if config.chat else None
     mesh = open_mesh(config.mesh, source.config)
     model = source.load(mesh)

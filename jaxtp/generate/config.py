@@ -10,7 +10,7 @@ import jax
 import tyro
 from jax.sharding import Mesh
 
-from jaxtp.config import ConfigError, Count, Switch, UserPath
+from jaxtp.config import ConfigError, Count, Keys, Switch, UserPath
 from jaxtp.generate.prompts import is_jsonl
 from jaxtp.generate.settings import GenerationSettings
 from jaxtp.generate.settings import check as check_settings
@@ -65,6 +65,10 @@ class GenerateConfig:
 
     base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Of a run that trained adapters: the model beside them, where it is not where the run found it."""
+
+    ignore_config: Keys = ()
+    """Attributes of a config.json to pass over: such as are not understood, and that you know to say nothing of what
+    the model computes. Can be given several times."""
 
     special_tokens: Switch = False
     """What you enter and spells a special token, such as <|im_start|>, is that token; by default it is text. In a chat

@@ -29,7 +29,7 @@ def open_folder(folder: Path, options: Options) -> Source:
       SourceError: a JSON file is damaged, or there is no tokenizer.json.
       HFError: what is not understood of the model.
     """
-    config = to_generate(read_config(folder), options.dtype)
+    config = to_generate(read_config(folder, options.ignore_config), options.dtype)
     if options.tokenizer is None and not (folder / TOKENIZER).is_file():
         raise SourceError(f"{folder} has no {TOKENIZER}; name one by --tokenizer PATH")
     tokenizer = open_tokenizer(options.tokenizer or folder, special_tokens=options.special_tokens)
@@ -39,7 +39,7 @@ def open_folder(folder: Path, options: Options) -> Source:
         name=str(folder),
         config=config,
         tokenizer=tokenizer,
-        load=lambda mesh: _load(folder, config.precision, mesh),
+        load=lambda mesh: _load(folder, config.precision, mesh, options.ignore_config),
         end_ids=described.end_ids or frozenset(own_end),
         prefix=tokenizer.prefix if isinstance(tokenizer, HuggingFaceTokenizer) else (),
         template=described.template,
@@ -47,6 +47,6 @@ def open_folder(folder: Path, options: Options) -> Source:
     )
 
 
-def _load(folder: Path, precision: Precision, mesh: Mesh) -> Decoder:
+def _load(folder: Path, precision: Precision, mesh: Mesh, ignore_config: tuple[str, ...]) -> Decoder:
     with jax.set_mesh(mesh):
-        return load_hf(folder, precision=precision)
+        return load_hf(folder, precision=precision, ignore_config=ignore_config)

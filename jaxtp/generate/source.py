@@ -62,6 +62,9 @@ class Options:
     special_tokens: bool = False
     """Text that spells a special token becomes that token."""
 
+    ignore_config: tuple[str, ...] = ()
+    """Attributes of a config.json that are passed over though they are not understood."""
+
 
 def to_generate(config: ModelConfig, dtype: Literal["float32", "bfloat16"] | None) -> ModelConfig:
     """A model's configuration without what only training needs.

@@ -20,6 +20,8 @@ def open_source(folder: Path, options: Options = Options()) -> Source:
         raise SourceError(f"--model {folder}: {what}{nearest_file(folder)}")
     for kind in (huggingface, runs):
         if kind.is_model(folder):
+            if options.ignore_config and kind is runs:
+                raise SourceError(f"--ignore-config is of a model in Hugging Face's format, and {folder} is a run")
             return kind.open_folder(folder, options)
     if (folder / ADAPTERS).is_file():
         raise SourceError(

@@ -2,8 +2,15 @@
 
 from pathlib import Path
 
-from jaxtp.data.manifest import MANIFEST, TOKENIZER
-from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, TokenizerError, load_tokenizer, read_tokenizer
+from jaxtp.data.manifest import MANIFEST
+from jaxtp.data.tokenizer import (
+    HuggingFaceTokenizer,
+    Tokenizer,
+    TokenizerError,
+    load_tokenizer,
+    read_tokenizer,
+    tokenizer_file,
+)
 
 
 def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokenizer:
@@ -20,7 +27,7 @@ def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokeniz
     path = Path(path)
     if (path / MANIFEST).is_file():
         return load_tokenizer(path, special_tokens=special_tokens)
-    file = path / TOKENIZER if path.is_dir() else path
+    file = tokenizer_file(path)
     content = read_tokenizer(file)
     try:
         return HuggingFaceTokenizer(content, str(file), special_tokens=special_tokens)

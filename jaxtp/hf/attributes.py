@@ -1,26 +1,36 @@
 """config.json into a `ModelConfig`, and back."""
 
-from collections.abc import Iterator, Mapping
+import difflib
+import shlex
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxtp import config as configuration
 from jaxtp.hf import rope, window
 from jaxtp.hf.folder import CONFIG, HFError, read_attributes
-from jaxtp.hf.values import READ, whole
+from jaxtp.hf.values import READ, said, whole
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.models.families import FAMILIES
-from jaxtp.models.families.family import Attribute, Family
+from jaxtp.models.families.family import Attribute, Family, says_nothing
+from jaxtp.reading import shown
+
+_LISTED = 10
+"""Attributes in a message."""
 
 
-def read_config(path: str | Path) -> ModelConfig:
+def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
     """The model that the config.json of a folder in Hugging Face format describes.
+
+    Args:
+      path: the folder.
+      ignore_config: attributes that are not understood and are known to say nothing of what the model computes.
 
     Raises:
       HFError: a family that is not supported, or an attribute that is not understood; the message names it.
     """
     folder = Path(path)
-    return model_config(read_attributes(folder), str(folder / CONFIG))
+    return model_config(read_attributes(folder), str(folder / CONFIG), ignore_config)
 
 
 def family_of(attributes: Mapping[str, Any], source: str) -> Family:
@@ -31,25 +41,27 @@ def family_of(attributes: Mapping[str, Any], source: str) -> Family:
     """
     model_type = attributes.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        said = f"model_type = {str(model_type)[:100]!r} is not supported" if model_type else "model_type is missing"
-        raise HFError(f"{source}: {said}; supported are {', '.join(FAMILIES)}")
+        wrong = f"model_type = {said(model_type)} is not supported" if model_type else "model_type is missing"
+        raise HFError(f"{source}: {wrong}; supported are {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
 
 
-def model_config(attributes: Mapping[str, Any], source: str) -> ModelConfig:
+def model_config(attributes: Mapping[str, Any], source: str, ignore_config: Collection[str] = ()) -> ModelConfig:
     """The model that attributes describe.
 
     Args:
       attributes: of config.json.
       source: where they are from, for messages.
+      ignore_config: as `read_config`.
 
     Raises:
       HFError: as `read_config`.
     """
     family = family_of(attributes, source)
-    problems = list(_not_understood(attributes, family))
+    problems = [*_not_ignored(attributes, family, ignore_config), *_not_understood(attributes, family, ignore_config)]
     if problems:
-        raise HFError(f"{source}: {'; '.join(problems)}")
+        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+        raise HFError(f"{source}: {'; '.join([*problems[:_LISTED], *more])}")
     try:
         fields = _fields(attributes, family)
     except HFError as error:
@@ -107,17 +119,39 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
     raise HFError("no family can be this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
 
 
-def _not_understood(attributes: Mapping[str, Any], family: Family) -> Iterator[str]:
+def _not_understood(attributes: Mapping[str, Any], family: Family, ignored: Collection[str]) -> Iterator[str]:
     """Every attribute that stops an import."""
-    known = family.harmless | rope.ATTRIBUTES | window.ATTRIBUTES[family.window] | {"head_dim"}
-    known |= {attribute.name for attribute in family.attributes}
+    known = _read_attributes(family)
     for name, value in attributes.items():
-        if name in family.required and value != family.required[name]:
-            yield f"{name[:100]} = {str(value)[:100]} is not supported, only {family.required[name]!r}"
-        elif name not in family.required and name not in known:
-            yield f"the attribute {name[:100]} = {str(value)[:100]} of a {family.model_type} is not understood"
+        if name in family.required:
+            if value != family.required[name]:
+                only = family.required[name]
+                yield f"{name} = {said(value)} is not supported, only {only!r}: it is known to change the model"
+        elif not (name in known or name in ignored or says_nothing(name, value, family)):
+            yield (
+                f"the attribute {shown(name)} = {said(value)} of a {family.model_type} is not understood, and taken "
+                "for one that could change the model; if you know that it says nothing of what the model computes, "
+                f"pass over it by --ignore-config {shlex.quote(shown(name))}"
+            )
     if attributes.get("architectures") not in (None, [family.architecture]):
-        yield f"architectures = {str(attributes['architectures'])[:100]} is not supported, only {family.architecture}"
+        yield f"architectures = {said(attributes['architectures'])} is not supported, only {family.architecture}"
+
+
+def _not_ignored(attributes: Mapping[str, Any], family: Family, ignored: Collection[str]) -> Iterator[str]:
+    """What is wrong with attributes that are to be passed over."""
+    for name in ignored:
+        if name in family.required or name in _read_attributes(family) or name == "architectures":
+            yield f"--ignore-config {shown(name)}: it is known to change the model, and cannot be passed over"
+        elif name not in attributes:
+            close = difflib.get_close_matches(name, attributes, n=1)
+            hint = f"; did you mean {shown(close[0])}?" if close else ""
+            yield f"--ignore-config {shown(name)}: there is no such attribute{hint}"
+
+
+def _read_attributes(family: Family) -> frozenset[str]:
+    """Names of the attributes that a model of a family follows from."""
+    own = {attribute.name for attribute in family.attributes}
+    return rope.ATTRIBUTES | window.ATTRIBUTES[family.window] | own | {"head_dim", "model_type"}
 
 
 def _fields(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -1,24 +1,27 @@
 """A folder in Hugging Face format: config.json, and safetensors in one file or in several with an index.
 
-Nothing in it is trusted or run. Names in an index are those of files beside it; a link may lead to another place in
-the folder or, in a cache of the hub (`models--.../snapshots/...`), into the `blobs` beside it; pickles are never
-opened.
+Nothing in it is trusted or run. Names in an index are those of files beside it; pickles are never opened. Weights may
+be links to wherever the big disk is: they are read as safetensors or not at all. Any other file, which may be copied or
+shown, is in the folder or a blob of the hub's cache (`models--.../blobs/...`).
 """
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtp.checkpoint.safetensors import SafetensorsError, StoredTensor, parse_json, read_header
+from jaxtp import reading
+from jaxtp.checkpoint.safetensors import SafetensorsError, StoredTensor, read_header
 from jaxtp.config import nearest_file
+from jaxtp.reading import MAX_JSON, parse_json, read_bytes, shown
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_MAX_JSON = 100_000_000
-"""Bytes; the index of the largest models has a few million."""
+_MAX_COPIED = 2**28
+"""Bytes; the largest tokenizers have some 50 million."""
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
@@ -59,54 +62,40 @@ def read_attributes(path: Path) -> dict[str, Any]:
     """
     if not path.is_dir():
         raise HFError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}{nearest_file(path)}")
-    if not (path / CONFIG).exists() and not (path / CONFIG).is_symlink():
+    if not os.path.lexists(path / CONFIG):
         raise HFError(f"{path}: no {CONFIG}; a folder in Hugging Face format has one, with model_type in it")
     return _read_json(path, CONFIG)
 
 
-def inside(folder: Path, name: str) -> Path:
-    """The file of that name in a folder.
+def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Returns the content of each of those files that is in a folder, by name.
 
     Raises:
-      HFError: it is not a plain name, leads out of the folder, or is no regular file.
+      HFError: one is a link out of the folder, no regular file, or too large.
     """
-    if name != Path(name).name or name in ("", ".", "..") or "\\" in name or "\0" in name:
-        raise HFError(f"{folder}: {name[:200]!r} is not the plain name of a file in the folder")
-    path = folder / name
+    return {name: _read(folder, name, _MAX_COPIED) for name in names if os.path.lexists(folder / name)}
+
+
+def _read(folder: Path, name: str, most: int) -> bytes:
     try:
-        real, home = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError) as error:
-        raise HFError(f"{path}: a link that leads nowhere ({error})") from None
-    if not (real.is_relative_to(home) or _is_blob(real, home)):
-        raise HFError(f"{path} is a link to {real}, outside of the folder; copy the file into it")
-    if not real.exists():
-        raise HFError(f"{path}: no such file")
-    if not real.is_file():
-        raise HFError(f"{path}: not a regular file")
-    return path
-
-
-def _is_blob(real: Path, home: Path) -> bool:
-    """Whether a file is where the hub's cache keeps those that the folder of a snapshot links to."""
-    return home.parent.name == "snapshots" and real.parent == home.parent.parent / "blobs"
+        return read_bytes(reading.inside(folder, name), most)
+    except OSError as error:
+        raise HFError(f"{folder / name}: {error.strerror}") from None
 
 
 def _read_json(folder: Path, name: str) -> dict[str, Any]:
-    path = inside(folder, name)
     try:
-        if path.stat().st_size > _MAX_JSON:
-            raise HFError(f"{path}: {path.stat().st_size:,} bytes, too many to be what its name says")
-        return parse_json(path.read_bytes(), str(path))
-    except OSError as error:
-        raise HFError(f"{path}: {error.strerror}") from None
-    except SafetensorsError as error:
+        return parse_json(_read(folder, name, MAX_JSON), str(folder / name))
+    except HFError:
+        raise
+    except ValueError as error:
         raise HFError(str(error)) from None
 
 
 def _tensors(path: Path) -> dict[str, StoredTensor]:
-    if (path / WEIGHTS).exists() or (path / WEIGHTS).is_symlink():
-        return read_header(inside(path, WEIGHTS))
-    if (path / INDEX).exists() or (path / INDEX).is_symlink():
+    if os.path.lexists(path / WEIGHTS):
+        return read_header(path / WEIGHTS)
+    if os.path.lexists(path / INDEX):
         return _indexed(path, _read_json(path, INDEX).get("weight_map"))
     raise HFError(f"{path}: {_why_no_weights(path)}")
 
@@ -132,14 +121,16 @@ def _indexed(path: Path, weight_map: Any) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name in dict.fromkeys(weight_map.values()):
         if not name.endswith(".safetensors"):
-            raise HFError(f"{path / INDEX}: {name[:200]!r} is not a safetensors file; no other is opened")
-        held = read_header(inside(path, name))
+            raise HFError(f"{path / INDEX}: {shown(name)!r} is not a safetensors file; no other is opened")
+        if name != Path(name).name or "\\" in name or not name.isprintable():
+            raise HFError(f"{path / INDEX}: '{shown(name)}' is not the plain name of a file in the folder")
+        held = read_header(path / name)
         for tensor in held:
             if weight_map.get(tensor) != name:
-                raise HFError(f"{path / name}: holds {tensor}, which {INDEX} does not say")
+                raise HFError(f"{path / name}: holds {shown(tensor)}, which {INDEX} does not say")
         found |= held
     missing = [tensor for tensor in weight_map if tensor not in found]
     if missing:
-        file = weight_map[missing[0]]
-        raise HFError(f"{path / file}: does not hold {missing[0]}, which {INDEX} says it does ({len(missing)} missing)")
+        file, name = weight_map[missing[0]], shown(missing[0])
+        raise HFError(f"{path / file}: does not hold {name}, which {INDEX} says it does ({len(missing)} missing)")
     return found

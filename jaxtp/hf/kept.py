@@ -1,10 +1,9 @@
 """What came with a model beside its weights, kept in the folder of each run that begins with it."""
 
-import shutil
 from pathlib import Path
 
-from jaxtp.hf.folder import CONFIG, inside
-from jaxtp.hf.writing import TOKENIZER_FILES
+from jaxtp.hf.folder import CONFIG, read_files
+from jaxtp.hf.writing import TOKENIZER_FILES, appearing
 
 KEPT = "hf"
 """In a run's folder: config.json and the tokenizer's files, as they came."""
@@ -18,14 +17,13 @@ def keep_files(source: Path, run: Path) -> None:
       run: the folder of the run.
 
     Raises:
-      HFError: one is a link out of the folder.
+      HFError: one cannot be read, or is a link out of the folder; then none is copied.
     """
-    found = [name for name in (CONFIG, *TOKENIZER_FILES) if (source / name).exists()]
-    if not found or (run / KEPT).exists():
+    if (run / KEPT).exists() or not (found := read_files(source, (CONFIG, *TOKENIZER_FILES))):
         return
-    (run / KEPT).mkdir()
-    for name in found:
-        shutil.copyfile(inside(source, name), run / KEPT / name)
+    with appearing(run / KEPT) as folder:
+        for name, content in found.items():
+            (folder / name).write_bytes(content)
 
 
 def kept_files(checkpoint: Path) -> Path | None:

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,12 @@ _EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16"
 
 
 def load_hf(
-    path: str | Path, *, precision: Precision | None = None, progress: Progress | None = None, **overrides: Any
+    path: str | Path,
+    *,
+    precision: Precision | None = None,
+    progress: Progress | None = None,
+    ignore_config: Collection[str] = (),
+    **overrides: Any,
 ) -> Decoder:
     """A model from a folder in Hugging Face format, on the mesh in context, or on one device without one.
 
@@ -49,23 +54,27 @@ def load_hf(
       path: the folder: config.json and safetensors, in one file or in several with an index.
       precision: the dtypes; by default parameters as they are stored (float16 as float32), and all else float32.
       progress: called as bytes are read.
+      ignore_config: attributes of config.json that are not understood and are known to say nothing of what the model
+        computes.
       **overrides: fields of `ModelConfig` that are no architecture, such as `remat="none"`.
 
     Raises:
       HFError: what is there cannot be read, is not understood, or does not fit the mesh.
     """
     folder = open_folder(Path(path))
-    config = import_config(folder, precision, overrides)
+    config = import_config(folder, precision, overrides, ignore_config)
     return load_folder(folder, config, _mesh_in_context(), progress)
 
 
-def import_config(folder: Folder, precision: Precision | None, overrides: Mapping[str, Any]) -> ModelConfig:
+def import_config(
+    folder: Folder, precision: Precision | None, overrides: Mapping[str, Any], ignore_config: Collection[str] = ()
+) -> ModelConfig:
     """The configuration of the model in a folder, as it will be loaded.
 
     Raises:
       HFError: an override of the architecture, or as `load_hf`.
     """
-    config = model_config(folder.attributes, str(folder.path / CONFIG))
+    config = model_config(folder.attributes, str(folder.path / CONFIG), ignore_config)
     unknown = [name for name in overrides if not hasattr(config, name)]
     if unknown:
         close = difflib.get_close_matches(unknown[0], [field.name for field in dataclasses.fields(config)], n=1)

@@ -11,6 +11,7 @@ from jaxtp.checkpoint.safetensors import DTYPES, StoredTensor
 from jaxtp.hf.folder import HFError
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.models.families.family import LAYER, Family
+from jaxtp.reading import shown
 
 HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
 _LISTED = 3
@@ -135,4 +136,4 @@ def _listed(what: str, items: list[str]) -> str:
     if not items:
         return ""
     more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
-    return f"{what}: {', '.join(item[:200] for item in items[:_LISTED])}{more}"
+    return f"{what}: {', '.join(shown(item, 200) for item in items[:_LISTED])}{more}"

@@ -3,7 +3,6 @@
 https://huggingface.co/docs/peft/developer_guides/checkpoint says what is in one.
 """
 
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,7 +60,7 @@ def save_peft(
     stored_as = SPELLED[dtype or config.precision.param]
     variables = named_variables(nnx.state(model, LoraParam))
     tensors = {place.theirs: place for place in _places(config, variables, family)}
-    copied = [] if tokenizer_from is None else tokenizer_files(Path(tokenizer_from))
+    copied = {} if tokenizer_from is None else tokenizer_files(Path(tokenizer_from))
     gather = Gathered(variables, tensors, DTYPES[stored_as], progress)
     if jax.process_index() != 0:
         for name in tensors:  # what the first process writes is gathered by all
@@ -70,8 +69,8 @@ def save_peft(
     with appearing(Path(path)) as folder:
         write_file(folder / WEIGHTS, {name: (stored_as, place.shape) for name, place in tensors.items()}, gather)
         write_json(folder / CONFIG, _described(config.lora, base))
-        for file in copied:
-            shutil.copyfile(file, folder / file.name)
+        for file, content in copied.items():
+            (folder / file).write_bytes(content)
 
 
 def _places(config: ModelConfig, variables: dict[str, nnx.Variable[Any]], family: str | None) -> Iterator[Place]:

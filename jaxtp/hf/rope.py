@@ -5,8 +5,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxtp.hf.folder import HFError
-from jaxtp.hf.values import positive, whole
+from jaxtp.hf.values import positive, said, switch, whole
 from jaxtp.layers.rope import RopeScaling
+from jaxtp.reading import shown
 
 ATTRIBUTES = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"})
 _THETA = 10_000.0
@@ -32,12 +33,12 @@ def read_rope(attributes: Mapping[str, Any]) -> dict[str, Any]:
     parameters = _parameters(attributes)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if not isinstance(kind, str) or kind not in _BY_KIND:
-        raise HFError(f"rope_type = {kind!r} is not supported; {', '.join(_BY_KIND)} are")
+        raise HFError(f"rope_type = {said(kind)} is not supported; {', '.join(_BY_KIND)} are")
     for key in parameters:
         if key not in _BY_KIND[kind] | _ALWAYS:
-            raise HFError(f"{key} of the rotary embedding {kind!r} is not understood; it may change the model")
+            raise HFError(f"{shown(key)} of the rotary embedding {kind!r} is not understood; it may change the model")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise HFError(f"partial_rotary_factor = {parameters['partial_rotary_factor']!r}: only 1.0 is supported")
+        raise HFError(f"partial_rotary_factor = {said(parameters['partial_rotary_factor'])}: only 1.0 is supported")
     return {"rope_theta": _theta(attributes, parameters), "rope_scaling": _scaling(kind, parameters, attributes)}
 
 
@@ -64,7 +65,7 @@ def _parameters(attributes: Mapping[str, Any]) -> dict[str, Any]:
     for name in ("rope_parameters", "rope_scaling"):
         value = attributes.get(name)
         if value is not None and not isinstance(value, dict):
-            raise HFError(f"{name} = {str(value)[:100]} should be an object")
+            raise HFError(f"{name} = {said(value)} should be an object")
         if value:
             spelled[name] = value
     kinds = {name: {**value, "rope_theta": None} for name, value in spelled.items()}
@@ -110,7 +111,7 @@ def _scaling(kind: str, parameters: Mapping[str, Any], attributes: Mapping[str, 
         beta_fast=given("beta_fast", 32.0),
         beta_slow=given("beta_slow", 1.0),
         attention_factor=_attention_factor(parameters, factor),
-        truncate=parameters.get("truncate") is not False,
+        truncate=switch("truncate of the rotary embedding", parameters.get("truncate", True)),
     )
 
 
@@ -131,4 +132,4 @@ def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float | N
     if not all(scales):
         return None
     over, under = (0.1 * positive("mscale", scale) * math.log(factor) + 1 if factor > 1 else 1.0 for scale in scales)
-    return over / under
+    return positive("what follows from mscale and mscale_all_dim", over / under)

@@ -1,7 +1,7 @@
 """A model on a mesh into a folder in Hugging Face format: config.json, sharded safetensors with their index."""
 
+import os
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ def save_hf(
         raise HFError("the model has adapters; write them by save_peft, or all of it by save_hf(merge_adapters(model))")
     chosen, stored_as = choose_family(config, family), dtype or config.precision.param
     attributes = write_attributes(config, chosen, stored_as) | _carried(tokenizer_from)
-    copied = [] if tokenizer_from is None else tokenizer_files(Path(tokenizer_from))
+    copied = {} if tokenizer_from is None else tokenizer_files(Path(tokenizer_from))
     variables = named_variables(nnx.state(model, nnx.Param))
     tensors = {place.theirs: place for place in places(variables, chosen)}
     shards = _shards(tensors, SPELLED[stored_as], _parse_size(max_shard_size))
@@ -70,8 +70,8 @@ def save_hf(
         if list(shards) != [WEIGHTS]:
             write_json(folder / INDEX, _index(shards))
         write_json(folder / CONFIG, attributes)
-        for file in copied:
-            shutil.copyfile(file, folder / file.name)
+        for file, content in copied.items():
+            (folder / file).write_bytes(content)
 
 
 _Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]
@@ -109,7 +109,7 @@ def _parse_size(size: int | str) -> int:
 
 def _carried(source: str | Path | None) -> dict[str, Any]:
     """Ids of special tokens and the like, if the folder has a model's config.json."""
-    if source is None or not (Path(source) / CONFIG).exists():
+    if source is None or not os.path.lexists(Path(source) / CONFIG):
         return {}
     attributes = read_attributes(Path(source))
     return {name: attributes[name] for name in _CARRIED if name in attributes}

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 from jaxtp.hf.folder import HFError
+from jaxtp.reading import shown
 
 
 def whole(name: str, value: Any) -> int:
@@ -13,7 +14,7 @@ def whole(name: str, value: Any) -> int:
       HFError: it is something else.
     """
     if type(value) is not int or not 1 <= value < 2**31:
-        raise HFError(f"{name} = {_shown(value)}: should be a whole number, 1 or more")
+        raise HFError(f"{name} = {said(value)}: should be a whole number, 1 or more")
     return value
 
 
@@ -23,9 +24,13 @@ def positive(name: str, value: Any) -> float:
     Raises:
       HFError: it is something else.
     """
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise HFError(f"{name} = {_shown(value)}: should be a number above 0")
-    return float(value)
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise HFError(f"{name} = {said(value)}: should be a number above 0")
+    return number
 
 
 def switch(name: str, value: Any) -> bool:
@@ -35,7 +40,7 @@ def switch(name: str, value: Any) -> bool:
       HFError: it is something else.
     """
     if not isinstance(value, bool):
-        raise HFError(f"{name} = {_shown(value)}: should be true or false")
+        raise HFError(f"{name} = {said(value)}: should be true or false")
     return value
 
 
@@ -43,5 +48,6 @@ READ = {int: whole, float: positive, bool: switch}
 """By the type of an attribute."""
 
 
-def _shown(value: Any) -> str:
-    return "missing" if value is None else str(value)[:100] if not isinstance(value, str) else repr(value[:100])
+def said(value: Any) -> str:
+    """Returns a value as a message quotes it."""
+    return "missing" if value is None else shown(repr(value))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtp.hf.folder import HFError
-from jaxtp.hf.values import switch, whole
+from jaxtp.hf.values import said, switch, whole
 from jaxtp.models.families.family import Family
 
 ATTRIBUTES: Mapping[str, frozenset[str]] = {
@@ -56,8 +56,8 @@ def _sliding_layers(attributes: Mapping[str, Any]) -> list[bool]:
     if kinds is None:
         first = attributes.get("max_window_layers", _DEFAULT_LAYERS)
         if type(first) is not int or first < 0:
-            raise HFError(f"max_window_layers = {str(first)[:100]}: should be a whole number")
+            raise HFError(f"max_window_layers = {said(first)}: should be a whole number")
         return [False] * (first > 0) + [True] * (count > first)  # those before it, and those from it on
     if not isinstance(kinds, list) or len(kinds) != count or not set(map(str, kinds)) <= {FULL, SLIDING}:
-        raise HFError(f"layer_types = {str(kinds)[:100]}: should be {FULL} or {SLIDING} for each of {count} layers")
+        raise HFError(f"layer_types = {said(kinds)}: should be {FULL} or {SLIDING} for each of {count} layers")
     return [kind == SLIDING for kind in kinds]

@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 
 from jaxtp.checkpoint.safetensors import Block
 from jaxtp.files import sync_file, sync_folder
-from jaxtp.hf.folder import HFError, inside
+from jaxtp.hf.folder import HFError, read_files
 from jaxtp.hf.load import Progress
 from jaxtp.hf.names import Place
 from jaxtp.layers.parameter import logical_shape
@@ -101,13 +101,13 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
         sync_file(file)
 
 
-def tokenizer_files(source: Path) -> list[Path]:
-    """Those of a folder.
+def tokenizer_files(source: Path) -> dict[str, bytes]:
+    """Returns the content of the tokenizer's files in a folder, by name.
 
     Raises:
-      HFError: there are none, or one is a link out of the folder.
+      HFError: there are none, or one cannot be read or is a link out of the folder.
     """
-    found = [inside(source, name) for name in TOKENIZER_FILES if (source / name).exists()]
+    found = read_files(source, TOKENIZER_FILES)
     if not found:
         raise HFError(f"{source}: no tokenizer there: none of {', '.join(TOKENIZER_FILES)}")
     return found

@@ -4,9 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
+import tyro
 from pydantic import Field
 
-from jaxtp.config import Count, UserPath, allowed, to_plain
+from jaxtp.config import Count, Keys, UserPath, allowed, to_plain
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
@@ -16,6 +17,8 @@ from jaxtp.mesh import FSDP, TP
 from jaxtp.models.remat import RematPolicy
 
 MAX_SUGGESTED = 1024
+_Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
+"""The flag is called what commands without this section call it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,10 @@ class ModelConfig:
 
     from_hf: UserPath | None = None
     """Folder of a model in Hugging Face format, to begin with its weights; the sizes below are then its own."""
+
+    ignore_config: _Ignored = ()
+    """Attributes of that model's config.json to pass over: such as are not understood, and that you know to say nothing
+    of what it computes. Can be given several times."""
 
     vocab_size: Count = 256
     """Token ids, 0 to vocab_size - 1. Any size: what tp does not divide is padded inside the layers."""
@@ -100,7 +107,17 @@ class ModelConfig:
 
 
 _NOT_ARCHITECTURE = (
-    *("from_hf", "attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk", "precision"),
+    *(
+        "from_hf",
+        "ignore_config",
+        "attention",
+        "dropout",
+        "remat",
+        "scan_layers",
+        "sequence_parallel",
+        "loss_chunk",
+        "precision",
+    ),
 )
 
 

@@ -2,18 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 from jaxtp.data.companions import end_token
-from jaxtp.data.manifest import TOKENIZER
-from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.prepare.bpe import END_TOKEN
 from jaxtp.prepare.config import PrepareConfig
-
-
-def tokenizer_file(path: Path) -> Path:
-    """The file of a tokenizer that is named by it or by its folder."""
-    return path / TOKENIZER if path.is_dir() else path
 
 
 def with_marks(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:

@@ -9,7 +9,7 @@ from typing import Any
 from jaxtp import config as configuration
 from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo, read_manifest
 from jaxtp.data.store import open_dataset
-from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer
+from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 from jaxtp.files import sha256
 from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
@@ -18,7 +18,7 @@ from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
 from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.journal import State
-from jaxtp.prepare.marks import tokenizer_file, with_marks
+from jaxtp.prepare.marks import with_marks
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import differences, listing, parse_listing
 

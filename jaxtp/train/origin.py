@@ -29,9 +29,11 @@ def with_model(config: AnyConfig) -> AnyConfig:
       HFError: it names none that is understood.
       ConfigError: settings that contradict it.
     """
+    if config.model.from_hf is None and config.model.ignore_config:
+        raise ConfigError("--ignore-config is of a model that --model.from-hf names, and there is none")
     if config.model.from_hf is None or _goes_on_without(config):
         return config
-    found = read_config(config.model.from_hf)
+    found = read_config(config.model.from_hf, config.model.ignore_config)
     there = architecture(found) | {"lora": architecture(config.model)["lora"]}
     problems = list(_contradictions(config.model, there))
     if problems:

@@ -155,7 +155,7 @@ def test_an_end_token_that_nothing_tells_or_that_is_not_there(folder, capsys):
     (folder / "t/tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     assert "has no token '</s>'; it has " in refused(capsys, *command)
     (folder / "t/tokenizer_config.json").write_text("[]")
-    assert "tokenizer_config.json: expected a JSON object" in refused(capsys, *command)
+    assert "tokenizer_config.json is a list, not an object" in refused(capsys, *command)
     assert "out/tokenizer.json: No such file" in refused(capsys, *command[:2], folder, "--out", folder / "d").replace(
         str(folder), "out"
     )

@@ -3,6 +3,7 @@
 A new family is a file beside this one: a `Family` made of the pieces below, and what is its own.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -129,31 +130,45 @@ PLAIN: Mapping[str, Any] = {
     "pruned_heads": {},
     "per_layer_config": None,
     "quantization_config": None,
-    "auto_map": None,
 }
 """Required of all the families here."""
 
 UNREAD = frozenset(
     {
-        *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "_name_or_path"),
-        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "_commit_hash"),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "decoder_start_token_id"),
-        *("max_position_embeddings", "model_max_length", "max_sequence_length"),
+        *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "name_or_path"),
+        *("max_position_embeddings", "model_max_length", "max_sequence_length", "max_seq_length", "max_seq_len"),
         *("initializer_range", "use_cache", "pretraining_tp", "is_llama_config", "is_decoder", "tokenizer_class"),
         *("output_attentions", "output_hidden_states", "return_dict", "return_dict_in_generate", "output_scores"),
         *("base_model_tp_plan", "base_model_pp_plan", "base_model_fsdp_plan", "tie_last_hidden_states"),
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "prefix"),
         *("torchscript", "tf_legacy_loss", "use_bfloat16", "tie_encoder_decoder", "chunk_size_feed_forward"),
-        *("cross_attention_hidden_size", "unsloth_version", "unsloth_fixed", "gradient_checkpointing"),
+        *("cross_attention_hidden_size", "gradient_checkpointing", "transformers.js_config"),
         # Of generation, which older versions kept here:
         *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
         *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
-        *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "suppress_tokens"),
-        *("begin_suppress_tokens", "exponential_decay_length_penalty"),
+        *("remove_invalid_values", "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty"),
     }
 )
 """Harmless in all of them. max_position_embeddings is what a model was trained for; it limits nothing here."""
+
+_BOOKKEEPING = re.compile(
+    r"_.*"  # what transformers keeps for itself: _name_or_path, _attn_implementation, _flash_attn_2_enabled
+    r"|\w+_token_ids?"
+    r"|attn_implementation|use_(flash_att\w*|sdpa|xformers|memor+y_efficient_attention|fused_\w+|liger_kernel)"
+    r"|unsloth_\w+"
+)
+"""Names of more that are harmless: ids of tokens, and which kernel or program computes the same."""
+_CODE = "auto_map"
+"""Classes in Python files beside config.json, which may compute anything if their names begin with AutoModel."""
+
+
+def says_nothing(name: str, value: Any, family: Family) -> bool:
+    """Whether an attribute of config.json says nothing of what a model of a family computes."""
+    if name == _CODE:
+        return value is None or (isinstance(value, dict) and not any(key.startswith("AutoModel") for key in value))
+    return name in family.harmless or _BOOKKEEPING.fullmatch(name) is not None
+
 
 TP_PLAN: Mapping[str, str] = {
     "layers.*.self_attn.q_proj": "colwise",
