@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size
-from jaxtp.config import ConfigError
+from jaxtp.data.companions import read_template
 from jaxtp.data.template import ChatError, ChatTemplate
 from jaxtp.generate.chat import Listener, converse
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
@@ -61,10 +61,7 @@ def _listener(config: GenerateConfig, source: Source) -> Listener:
 def _template(config: GenerateConfig, source: Source) -> ChatTemplate:
     text, name = source.template, f"the chat template of {source.name}"
     if config.template is not None:
-        try:
-            text, name = config.template.read_text(encoding="utf-8"), str(config.template)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--template {config.template}: {getattr(error, 'strerror', 'not UTF-8')}") from None
+        text, name = read_template(config.template), str(config.template)
     if text is None:
         raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
     return ChatTemplate(text, name, source.special_tokens)
