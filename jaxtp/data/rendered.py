@@ -88,6 +88,11 @@ def without_marks(marked: str) -> str:
     return marked.replace(_BEFORE, "").replace(_AFTER, "")
 
 
+def without_noncharacters(text: str) -> str:
+    """The text with U+FFFD for what no message may hold."""
+    return _OURS.sub("\ufffd", text)
+
+
 class RenderedTokenizer:
     """A `tokenizer.json` for marked text.
 
@@ -132,6 +137,10 @@ class RenderedTokenizer:
             cut = sum(start < len(first) for start, _ in encoding.offsets)
             yield ids[:cut], ids[cut:]
 
+    def begins_afresh(self, marked: str) -> bool:
+        """Whether a text gives the same ids alone and after another text."""
+        return marked.startswith(_BEFORE)
+
 
 class RenderedBytes:
     """Bytes, as a `RenderedTokenizer`: among them are no special tokens."""
@@ -144,6 +153,10 @@ class RenderedBytes:
         for turn in turns:
             first, second = ByteTokenizer().encode_batch(turn)
             yield first, second
+
+    def begins_afresh(self, marked: str) -> bool:
+        """Bytes always give the same ids."""
+        return True
 
 
 def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer | RenderedBytes:

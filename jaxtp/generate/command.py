@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.data.companions import read_template
 from jaxtp.data.template import ChatError, ChatTemplate
-from jaxtp.generate.chat import Listener, converse
+from jaxtp.generate.chat import Listener, converse, opening
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.prompts import read_prompts
@@ -55,7 +55,10 @@ def run(config: GenerateConfig, folder: Path) -> None:
 
 
 def _listener(config: GenerateConfig, source: Source) -> Listener:
-    return Listener(source.tokenizer, _template(config, source), special_tokens=config.special_tokens)
+    """What hears the conversation; a template that refuses the beginning is found before the weights are read."""
+    listener = Listener(source.tokenizer, _template(config, source), special_tokens=config.special_tokens)
+    listener.ids([*opening(config.system), {"role": "user", "content": "a"}])
+    return listener
 
 
 def _template(config: GenerateConfig, source: Source) -> ChatTemplate:

@@ -44,6 +44,9 @@ class Piece:
     index: int
     """Of the prompt."""
 
+    token: int | None
+    """None for one that ends the text."""
+
     text: str
     """Whole characters; may be empty."""
 
@@ -95,7 +98,7 @@ class Row:
         if self.finish in ("end", "length"):
             text += self._certain(self._stream.finish()) + self._stops.finish()
         self._text.append(text)
-        return Piece(self.index, text, self._result())
+        return Piece(self.index, None if self.finish == "end" else token, text, self._result())
 
     def _certain(self, text: str) -> str:
         certain, found = self._stops.feed(text)

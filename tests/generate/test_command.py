@@ -122,7 +122,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_chat(places, tmp_path, monkeypa
 
     def interrupted_once(self, prompts, settings):
         made.append(bytes(prompts[0]).decode())
-        yield jaxtp.generate.row.Piece(0, "some", None)
+        yield jaxtp.generate.row.Piece(0, 5, "some", None)
         if len(made) == 1:
             raise KeyboardInterrupt
 
@@ -175,6 +175,10 @@ REFUSED = {
     "system": (["--model", "{runs}/bytes", *PROMPT, "--system", "be brief"], "are of a chat; give --chat too"),
     "no template": (["--model", "{runs}/bytes", "--chat"], "has no chat template; give one by --template FILE"),
     "template": (["--model", "{runs}/bytes", "--chat", "--template", "{bad}"], "bad.jinja: not a chat template: "),
+    "a template that refuses": (
+        ["--model", "{runs}/bytes", "--chat", "--template", "{no}"],
+        "refuses this conversation: no",
+    ),
     "no such template": (["--model", "{runs}/bytes", "--chat", "--template", "no.jinja"], "no.jinja: No such file"),
     "tokenizer of bytes": (["--model", "{runs}/bytes", *PROMPT, "--tokenizer", "{runs}/data"], "was trained on bytes"),
     "another tokenizer": (["--model", "{runs}/tokens", *PROMPT, "--tokenizer", "{other}"], "its sha256 is another"),
@@ -189,9 +193,11 @@ def test_refused(name, places, tmp_path, capsys):
     flags, message = REFUSED[name]
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "bad.jinja").write_text("{% for %}")
+    (tmp_path / "no.jinja").write_text("{{ raise_exception('no') }}")
     tokenizer = json.loads((places / "data/tokenizer.json").read_text())
     (tmp_path / "other.json").write_text(json.dumps({**tokenizer, "version": "1.0"}, indent=3))
     names = {"runs": places, "empty": tmp_path / "empty.txt", "bad": tmp_path / "bad.jinja"}
+    names["no"] = tmp_path / "no.jinja"
     names["other"] = tmp_path / "other.json"
     assert main([flag.format(**names) for flag in flags]) == 2
     captured = capsys.readouterr()

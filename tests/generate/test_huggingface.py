@@ -66,14 +66,14 @@ def test_a_text_and_a_chat(folder, monkeypatch, capsys):
     assert prompts[0].count(1) == 1, "the template spells the first token, and it is not put there twice"
 
 
-@pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 2]), (["--special-tokens"], [2, 4])])
-def test_what_is_typed_is_text_and_what_the_model_said_are_tokens(flags, first_tokens, folder, monkeypatch):
+@pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 1]), (["--special-tokens"], [2, 3])])
+def test_what_is_typed_or_spelled_by_the_model_is_text(flags, first_tokens, folder, monkeypatch):
     """The template writes one <s> (1), the person two, the model one."""
     prompts, answers = [], iter(["to<s>", ""])
 
     def stream(self, given, settings):
         prompts.extend(given)
-        yield Piece(0, next(answers), None)
+        yield Piece(0, 5, next(answers), None)
 
     monkeypatch.setattr(jaxtp.Generator, "stream", stream)
     monkeypatch.setattr(sys, "stdin", __import__("io").StringIO("<s>to\nto<s>\n"))
