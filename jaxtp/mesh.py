@@ -6,6 +6,7 @@ one NVLink domain) form a tensor-parallel group.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -72,6 +73,13 @@ def request_virtual_devices(count: int) -> None:
 def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:
     """The number of devices along each axis; all 1 for an empty mesh (no mesh in context)."""
     return dict.fromkeys(AXES, 1) | dict(mesh.shape)
+
+
+def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that each of some devices of this process has, or None; CPU devices share those of the machine."""
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
 def current_mesh() -> jax.sharding.AbstractMesh | None:

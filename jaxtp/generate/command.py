@@ -5,6 +5,7 @@ What the model says goes to standard output, everything else to standard error.
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -26,6 +27,8 @@ from jaxtp.generate.sources import open_source
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
+PROGRESS_SECONDS = 5.0
+
 
 def run(config: GenerateConfig, folder: Path) -> None:
     """Carries out a configuration.
@@ -37,7 +40,10 @@ def run(config: GenerateConfig, folder: Path) -> None:
     Raises:
       ValueError: a user's mistake, most of them before the weights are read.
     """
-    prompts = [*config.prompt, *(read_prompts(config.prompt_file, config.field) if config.prompt_file else [])]
+    prompts: list[str | None] = [
+        *config.prompt,
+        *(read_prompts(config.prompt_file, config.field) if config.prompt_file else []),
+    ]
     request_devices(config.mesh)
     source = open_source(folder, Options(config.dtype, config.tokenizer, config.base, config.special_tokens))
     listener = _listener(config, source) if config.chat else None
@@ -45,7 +51,13 @@ def run(config: GenerateConfig, folder: Path) -> None:
     model = source.load(mesh)
     _say(_summary(source, model, mesh))
     generator = Generator(
-        model, source.tokenizer, end_ids=source.end_ids, prefix=source.prefix, batch_size=config.batch_size
+        model,
+        source.tokenizer,
+        end_ids=source.end_ids,
+        prefix=source.prefix,
+        batch_size=config.batch_size,
+        context=None if config.beyond_context else source.context,
+        progress=Progress(),
     )
     if listener is not None:
         converse(generator, listener, config.sampling, config.system)
@@ -70,7 +82,7 @@ def _template(config: GenerateConfig, source: Source) -> ChatTemplate:
     return ChatTemplate(text, name, source.special_tokens)
 
 
-def _complete(generator: Generator, prompts: Sequence[str], config: GenerateConfig) -> None:
+def _complete(generator: Generator, prompts: Sequence[str | None], config: GenerateConfig) -> None:
     """One text as it comes, several each as a whole and in their order."""
     pieces = generator.stream(prompts, config.sampling)
     if len(prompts) == 1 and not config.json:
@@ -78,7 +90,7 @@ def _complete(generator: Generator, prompts: Sequence[str], config: GenerateConf
             print(piece.text, end="", flush=True)
         print()
         return
-    for result in in_order(pieces):
+    for result in in_order(pieces, [index for index, prompt in enumerate(prompts) if prompt is not None]):
         if config.json:
             print(json.dumps({"prompt": prompts[result.index], **asdict(result)}, ensure_ascii=False), flush=True)
         else:
@@ -88,16 +100,31 @@ def _complete(generator: Generator, prompts: Sequence[str], config: GenerateConf
             )
 
 
-def in_order(pieces: Iterable[Piece]) -> Iterator[Result]:
-    """The results in the order of their prompts, each as soon as it and those before it are there."""
+def in_order(pieces: Iterable[Piece], indices: Iterable[int]) -> Iterator[Result]:
+    """The results in the order of their prompts' indices, each as soon as it and those before it are there."""
     waiting: dict[int, Result] = {}
-    following = 0
+    following = iter(indices)
+    index = next(following, None)
     for piece in pieces:
         if piece.result is not None:
             waiting[piece.index] = piece.result
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1
+        while index in waiting:
+            yield waiting.pop(index)
+            index = next(following, None)
+
+
+class Progress:
+    """Says every few seconds how far long prompts have been read."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, read: int, longest: int) -> None:
+        """Takes how many tokens of each prompt have been read, and how many the longest has."""
+        now = time.monotonic()
+        if read < longest and now - self._said >= PROGRESS_SECONDS:
+            _say(f"reading {read:,} of {longest:,} tokens of the longest prompt")
+            self._said = now
 
 
 def _summary(source: Source, model: Decoder, mesh: Mesh) -> str:

@@ -46,7 +46,8 @@ class GenerateConfig:
     """A text to continue. Can be given several times."""
 
     prompt_file: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """A file of texts to continue: one on each line, or JSONL if its name says so."""
+    """A file of texts to continue: one on each line, or JSONL if its name says so. Blank lines are left out, and
+    counted: without --prompt, the index of what is on line n is n - 1."""
 
     field: str = FIELD
     """Field of a line of JSONL that is the text."""
@@ -69,6 +70,10 @@ class GenerateConfig:
     special_tokens: Switch = False
     """What you enter and spells a special token, such as <|im_start|>, is that token; by default it is text. In a chat
     the template's own are tokens in any case."""
+
+    beyond_context: Switch = False
+    """Reads prompts and writes texts that are longer than the model was made for (max_position_embeddings in its
+    config.json), of which it may make no sense. By default such a prompt is refused, and a text ends there."""
 
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and computation; by default what a run computed in, and float32 for a model of Hugging Face."""

@@ -85,8 +85,12 @@ def test_files_of_prompts_and_objects(places, tmp_path, capsys):
     assert [record["prompt"] for record in records] == prompts
     assert all(len(record["ids"]) == len(record["logprobs"]) == 4 for record in records)
     assert {record["finish"] for record in records} == {"length"}
-    expected = "".join(f"--- {i}: {json.dumps(r['prompt'])}\n{r['text']}\n" for i, r in enumerate(records))
-    assert as_text == expected
+    assert [record["index"] for record in records] == [0, 1, 2]
+    found = generate(capsys, *flags, "--json", "--prompt", "x", "--prompt-file", tmp_path / "p.txt").out
+    with_a_gap = [json.loads(line) for line in found.splitlines()]
+    assert [record["index"] for record in with_a_gap] == [0, 1, 3], "a blank line is counted"
+    assert [record["prompt"] for record in with_a_gap] == prompts
+    assert as_text == "".join(f"--- {r['index']}: {json.dumps(r['prompt'])}\n{r['text']}\n" for r in with_a_gap)
     again = generate(capsys, *flags, "--json", "--batch-size", 1, *(f for p in prompts for f in ("--prompt", p)))
     assert [json.loads(line)["ids"] for line in again.out.splitlines()] == [record["ids"] for record in records]
 

@@ -48,6 +48,41 @@ def test_end_tokens_prefix_and_template(folder):
     assert open_source(folder).template == "yes"
 
 
+@pytest.mark.parametrize(
+    ("attributes", "context"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 32}, 32),
+        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 128),
+        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 128),
+    ],
+)
+def test_the_context_is_what_the_model_was_made_for(folder, attributes, context):
+    described = json.loads((folder / "config.json").read_text())
+    described.pop("max_position_embeddings", None)
+    write(folder, "config.json", described | attributes)
+    assert open_source(folder).context == context
+
+
+def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, capsys):
+    write(folder, "config.json", json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 12})
+    command = ["--model", str(folder), "--prompt", "to a cap to a cap", "--max-tokens", "3", "--json"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "tokens, and the model was made for 12, with the text that follows" in error
+    assert "--beyond-context" in error
+    assert main([*command, "--beyond-context"]) == 0
+    assert json.loads(capsys.readouterr().out)["finish"] in ("length", "end")
+    for length in (-1, 0, "many", 1.5, True):
+        write(
+            folder,
+            "config.json",
+            json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": length},
+        )
+        with pytest.raises(ValueError, match="max_position_embeddings"):
+            open_source(folder)
+
+
 def test_a_text_and_a_chat(folder, monkeypatch, capsys):
     assert main(["--model", str(folder), "--prompt", "to", "--max-tokens", "3", "--mesh.tp", "2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
