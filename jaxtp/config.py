@@ -70,7 +70,10 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
         description=description,
         config=(tyro.conf.AvoidSubcommands,),
     )
-    config = validate(schema, dataclasses.asdict(parsed), source="command line")  # type: ignore[call-overload]
+    values = dataclasses.asdict(parsed)  # type: ignore[call-overload]
+    config = validate(
+        schema, values, source="command line", spelled=lambda keys, value: f"{flag(schema, keys)} {value}"
+    )
     if show:
         print(to_yaml(config), end="")
         raise SystemExit(0)
@@ -135,13 +138,33 @@ class UniqueKeys(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def validate(schema: type[T], values: Any, *, source: str) -> T:
+def flag(schema: Any, keys: Sequence[Any]) -> str:
+    """The flag that sets a value of a schema: `--mesh.tp` for `mesh.tp`; a section without a name is left out of it."""
+    names = []
+    for key in keys:
+        annotated = get_type_hints(schema, include_extras=True).get(key) if dataclasses.is_dataclass(schema) else None
+        if annotated is None:
+            break  # within the value
+        given = [name for part in get_args(annotated)[1:] if (name := getattr(part, "name", None)) is not None]
+        names += [name for name in (given or [key]) if name]
+        schema = get_args(annotated)[0] if get_origin(annotated) is Annotated else annotated
+    return f"--{'.'.join(names).replace('_', '-')}"
+
+
+def _setting(keys: Sequence[Any], value: Any) -> str:
+    return f"{'.'.join(map(str, keys))} = {value!r}"
+
+
+def validate(
+    schema: type[T], values: Any, *, source: str, spelled: Callable[[Sequence[Any], Any], str] = _setting
+) -> T:
     """Builds the schema from plain values, and reports every problem at once.
 
     Args:
       schema: the dataclass.
       values: a mapping of sections.
       source: where the values come from, for the message.
+      spelled: a value and the keys that lead to it, as they are written there.
 
     Raises:
       ConfigError: an unknown key (with the nearest known one), a wrong type, or a value out of range.
@@ -152,9 +175,7 @@ def validate(schema: type[T], values: Any, *, source: str) -> T:
     try:
         config = pydantic.TypeAdapter(schema).validate_python(values)
     except pydantic.ValidationError as error:
-        problems += [
-            f"{'.'.join(map(str, item['loc']))} = {item['input']!r}: {_complaint(item)}" for item in error.errors()
-        ]
+        problems += [f"{spelled(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()]
     if problems:
         raise ConfigError(f"{source}:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtp.data.template import MAX_TEMPLATE
-
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -87,14 +85,13 @@ def chat_template(folder: Path) -> str | None:
 
 
 def read_template(path: Path) -> str:
-    """The text of a template's file; of one that is too large for a template, no more than `ChatTemplate` needs to see.
+    """The text of a template's file.
 
     Raises:
       CompanionError: it cannot be read.
     """
     try:
-        with path.open(encoding="utf-8") as file:
-            return file.read(MAX_TEMPLATE + 1)
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CompanionError(f"{path}: {getattr(error, 'strerror', 'not UTF-8')}") from None
 

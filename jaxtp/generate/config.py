@@ -10,10 +10,9 @@ import jax
 import tyro
 from jax.sharding import Mesh
 
-from jaxtp.config import ConfigError, Count, Switch, UserPath
+from jaxtp.config import ConfigError, Count, Switch, UserPath, flag
 from jaxtp.generate.prompts import is_jsonl
-from jaxtp.generate.settings import GenerationSettings
-from jaxtp.generate.settings import check as check_settings
+from jaxtp.generate.settings import GenerationSettings, contradictions
 from jaxtp.mesh import DP, FSDP, TP, make_mesh, mesh_sizes, request_virtual_devices
 from jaxtp.models.config import ModelConfig, violations
 
@@ -94,10 +93,10 @@ def check(config: GenerateConfig) -> Path:
     Raises:
       ConfigError: with every contradiction.
     """
-    problems = list(_contradictions(config))
+    spelled = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
+    problems = [*_contradictions(config), *contradictions(config.sampling, spelled)]
     if problems or config.model is None:
         raise ConfigError("; ".join(problems))
-    check_settings(config.sampling)
     return config.model
 
 

@@ -1,12 +1,10 @@
 """What a chat template may take: one error that names it and the limit, and the next conversation is rendered."""
 
-import sys
 import threading
 
 import pytest
 
 from jaxtp.data import template as limits
-from jaxtp.data.companions import read_template
 from jaxtp.data.template import ChatError, ChatTemplate
 
 MESSAGES = [{"role": "user", "content": "é"}]
@@ -121,9 +119,3 @@ def test_threads_get_their_own_answers():
     for thread in threads:
         thread.join()
     assert found == {number: [f"{number} {i}" for i in range(50)] for number in range(4)}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="has no /dev/zero")
-def test_a_file_without_an_end_is_not_read_to_it(tmp_path):
-    (tmp_path / "t.jinja").symlink_to("/dev/zero")
-    assert "the limit for a chat template" in refused(read_template(tmp_path / "t.jinja"))

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import shutil
 import sys
 
@@ -187,13 +188,30 @@ REFUSED = {
     "tokenizer of bytes": (["--model", "{runs}/bytes", *PROMPT, "--tokenizer", "{runs}/data"], "was trained on bytes"),
     "another tokenizer": (["--model", "{runs}/tokens", *PROMPT, "--tokenizer", "{other}"], "its sha256 is another"),
     "no tokenizer": (["--model", "{runs}/tokens", *PROMPT, "--tokenizer", "{runs}/text.txt"], "not a tokenizer.json"),
-    "no effect": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "0.5"], "top_p=0.5 has no effect at temperature 0"),
-    "value": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "1.5"], "top_p = 1.5: should be less than or equal to 1"),
+    "no effect": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "0.5"], "--top-p 0.5 has no effect at temperature 0"),
+    "value": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "1.5"], "--top-p 1.5: should be less than or equal to 1"),
+    "tokens": (["--model", "{runs}/bytes", *PROMPT, "--max-tokens", "0"], "--max-tokens 0: should be greater than or"),
+    "many tokens": (
+        ["--model", "{runs}/bytes", *PROMPT, "--max_tokens", str(10**12)],
+        "--max-tokens 1000000000000: sh",
+    ),
+    "settings": (
+        ["--model", "{runs}/bytes", *PROMPT, "--top-p", "0.5", "--top-k", "3", "--stop", ""],
+        "--top-k 3, --top-p 0.5 have no effect at temperature 0, which always takes the likeliest token; give a "
+        "temperature too; --stop '' would end everything; leave it out",
+    ),
+    "rows": (["--model", "{runs}/bytes", *PROMPT, "--batch-size", "0"], "--batch-size 0: should be greater than or"),
+    "cache": (["--model", "{runs}/bytes", *PROMPT, "--max-tokens", "2000000000"], "GiB on each device, which has "),
+    "endless file": (
+        ["--model", "{runs}/bytes", "--prompt-file", "{zero}"],
+        "more than 1 MiB, the limit for a file of",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name, places, tmp_path, capsys):
+def test_refused(name, places, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxtp.generate.prompts.MAX_BYTES", 2**20)
     flags, message = REFUSED[name]
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "bad.jinja").write_text("{% for %}")
@@ -201,6 +219,8 @@ def test_refused(name, places, tmp_path, capsys):
     tokenizer = json.loads((places / "data/tokenizer.json").read_text())
     (tmp_path / "other.json").write_text(json.dumps({**tokenizer, "version": "1.0"}, indent=3))
     names = {"runs": places, "empty": tmp_path / "empty.txt", "bad": tmp_path / "bad.jinja"}
+    names["zero"] = tmp_path / "zero"
+    names["zero"].write_bytes(bytes(2**20 + 1))
     names["no"] = tmp_path / "no.jinja"
     names["other"] = tmp_path / "other.json"
     assert main([flag.format(**names) for flag in flags]) == 2
@@ -243,6 +263,15 @@ def test_help_says_what_each_flag_does(capsys):
     assert all(
         flag in out for flag in ("--model DIR", "--temperature FLOAT", "--mesh.tp INT", "--chat", "--max-tokens")
     )
+
+
+def test_a_run_is_loaded_in_python_without_a_warning(places, monkeypatch, caplog):
+    """As in a process that no command has made quiet."""
+    monkeypatch.setattr(logging.getLogger("absl"), "level", logging.WARNING)
+    monkeypatch.setattr(logging.getLogger("absl"), "handlers", [caplog.handler])
+    with jax.set_mesh(jaxtp.make_mesh()):
+        jaxtp.load_run(places / "bytes")
+    assert caplog.messages == []
 
 
 def test_bytes_need_no_tokenizer_file(places):
