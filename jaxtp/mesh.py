@@ -21,6 +21,9 @@ AXES = (DP, FSDP, TP)
 BATCH = (DP, FSDP)
 """The axes that divide the batch."""
 
+_MAX_VIRTUAL = 4096
+"""Virtual CPU devices; JAX takes seconds to start so many, and memory for each."""
+
 
 class MeshError(ValueError):
     """A mesh that cannot be built from the devices that are there."""
@@ -59,13 +62,13 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
 def request_virtual_devices(count: int) -> None:
     """Asks for `count` virtual CPU devices, unless their number is set already.
 
-    Without effect once the backend has started, and on GPUs.
+    Without effect once the backend has started, on GPUs, and where they are more than can be had.
     """
     accept_absent_gpus()
     if jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]  # -1 is JAX's "not set"
         return
     try:
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", count if count <= _MAX_VIRTUAL else 1)
     except RuntimeError:
         return  # the backend has started: make_mesh compares the mesh with the devices that there are
 
@@ -171,6 +174,8 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
     problem = (
         f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} ({devices[0].device_kind})"
     )
+    if devices[0].platform == "cpu" and needed > _MAX_VIRTUAL:
+        raise MeshError(f"{problem}; at most {_MAX_VIRTUAL:,} can be virtual")
     if devices[0].platform == "cpu" and needed > len(devices):
         raise MeshError(
             f"{problem}: JAX's backend had started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "

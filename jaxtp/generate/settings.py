@@ -7,7 +7,7 @@ from typing import Annotated
 import tyro
 from pydantic import Field
 
-from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, allowed, to_plain, validate
+from jaxtp.config import ConfigError, Count, CountOrZero, allowed, to_plain, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,11 @@ class GenerationSettings:
     seed: CountOrZero = 0
     """Of the first prompt; each further one has the next. A prompt gives the same text whatever the batch it is in."""
 
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), allowed("from 0.01 to 100")] = 1.0
     """Divides the positive logits of tokens that the text or its prompt has, and multiplies the negative ones (CTRL); 1
     is off."""
 
-    temperature: NonNegative = 0.0
+    temperature: Annotated[float, Field(ge=0, le=1000), allowed("from 0 to 1000")] = 0.0
     """Divides the logits; 0 always takes the likeliest token."""
 
     top_k: CountOrZero = 0

@@ -158,6 +158,7 @@ PROMPT = ["--prompt", "x"]
 REFUSED = {
     "nothing": ([], "name the model by --model DIR; give texts to continue, by --prompt TEXT or --prompt-file FILE"),
     "no such folder": (["--model", "{runs}/byte", *PROMPT], "byte: no such folder; did you mean {runs}/bytes?"),
+    "a long name": (["--model", "{runs}/" + "r" * 5000, *PROMPT], "r: no such folder"),
     "a file": (["--model", "{runs}/text.txt", *PROMPT], "text.txt: is no folder"),
     "no model": (
         ["--model", "{runs}/data", *PROMPT],
@@ -176,6 +177,7 @@ REFUSED = {
         "not divisible by mesh.tp=3; tp can be 1, 2, 4, 8",
     ),
     "devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "8", "--mesh.dp", "4"], "needs 32 devices"),
+    "many devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "1000000000"], "at most 4,096 can be virtual"),
     "chat and prompt": (["--model", "{runs}/bytes", *PROMPT, "--chat"], "leave --prompt, --prompt-file and --json out"),
     "system": (["--model", "{runs}/bytes", *PROMPT, "--system", "be brief"], "are of a chat; give --chat too"),
     "no template": (["--model", "{runs}/bytes", "--chat"], "has no chat template; give one by --template FILE"),
