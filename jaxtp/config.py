@@ -96,7 +96,10 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
         description=description,
         config=(tyro.conf.AvoidSubcommands,),
     )
-    config = validate(schema, dataclasses.asdict(parsed), source="command line")  # type: ignore[call-overload]
+    values = dataclasses.asdict(parsed)  # type: ignore[call-overload]
+    config = validate(
+        schema, values, source="command line", spelled=lambda keys, value: f"{flag(schema, keys)} {value}"
+    )
     if show:
         print(to_yaml(config), end="")
         raise SystemExit(0)
@@ -158,13 +161,33 @@ def _merged(below: Any, above: Any) -> Any:
     return {**below, **above, **shared}
 
 
-def validate(schema: type[T], values: Any, *, source: str) -> T:
+def flag(schema: Any, keys: Sequence[Any]) -> str:
+    """The flag that sets a value of a schema: `--mesh.tp` for `mesh.tp`; a section without a name is left out of it."""
+    names = []
+    for key in keys:
+        annotated = get_type_hints(schema, include_extras=True).get(key) if dataclasses.is_dataclass(schema) else None
+        if annotated is None:
+            break  # within the value
+        given = [name for part in get_args(annotated)[1:] if (name := getattr(part, "name", None)) is not None]
+        names += [name for name in (given or [key]) if name]
+        schema = get_args(annotated)[0] if get_origin(annotated) is Annotated else annotated
+    return f"--{'.'.join(names).replace('_', '-')}"
+
+
+def _setting(keys: Sequence[Any], value: Any) -> str:
+    return f"{shown('.'.join(map(str, keys)))} = {shown(repr(value))}"
+
+
+def validate(
+    schema: type[T], values: Any, *, source: str, spelled: Callable[[Sequence[Any], Any], str] = _setting
+) -> T:
     """Builds the schema from plain values, and reports every problem at once.
 
     Args:
       schema: the dataclass.
       values: a mapping of sections.
       source: where the values come from, for the message.
+      spelled: a value and the keys that lead to it, as they are written there.
 
     Raises:
       ConfigError: an unknown key (with the nearest known one), a wrong type, or a value out of range.
@@ -175,10 +198,7 @@ def validate(schema: type[T], values: Any, *, source: str) -> T:
     try:
         config: T = _adapter(schema).validate_python(values)
     except pydantic.ValidationError as error:
-        problems += [
-            f"{shown('.'.join(map(str, item['loc'])))} = {shown(repr(item['input']))}: {_complaint(item)}"
-            for item in error.errors()
-        ]
+        problems += [f"{spelled(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()]
     if problems:
         more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
         raise ConfigError("\n  ".join([f"{source}:", *problems[:_MAX_PROBLEMS], *more]))

@@ -6,6 +6,7 @@ one NVLink domain) form a tensor-parallel group.
 """
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -19,6 +20,9 @@ TP = "tp"
 AXES = (DP, FSDP, TP)
 BATCH = (DP, FSDP)
 """The axes that divide the batch."""
+
+_MAX_VIRTUAL = 4096
+"""Virtual CPU devices; JAX takes seconds to start so many, and memory for each."""
 
 
 class MeshError(ValueError):
@@ -58,13 +62,13 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
 def request_virtual_devices(count: int) -> None:
     """Asks for `count` virtual CPU devices, unless their number is set already.
 
-    Without effect once the backend has started, and on GPUs.
+    Without effect once the backend has started, on GPUs, and where they are more than can be had.
     """
     accept_absent_gpus()
     if jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]  # -1 is JAX's "not set"
         return
     try:
-        jax.config.update("jax_num_cpu_devices", count)
+        jax.config.update("jax_num_cpu_devices", count if count <= _MAX_VIRTUAL else 1)
     except RuntimeError:
         return  # the backend has started: make_mesh compares the mesh with the devices that there are
 
@@ -72,6 +76,13 @@ def request_virtual_devices(count: int) -> None:
 def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:
     """The number of devices along each axis; all 1 for an empty mesh (no mesh in context)."""
     return dict.fromkeys(AXES, 1) | dict(mesh.shape)
+
+
+def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
+    """Bytes that each of some devices of this process has, or None; CPU devices share those of the machine."""
+    if devices[0].platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
 def current_mesh() -> jax.sharding.AbstractMesh | None:
@@ -163,6 +174,8 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
     problem = (
         f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} ({devices[0].device_kind})"
     )
+    if devices[0].platform == "cpu" and needed > _MAX_VIRTUAL:
+        raise MeshError(f"{problem}; at most {_MAX_VIRTUAL:,} can be virtual")
     if devices[0].platform == "cpu" and needed > len(devices):
         raise MeshError(
             f"{problem}: JAX's backend had started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxtp.config import ConfigError, differences, from_yaml, load, to_plain, to_yaml
+from jaxtp.config import ConfigError, differences, flag, from_yaml, load, to_plain, to_yaml
+from jaxtp.generate.config import GenerateConfig
 from jaxtp.train.config import TrainConfig, check
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -158,3 +159,10 @@ def test_printing_the_configuration(tmp_path, capsys):
     config = from_yaml(TrainConfig, tmp_path / "b.yaml")
     assert config.mesh.tp == 2
     assert config.optimizer.groups["head.*"].learning_rate_scale == 0.5
+
+
+def test_flags_are_named_as_they_are_given():
+    assert flag(GenerateConfig, ("sampling", "max_tokens")) == "--max-tokens"
+    assert flag(GenerateConfig, ("mesh", "tp")) == "--mesh.tp"
+    assert flag(TrainConfig, ("optimizer", "learning_rate")) == "--optimizer.learning-rate"
+    assert flag(TrainConfig, ("data", "mixture", "data/code")) == "--data.mixture"

@@ -1,9 +1,11 @@
+from types import SimpleNamespace
+
 import jax
 import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp.mesh import MeshError, current_mesh, fitting_meshes, mesh_sizes
+from jaxtp.mesh import MeshError, current_mesh, fitting_meshes, make_mesh, mesh_sizes, request_virtual_devices
 
 
 class FakeGPU:
@@ -81,3 +83,16 @@ def test_indivisible_weight_is_refused_not_replicated():
         pytest.raises(ValueError, match=r"kernel: dim 1 .* is 6, not divisible by tp=4; nearest: 4 or 8"),
     ):
         jaxtp.ColumnParallelLinear(4, 6, rngs=nnx.Rngs(0))
+
+
+def test_no_more_virtual_devices_are_asked_for_than_can_be_had(monkeypatch):
+    """A billion of them take all memory."""
+    asked = []
+    config = SimpleNamespace(jax_num_cpu_devices=-1, update=lambda name, value: asked.append(value))
+    monkeypatch.setattr("jaxtp.mesh.jax", SimpleNamespace(config=config))
+    request_virtual_devices(8)
+    request_virtual_devices(10**9)
+    assert asked == [8, 1]
+    monkeypatch.undo()
+    with pytest.raises(MeshError, match=r"needs 1000000000 devices, .* at most 4,096 can be virtual"):
+        make_mesh(tp=10**9)

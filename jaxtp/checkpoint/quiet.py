@@ -2,7 +2,21 @@
 
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def without_metadata_warning() -> Iterator[None]:
+    """Silences Orbax's warning of a file that our checkpoints do not have and that nothing needs."""
+    logger = logging.getLogger("absl")
+    needed = lambda record: "Metadata file does not exist" not in record.getMessage()  # noqa: E731
+    logger.addFilter(needed)
+    try:
+        yield
+    finally:
+        logger.removeFilter(needed)
 
 
 def quieten() -> None:

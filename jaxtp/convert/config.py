@@ -51,7 +51,7 @@ class Import:
     """Folder to make. The tokenizer's files go to its hf/, where export finds them."""
 
     dtype: DType | None = None
-    """Of the parameters; by default as they are stored (float16 as float32)."""
+    """Dtype of the parameters in the run; by default the one that the safetensors have (float16 becomes float32)."""
 
     ignore_config: Keys = ()
     """Attributes of config.json to pass over: such as are not understood, and that you know to say nothing of what the
@@ -85,8 +85,11 @@ class Export:
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Of a run that trained adapters: the model beside them, where it is not where the run found it."""
 
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the tensors; by default that of the parameters, and of an imported model the one that it came in."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")
+    ] = None
+    """Dtype of the tensors in the files that are written: by default the one that an imported model came in, and of any
+    other run that of its parameters (model.precision.param)."""
 
     max_shard_size: str = "5GB"
     """Bytes in a file at most; a tensor is never split."""

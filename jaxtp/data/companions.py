@@ -48,6 +48,20 @@ def end_ids(path: Path) -> list[int]:
     return listed
 
 
+def context(path: Path) -> int | None:
+    """The `max_position_embeddings` of a config.json: tokens that the model was made for at most.
+
+    Raises:
+      CompanionError: the file is damaged, or that is no number of tokens.
+    """
+    longest = read(path).get("max_position_embeddings")
+    if longest is not None and (type(longest) is not int or longest < 1):
+        raise CompanionError(
+            f"{path}: max_position_embeddings = {str(longest)[:100]}: should be a whole number, 1 or more"
+        )
+    return longest
+
+
 def special_tokens(folder: Path) -> dict[str, str]:
     """What a chat template may name, such as bos_token and eos_token, as tokenizer_config.json spells it.
 

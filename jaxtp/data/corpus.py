@@ -68,6 +68,13 @@ class Corpus:
         return sum(source.train.num_tokens for source in self.sources)
 
     @property
+    def loss_tokens(self) -> int | None:
+        """Of those, how many the loss counts; None where that is all but the first of each document."""
+        if not any(source.train.has_prompts for source in self.sources):
+            return None
+        return sum(source.train.num_loss_tokens for source in self.sources)
+
+    @property
     def validation_tokens(self) -> int:
         """Tokens of all sources that are held out."""
         return sum(source.validation.num_tokens for source in self.sources)

@@ -22,6 +22,10 @@ class Documents(Protocol):
         """Tokens of all of them."""
 
     @property
+    def num_loss_tokens(self) -> int:
+        """Of those, how many the loss counts: without prompts, and without first tokens, which follow nothing."""
+
+    @property
     def has_prompts(self) -> bool:
         """Whether the first tokens of a document may be a prompt, which the loss leaves out."""
 
@@ -65,6 +69,7 @@ class InMemory:
         self._source = source
         self.num_documents = len(lengths)
         self.num_tokens = len(tokens)
+        self.num_loss_tokens = len(tokens) - len(lengths)
         self.identity = hashlib.sha256(tokens.tobytes() + self._offsets.tobytes()).hexdigest()
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:

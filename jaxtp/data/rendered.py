@@ -26,7 +26,8 @@ from jaxtp.data.tokenizer import (
 
 _BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _OURS = re.compile(f"[{_BEFORE}-{_END}]")
-_ESCAPED = re.compile(f"{_SPELLED}([0-9]+){_END}")
+_MARKS = re.compile(f"[{_BEFORE}{_AFTER}]")
+_ESCAPED = re.compile(f"{_SPELLED}([0-9]{{1,9}}){_END}|[{_SPELLED}{_END}]")
 
 
 class SpecialTokens:
@@ -56,9 +57,16 @@ class SpecialTokens:
         return self._escape_text(value) if isinstance(value, str) else value
 
     def mark(self, rendered: str) -> str:
-        """Rendered text with marks around the template's special tokens, and the messages as they were."""
-        marked = self._pattern.sub(lambda found: marks(found[0]), rendered)
-        return _ESCAPED.sub(lambda found: self._tokens[int(found[1])], marked)
+        """Rendered text with marks around the template's special tokens, and the messages as they were.
+
+        Noncharacters that the template writes itself, or leaves where it cuts a message, are left out.
+        """
+        marked = self._pattern.sub(lambda found: marks(found[0]), _MARKS.sub("", rendered))
+        return _ESCAPED.sub(self._spelled, marked)
+
+    def _spelled(self, found: re.Match[str]) -> str:
+        number = int(found[1] or -1)
+        return self._tokens[number] if 0 <= number < len(self._tokens) else ""
 
     def _escape_text(self, text: str) -> str:
         if found := _OURS.search(text):
@@ -78,6 +86,11 @@ def marks(token: str) -> str:
 def without_marks(marked: str) -> str:
     """The text that people would see."""
     return marked.replace(_BEFORE, "").replace(_AFTER, "")
+
+
+def without_noncharacters(text: str) -> str:
+    """The text with U+FFFD for what no message may hold."""
+    return _OURS.sub("\ufffd", text)
 
 
 class RenderedTokenizer:
@@ -124,6 +137,10 @@ class RenderedTokenizer:
             cut = sum(start < len(first) for start, _ in encoding.offsets)
             yield ids[:cut], ids[cut:]
 
+    def begins_afresh(self, marked: str) -> bool:
+        """Whether a text gives the same ids alone and after another text."""
+        return marked.startswith(_BEFORE)
+
 
 class RenderedBytes:
     """Bytes, as a `RenderedTokenizer`: among them are no special tokens."""
@@ -136,6 +153,10 @@ class RenderedBytes:
         for turn in turns:
             first, second = ByteTokenizer().encode_batch(turn)
             yield first, second
+
+    def begins_afresh(self, marked: str) -> bool:
+        """Bytes always give the same ids."""
+        return True
 
 
 def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer | RenderedBytes:

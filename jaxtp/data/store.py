@@ -123,6 +123,15 @@ class Split:
         sums = "".join(shard.sha256[suffix] for shard in self._shards for suffix in sorted(shard.sha256))
         return hashlib.sha256(sums.encode()).hexdigest()
 
+    @property
+    def num_loss_tokens(self) -> int:
+        """Tokens that the loss counts: without prompts, and without first tokens, which follow nothing."""
+        if not self.has_prompts:
+            return self.num_tokens - self.num_documents
+        prompts = (np.maximum(self._map(shard, PROMPTS), 1) for shard in range(len(self._shards)))
+        parts = zip(self.lengths(), prompts, strict=True)
+        return sum(int(np.maximum(lengths - prompt, 0).sum()) for lengths, prompt in parts)
+
     def lengths(self) -> Iterator[NDArray[np.int64]]:
         """Tokens of each document, an array for each shard."""
         for shard in range(len(self._shards)):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
+from jaxtp.data.companions import CompanionError
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.template import ChatError
 from jaxtp.data.tokenizer import TokenizerError
@@ -40,6 +41,7 @@ MISTAKES = (
     CheckpointError,
     DatasetError,
     TokenizerError,
+    CompanionError,
     ChatError,
     GenerationError,
 )

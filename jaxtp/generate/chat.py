@@ -3,31 +3,42 @@
 import sys
 from collections.abc import Iterator, Sequence
 
-from jaxtp.data.rendered import SpecialTokens, rendered_tokenizer
+import numpy as np
+
+from jaxtp.data.rendered import SpecialTokens, rendered_tokenizer, without_noncharacters
 from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
-from jaxtp.data.tokenizer import Tokenizer
-from jaxtp.generate.engine import Generator
+from jaxtp.data.tokenizer import Tokenizer, TokenizerError
+from jaxtp.generate.engine import GenerationError, Generator
 from jaxtp.generate.row import Piece
 from jaxtp.generate.settings import GenerationSettings
 
+MAX_LINE = 2**24
+"""Characters of a line that is entered."""
+
 
 class Listener:
-    """Makes of a conversation what the model reads: special tokens are the template's and the model's own, and what
-    others spell is text.
+    """Makes of a conversation what the model reads: the template's special tokens are tokens, and what anybody spells
+    is text, the model too.
+
+    The answers before are read as they were generated, by their ids, for as long as the template writes them as they
+    were given. Where it writes one otherwise, such as without the reasoning in it, all is read from the text.
 
     Args:
       tokenizer: of the model.
       template: makes a text of the conversation.
-      special_tokens: what others spell becomes tokens too.
+      special_tokens: what others than the model spell becomes tokens too.
 
     Raises:
       TokenizerError: the tokenizer's special tokens cannot be told from text.
     """
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, special_tokens: bool = False):
-        self._template = template
+        self._tokenizer, self._template = tokenizer, template
         self._rendered = rendered_tokenizer(tokenizer)
-        self._special = SpecialTokens(self._rendered.tokens, keep=special_tokens)
+        self._entered = SpecialTokens(self._rendered.tokens, keep=special_tokens)
+        self._answered = SpecialTokens(self._rendered.tokens)
+        self._asked: tuple[str, list[int]] = "", []
+        self._known: tuple[str, list[int]] = "", []
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
         """The conversation, up to where the model answers.
@@ -35,10 +46,36 @@ class Listener:
         Raises:
           ChatError: the template refuses it, or a message holds what is no character.
         """
-        heard = [message if message["role"] == ASSISTANT else self._special.escape(message) for message in messages]
-        marked = self._special.mark(self._template.render(heard))
+        escaped = [
+            (self._answered if message["role"] == ASSISTANT else self._entered).escape(message) for message in messages
+        ]
+        marked = self._entered.mark(self._template.render(escaped))
+        text, ids = self._known
+        rest = marked.removeprefix(text)
+        if not (marked.startswith(text) and self._rendered.begins_afresh(rest)):
+            ids, rest = [], marked
+        self._asked = marked, [*ids, *self._encode(rest)]
+        return self._asked[1]
+
+    def answered(self, answer: str, ids: Sequence[int]) -> None:
+        """Remembers how the answer to what `ids` gave was generated.
+
+        Args:
+          answer: as it was given; it may be less than was generated, as before a stop text.
+          ids: its tokens.
+        """
+        whole = self._tokenizer.decode(np.array(ids, np.int64)).decode(errors="replace") if ids else ""
+        text, asked = self._asked
+        self._known = (text + answer, [*asked, *ids]) if whole == answer else ("", [])
+
+    def _encode(self, marked: str) -> list[int]:
         ((ids, _),) = self._rendered.encode_batch([(marked, "")])
         return list(ids.tolist())
+
+
+def opening(system: str | None) -> list[Message]:
+    """What a conversation begins with: what the model is told, if it is told anything."""
+    return [] if system is None else [{"role": "system", "content": system}]
 
 
 def converse(generator: Generator, listener: Listener, settings: GenerationSettings, system: str | None = None) -> None:
@@ -49,36 +86,62 @@ def converse(generator: Generator, listener: Listener, settings: GenerationSetti
       listener: makes tokens of the conversation.
       settings: of each answer; Ctrl-C stops one, and the conversation goes on from what there is of it.
       system: what the model is told at the beginning.
+
+    Raises:
+      ChatError, TokenizerError, GenerationError: a line cannot be answered; in a terminal that is said, and the
+        conversation goes on without it.
     """
-    messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    messages = opening(system)
     while (line := _read_line()) is not None:
-        messages.append({"role": "user", "content": line})
-        answer = _print_as_it_comes(generator.stream([listener.ids(messages)], settings))
-        messages.append({"role": ASSISTANT, "content": answer})
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            answer, ids = _print_as_it_comes(generator.stream([listener.ids(asked)], settings))
+        except (ChatError, TokenizerError, GenerationError) as error:
+            if not sys.stdin.isatty():
+                raise
+            print(f"not answered, and forgotten: {error}", file=sys.stderr)
+            continue
+        listener.answered(answer, ids)
+        messages = [*asked, {"role": ASSISTANT, "content": without_noncharacters(answer)}]
 
 
 def _read_line() -> str | None:
-    """The next line that is not blank; asks for it in a terminal."""
+    """The next line that is not blank; asks for it in a terminal, where Ctrl-C forgets what was entered of it."""
+    if sys.stdin is None:  # closed by who started this
+        return None
+    terminal = sys.stdin.isatty()
     while True:
-        if sys.stdin.isatty():
+        if terminal:
             print("> ", end="", file=sys.stderr, flush=True)
         try:
-            line = sys.stdin.readline()
+            line = sys.stdin.readline(MAX_LINE)
         except UnicodeDecodeError:
             raise ChatError("what was entered is not UTF-8") from None
+        except KeyboardInterrupt:
+            if not terminal:
+                raise
+            print("\n(Ctrl-D ends the chat)", file=sys.stderr)
+            continue
+        except OSError:  # the terminal is gone
+            return None
+        if len(line) == MAX_LINE:
+            raise ChatError(f"a line has {MAX_LINE:,} characters or more, which is too many")
         if not line:
+            print(end="\n" if terminal else "", file=sys.stderr)
             return None
         if line.strip():
             return line.removesuffix("\n")
 
 
-def _print_as_it_comes(pieces: Iterator[Piece]) -> str:
-    given = []
+def _print_as_it_comes(pieces: Iterator[Piece]) -> tuple[str, list[int]]:
+    """The answer, and its tokens."""
+    given, ids = [], []
     try:
         for piece in pieces:
             given.append(piece.text)
+            ids += [] if piece.token is None else [piece.token]
             print(piece.text, end="", flush=True)
     except KeyboardInterrupt:
         pass
     print(flush=True)
-    return "".join(given)
+    return "".join(given), ids

@@ -5,6 +5,7 @@ What the model says goes to standard output, everything else to standard error.
 
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,9 +15,9 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size
-from jaxtp.config import ConfigError
+from jaxtp.data.companions import read_template
 from jaxtp.data.template import ChatError, ChatTemplate
-from jaxtp.generate.chat import Listener, converse
+from jaxtp.generate.chat import Listener, converse, opening
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.prompts import read_prompts
@@ -25,6 +26,8 @@ from jaxtp.generate.source import Options, Source
 from jaxtp.generate.sources import open_source
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.models.decoder import Decoder
+
+PROGRESS_SECONDS = 5.0
 
 
 def run(config: GenerateConfig, folder: Path) -> None:
@@ -37,7 +40,10 @@ def run(config: GenerateConfig, folder: Path) -> None:
     Raises:
       ValueError: a user's mistake, most of them before the weights are read.
     """
-    prompts = [*config.prompt, *(read_prompts(config.prompt_file, config.field) if config.prompt_file else [])]
+    prompts: list[str | None] = [
+        *config.prompt,
+        *(read_prompts(config.prompt_file, config.field) if config.prompt_file else []),
+    ]
     request_devices(config.mesh)
     options = Options(
         config.dtype, config.tokenizer, config.base, config.special_tokens, ignore_config=config.ignore_config
@@ -48,7 +54,13 @@ def run(config: GenerateConfig, folder: Path) -> None:
     model = source.load(mesh)
     _say(_summary(source, model, mesh))
     generator = Generator(
-        model, source.tokenizer, end_ids=source.end_ids, prefix=source.prefix, batch_size=config.batch_size
+        model,
+        source.tokenizer,
+        end_ids=source.end_ids,
+        prefix=source.prefix,
+        batch_size=config.batch_size,
+        context=None if config.beyond_context else source.context,
+        progress=Progress(),
     )
     if listener is not None:
         converse(generator, listener, config.sampling, config.system)
@@ -58,22 +70,22 @@ def run(config: GenerateConfig, folder: Path) -> None:
 
 
 def _listener(config: GenerateConfig, source: Source) -> Listener:
-    return Listener(source.tokenizer, _template(config, source), special_tokens=config.special_tokens)
+    """What hears the conversation; a template that refuses the beginning is found before the weights are read."""
+    listener = Listener(source.tokenizer, _template(config, source), special_tokens=config.special_tokens)
+    listener.ids([*opening(config.system), {"role": "user", "content": "a"}])
+    return listener
 
 
 def _template(config: GenerateConfig, source: Source) -> ChatTemplate:
     text, name = source.template, f"the chat template of {source.name}"
     if config.template is not None:
-        try:
-            text, name = config.template.read_text(encoding="utf-8"), str(config.template)
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--template {config.template}: {getattr(error, 'strerror', 'not UTF-8')}") from None
+        text, name = read_template(config.template), str(config.template)
     if text is None:
         raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
     return ChatTemplate(text, name, source.special_tokens)
 
 
-def _complete(generator: Generator, prompts: Sequence[str], config: GenerateConfig) -> None:
+def _complete(generator: Generator, prompts: Sequence[str | None], config: GenerateConfig) -> None:
     """One text as it comes, several each as a whole and in their order."""
     pieces = generator.stream(prompts, config.sampling)
     if len(prompts) == 1 and not config.json:
@@ -81,7 +93,7 @@ def _complete(generator: Generator, prompts: Sequence[str], config: GenerateConf
             print(piece.text, end="", flush=True)
         print()
         return
-    for result in in_order(pieces):
+    for result in in_order(pieces, [index for index, prompt in enumerate(prompts) if prompt is not None]):
         if config.json:
             print(json.dumps({"prompt": prompts[result.index], **asdict(result)}, ensure_ascii=False), flush=True)
         else:
@@ -91,16 +103,31 @@ def _complete(generator: Generator, prompts: Sequence[str], config: GenerateConf
             )
 
 
-def in_order(pieces: Iterable[Piece]) -> Iterator[Result]:
-    """The results in the order of their prompts, each as soon as it and those before it are there."""
+def in_order(pieces: Iterable[Piece], indices: Iterable[int]) -> Iterator[Result]:
+    """The results in the order of their prompts' indices, each as soon as it and those before it are there."""
     waiting: dict[int, Result] = {}
-    following = 0
+    following = iter(indices)
+    index = next(following, None)
     for piece in pieces:
         if piece.result is not None:
             waiting[piece.index] = piece.result
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1
+        while index in waiting:
+            yield waiting.pop(index)
+            index = next(following, None)
+
+
+class Progress:
+    """Says every few seconds how far long prompts have been read."""
+
+    def __init__(self) -> None:
+        self._said = time.monotonic()
+
+    def __call__(self, read: int, longest: int) -> None:
+        """Takes how many tokens of each prompt have been read, and how many the longest has."""
+        now = time.monotonic()
+        if read < longest and now - self._said >= PROGRESS_SECONDS:
+            _say(f"reading {read:,} of {longest:,} tokens of the longest prompt")
+            self._said = now
 
 
 def _summary(source: Source, model: Decoder, mesh: Mesh) -> str:

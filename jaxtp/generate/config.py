@@ -10,10 +10,9 @@ import jax
 import tyro
 from jax.sharding import Mesh
 
-from jaxtp.config import ConfigError, Count, Keys, Switch, UserPath
+from jaxtp.config import ConfigError, Count, Keys, Switch, UserPath, flag
 from jaxtp.generate.prompts import is_jsonl
-from jaxtp.generate.settings import GenerationSettings
-from jaxtp.generate.settings import check as check_settings
+from jaxtp.generate.settings import GenerationSettings, contradictions
 from jaxtp.mesh import DP, FSDP, TP, make_mesh, mesh_sizes, request_virtual_devices
 from jaxtp.models.config import ModelConfig, violations
 
@@ -46,7 +45,8 @@ class GenerateConfig:
     """A text to continue. Can be given several times."""
 
     prompt_file: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """A file of texts to continue: one on each line, or JSONL if its name says so."""
+    """A file of texts to continue: one on each line, or JSONL if its name says so. Blank lines are left out, and
+    counted: without --prompt, the index of what is on line n is n - 1."""
 
     field: str = FIELD
     """Field of a line of JSONL that is the text."""
@@ -74,6 +74,10 @@ class GenerateConfig:
     """What you enter and spells a special token, such as <|im_start|>, is that token; by default it is text. In a chat
     the template's own are tokens in any case."""
 
+    beyond_context: Switch = False
+    """Reads prompts and writes texts that are longer than the model was made for (max_position_embeddings in its
+    config.json), of which it may make no sense. By default such a prompt is refused, and a text ends there."""
+
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of weights and computation; by default what a run computed in, and float32 for a model of Hugging Face."""
 
@@ -93,10 +97,10 @@ def check(config: GenerateConfig) -> Path:
     Raises:
       ConfigError: with every contradiction.
     """
-    problems = list(_contradictions(config))
+    spelled = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
+    problems = [*_contradictions(config), *contradictions(config.sampling, spelled)]
     if problems or config.model is None:
         raise ConfigError("; ".join(problems))
-    check_settings(config.sampling)
     return config.model
 
 

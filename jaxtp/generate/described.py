@@ -3,7 +3,15 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxtp.data.companions import GENERATION, MODEL_CONFIG, CompanionError, chat_template, end_ids, special_tokens
+from jaxtp.data.companions import (
+    GENERATION,
+    MODEL_CONFIG,
+    CompanionError,
+    chat_template,
+    context,
+    end_ids,
+    special_tokens,
+)
 from jaxtp.generate.source import SourceError
 
 
@@ -20,6 +28,9 @@ class Described:
     special_tokens: dict[str, str] = field(default_factory=dict)
     """What the template may name: bos_token, eos_token."""
 
+    context: int | None = None
+    """Tokens that the model was made for at most."""
+
 
 def describe(folder: Path) -> Described:
     """Reads it, of a folder in Hugging Face format or of a dataset.
@@ -29,6 +40,6 @@ def describe(folder: Path) -> Described:
     """
     try:
         ends = end_ids(folder / GENERATION) or end_ids(folder / MODEL_CONFIG)  # the first may name several
-        return Described(frozenset(ends), chat_template(folder), special_tokens(folder))
+        return Described(frozenset(ends), chat_template(folder), special_tokens(folder), context(folder / MODEL_CONFIG))
     except CompanionError as error:
         raise SourceError(str(error)) from None

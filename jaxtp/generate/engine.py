@@ -1,18 +1,20 @@
 """Prompts into texts: read in batches, continued a token at a time, and handed out as they come."""
 
 import math
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.tokenizer import Tokenizer
-from jaxtp.generate.programs import Choice, Programs, Read, Shape, mesh_of
+from jaxtp.generate.programs import Choice, Programs, Read, Shape, cache_bytes, mesh_of
 from jaxtp.generate.row import Piece, Result, Row, by_batch
 from jaxtp.generate.settings import GenerationSettings, check
-from jaxtp.mesh import DP, FSDP, TP, mesh_sizes
+from jaxtp.mesh import DP, FSDP, TP, memory_per_device, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
 Prompt = str | Sequence[int]
@@ -42,6 +44,8 @@ class Speed:
     decode_tokens: int = 0
     """Those chosen, but for the first of each text, which is of its prompt's reading."""
     decode_seconds: float = 0.0
+    cut_texts: int = 0
+    """Those that end because the model was made for no more tokens."""
 
     def lines(self) -> Iterator[str]:
         """What a command says of it."""
@@ -52,6 +56,8 @@ class Speed:
                 f"{self.shape.rows} x {self.shape.slots:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB on each device"
             )
             yield f"cache   {size}; compiled in {self.compile_seconds:.1f} s before"
+        if self.cut_texts:
+            yield f"cut     {self.cut_texts:,} where the model's context ends; --beyond-context goes on"
 
 
 def _rate(tokens: int, seconds: float) -> str:
@@ -68,6 +74,8 @@ class Generator:
       prefix: ids before each prompt that is text; default, those that the tokenizer's own file asks for.
       batch_size: prompts that are continued together, rounded up to a multiple of dp * fsdp.
       chunk: tokens of a prompt that are read at a time.
+      context: the most tokens of a prompt and its text together; None for any number.
+      progress: told after each chunk how many tokens of each prompt have been read, and how many the longest has.
 
     Raises:
       GenerationError: the model cannot read a single token.
@@ -82,6 +90,8 @@ class Generator:
         prefix: Sequence[int] | None = None,
         batch_size: int = 8,
         chunk: int = 512,
+        context: int | None = None,
+        progress: Callable[[int, int], None] = lambda read, longest: None,
     ):
         sizes = mesh_sizes(mesh) if (mesh := mesh_of(model)) else {DP: 1, FSDP: 1, TP: 1}
         if model.config.sequence_parallel and sizes[TP] > 1:
@@ -100,18 +110,24 @@ class Generator:
         self._batch_parts = sizes[DP] * sizes[FSDP]
         self._batch_size = batch_size
         self._chunk = chunk
+        self._context = context
+        self._progress = progress
         self._programs: dict[Shape, Programs] = {}
 
-    def generate(self, prompts: Sequence[Prompt], settings: GenerationSettings = GenerationSettings()) -> list[Result]:
+    def generate(
+        self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
+    ) -> list[Result]:
         """The continuation of each prompt, in their order; see `stream`."""
         results = [piece.result for piece in self.stream(prompts, settings) if piece.result is not None]
         return sorted(results, key=lambda result: result.index)
 
-    def stream(self, prompts: Sequence[Prompt], settings: GenerationSettings = GenerationSettings()) -> Iterator[Piece]:
+    def stream(
+        self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
+    ) -> Iterator[Piece]:
         """The continuations as they come, a piece for each token.
 
         Args:
-          prompts: texts, or lists of ids, which are taken as they are.
+          prompts: texts, or lists of ids, which are taken as they are; None is counted and left out.
           settings: how to choose tokens, and when to end.
 
         Raises:
@@ -120,7 +136,8 @@ class Generator:
         """
         check(settings)
         rows = [
-            Row(index, ids, self.tokenizer, settings, self.end_ids) for index, ids in enumerate(self._encode(prompts))
+            Row(index, ids, self.tokenizer, settings, self.end_ids, self._context)
+            for index, ids in self._encode(prompts)
         ]
         self.speed = Speed()
         if rows:
@@ -132,25 +149,26 @@ class Generator:
         """The compiled programs for prompts of such lengths; sizes are powers of two, so that they are few."""
         parts = self._batch_parts
         rows = math.ceil(min(self._batch_size, len(lengths)) / parts) * parts
-        slots = _power_of_two(max(lengths) + settings.max_tokens, MIN_SLOTS)
-        shape = Shape(rows, slots, min(_power_of_two(max(lengths), MIN_CHUNK), self._chunk))
+        longest = min(max(lengths) + settings.max_tokens, self._context or sys.maxsize)
+        shape = Shape(rows, _power_of_two(longest, MIN_SLOTS), min(_power_of_two(max(lengths), MIN_CHUNK), self._chunk))
+        self._require_memory(shape)
         started = time.perf_counter()
         if shape not in self._programs:
             self._programs[shape] = Programs(self.model, shape)
         self._programs[shape].sampler(settings, self._num_ids)
         self.speed.compile_seconds += time.perf_counter() - started
-        self.speed.shape, self.speed.cache_bytes = shape, self._programs[shape].cache_bytes_per_device()
+        self.speed.shape, self.speed.cache_bytes = shape, cache_bytes(self.model, shape)
         return self._programs[shape]
 
-    def _encode(self, prompts: Sequence[Prompt]) -> list[NDArray[np.int32]]:
+    def _encode(self, prompts: Sequence[Prompt | None]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+        """The index and the ids of each prompt that is not left out."""
         texts = [_valid(index, prompt) for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_batch(texts))
-        found = []
         for index, prompt in enumerate(prompts):
-            ids = [*self.prefix, *next(encoded).tolist()] if isinstance(prompt, str) else [int(i) for i in prompt]
-            self._check_prompt(index, ids)
-            found.append(np.array(ids, np.int32))
-        return found
+            if prompt is not None:
+                ids = [*self.prefix, *next(encoded).tolist()] if isinstance(prompt, str) else [int(i) for i in prompt]
+                self._check_prompt(index, ids)
+                yield index, np.array(ids, np.int32)
 
     def _check_prompt(self, index: int, ids: Sequence[int]) -> None:
         vocab_size = self.model.config.vocab_size
@@ -161,6 +179,28 @@ class Generator:
             raise GenerationError(
                 f"prompt {index} has the token {wrong}, and the model has those from 0 to {vocab_size - 1}: the "
                 "tokenizer is not the model's"
+            )
+
+        if self._context is not None and len(ids) >= self._context:
+            raise GenerationError(
+                f"prompt {index} has {len(ids):,} tokens, and the model was made for {self._context:,}, with the text "
+                "that follows (max_position_embeddings in its config.json); shorten it, or have it read all the same "
+                "by --beyond-context"
+            )
+
+    def _require_memory(self, shape: Shape) -> None:
+        """Checks that a cache fits where it will be.
+
+        Raises:
+          GenerationError: it takes more than there is.
+        """
+        needed, mesh = cache_bytes(self.model, shape), mesh_of(self.model)
+        there = memory_per_device(jax.local_devices()[:1] if mesh is None else mesh.local_devices)
+        if there is not None and needed > there:
+            raise GenerationError(
+                f"the cache for {shape.rows} x {shape.slots:,} tokens takes {needed / 2**30:,.1f} GiB on each "
+                f"device, which has {there / 2**30:,.1f}; give a smaller --max-tokens or --batch-size, or shorter "
+                "prompts"
             )
 
     def _continue(self, programs: Programs, rows: Sequence[Row], settings: GenerationSettings) -> Iterator[Piece]:
@@ -181,13 +221,17 @@ class Generator:
             self.speed.decode_tokens += len(pieces) if left + 1 < settings.max_tokens else 0
             self.speed.decode_seconds += time.perf_counter() - started
             yield from pieces
+            self.speed.cut_texts += sum(
+                piece.result is not None and piece.result.finish == "context" for piece in pieces
+            )
             if all(row.finish is not None for row in rows):
                 return
             started = time.perf_counter()
 
     def _prefill(self, programs: Programs, prompts: Sequence[NDArray[np.int32]]) -> Read:
         started = time.perf_counter()
-        read = programs.prefill(prompts)
+        longest = max(map(len, prompts))
+        read = programs.prefill(prompts, lambda read: self._progress(min(read, longest), longest))
         self.speed.prefill_seconds += time.perf_counter() - started
         self.speed.prefill_tokens += sum(map(len, prompts))
         return read

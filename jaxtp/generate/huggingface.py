@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 from jaxtp.data.manifest import TOKENIZER
 from jaxtp.data.tokenizer import HuggingFaceTokenizer
 from jaxtp.generate.described import describe
-from jaxtp.generate.source import Options, Source, SourceError, to_generate
+from jaxtp.generate.source import Options, Source, SourceError, stretched, to_generate
 from jaxtp.generate.tokenizer import open_tokenizer
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import CONFIG
@@ -44,6 +44,7 @@ def open_folder(folder: Path, options: Options) -> Source:
         prefix=tokenizer.prefix if isinstance(tokenizer, HuggingFaceTokenizer) else (),
         template=described.template,
         special_tokens=described.special_tokens,
+        context=stretched(described.context, config.rope_scaling),
     )
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.generate.sampling import sample
 from jaxtp.generate.settings import GenerationSettings
-from jaxtp.layers.cache import KVCache
+from jaxtp.layers.cache import STACK_SPEC, KVCache
 from jaxtp.models.decoder import Decoder
 
 Ids = NDArray[np.int32]
@@ -121,12 +121,18 @@ class Programs:
         """An empty cache, and logits that mean nothing."""
         return Read(*self._create(self._state))
 
-    def prefill(self, prompts: Sequence[Ids]) -> Read:
-        """Reads prompts, at most one for each row, none longer than the slots, and waits until they are read."""
+    def prefill(self, prompts: Sequence[Ids], progress: Callable[[int], None] = lambda read: None) -> Read:
+        """Reads prompts, at most one for each row, none longer than the slots, and waits until they are read.
+
+        Args:
+          prompts: their ids.
+          progress: told after each chunk how many tokens of each have been read.
+        """
         read = self.start()
         for start in range(0, max(map(len, prompts)), self.shape.chunk):
             read = Read(*self._read_chunk(self._state, read.cache, read.logits, *self._chunk(prompts, start)))
             read.logits.block_until_ready()  # virtual CPU devices can hang where many programs are under way
+            progress(start + self.shape.chunk)
         return read
 
     def decode(self, read: Read, tokens: Array) -> Read:
@@ -153,12 +159,6 @@ class Programs:
             seen[row, prompt] = True
         return jax.device_put(seen, self._sharding(batch_spec(None)))
 
-    def cache_bytes_per_device(self) -> int:
-        """Of the keys and values."""
-        keys: jax.ShapeDtypeStruct = self._start[0].keys
-        shape = keys.shape if self._mesh is None else keys.sharding.shard_shape(keys.shape)
-        return 2 * math.prod(shape) * keys.dtype.itemsize
-
     def _nothing(self, model: Decoder) -> tuple[KVCache, Array]:
         logits = jnp.zeros((self.shape.rows, self._config.vocab_size), self._config.precision.logits)
         return model.empty_cache(self.shape.rows, self.shape.slots), constrain(logits, batch_spec(None))
@@ -180,7 +180,20 @@ class Programs:
         return None if self._mesh is None else NamedSharding(self._mesh, spec)
 
     def _context(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._mesh is None else jax.set_mesh(self._mesh)
+        return _within(self._mesh)
+
+
+def cache_bytes(model: Decoder, shape: Shape) -> int:
+    """Bytes of keys and values on each device."""
+    mesh = mesh_of(model)
+    with _within(mesh):
+        keys = jax.eval_shape(lambda: model.empty_cache(shape.rows, shape.slots)).keys
+    on_device = keys.shape if mesh is None else NamedSharding(mesh, STACK_SPEC).shard_shape(keys.shape)
+    return 2 * math.prod(on_device) * keys.dtype.itemsize
+
+
+def _within(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def _abstract(array: Array) -> jax.ShapeDtypeStruct:

@@ -12,8 +12,12 @@ def is_jsonl(path: Path) -> bool:
     return path.suffix in (".jsonl", ".ndjson")
 
 
-def read_prompts(path: Path, field: str) -> list[str]:
-    """The prompts of a file; lines with nothing on them are left out.
+MAX_BYTES = 2**30
+"""Of a file of prompts."""
+
+
+def read_prompts(path: Path, field: str) -> list[str | None]:
+    """The prompt on each line of a file; None for a line with nothing on it.
 
     Args:
       path: the file.
@@ -23,17 +27,25 @@ def read_prompts(path: Path, field: str) -> list[str]:
       ConfigError: it cannot be read, with the line where that is one line's fault; or there are no prompts in it.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut at characters within a text too
+        with path.open("rb") as file:
+            content = file.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(
+                f"{path}: more than {MAX_BYTES // 2**20:,} MiB, the limit for a file of prompts; split it"
+            )
+        lines = content.decode().split("\n")  # splitlines would cut at characters within a text too
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}{nearest_file(path)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: not UTF-8 (byte {error.start:,})") from None
-    numbered = [(number, line.removesuffix("\r")) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
+    given = [line.removesuffix("\r") if line.strip() else None for line in lines]
+    if not any(given):
         raise ConfigError(f"{path}: no prompts in it")
     if not is_jsonl(path):
-        return [line for _, line in numbered]
-    return [_field(f"{path}, line {number}", line, field) for number, line in numbered]
+        return given
+    return [
+        None if line is None else _field(f"{path}, line {number}", line, field) for number, line in enumerate(given, 1)
+    ]
 
 
 def _field(where: str, line: str, field: str) -> str:

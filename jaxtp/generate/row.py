@@ -11,7 +11,7 @@ from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.generate.settings import GenerationSettings
 from jaxtp.generate.text import StopTexts, TextStream
 
-Finish = Literal["end", "stop", "length"]
+Finish = Literal["end", "stop", "length", "context"]
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class Result:
     """Of each token, in nats, under the model as it is: without penalty, temperature and filters."""
 
     finish: Finish
-    """Why it ends: an end token, a stop text, or the most tokens that were asked for."""
+    """Why it ends: an end token, a stop text, the most tokens that were asked for, or all that the model was made for,
+    those of the prompt among them."""
 
     prompt_tokens: int
     """Tokens that the prompt has."""
@@ -43,6 +44,9 @@ class Piece:
 
     index: int
     """Of the prompt."""
+
+    token: int | None
+    """None for one that ends the text."""
 
     text: str
     """Whole characters; may be empty."""
@@ -60,6 +64,7 @@ class Row:
       tokenizer: turns them into text.
       settings: when to end.
       end_ids: the tokens that end a text.
+      context: the most tokens of prompt and text together; None for any number.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Row:
         tokenizer: Tokenizer,
         settings: GenerationSettings,
         end_ids: frozenset[int],
+        context: int | None = None,
     ):
         self.index = index
         self.prompt = prompt
@@ -78,7 +84,9 @@ class Row:
         self._logprobs: list[float] = []
         self._stream = TextStream(tokenizer, prompt.tolist())
         self._stops = StopTexts(settings.stop)
-        self._max_tokens = settings.max_tokens
+        room = settings.max_tokens if context is None else context - len(prompt)
+        self._max_tokens = min(settings.max_tokens, room)
+        self._longest: Finish = "length" if room >= settings.max_tokens else "context"
         self._end_ids = end_ids
 
     def add(self, token: int, logprob: float) -> Piece:
@@ -91,11 +99,11 @@ class Row:
             self._logprobs.append(logprob)
             text = self._certain(self._stream.feed(token))
             if self.finish is None and len(self._ids) == self._max_tokens:
-                self.finish = "length"
-        if self.finish in ("end", "length"):
+                self.finish = self._longest
+        if self.finish in ("end", "length", "context"):
             text += self._certain(self._stream.finish()) + self._stops.finish()
         self._text.append(text)
-        return Piece(self.index, text, self._result())
+        return Piece(self.index, None if self.finish == "end" else token, text, self._result())
 
     def _certain(self, text: str) -> str:
         certain, found = self._stops.feed(text)

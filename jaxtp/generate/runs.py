@@ -10,7 +10,7 @@ from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer
 from jaxtp.generate.described import Described, describe
-from jaxtp.generate.source import Options, Source, SourceError, to_generate
+from jaxtp.generate.source import Options, Source, SourceError, stretched, to_generate
 from jaxtp.generate.tokenizer import open_tokenizer
 from jaxtp.hf.kept import kept_files
 from jaxtp.hf.runs import load_merged, model_of
@@ -48,6 +48,7 @@ def open_folder(folder: Path, options: Options) -> Source:
         prefix=tuple(checkpoint.info.get("corpus", {}).get(PREFIX, ())),
         template=chat.template,
         special_tokens=chat.special_tokens,
+        context=stretched(next((said.context for said in described if said.context), None), config.rope_scaling),
     )
 
 

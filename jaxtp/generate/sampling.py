@@ -14,6 +14,9 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.generate.settings import GenerationSettings
 
+_LEAST = float(jnp.finfo(jnp.float32).tiny)
+"""What is smaller is 0 in the dtype of the logits."""
+
 
 def sample(
     logits_BV: Array, seen_BV: Array, seeds_B: Array, positions_B: Array, *, settings: GenerationSettings, num_ids: int
@@ -61,7 +64,7 @@ def apply_filters(logits: Array, seen: Array, settings: GenerationSettings) -> A
     if settings.repetition_penalty != 1:
         logits = penalise(logits, seen, settings.repetition_penalty)
     if settings.temperature > 0:
-        logits = logits / settings.temperature
+        logits = (logits - jnp.max(logits)) / max(settings.temperature, _LEAST)
     if settings.top_k:
         logits = keep_top_k(logits, settings.top_k)
     if settings.top_p < 1:
@@ -86,7 +89,7 @@ def keep_top_p(logits: Array, p: float) -> Array:
     ordered = jnp.sort(logits, descending=True)
     probabilities = jax.nn.softmax(ordered)
     before = jnp.cumsum(probabilities) - probabilities
-    return _at_least(logits, jnp.min(jnp.where(before < p, ordered, jnp.inf)))
+    return _at_least(logits, jnp.min(jnp.where(before < max(p, _LEAST), ordered, jnp.inf)))
 
 
 def keep_min_p(logits: Array, p: float) -> Array:

@@ -1,13 +1,13 @@
 """How tokens are chosen, and when a text ends."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 from pydantic import Field
 
-from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, allowed, to_plain, validate
+from jaxtp.config import ConfigError, Count, CountOrZero, allowed, to_plain, validate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +20,11 @@ class GenerationSettings:
     seed: CountOrZero = 0
     """Of the first prompt; each further one has the next. A prompt gives the same text whatever the batch it is in."""
 
-    repetition_penalty: Positive = 1.0
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), allowed("from 0.01 to 100")] = 1.0
     """Divides the positive logits of tokens that the text or its prompt has, and multiplies the negative ones (CTRL); 1
     is off."""
 
-    temperature: NonNegative = 0.0
+    temperature: Annotated[float, Field(ge=0, le=1000), allowed("from 0 to 1000")] = 0.0
     """Divides the logits; 0 always takes the likeliest token."""
 
     top_k: CountOrZero = 0
@@ -41,22 +41,33 @@ class GenerationSettings:
 
 
 def check(settings: GenerationSettings) -> None:
-    """Checks the settings, also of those who build them in Python.
+    """Checks the settings of those who build them in Python.
 
     Raises:
       ConfigError: with every value that cannot be, or that would have no effect.
     """
     validate(GenerationSettings, {**to_plain(settings), "stop": tuple(settings.stop)}, source="settings")
-    problems = list(_contradictions(settings))
+    problems = list(contradictions(settings))
     if problems:
         raise ConfigError("; ".join(problems))
 
 
-def _contradictions(settings: GenerationSettings) -> Iterator[str]:
+def contradictions(
+    settings: GenerationSettings, spelled: Callable[[str, object], str] = lambda name, value: f"{name}={value}"
+) -> Iterator[str]:
+    """What would have no effect, or end everything.
+
+    Args:
+      settings: each of which can be.
+      spelled: a setting and its value, as they were written.
+    """
     off = GenerationSettings()
     idle = [n for n in ("top_k", "top_p", "min_p") if getattr(settings, n) != getattr(off, n)]
     if settings.temperature == 0 and idle:
-        values = ", ".join(f"{name}={getattr(settings, name)}" for name in idle)
-        yield f"{values} has no effect at temperature 0, which always takes the likeliest token; give a temperature too"
+        values = ", ".join(spelled(name, getattr(settings, name)) for name in idle)
+        yield (
+            f"{values} {'has' if len(idle) == 1 else 'have'} no effect at temperature 0, which always takes the "
+            "likeliest token; give a temperature too"
+        )
     if "" in settings.stop:
-        yield "an empty stop text would end everything; leave it out"
+        yield f"{spelled('stop', repr(''))} would end everything; leave it out"

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.rope import RopeScaling
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 
@@ -45,6 +46,9 @@ class Source:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     """What the template may name: bos_token, eos_token."""
 
+    context: int | None = None
+    """Tokens of a prompt and its text that the model was made for at most; None where nothing says so."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -64,6 +68,13 @@ class Options:
 
     ignore_config: tuple[str, ...] = ()
     """Attributes of a config.json that are passed over though they are not understood."""
+
+
+def stretched(context: int | None, scaling: RopeScaling) -> int | None:
+    """The context of a model with what a scaling of its rotary embedding adds, which its config.json may leave out."""
+    if context is None or scaling.kind == "none":
+        return context
+    return max(context, int((context if scaling.kind == "linear" else scaling.original_length) * scaling.factor))
 
 
 def to_generate(config: ModelConfig, dtype: Literal["float32", "bfloat16"] | None) -> ModelConfig:

@@ -1,5 +1,6 @@
 """The kinds of model on disk: a run of ours, or a folder in Hugging Face's format. A further kind is a line here."""
 
+import os
 from pathlib import Path
 
 from jaxtp.config import nearest_file
@@ -15,8 +16,8 @@ def open_source(folder: Path, options: Options = Options()) -> Source:
       SourceError: no model, or none with a tokenizer.
       ValueError: it is damaged, or not understood (`CheckpointError`, `DatasetError`, `TokenizerError`, `ConfigError`).
     """
-    if not folder.is_dir():
-        what = "is no folder" if folder.exists() else "no such folder"
+    if not os.path.isdir(folder):  # unlike Path's, it takes names of any length
+        what = "is no folder" if os.path.exists(folder) else "no such folder"
         raise SourceError(f"--model {folder}: {what}{nearest_file(folder)}")
     for kind in (huggingface, runs):
         if kind.is_model(folder):

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint.checksum import checksums
 from jaxtp.checkpoint.logical import to_logical
 from jaxtp.checkpoint.manager import CheckpointError, load_weights, newest, stored_info
+from jaxtp.checkpoint.quiet import without_metadata_warning
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.config import validate
 from jaxtp.hf.adapters import merge_adapters
@@ -29,6 +30,7 @@ BASE = "base"
 """In the info of a checkpoint of adapters: where the model beside them is from, and what it is."""
 
 
+@without_metadata_warning()
 def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
     """The model of a run as it was trained, with its adapters if it has any, on the mesh in context.
 

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.manifest import MANIFEST, SPLITS, TRAIN, VALIDATION, Manifest, totals
+from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.prepare import errors, folder
 from jaxtp.prepare.batches import Batch, Entry, ahead, batches, split_of
@@ -194,10 +195,12 @@ class _Work:
         yield f"{'dataset':<12}{self._out}, tokenizer {info.kind}, vocabulary {info.vocab_size:,}{fewer}"
         if marks := list(described(self._tokenizer, self._config)):
             yield f"{'documents':<12}{'; '.join(marks)}"
+        written = open_dataset(self._out)
         for name in (TRAIN, VALIDATION):
             of, shards = totals(manifest.splits[name]), len(manifest.splits[name])
+            loss = f", {written.splits[name].num_loss_tokens:,} of them with loss," if manifest.prompts else ""
             yield (
-                f"{name:<12}{of['documents']:,} documents, {of['tokens']:,} tokens in "
+                f"{name:<12}{of['documents']:,} documents, {of['tokens']:,} tokens{loss} in "
                 f"{shards} shard{'' if shards == 1 else 's'}, the longest document {of['longest']:,}"
             )
         if not manifest.splits[VALIDATION] and self._config.held_out:

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 import jaxtp
 from jaxtp.checkpoint.logical import logical_size, spec
 from jaxtp.console import Display
+from jaxtp.data.corpus import Corpus
 from jaxtp.data.samples import Data
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import logical_shape
@@ -56,8 +57,7 @@ def summary(config: TrainConfig, mesh: Mesh, data: Data, blueprint: Blueprint) -
         f"{_describe_model(config.model)}",
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
-        "data": f"{data.corpus.description}: {data.corpus.train_tokens:,} {data.corpus.unit} to train on, "
-        f"{data.corpus.validation_tokens:,} held out, sha256 {data.corpus.identity[:12]}",
+        "data": _describe_data(data.corpus),
         "rows": _describe_rows(data),
         "batch": _describe_batch(config, mesh, data.corpus.unit),
         "steps": f"{config.train.steps} of {tokens:,} = {tokens * config.train.steps:,} {data.corpus.unit}, "
@@ -68,6 +68,15 @@ def summary(config: TrainConfig, mesh: Mesh, data: Data, blueprint: Blueprint) -
     rows |= {name: text for name, text in optional.items() if text is not None}
     lines = [f"{name:<8}{text}" for name, text in rows.items()]
     return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+
+
+def _describe_data(corpus: Corpus) -> str:
+    """What is read, and how much of it is for the loss where that is not nearly all."""
+    loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
+    return (
+        f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "
+        f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}"
+    )
 
 
 def _describe_rows(data: Data) -> str:

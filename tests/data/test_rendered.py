@@ -66,6 +66,22 @@ def test_what_is_no_text_is_refused(text):
         SpecialTokens(["<s>"]).escape({"role": "user", "content": text})
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "a\ufdd299\ufdd3b",
+        "a\ufdd2\ufdd3b",
+        f"a\ufdd2{'9' * 5000}\ufdd3b",
+        "a\ufdd0\ufdd1b",
+        "ab{{ messages[0].content[:2] }}",
+    ],
+)
+def test_noncharacters_of_a_template_are_left_out(template):
+    tokens = SpecialTokens(["<s>"])
+    rendered = ChatTemplate(template, "t", {}).render(tokens.escape([{"content": "<s>"}]))
+    assert set(tokens.mark(rendered)) <= set("ab0123456789")
+
+
 def test_absent_parts_are_left_out_and_others_are_kept():
     assert SpecialTokens(["<s>"]).escape({"a": None, "b": [True, 3, {"c": "<s>"}]}) == {
         "b": [True, 3, {"c": "\ufdd20\ufdd3"}]

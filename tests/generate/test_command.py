@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import shutil
 import sys
 
@@ -85,8 +86,12 @@ def test_files_of_prompts_and_objects(places, tmp_path, capsys):
     assert [record["prompt"] for record in records] == prompts
     assert all(len(record["ids"]) == len(record["logprobs"]) == 4 for record in records)
     assert {record["finish"] for record in records} == {"length"}
-    expected = "".join(f"--- {i}: {json.dumps(r['prompt'])}\n{r['text']}\n" for i, r in enumerate(records))
-    assert as_text == expected
+    assert [record["index"] for record in records] == [0, 1, 2]
+    found = generate(capsys, *flags, "--json", "--prompt", "x", "--prompt-file", tmp_path / "p.txt").out
+    with_a_gap = [json.loads(line) for line in found.splitlines()]
+    assert [record["index"] for record in with_a_gap] == [0, 1, 3], "a blank line is counted"
+    assert [record["prompt"] for record in with_a_gap] == prompts
+    assert as_text == "".join(f"--- {r['index']}: {json.dumps(r['prompt'])}\n{r['text']}\n" for r in with_a_gap)
     again = generate(capsys, *flags, "--json", "--batch-size", 1, *(f for p in prompts for f in ("--prompt", p)))
     assert [json.loads(line)["ids"] for line in again.out.splitlines()] == [record["ids"] for record in records]
 
@@ -122,7 +127,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_chat(places, tmp_path, monkeypa
 
     def interrupted_once(self, prompts, settings):
         made.append(bytes(prompts[0]).decode())
-        yield jaxtp.generate.row.Piece(0, "some", None)
+        yield jaxtp.generate.row.Piece(0, 5, "some", None)
         if len(made) == 1:
             raise KeyboardInterrupt
 
@@ -153,6 +158,7 @@ PROMPT = ["--prompt", "x"]
 REFUSED = {
     "nothing": ([], "name the model by --model DIR; give texts to continue, by --prompt TEXT or --prompt-file FILE"),
     "no such folder": (["--model", "{runs}/byte", *PROMPT], "byte: no such folder; did you mean {runs}/bytes?"),
+    "a long name": (["--model", "{runs}/" + "r" * 5000, *PROMPT], "r: no such folder"),
     "a file": (["--model", "{runs}/text.txt", *PROMPT], "text.txt: is no folder"),
     "no model": (
         ["--model", "{runs}/data", *PROMPT],
@@ -171,27 +177,53 @@ REFUSED = {
         "not divisible by mesh.tp=3; tp can be 1, 2, 4, 8",
     ),
     "devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "8", "--mesh.dp", "4"], "needs 32 devices"),
+    "many devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "1000000000"], "at most 4,096 can be virtual"),
     "chat and prompt": (["--model", "{runs}/bytes", *PROMPT, "--chat"], "leave --prompt, --prompt-file and --json out"),
     "system": (["--model", "{runs}/bytes", *PROMPT, "--system", "be brief"], "are of a chat; give --chat too"),
     "no template": (["--model", "{runs}/bytes", "--chat"], "has no chat template; give one by --template FILE"),
     "template": (["--model", "{runs}/bytes", "--chat", "--template", "{bad}"], "bad.jinja: not a chat template: "),
+    "a template that refuses": (
+        ["--model", "{runs}/bytes", "--chat", "--template", "{no}"],
+        "refuses this conversation: no",
+    ),
     "no such template": (["--model", "{runs}/bytes", "--chat", "--template", "no.jinja"], "no.jinja: No such file"),
     "tokenizer of bytes": (["--model", "{runs}/bytes", *PROMPT, "--tokenizer", "{runs}/data"], "was trained on bytes"),
     "another tokenizer": (["--model", "{runs}/tokens", *PROMPT, "--tokenizer", "{other}"], "its sha256 is another"),
     "no tokenizer": (["--model", "{runs}/tokens", *PROMPT, "--tokenizer", "{runs}/text.txt"], "not a tokenizer.json"),
-    "no effect": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "0.5"], "top_p=0.5 has no effect at temperature 0"),
-    "value": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "1.5"], "top_p = 1.5: should be less than or equal to 1"),
+    "no effect": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "0.5"], "--top-p 0.5 has no effect at temperature 0"),
+    "value": (["--model", "{runs}/bytes", *PROMPT, "--top-p", "1.5"], "--top-p 1.5: should be less than or equal to 1"),
+    "tokens": (["--model", "{runs}/bytes", *PROMPT, "--max-tokens", "0"], "--max-tokens 0: should be greater than or"),
+    "many tokens": (
+        ["--model", "{runs}/bytes", *PROMPT, "--max_tokens", str(10**12)],
+        "--max-tokens 1000000000000: sh",
+    ),
+    "settings": (
+        ["--model", "{runs}/bytes", *PROMPT, "--top-p", "0.5", "--top-k", "3", "--stop", ""],
+        "--top-k 3, --top-p 0.5 have no effect at temperature 0, which always takes the likeliest token; give a "
+        "temperature too; --stop '' would end everything; leave it out",
+    ),
+    "rows": (["--model", "{runs}/bytes", *PROMPT, "--batch-size", "0"], "--batch-size 0: should be greater than or"),
+    "cache": (["--model", "{runs}/bytes", *PROMPT, "--max-tokens", "2000000000"], "GiB on each device, which has "),
+    "endless file": (
+        ["--model", "{runs}/bytes", "--prompt-file", "{zero}"],
+        "more than 1 MiB, the limit for a file of",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name, places, tmp_path, capsys):
+def test_refused(name, places, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("jaxtp.generate.prompts.MAX_BYTES", 2**20)
     flags, message = REFUSED[name]
     (tmp_path / "empty.txt").write_text("\n \n")
     (tmp_path / "bad.jinja").write_text("{% for %}")
+    (tmp_path / "no.jinja").write_text("{{ raise_exception('no') }}")
     tokenizer = json.loads((places / "data/tokenizer.json").read_text())
     (tmp_path / "other.json").write_text(json.dumps({**tokenizer, "version": "1.0"}, indent=3))
     names = {"runs": places, "empty": tmp_path / "empty.txt", "bad": tmp_path / "bad.jinja"}
+    names["zero"] = tmp_path / "zero"
+    names["zero"].write_bytes(bytes(2**20 + 1))
+    names["no"] = tmp_path / "no.jinja"
     names["other"] = tmp_path / "other.json"
     assert main([flag.format(**names) for flag in flags]) == 2
     captured = capsys.readouterr()
@@ -233,6 +265,15 @@ def test_help_says_what_each_flag_does(capsys):
     assert all(
         flag in out for flag in ("--model DIR", "--temperature FLOAT", "--mesh.tp INT", "--chat", "--max-tokens")
     )
+
+
+def test_a_run_is_loaded_in_python_without_a_warning(places, monkeypatch, caplog):
+    """As in a process that no command has made quiet."""
+    monkeypatch.setattr(logging.getLogger("absl"), "level", logging.WARNING)
+    monkeypatch.setattr(logging.getLogger("absl"), "handlers", [caplog.handler])
+    with jax.set_mesh(jaxtp.make_mesh()):
+        jaxtp.load_run(places / "bytes")
+    assert caplog.messages == []
 
 
 def test_bytes_need_no_tokenizer_file(places):

@@ -18,7 +18,7 @@ from jaxtp.data.manifest import BYTES, TokenizerInfo
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate import programs as programs_module
 from jaxtp.generate.engine import GenerationError
-from jaxtp.generate.programs import Programs, Shape
+from jaxtp.generate.programs import Programs, Shape, cache_bytes
 from jaxtp.mesh import mesh_sizes
 
 CONFIG = jaxtp.ModelConfig(
@@ -120,9 +120,11 @@ def test_reading_writes_in_place_and_moves_nothing_of_the_cache():
     """The compiler adds one collective to those that the layers write: the gather of the last logits."""
     mesh = jaxtp.make_mesh(1, 2, 4)
     programs = Programs(model_on((1, 2, 4)), Shape(rows=4, slots=64, chunk=16))
-    assert programs.cache_bytes_per_device() == 2 * 2 * 2 * 64 * 1 * 4 * 4  # k and v, layers, rows, slots, head, floats
+    assert (
+        cache_bytes(model_on((1, 2, 4)), programs.shape) == 2 * 2 * 2 * 64 * 1 * 4 * 4
+    )  # k and v, layers, rows, slots, head, floats
     for compiled, tokens in ((programs._read_chunk, 16), (programs._read_token, 1)):
-        assert compiled.memory_analysis().alias_size_in_bytes >= programs.cache_bytes_per_device()
+        assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes(model_on((1, 2, 4)), programs.shape)
         found = count_collectives_in_hlo(compiled.as_text(), mesh_sizes(mesh))
         largest = max(c.bytes for c in found if "fsdp" not in c.axes)
         assert largest <= max(2 * tokens * CONFIG.d_model * 4, 2 * 260 * 4), "activations, or logits of two rows"
@@ -193,7 +195,7 @@ REFUSED = {
     "not text": (["\udcff"], {}, GenerationError, "prompt 0 is not UTF-8"),
     "temperature": (["a"], {"temperature": -1.0}, ConfigError, "temperature = -1.0: should be greater"),
     "without effect": (["a"], {"top_k": 5}, ConfigError, "top_k=5 has no effect at temperature 0"),
-    "empty stop": (["a"], {"stop": ("",)}, ConfigError, "an empty stop text"),
+    "empty stop": (["a"], {"stop": ("",)}, ConfigError, "would end everything; leave it out"),
 }
 
 
@@ -221,3 +223,39 @@ def test_logits_that_are_not_finite_are_said():
 def test_programs_are_of_the_mesh_of_the_model():
     assert programs_module.mesh_of(model_on(None)) is None
     assert mesh_sizes(programs_module.mesh_of(model_on((2, 2, 2)))) == {"dp": 2, "fsdp": 2, "tp": 2}
+
+
+def test_a_text_ends_with_the_context_and_a_prompt_beyond_it_is_refused():
+    generator, prompts = generator_on(None, context=LENGTH), [PROMPTS[2], PROMPTS[0]]
+    room = LENGTH - len(PROMPTS[2])
+    whole = dataclasses.replace(SETTINGS, max_tokens=room + 8)
+    first, second = generator.generate(prompts, whole)
+    assert (first.finish, len(first.ids)) == ("context", room)
+    assert (second.finish, len(second.ids)) == ("length", room + 8)
+    assert second.ids == one().generate(prompts, whole)[1].ids
+    assert "cut     1 where the model's context ends; --beyond-context goes on" in generator.speed.lines()
+    for length in (LENGTH, LENGTH + 1):
+        with pytest.raises(
+            GenerationError, match=rf"prompt 1 has {length} tokens, and the model was made for {LENGTH}"
+        ):
+            generator.generate(["a", "a" * length], SETTINGS)
+    assert one().speed.cut_texts == 0
+
+
+def test_prompts_that_are_none_are_counted():
+    settings = dataclasses.replace(SAMPLED, seed=SAMPLED.seed - 1)
+    with_a_gap = one().generate([None, *PROMPTS], settings)
+    assert [result.index for result in with_a_gap] == [1, 2, 3, 4]
+    assert [result.ids for result in with_a_gap] == [result.ids for result in one().generate(PROMPTS, SAMPLED)]
+    assert one().generate([None]) == []
+
+
+def test_a_cache_beyond_the_memory_is_refused_before_it_is_made():
+    with pytest.raises(GenerationError, match=r"the cache for 1 x 2,147,483,648 tokens takes .* GiB on each device"):
+        one().generate(["a"], dataclasses.replace(SETTINGS, max_tokens=2**31 - 1))
+
+
+def test_reading_a_long_prompt_is_told():
+    told = []
+    generator_on(None, progress=lambda *progress: told.append(progress)).generate(["a" * 40], SETTINGS)
+    assert told == [(16, 40), (32, 40), (40, 40)]

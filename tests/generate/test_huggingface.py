@@ -48,6 +48,41 @@ def test_end_tokens_prefix_and_template(folder):
     assert open_source(folder).template == "yes"
 
 
+@pytest.mark.parametrize(
+    ("attributes", "context"),
+    [
+        ({}, None),
+        ({"max_position_embeddings": 32}, 32),
+        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}, 128),
+        ({"max_position_embeddings": 32, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 128),
+    ],
+)
+def test_the_context_is_what_the_model_was_made_for(folder, attributes, context):
+    described = json.loads((folder / "config.json").read_text())
+    described.pop("max_position_embeddings", None)
+    write(folder, "config.json", described | attributes)
+    assert open_source(folder).context == context
+
+
+def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, capsys):
+    write(folder, "config.json", json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 12})
+    command = ["--model", str(folder), "--prompt", "to a cap to a cap", "--max-tokens", "3", "--json"]
+    assert main(command) == 2
+    error = capsys.readouterr().err
+    assert "tokens, and the model was made for 12, with the text that follows" in error
+    assert "--beyond-context" in error
+    assert main([*command, "--beyond-context"]) == 0
+    assert json.loads(capsys.readouterr().out)["finish"] in ("length", "end")
+    for length in (-1, 0, "many", 1.5, True):
+        write(
+            folder,
+            "config.json",
+            json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": length},
+        )
+        with pytest.raises(ValueError, match="max_position_embeddings"):
+            open_source(folder)
+
+
 def test_a_text_and_a_chat(folder, monkeypatch, capsys):
     assert main(["--model", str(folder), "--prompt", "to", "--max-tokens", "3", "--mesh.tp", "2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -66,14 +101,14 @@ def test_a_text_and_a_chat(folder, monkeypatch, capsys):
     assert prompts[0].count(1) == 1, "the template spells the first token, and it is not put there twice"
 
 
-@pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 2]), (["--special-tokens"], [2, 4])])
-def test_what_is_typed_is_text_and_what_the_model_said_are_tokens(flags, first_tokens, folder, monkeypatch):
+@pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 1]), (["--special-tokens"], [2, 3])])
+def test_what_is_typed_or_spelled_by_the_model_is_text(flags, first_tokens, folder, monkeypatch):
     """The template writes one <s> (1), the person two, the model one."""
     prompts, answers = [], iter(["to<s>", ""])
 
     def stream(self, given, settings):
         prompts.extend(given)
-        yield Piece(0, next(answers), None)
+        yield Piece(0, 5, next(answers), None)
 
     monkeypatch.setattr(jaxtp.Generator, "stream", stream)
     monkeypatch.setattr(sys, "stdin", __import__("io").StringIO("<s>to\nto<s>\n"))

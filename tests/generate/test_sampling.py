@@ -138,3 +138,10 @@ def test_a_row_draws_the_same_on_every_mesh_and_in_every_batch():
         with jax.set_mesh(mesh):
             assert draw(chosen, seeds, positions)[0].tolist() == alone
     assert len(set(alone)) > 1
+
+
+@pytest.mark.parametrize("chosen", [{"temperature": 1e-300}, {"temperature": 1.0, "top_p": 1e-300}])
+def test_settings_that_are_nearly_zero_take_the_likeliest(chosen):
+    """In the dtype of the logits they are 0."""
+    tokens, _, _ = draw(GenerationSettings(**chosen), [0, 1], [3, 4])
+    assert tokens.tolist() == [int(np.argmax(LOGITS))] * 2

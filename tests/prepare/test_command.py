@@ -43,14 +43,14 @@ def test_help_explains_every_setting_and_verify(capsys):
     [
         ([], "name at least one INPUT: a file or a folder; name the folder of the dataset by --out DIR"),
         (["x", "--out", "d", "--tokenizer", "t", "--train-bpe", "300"], "are two tokenizers"),
-        (["x", "--out", "d", "--train-bpe", "256"], "train_bpe = 256: should be greater than or equal to 257"),
+        (["x", "--out", "d", "--train-bpe", "256"], "--train-bpe 256: should be greater than or equal to 257"),
         (["x", "--out", "d", "--eos", "</s>"], "bytes have no special tokens"),
         (["x", "--out", "d", "--train-bpe", "300", "--eos", "a", "--no-eos"], "contradict each other"),
         (["x", "--out", "d", "--train-bpe", "300", "--eos", ""], "--eos is empty"),
         (["x", "--out", "d", "--prompt-field", "p"], "--prompt-field and --completion-field go together"),
         (["x", "--out", "d", "--prompt-field", "p", "--completion-field", "c", "--field", "f"], "--field is for"),
-        (["x", "--out", "d", "--held-out", "1"], "held_out = 1.0: should be less than 1"),
-        (["x", "--out", "d", "--shard-tokens", "0"], "shard_tokens = 0: should be greater than or equal to 1"),
+        (["x", "--out", "d", "--held-out", "1"], "--held-out 1.0: should be less than 1"),
+        (["x", "--out", "d", "--shard-tokens", "0"], "--shard-tokens 0: should be greater than or equal to 1"),
         (["x", "--verify", "d"], "--verify DIR reads a dataset and does nothing else"),
     ],
 )

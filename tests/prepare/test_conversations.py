@@ -10,6 +10,7 @@ from runs import SMALL, mesh
 from small_tokenizers import CHAT_TOKENS, begins_texts
 from tokenizers import Tokenizer
 
+from jaxtp.data.corpus import load_corpus
 from jaxtp.data.template import ChatTemplate
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.__main__ import main as generate
@@ -103,6 +104,19 @@ def test_bytes_and_a_template_of_ones_own(folder):
     assert pairs[1] == ("[naïve?][yes][and 🙂]", "[no\n]")
 
 
+def test_it_says_how_many_tokens_have_loss(folder, capsys):
+    dataset = make(folder, "--held-out", 0)
+    answers = sum(len(answer) for _, answer in documents(dataset))
+    assert f"{dataset.splits['train'].num_tokens:,} tokens, {answers:,} of them with loss, in 1 shard" in (
+        capsys.readouterr().out
+    )
+    assert load_corpus(folder / "d", validation=folder / "d").loss_tokens == answers
+    (folder / "a.txt").write_text("abc")
+    plain = prepared(folder / "plain", folder / "a.txt", "--held-out", 0)
+    assert "with loss" not in capsys.readouterr().out
+    assert plain.splits["train"].num_loss_tokens == 2
+
+
 def test_what_it_says_and_that_it_is_finished(folder, capsys):
     dataset = make(folder)
     assert (dataset.tokenizer.prefix, dataset.tokenizer.eos_id) == ((FIRST,), STOP)
@@ -189,6 +203,9 @@ def test_one_can_talk_to_a_run_as_its_data_do(folder, monkeypatch, capsys):
     make(folder, "--held-out", 0.3, rows=jsonl(folder / "b.jsonl", [said(f"{i}?", f"{i}") for i in range(40)]).name)
     size = ["--model.vocab-size", str(LIBRARY.get_vocab_size()), *mesh(1, 1, 1), "--train.steps", "2"]
     assert train([*SMALL, *size, "--data.path", str(folder / "d"), "--run.dir", str(folder / "run")]) == 0
+    assert (
+        f" tokens to train on, {load_corpus(folder / 'd').loss_tokens:,} of them with loss, " in capsys.readouterr().out
+    )
     source = open_source(folder / "run")
     assert (source.template, source.special_tokens) == (TEMPLATE, NAMED)
     assert (source.prefix, source.end_ids) == ((FIRST,), {STOP})

@@ -75,10 +75,10 @@ MISTAKES = {
     "unknown section": ("--modle.d-model 3", "--model.d-model"),
     "unknown flag": ("--mesh.tpp 4", "--mesh.tp"),
     "not a number": ("--mesh.tp four", "--mesh.tp"),
-    "out of range": ("--train.steps 0", "train.steps = 0: should be greater than or equal to 1"),
+    "out of range": ("--train.steps 0", "--train.steps 0: should be greater than or equal to 1"),
     "several out of range": (
         "--optimizer.beta1 2 --optimizer.learning-rate -1",
-        "optimizer.learning_rate = -1.0",
+        "--optimizer.learning-rate -1.0",
     ),
     "heads": ("--mesh.tp 3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
     "ffn": (
@@ -105,11 +105,11 @@ MISTAKES = {
         "--data.sequence-length 200000 --model.num-layers 1",
         "less than one sequence of data.sequence_length=200000",
     ),
-    "infinite rate": ("--optimizer.learning-rate inf", "learning_rate = inf: should be a finite number"),
+    "infinite rate": ("--optimizer.learning-rate inf", "--optimizer.learning-rate inf: should be a finite number"),
     "profile after the end": ("--profile.start 500", "profile.start=500 is after the last step, train.steps=400"),
     "no such optimizer": ("--optimizer.name sgd", "--optimizer.name"),
     "more than the machine has": ("--model.d-model 16384 --model.d-ff 65536 --model.num-layers 400", "GB and no GPU"),
-    "seed beyond 32 bits": ("--run.seed 99999999999999999999", "run.seed = 99999999999999999999: should be less than"),
+    "seed beyond 32 bits": ("--run.seed 99999999999999999999", "--run.seed 99999999999999999999: should be less than"),
     "kernel of another platform": ("--model.attention cudnn", "model.attention=cudnn needs an NVIDIA GPU"),
     "unwritable folder": ("--run.dir /proc/run", "run.dir=/proc/run"),
 }

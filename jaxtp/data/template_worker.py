@@ -1,0 +1,124 @@
+"""Loads and renders chat templates, one request after the other, within limits; `data.template` starts it.
+
+A template may ask for more memory or time than there is in a hundred ways, within one operator or one method of a
+string. The kernel bounds a process of its own in all of them. It imports nothing of jaxtp, so that it starts quickly.
+"""
+
+import datetime
+import json
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache, lru_cache
+from typing import Any, BinaryIO
+
+TEXT, REFUSED, FAILED, BROKEN = range(4)
+"""Kinds of answer: the rendered text; or why the template refuses the conversation, why it fails, or why it is none."""
+
+HEADER = struct.Struct(">BQ")
+"""Before an answer: its kind, and its bytes as UTF-8."""
+
+OUT_OF_MEMORY = 77
+"""The exit code."""
+
+_SHOWN = 300
+"""Characters of an error that are kept: a template may have written it."""
+
+
+class RefusedError(Exception):
+    """What a template raises itself."""
+
+
+def main(memory: int, characters: int) -> None:
+    """Answers requests until there are no more.
+
+    Args:
+      memory: the most bytes that the process may take.
+      characters: the most that a text may have.
+    """
+    with suppress(ValueError, OSError):  # not every system limits it
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it ends the process, even within one long operation
+    try:
+        _serve(sys.stdin.buffer, sys.stdout.buffer, characters)
+    except MemoryError:
+        os._exit(OUT_OF_MEMORY)
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
+    while True:
+        try:
+            template, variables, seconds = pickle.load(requests)
+        except EOFError:
+            return
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+        kind, text = _answer(template, variables)
+        if len(text) > characters:
+            kind, text = FAILED, f"its text has more than {characters:,} characters"
+        content = text.encode(errors="replace")
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        answers.write(HEADER.pack(kind, len(content)) + content)
+        answers.flush()
+
+
+def _answer(template: str, variables: Mapping[str, Any] | None) -> tuple[int, str]:
+    """Loads a template, and renders it if there are variables."""
+    try:
+        render = _load(template)
+    except Exception as error:
+        return BROKEN, _shown(error)
+    try:
+        text = "" if variables is None else render(**variables)
+        text.encode()  # a template may write what is no character
+        return TEXT, text
+    except RefusedError as error:
+        return REFUSED, _shown(error)
+    except Exception as error:
+        return FAILED, _shown(error)
+
+
+@lru_cache(maxsize=8)
+def _load(template: str) -> Callable[..., str]:
+    render: Callable[..., str] = _environment().from_string(template).render
+    return render
+
+
+@cache
+def _environment() -> Any:
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment
+
+
+def _shown(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        raise error
+    text = str(error) or type(error).__name__
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def _refuse(message: str) -> None:
+    raise RefusedError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+def _to_json(value: Any, **options: Any) -> str:
+    """Without Jinja's own escapes for HTML."""
+    return json.dumps(value, **{"ensure_ascii": False, **options})
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
