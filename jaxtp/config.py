@@ -160,6 +160,16 @@ def validate(schema: type[T], values: Any, *, source: str) -> T:
     return config
 
 
+def changed(config: T, values: Mapping[str, Any]) -> T:
+    """The configuration with other values, by their dotted names: `changed(config, {"mesh.tp": 4})`."""
+    sections: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, rest = name.partition(".")
+        inner = sections.get(section, getattr(config, section))
+        sections[section] = changed(inner, {rest: value}) if rest else value
+    return dataclasses.replace(config, **sections) if sections else config  # type: ignore[type-var]
+
+
 def to_plain(config: Any) -> dict[str, Any]:
     """The configuration as plain dicts, lists, strings and numbers."""
     plain: dict[str, Any] = pydantic.TypeAdapter(type(config)).dump_python(config, mode="json")

@@ -69,6 +69,17 @@ def request_virtual_devices(count: int) -> None:
         return  # the backend has started: make_mesh compares the mesh with the devices that there are
 
 
+def most_devices() -> int | None:
+    """The most devices that a mesh can have; None for virtual CPU devices, which are made as a mesh needs them.
+
+    Starts JAX's backend.
+    """
+    accept_absent_gpus()
+    devices = jax.devices()
+    any_number = devices[0].platform == "cpu" and jax.config.jax_num_cpu_devices == -1  # type: ignore[attr-defined]
+    return None if any_number else len(devices)
+
+
 def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:
     """The number of devices along each axis; all 1 for an empty mesh (no mesh in context)."""
     return dict.fromkeys(AXES, 1) | dict(mesh.shape)

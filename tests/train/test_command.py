@@ -81,7 +81,7 @@ MISTAKES = {
     "heads": ("--mesh.tp 3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
     "ffn": (
         "--model.d-ff 65 --mesh.tp 2",
-        "model.d_ff=65 is not divisible by mesh.tp=2; tp can be 1, 5, 13, 65, or d_ff 64 or 66",
+        "model.d_ff=65 is not divisible by mesh.tp=2; tp can be 1, or d_ff 64 or 66",
     ),
     "batch": (
         "--data.global-batch-size 7",
