@@ -8,7 +8,7 @@ override them: `--mesh.tp 4`.
 import dataclasses
 import difflib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -58,23 +58,48 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
       ConfigError: unreadable YAML, an unknown key, a value of the wrong type or out of range.
       SystemExit: `--help` or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
     """
+    return load_fitted(schema, argv, prog=prog, description=description, fit=lambda config, _: (config, []))[0]
+
+
+def load_fitted(
+    schema: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    fit: Callable[[T, Set[str]], tuple[T, list[str]]],
+) -> tuple[T, list[str]]:
+    """As `load`, where some defaults depend on what else was asked for.
+
+    Args:
+      schema: as of `load`.
+      argv: as of `load`; `--print-config` prints the notes too, as comments.
+      prog: as of `load`.
+      description: as of `load`.
+      fit: takes the configuration and the dotted names of the settings that a flag or the YAML file gives, which it
+        must leave as they are; gives the configuration with its own defaults for others, and notes that say why.
+
+    Returns:
+      The configuration, and the notes.
+    """
     path, flags = _take_config_flag(argv)
     show = PRINT in flags
     flags = [flag for flag in flags if flag != PRINT]
-    default = schema() if path is None else from_yaml(schema, path)
+    values = {} if path is None else _with_base(Path(path), ())
     parsed = tyro.cli(
         schema,
         args=flags,
-        default=default,
+        default=validate(schema, values, source=str(path)),
         prog=prog,
         description=description,
         config=(tyro.conf.AvoidSubcommands,),
     )
     config = validate(schema, dataclasses.asdict(parsed), source="command line")  # type: ignore[call-overload]
+    config, notes = fit(config, {*_leaves(values), *_named(flags)})
     if show:
-        print(to_yaml(config), end="")
+        print("".join(f"# {note}\n" for note in notes) + to_yaml(config), end="")
         raise SystemExit(0)
-    return config
+    return config, notes
 
 
 def from_yaml(schema: type[T], path: str | Path) -> T:
@@ -246,6 +271,22 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             flags.append(argument)
     return path, flags
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of what a YAML file gives."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _named(flags: Sequence[str]) -> Iterator[str]:
+    """The dotted names of what flags give; -- may be followed by - or _ between words, and the value by =."""
+    for flag in flags:
+        if flag.startswith("--"):
+            yield flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _complaint(item: Mapping[str, Any]) -> str:

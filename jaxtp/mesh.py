@@ -20,6 +20,9 @@ AXES = (DP, FSDP, TP)
 BATCH = (DP, FSDP)
 """The axes that divide the batch."""
 
+MAX_VIRTUAL_DEVICES = 1024
+"""So many take a second to make, and share the machine's cores."""
+
 
 class MeshError(ValueError):
     """A mesh that cannot be built from the devices that are there."""
@@ -58,10 +61,10 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
 def request_virtual_devices(count: int) -> None:
     """Asks for `count` virtual CPU devices, unless their number is set already.
 
-    Without effect once the backend has started, and on GPUs.
+    Without effect once the backend has started, on GPUs, and for more than `MAX_VIRTUAL_DEVICES`.
     """
     accept_absent_gpus()
-    if jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]  # -1 is JAX's "not set"
+    if jax.config.jax_num_cpu_devices != -1 or count > MAX_VIRTUAL_DEVICES:  # type: ignore[attr-defined]  # -1: not set
         return
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -174,6 +177,8 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
     problem = (
         f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} ({devices[0].device_kind})"
     )
+    if devices[0].platform == "cpu" and needed > MAX_VIRTUAL_DEVICES:
+        raise MeshError(f"{problem}; of virtual CPU devices at most {MAX_VIRTUAL_DEVICES} are made")
     if devices[0].platform == "cpu" and needed > len(devices):
         raise MeshError(
             f"{problem}: JAX's backend had started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "

@@ -1,7 +1,7 @@
 """The configuration of a training run; its defaults are `configs/tiny.yaml`."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -247,18 +247,19 @@ class TrainConfig:
     profile: ProfileConfig = ProfileConfig()
 
 
-def check(config: TrainConfig, mesh: dict[str, int]) -> None:
+def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices) -> None:
     """Checks what no single field can: that the sizes fit each other and the mesh.
 
     Args:
       config: the run.
       mesh: devices along each axis.
+      most: gives the most devices that a mesh can have, or None; called where something does not fit.
 
     Raises:
       ConfigError: with every violation, each with the nearest values that work.
     """
     if any(_problems(config, mesh)):
-        problems = violations_on(config, mesh, most_devices())
+        problems = violations_on(config, mesh, most())
         raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {p}" for p in problems))
 
 

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +30,12 @@ from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
 from jaxtp.train.watchdog import Watchdog
 
 
-def train(config: TrainConfig) -> float | None:
+def train(config: TrainConfig, notes: Sequence[str] = ()) -> float | None:
     """Trains until `config.train.steps`, from the newest whole checkpoint in `config.run.dir` if there is one.
+
+    Args:
+      config: the run.
+      notes: lines to begin with, on how the configuration came to be.
 
     Returns:
       The final validation loss, in nats per token; None if SIGTERM or SIGINT stopped the run before its end.
@@ -54,6 +58,8 @@ def train(config: TrainConfig) -> float | None:
     blueprint = plan(config, mesh)
     folder.prepare(config.run.dir)
     with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
+        for note in notes:
+            report.line(f"default {note}")
         run = prepare(config, blueprint, data, report)
         timing.begun()
         try:
