@@ -8,7 +8,7 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import TEXT, records
+from runs import SMOL_LM, TEXT, records, smol_lm
 
 from jaxtp.config import from_yaml, load_fitted, to_plain
 from jaxtp.convert.__main__ import main as convert
@@ -22,21 +22,11 @@ from jaxtp.train.place import Place
 
 GPUS = Place(devices=8, per_process=8, bfloat16=True, kind="GPUs")
 CPU = Place(devices=1, per_process=1, bfloat16=False, kind="virtual CPU devices")
-ATTRIBUTES = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 49152},
-    **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "rms_norm_eps": 1e-5},
-    **{"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
-    **{"tie_word_embeddings": True, "rope_theta": 100000, "torch_dtype": "bfloat16"},
-}
-"""The sizes of SmolLM2-135M, whose heads no power of two divides."""
 
 
 @pytest.fixture
 def model(tmp_path):
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(ATTRIBUTES))
-    return folder
+    return smol_lm(tmp_path / "model")
 
 
 @pytest.fixture
@@ -127,13 +117,13 @@ def test_a_dtype_that_the_devices_are_not_faster_in_is_not_the_default(ask):
     ],
 )
 def test_length_and_dtype_are_those_that_the_model_names(ask, model, attributes, length, dtype):
-    (model / "config.json").write_text(json.dumps(ATTRIBUTES | attributes))
+    (model / "config.json").write_text(json.dumps(SMOL_LM | attributes))
     config, _ = ask()
     assert (config.data.sequence_length, config.model.precision.compute) == (length, dtype)
 
 
 def test_without_a_dtype_in_its_configuration_a_model_has_that_of_its_weights(model):
-    (model / "config.json").write_text(json.dumps(ATTRIBUTES | {"torch_dtype": None}))
+    (model / "config.json").write_text(json.dumps(SMOL_LM | {"torch_dtype": None}))
     header = json.dumps({"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
     assert stored_dtype(model) == "bfloat16"
