@@ -22,6 +22,8 @@ BATCH = (DP, FSDP)
 
 MAX_VIRTUAL_DEVICES = 1024
 """So many take a second to make, and share the machine's cores."""
+MAX_LISTED = 12
+"""Meshes in a message."""
 
 
 class MeshError(ValueError):
@@ -117,10 +119,10 @@ def describe_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def fitting_meshes(num_devices: int) -> list[tuple[int, int, int]]:
-    """Every `(dp, fsdp, tp)` that uses exactly `num_devices`, tp and fsdp in powers of two."""
-    powers = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
+    """Every `(dp, fsdp, tp)` that uses exactly `num_devices`."""
+    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     return [
-        (num_devices // (fsdp * tp), fsdp, tp) for tp in powers for fsdp in powers if num_devices % (fsdp * tp) == 0
+        (num_devices // (fsdp * tp), fsdp, tp) for tp in divisors for fsdp in divisors if num_devices % (fsdp * tp) == 0
     ]
 
 
@@ -188,4 +190,6 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
 
 
 def _list_meshes(num_devices: int) -> str:
-    return ", ".join(str(mesh) for mesh in fitting_meshes(num_devices))
+    """Some of the meshes of so many devices, those of powers of two first."""
+    meshes = sorted(fitting_meshes(num_devices), key=lambda mesh: sum(size & (size - 1) > 0 for size in mesh))
+    return ", ".join(map(str, meshes[:MAX_LISTED])) + (", ..." if len(meshes) > MAX_LISTED else "")

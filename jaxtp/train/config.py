@@ -1,7 +1,7 @@
 """The configuration of a training run; its defaults are `configs/tiny.yaml`."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, UserPath, allowed, changed
 from jaxtp.data.samples import LongDocuments, Packing
-from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes, describe_mesh, most_devices
+from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes, describe_mesh, most_devices, request_virtual_devices
 from jaxtp.models import remat
 from jaxtp.models.config import ModelConfig, model_problems
 from jaxtp.models.hints import Problem, explained, not_divisible
@@ -259,8 +259,22 @@ def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | No
       ConfigError: with every violation, each with the nearest values that work.
     """
     if any(_problems(config, mesh)):
-        problems = violations_on(config, mesh, most())
-        raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {p}" for p in problems))
+        _refuse(violations_on(config, mesh, most()))
+
+
+def check_devices(config: TrainConfig, mesh: Mapping[str, int]) -> None:
+    """Checks that there are as many devices as the mesh needs; starts JAX's backend.
+
+    Raises:
+      ConfigError: there are fewer; with the nearest sizes that fit them and the model.
+    """
+    request_virtual_devices(math.prod(mesh.values()))
+    _refuse(violations_on(config, mesh, most_devices()))
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    if found := list(problems):
+        raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {problem}" for problem in found))
 
 
 def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:

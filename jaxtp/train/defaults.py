@@ -33,7 +33,7 @@ LENGTH = 1024
 """Tokens in a sequence, if the model reaches so far."""
 
 LEARNING_RATE, WARMUP_STEPS = "optimizer.learning_rate", "optimizer.warmup_steps"
-SEQUENCE_LENGTH, COMPUTE = "data.sequence_length", "model.precision.compute"
+SEQUENCE_LENGTH, COMPUTE, RUN_DIR = "data.sequence_length", "model.precision.compute", "run.dir"
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,11 @@ def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple
     """
     check_sizes({axis: getattr(config.mesh, axis) for axis in AXES})
     config = with_model(config)
+    config, folder = _with(config, [c for c in _folder(config) if not _is_given(c.setting, given)])
     before = _stored(config.run.dir) if _has_model(config) else None
     config, chosen = _with(config, [c for c in _of_model(config, before) if not _is_given(c.setting, given)])
     config, others = _with(config, _of_devices(config, given, before, place))
-    return config, [str(choice) for choice in chosen + others if choice.reason]
+    return config, [str(choice) for choice in folder + chosen + others if choice.reason]
 
 
 def _with(config: AnyConfig, choices: Iterable[Choice]) -> tuple[AnyConfig, list[Choice]]:
@@ -97,6 +98,15 @@ def _stored(run: Path) -> dict[str, Any] | None:
         return stored_info(newest(run))
     except (CheckpointError, OSError, ValueError):
         return None
+
+
+def _folder(config: TrainConfig) -> Iterator[Choice]:
+    """A folder for runs that begin with this model: the default one is of another."""
+    origin = config.model.from_hf or config.run.init_from
+    if origin is not None:
+        place = origin.resolve()
+        name = place.parents[1].name if place.parent.name in ("snapshots", "checkpoints") else place.name
+        yield Choice(RUN_DIR, Path("runs") / f"{name}-tuned", f"for runs that begin with {origin}")
 
 
 def _of_model(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterator[Choice]:
@@ -214,6 +224,8 @@ def _mesh(
             return
         first, batch = found
         reason = f"of {place.devices} {place.kind}, the mesh that fits the model and moves the least"
+        if place.devices == 1:
+            reason = f"{place.kind} share the cores, so one is enough" if place.is_virtual else "the only device"
     mesh = MeshConfig(**{axis: getattr(config.mesh, axis) if axis in axes else first[axis] for axis in AXES})
     if mesh != config.mesh:
         yield Choice("mesh", mesh, reason)

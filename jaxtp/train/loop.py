@@ -15,7 +15,7 @@ from jaxtp.data.loader import Batch, batches
 from jaxtp.hf.runs import BASE
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
-from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
+from jaxtp.train.config import TrainConfig, check, check_devices, check_platform, planned_mesh
 from jaxtp.train.interrupt import Interrupt
 from jaxtp.train.origin import check_origin, with_model
 from jaxtp.train.prepare import Run, load_data, plan, prepare
@@ -48,8 +48,9 @@ def train(config: TrainConfig, notes: Sequence[str] = ()) -> float | None:
     timing = Timing()
     config = with_model(config)
     check_origin(config)
-    if (sizes := planned_mesh(config.mesh)) is not None:
-        check(config, sizes)
+    if (planned := planned_mesh(config.mesh)) is not None:
+        check(config, planned)
+        check_devices(config, planned)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.tp)
     check(config, mesh_sizes(mesh))
     check_platform(config.model, mesh.devices.flat[0].platform)

@@ -1,16 +1,17 @@
 """The devices that a run will have, and a mesh of them that its model fits."""
 
 import math
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import jax
 
 from jaxtp.config import changed
-from jaxtp.mesh import DP, FSDP, TP, request_virtual_devices
+from jaxtp.mesh import AXES, DP, FSDP, TP, fitting_meshes, request_virtual_devices
 from jaxtp.models.budget import step_moves
 from jaxtp.train.config import TrainConfig, violations_on
 
+VIRTUAL_KIND = "virtual CPU devices"
 BATCH_SIZE = "data.global_batch_size"
 
 
@@ -30,6 +31,11 @@ class Place:
     kind: str
     """What they are, for messages."""
 
+    @property
+    def is_virtual(self) -> bool:
+        """Whether they are parts of a CPU."""
+        return self.kind == VIRTUAL_KIND
+
 
 def place_for(mesh: Mapping[str, int]) -> Place:
     """The devices that are there; starts JAX's backend.
@@ -42,7 +48,7 @@ def place_for(mesh: Mapping[str, int]) -> Place:
     """
     request_virtual_devices(math.prod(size for size in mesh.values() if size != -1))
     first = jax.devices()[0]
-    kind = "virtual CPU devices" if first.platform == "cpu" else first.device_kind
+    kind = VIRTUAL_KIND if first.platform == "cpu" else first.device_kind
     return Place(jax.device_count(), jax.local_device_count(), _has_bfloat16(first), kind)
 
 
@@ -76,23 +82,16 @@ def fitting_mesh(
     whole = place.per_process < place.devices or any(getattr(config.mesh, axis) == -1 for axis in axes)
     for count in (place.devices,) if whole else range(place.devices, 0, -1):
         found = []
-        for mesh in _divided(config, count, place.per_process):
+        for mesh in (dict(zip(AXES, mesh, strict=True)) for mesh in fitting_meshes(count)):
+            if not asked.items() <= mesh.items() or place.per_process % mesh[TP]:  # tp stays inside a process
+                continue
             run = with_batch(config, mesh) if any_batch else config
-            if asked.items() <= mesh.items() and fits(run, mesh, place):
+            if fits(run, mesh, place):
                 found.append((mesh[DP], run.data.global_batch_size, _bytes(run, mesh), mesh))
         if found:
             _, batch, _, best = min(found, key=lambda each: each[:3])
             return best, batch
     return None
-
-
-def _divided(config: TrainConfig, count: int, per_process: int) -> Iterator[dict[str, int]]:
-    """The meshes of so many devices that divide the model's heads and width; tp stays inside a process."""
-    for tp in range(1, min(count, per_process, config.model.num_heads) + 1):
-        if count % tp == 0 and per_process % tp == 0:
-            for fsdp in range(1, count // tp + 1):
-                if count // tp % fsdp == 0:
-                    yield {DP: count // tp // fsdp, FSDP: fsdp, TP: tp}
 
 
 def _bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import SMOL_LM, TEXT, records, smol_lm
 
-from jaxtp.config import from_yaml, load_fitted, to_plain
+from jaxtp.config import ConfigError, from_yaml, load_fitted, to_plain
 from jaxtp.convert.__main__ import main as convert
+from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.hf.attributes import stored_dtype
 from jaxtp.models.config import ModelConfig
-from jaxtp.train import defaults
+from jaxtp.train import defaults, origin
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig, violations_on
 from jaxtp.train.defaults import fit
@@ -36,7 +37,7 @@ def ask(tmp_path, model):
     def resolved(*flags, place=GPUS, begins=("--model.from-hf", str(model))):
         if not flags:  # parsing takes longer than all the rest
             begun = ModelConfig(from_hf=model) if begins else ModelConfig()
-            return fit(TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), set(), place)
+            return fit(TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), {"run.dir"}, place)
         argv = ["--run.dir", str(tmp_path / "run"), *begins, *flags]
         return load_fitted(TrainConfig, argv, prog="x", description="", fit=partial(fit, place=place))
 
@@ -159,6 +160,44 @@ def test_the_batch_grows_where_there_are_more_devices_than_rows(ask):
     assert not list(violations_on(config, vars(config.mesh)))
 
 
+@pytest.mark.parametrize(
+    ("where", "run"),
+    [
+        ("models/llama", "runs/llama-tuned"),
+        ("hub/models--a--llama/snapshots/0123", "runs/models--a--llama-tuned"),
+    ],
+)
+def test_a_run_that_begins_with_a_model_has_a_folder_of_its_own(tmp_path, where, run):
+    (tmp_path / where).parent.mkdir(parents=True)
+    config = TrainConfig(model=ModelConfig(from_hf=smol_lm(tmp_path / where)))
+    assert fit(config, set(), GPUS)[0].run.dir == Path(run)
+    assert fit(config, {"run.dir"}, GPUS)[0].run.dir == TrainConfig().run.dir
+
+
+def test_a_run_does_not_begin_with_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(origin, "newest", lambda run: run / "checkpoints/60")
+    run = RunConfig(dir=tmp_path / "a", init_from=tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"is the run in run.dir=.* itself; name another folder"):
+        origin.check_origin(TrainConfig(run=run))
+
+
+def test_a_run_goes_on_with_the_tokens_that_the_one_before_was_trained_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(origin, "newest", lambda run: run)
+    monkeypatch.setattr(origin, "stored_info", lambda run: {"corpus": {"tokenizer": "0123"}})
+    config = TrainConfig(run=RunConfig(init_from=tmp_path))
+    origin.check_tokenizer(config, TokenizerInfo("huggingface", "0123", 256, None))
+    with pytest.raises(ConfigError, match=r"of another tokenizer \(0123\) than these \(bytes\)"):
+        origin.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+
+
+def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer_of_another_kind(model):
+    config = TrainConfig(model=ModelConfig(from_hf=model))
+    origin.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+    (model / "tokenizer.model").write_bytes(b"a")
+    with pytest.raises(ConfigError, match=r"the data are bytes, and .* has a tokenizer of its own"):
+        origin.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+
+
 def test_a_run_of_ours_fits_the_devices_that_are_there(ask):
     for flags in ((), ("--model.num-heads", "6", "--model.num-kv-heads", "6", "--model.d-ff", "96")):
         config, notes = ask(*flags, place=Place(2, 2, bfloat16=True, kind="GPUs"), begins=())
@@ -193,19 +232,17 @@ def test_a_run_that_goes_on_keeps_what_it_has(ask, model, monkeypatch):
 
 
 @pytest.mark.wide
-def test_fine_tuning_without_a_flag_does_not_undo_what_a_model_has_learned(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text(TEXT)
-    own = ["--data.path", str(tmp_path / "text.txt"), "--eval.every", "0", "--data.sequence-length", "32"]
+def test_fine_tuning_without_a_flag_does_not_undo_what_a_model_has_learned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    one = ["--data.path", "text.txt", "--eval.every", "0", "--mesh.dp", "1", "--mesh.fsdp", "1", "--mesh.tp", "1"]
     sizes = ["--model.num-heads", "9", "--model.num-kv-heads", "3", "--model.d-model", "36", "--model.num-layers", "1"]
-    base, tuned, after = (str(tmp_path / name) for name in ("base", "tuned", "after"))
-    assert main([*own, *sizes, "--mesh.tp", "3", "--mesh.fsdp", "1", "--train.steps", "80", "--run.dir", base]) == 0
-    assert convert(["export", base, str(tmp_path / "model")]) == 0
-    begin = [*own, "--model.from-hf", str(tmp_path / "model"), "--mesh.dp", "1", "--mesh.fsdp", "1"]
-    assert main([*begin, "--train.steps", "20", "--run.dir", tuned]) == 0
-    assert "default optimizer.learning_rate = 1e-05" in capsys.readouterr().out
-    assert from_yaml(TrainConfig, tmp_path / "tuned/config.yaml").optimizer.learning_rate == 1e-5
-    assert main([*own, "--run.init-from", base, "--mesh.tp", "3", "--mesh.fsdp", "1", "--run.dir", after]) == 0
-    before = records(base, "eval_loss")[80]
-    assert records(tuned, "eval_loss")[20] < before + 0.01
-    assert records(after, "eval_loss")[400] < before
-    assert Path(after, "config.yaml").exists()
+    assert main([*one, *sizes, "--train.steps", "80", "--data.sequence-length", "32", "--run.dir", "base"]) == 0
+    assert convert(["export", "base", "model"]) == 0
+    before = records("base", "eval_loss")[80]
+    for begins, rate in (("--model.from-hf", 1e-5), ("--run.init-from", 5e-4)):
+        model = "model" if rate == 1e-5 else "base"
+        assert main([*one, begins, model, "--data.sequence-length", "32", "--train.steps", "20"]) == 0
+        assert f"default optimizer.learning_rate = {rate}" in capsys.readouterr().out
+        assert from_yaml(TrainConfig, f"runs/{model}-tuned/config.yaml").optimizer.learning_rate == rate
+        assert records(f"runs/{model}-tuned", "eval_loss")[20] < before + 0.01
