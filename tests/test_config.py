@@ -149,6 +149,7 @@ def test_a_model_that_is_there_keeps_its_sizes():
     assert kv_heads.endswith("; tp can be 1, 3"), "of 8 devices, fsdp has 2"
     hints = violations(SMOL, {"dp": 1, "fsdp": 5, "tp": 1}, fixed=True)
     assert [line.partition("; ")[2].split(",")[0] for line in hints] == ["fsdp can be 1"]
+    assert "or d_ff" not in "".join(violations(SMOL, {"dp": 1, "fsdp": 1, "tp": 10**22})), "no such model can be"
     assert "or d_model 575 or 580" in next(violations(SMOL, {"dp": 1, "fsdp": 5, "tp": 1}))
 
 

@@ -68,7 +68,8 @@ def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[s
     """
     if value % by:
         multiples = sorted({max(value // by * by, by), -(-value // by) * by})
-        yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: tuple(multiples)})
+        sizes = tuple(multiple for multiple in multiples if multiple < 2**31)
+        yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
 
 
 def _divisors(value: int) -> list[int]:

@@ -170,7 +170,7 @@ def _sequence_length(config: TrainConfig, begun: Mapping[str, Any] | None) -> Ch
 def _of_devices(
     config: TrainConfig, given: Set[str], before: Mapping[str, Any] | None, place: Place | None
 ) -> Iterator[Choice]:
-    """The settings that follow from the devices; none where a given size fits no mesh, which is refused later."""
+    """The settings that follow from the devices; a given size that fits no mesh is refused later."""
     axes = {axis for axis in AXES if f"mesh.{axis}" in given}
     free_dtype = _has_model(config) and COMPUTE not in given
     any_batch = _has_model(config) and before is None and BATCH_SIZE not in given
@@ -178,6 +178,9 @@ def _of_devices(
         return
     alone = {axis: max(getattr(config.mesh, axis), 1) if axis in axes else 1 for axis in AXES}
     if any(violations_on(with_batch(config, alone) if any_batch else config, alone)):
+        if _has_model(config):  # refused for what was given, and for no default beside it
+            given_or_one = {axis: getattr(config.mesh, axis) if axis in axes else 1 for axis in AXES}
+            yield Choice("mesh", MeshConfig(**given_or_one))
         return
     mesh = _first_mesh(config, axes, before)
     place = place or place_for(mesh)

@@ -81,8 +81,13 @@ def test_what_is_given_stays_even_where_it_is_the_default_of_other_runs(ask, tmp
     assert [note.partition(" = ")[0] for note in notes] == []
 
 
-def test_a_mesh_that_is_given_and_does_not_fit_is_refused_for_itself(ask):
-    config, _ = ask("--mesh.tp", "4")
+def test_a_mesh_that_is_given_and_does_not_fit_is_refused_for_itself(model):
+    model = ModelConfig(from_hf=model)
+    fsdp, _ = fit(TrainConfig(model=model, mesh=MeshConfig(fsdp=5)), {"mesh.fsdp", "data.global_batch_size"}, GPUS)
+    assert {line.partition(" is not")[0] for line in violations_on(fsdp, vars(fsdp.mesh))} == {
+        *("model.d_model=576", "data.global_batch_size=16"),
+    }
+    config, _ = fit(TrainConfig(model=model, mesh=MeshConfig(tp=4)), {"mesh.tp"}, GPUS)
     (heads, kv_heads) = violations_on(config, vars(config.mesh), devices=8)
     assert heads == "model.num_heads=9 is not divisible by mesh.tp=4; tp can be 1, 3"
     assert "mesh.tp=4" in kv_heads
