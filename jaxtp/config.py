@@ -10,7 +10,7 @@ import difflib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -84,26 +84,53 @@ def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -
       ConfigError: unreadable YAML, an unknown key, a value of the wrong type or out of range.
       SystemExit: `--help` or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
     """
+    return load_fitted(schema, argv, prog=prog, description=description, fit=lambda config, _: (config, []))[0]
+
+
+def load_fitted(
+    schema: type[T],
+    argv: Sequence[str],
+    *,
+    prog: str,
+    description: str,
+    fit: Callable[[T, Set[str]], tuple[T, list[str]]],
+) -> tuple[T, list[str]]:
+    """As `load`, where some defaults depend on what else was asked for.
+
+    Args:
+      schema: as of `load`.
+      argv: as of `load`; `--print-config` prints the notes too, as comments.
+      prog: as of `load`.
+      description: as of `load`.
+      fit: takes the configuration and the dotted names of the settings that a flag or the YAML file gives, which it
+        must leave as they are; gives the configuration with its own defaults for others, and notes that say why.
+
+    Returns:
+      The configuration, and the notes.
+    """
     path, flags = _take_config_flag(argv)
     show = PRINT in flags
     flags = [flag for flag in flags if flag != PRINT]
-    default = schema() if path is None else from_yaml(schema, path)
+    values = {} if path is None else _with_base(Path(path), ())
     parsed = tyro.cli(
         schema,
         args=flags,
-        default=default,
+        default=validate(schema, values, source=str(path)),
         prog=prog,
         description=description,
         config=(tyro.conf.AvoidSubcommands,),
     )
-    values = dataclasses.asdict(parsed)  # type: ignore[call-overload]
     config = validate(
-        schema, values, source="command line", spelled=lambda keys, value: f"{flag(schema, keys)} {value}"
+        schema,
+        dataclasses.asdict(parsed),  # type: ignore[call-overload]
+        source="command line",
+        spelled=lambda keys, value: f"{flag(schema, keys)} {value}",
     )
+    config, notes = fit(config, {*_leaves(values), *_named(flags)})
     if show:
-        print(to_yaml(config), end="")
+        print("".join(f"# {note}\n" for note in notes) + to_yaml(config), end="")
         raise SystemExit(0)
-    return config
+    return config, notes
 
 
 def from_yaml(schema: type[T], path: str | Path) -> T:
@@ -205,6 +232,16 @@ def validate(
     return config
 
 
+def changed(config: T, values: Mapping[str, Any]) -> T:
+    """The configuration with other values, by their dotted names: `changed(config, {"mesh.tp": 4})`."""
+    sections: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, rest = name.partition(".")
+        inner = sections.get(section, getattr(config, section))
+        sections[section] = changed(inner, {rest: value}) if rest else value
+    return dataclasses.replace(config, **sections) if sections else config  # type: ignore[type-var]
+
+
 def to_plain(config: Any) -> dict[str, Any]:
     """The configuration as plain dicts, lists, strings and numbers."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json")
@@ -281,6 +318,22 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:
         else:
             flags.append(argument)
     return path, flags
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """The dotted names of what a YAML file gives."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _named(flags: Sequence[str]) -> Iterator[str]:
+    """The dotted names of what flags give; -- may be followed by - or _ between words, and the value by =."""
+    for flag in flags:
+        if flag.startswith("--"):
+            yield flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _complaint(item: Mapping[str, Any]) -> str:

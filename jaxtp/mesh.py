@@ -21,8 +21,10 @@ AXES = (DP, FSDP, TP)
 BATCH = (DP, FSDP)
 """The axes that divide the batch."""
 
-_MAX_VIRTUAL = 4096
-"""Virtual CPU devices; JAX takes seconds to start so many, and memory for each."""
+MAX_VIRTUAL_DEVICES = 1024
+"""So many take a second to make, and share the machine's cores."""
+MAX_LISTED = 12
+"""Meshes in a message."""
 
 
 class MeshError(ValueError):
@@ -62,15 +64,26 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
 def request_virtual_devices(count: int) -> None:
     """Asks for `count` virtual CPU devices, unless their number is set already.
 
-    Without effect once the backend has started, on GPUs, and where they are more than can be had.
+    Without effect once the backend has started, on GPUs, and for more than `MAX_VIRTUAL_DEVICES`.
     """
     accept_absent_gpus()
-    if jax.config.jax_num_cpu_devices != -1:  # type: ignore[attr-defined]  # -1 is JAX's "not set"
+    if jax.config.jax_num_cpu_devices != -1 or count > MAX_VIRTUAL_DEVICES:  # type: ignore[attr-defined]  # -1: not set
         return
     try:
-        jax.config.update("jax_num_cpu_devices", count if count <= _MAX_VIRTUAL else 1)
+        jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
         return  # the backend has started: make_mesh compares the mesh with the devices that there are
+
+
+def most_devices() -> int | None:
+    """The most devices that a mesh can have; None for virtual CPU devices, which are made as a mesh needs them.
+
+    Starts JAX's backend.
+    """
+    accept_absent_gpus()
+    devices = jax.devices()
+    any_number = devices[0].platform == "cpu" and jax.config.jax_num_cpu_devices == -1  # type: ignore[attr-defined]
+    return None if any_number else len(devices)
 
 
 def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:
@@ -114,10 +127,10 @@ def describe_mesh(sizes: Mapping[str, int]) -> str:
 
 
 def fitting_meshes(num_devices: int) -> list[tuple[int, int, int]]:
-    """Every `(dp, fsdp, tp)` that uses exactly `num_devices`, tp and fsdp in powers of two."""
-    powers = [2**i for i in range(num_devices.bit_length()) if 2**i <= num_devices]
+    """Every `(dp, fsdp, tp)` that uses exactly `num_devices`."""
+    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     return [
-        (num_devices // (fsdp * tp), fsdp, tp) for tp in powers for fsdp in powers if num_devices % (fsdp * tp) == 0
+        (num_devices // (fsdp * tp), fsdp, tp) for tp in divisors for fsdp in divisors if num_devices % (fsdp * tp) == 0
     ]
 
 
@@ -174,8 +187,8 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
     problem = (
         f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)} ({devices[0].device_kind})"
     )
-    if devices[0].platform == "cpu" and needed > _MAX_VIRTUAL:
-        raise MeshError(f"{problem}; at most {_MAX_VIRTUAL:,} can be virtual")
+    if devices[0].platform == "cpu" and needed > MAX_VIRTUAL_DEVICES:
+        raise MeshError(f"{problem}; of virtual CPU devices at most {MAX_VIRTUAL_DEVICES} are made")
     if devices[0].platform == "cpu" and needed > len(devices):
         raise MeshError(
             f"{problem}: JAX's backend had started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "
@@ -185,4 +198,6 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
 
 
 def _list_meshes(num_devices: int) -> str:
-    return ", ".join(str(mesh) for mesh in fitting_meshes(num_devices))
+    """Some of the meshes of so many devices, those of powers of two first."""
+    meshes = sorted(fitting_meshes(num_devices), key=lambda mesh: sum(size & (size - 1) > 0 for size in mesh))
+    return ", ".join(map(str, meshes[:MAX_LISTED])) + (", ..." if len(meshes) > MAX_LISTED else "")

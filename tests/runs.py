@@ -29,6 +29,20 @@ SMALL = [
     "--optimizer.warmup-steps",
     "2",
 ]
+SMOL_LM = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu", "vocab_size": 49152},
+    **{"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "rms_norm_eps": 1e-5},
+    **{"num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 8192},
+    **{"tie_word_embeddings": True, "rope_theta": 100000, "torch_dtype": "bfloat16"},
+}
+"""What SmolLM2-135M says of itself; no power of two divides its heads."""
+
+
+def smol_lm(folder):
+    """A folder of that model without its weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(SMOL_LM))
+    return folder
 
 
 def mesh(dp, fsdp, tp):

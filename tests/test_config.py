@@ -1,11 +1,15 @@
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from jaxtp.config import ConfigError, differences, flag, from_yaml, load, to_plain, to_yaml
+from jaxtp.config import ConfigError, changed, differences, flag, from_yaml, load, to_plain, to_yaml
 from jaxtp.generate.config import GenerateConfig
-from jaxtp.train.config import TrainConfig, check
+from jaxtp.models.config import ModelConfig, violations
+from jaxtp.train.config import TrainConfig, check, violations_on
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 ONE = {"dp": 1, "fsdp": 1, "tp": 1}
@@ -85,11 +89,69 @@ def test_violations_come_together_with_values_that_work():
     with pytest.raises(ConfigError) as error:
         check(TrainConfig(model=model), {"dp": 1, "fsdp": 3, "tp": 8})
     text = str(error.value)
-    assert "model.num_heads=12 is not divisible by mesh.tp=8; tp can be 1, 2, 3, 4, 6, 12, or num_heads 8 or 16" in text
-    assert "model.num_kv_heads=3 neither divides mesh.tp=8 nor is divisible by it; tp can be 1, 3, 6, 12" in text
-    assert "model.d_ff=100 is not divisible by mesh.tp=8" in text
-    assert "model.d_model=100 is not divisible by mesh.fsdp=3" in text
-    assert "data.global_batch_size=16 is not divisible by mesh.dp*fsdp * train.accumulation=3" in text
+    assert "model.num_heads=12 is not divisible by mesh.tp=8; tp can be 1\n" in text
+    assert "model.num_kv_heads=3 neither divides mesh.tp=8 nor is divisible by it; tp can be 1\n" in text
+    assert "model.d_ff=100 is not divisible by mesh.tp=8; tp can be 1, or d_ff 96 or 104" in text
+    assert "model.d_model=100 is not divisible by mesh.fsdp=3; fsdp can be 1, 2, or d_model 99 or 102" in text
+    assert "data.global_batch_size=16 is not divisible by mesh.dp*fsdp * train.accumulation=3; fsdp can be 1, 2" in text
+
+
+SMOL = ModelConfig(vocab_size=512, d_model=576, num_heads=9, num_kv_heads=3, head_dim=64, d_ff=1536)
+"""The sizes of SmolLM2-135M, whose heads no power of two divides."""
+
+
+@given(
+    model=st.builds(
+        ModelConfig,
+        num_heads=st.integers(1, 32),
+        num_kv_heads=st.integers(1, 32),
+        d_ff=st.integers(1, 64),
+        d_model=st.integers(1, 64),
+        sequence_parallel=st.sampled_from([None, True]),
+    ),
+    mesh=st.fixed_dictionaries({axis: st.integers(1, 16) for axis in ONE}),
+    batch=st.integers(1, 64),
+    fixed=st.booleans(),
+)
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_following_one_hint_solves_its_problem_and_makes_no_other(model, mesh, batch, fixed):
+    config = changed(TrainConfig(model=model), {"data.global_batch_size": batch, "data.sequence_length": 24})
+    config = changed(config, {"run.init_from": Path("a")}) if fixed else config
+    before = problems_of(config, mesh)
+    for line in violations_on(config, mesh, devices=16):
+        for name, values in HINT.findall(line.partition("; ")[2]):
+            for value in map(int, re.findall(r"\d+", values)):
+                setting = SETTINGS[name]
+                assert not (fixed and setting.startswith("model.")), "the sizes of a model that is there stay"
+                sizes = {**mesh, name: value} if name in mesh else mesh
+                asked = config if name in mesh else changed(config, {setting: value})
+                after = problems_of(asked, sizes)
+                assert after < before or not after, f"{line}: with {setting}={value} there is {after - before}"
+
+
+HINT = re.compile(r"(\w+)(?: can be)? (\d+(?:(?:, | or )\d+)*)")
+SETTINGS = {
+    **{axis: f"mesh.{axis}" for axis in ONE},
+    **{name: f"model.{name}" for name in ("num_heads", "num_kv_heads", "d_ff", "d_model")},
+    **{"accumulation": "train.accumulation", "global_batch_size": "data.global_batch_size"},
+    "sequence_length": "data.sequence_length",
+}
+
+
+def problems_of(config, mesh):
+    """The problems without what is suggested; of the number of devices, whether there is one."""
+    return {re.sub("^the mesh.*", "devices", line.partition("; ")[0]) for line in violations_on(config, mesh, 16)}
+
+
+def test_a_model_that_is_there_keeps_its_sizes():
+    model = dataclasses.replace(SMOL, from_hf=Path("a"))
+    (heads, kv_heads) = violations_on(TrainConfig(model=model), {"dp": 1, "fsdp": 2, "tp": 4}, devices=8)
+    assert heads == "model.num_heads=9 is not divisible by mesh.tp=4; tp can be 1, 3"
+    assert kv_heads.endswith("; tp can be 1, 3"), "of 8 devices, fsdp has 2"
+    hints = violations(SMOL, {"dp": 1, "fsdp": 5, "tp": 1}, fixed=True)
+    assert [line.partition("; ")[2].split(",")[0] for line in hints] == ["fsdp can be 1"]
+    assert "or d_ff" not in "".join(violations(SMOL, {"dp": 1, "fsdp": 1, "tp": 10**22})), "no such model can be"
+    assert "or d_model 575 or 580" in next(violations(SMOL, {"dp": 1, "fsdp": 5, "tp": 1}))
 
 
 @pytest.mark.parametrize(

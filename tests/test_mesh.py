@@ -54,6 +54,17 @@ def test_too_late_for_virtual_devices_says_what_to_do():
         jaxtp.make_mesh(tp=32)
 
 
+def test_more_virtual_devices_than_are_made_are_refused_for_their_number():
+    with pytest.raises(MeshError, match=r"needs 1000000 devices.*of virtual CPU devices at most 1024 are made"):
+        jaxtp.make_mesh(dp=1_000_000)
+
+
+def test_of_many_meshes_some_are_listed_those_of_powers_of_two_first():
+    with pytest.raises(MeshError, match=r"\(dp, fsdp, tp\): \(\d+, \d+, 1\), .*, \.\.\.$") as error:
+        jaxtp.make_mesh(tp=999, devices=[FakeGPU()] * 720)
+    assert len(str(error.value)) < 400
+
+
 @pytest.mark.parametrize("devices", [1, 2, 6, 8, 24])
 def test_fitting_meshes_use_every_device(devices):
     meshes = fitting_meshes(devices)

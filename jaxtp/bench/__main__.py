@@ -20,7 +20,7 @@ from jaxtp.files import require_picture, require_writable
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, make_mesh
 from jaxtp.train.config import training_of
-from jaxtp.train.origin import with_model
+from jaxtp.train.defaults import fit
 
 PROGRAM = "python -m jaxtp.bench"
 COMM = "comm"
@@ -50,9 +50,10 @@ def _bench(argv: Sequence[str]) -> None:
     if what not in (COMM, "-h", "--help"):
         raise ConfigError(f"{what!r} is nothing that is measured; there is {COMM}, as in {PROGRAM} {COMM}")
     flags = flags if what == COMM else ["--help"]
-    asked = configuration.load(CommConfig, flags, prog=f"{PROGRAM} {COMM}", description=DESCRIPTION)
     launch.join_processes()
-    config = with_model(training_of(asked))
+    program = f"{PROGRAM} {COMM}"
+    asked, _ = configuration.load_fitted(CommConfig, flags, prog=program, description=DESCRIPTION, fit=fit)
+    config = training_of(asked)
     mesh = make_mesh(**{axis: getattr(config.mesh, axis) for axis in AXES})
     if jax.process_index() == 0:
         _require_files(asked)

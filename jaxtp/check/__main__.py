@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -19,7 +20,8 @@ from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError, request_virtual_devices
 from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.origin import with_model
+from jaxtp.train.defaults import fit
+from jaxtp.train.place import Place
 
 PROGRAM = "python -m jaxtp.check"
 DESCRIPTION = """Checks that any mesh gives the numbers of one device, for a training configuration.
@@ -31,24 +33,32 @@ collective that no module declared. Exit code 1 if anything differs; the first m
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
+VIRTUAL = Place(devices=8, per_process=8, bfloat16=True, kind="devices")
+"""What a model is taken to be trained on, where the configuration does not say."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if a mesh differs, 2 for a user's mistake."""
     return configuration.attempt(
         PROGRAM,
-        lambda: _check(with_model(configuration.load(CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION))),
+        lambda: _check(
+            *configuration.load_fitted(
+                CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=partial(fit, place=VIRTUAL)
+            )
+        ),
         (configuration.ConfigError, MeshError, RematError, HFError, CheckpointError),
     )
 
 
-def _check(config: CheckConfig) -> int:
+def _check(config: CheckConfig, notes: Sequence[str]) -> int:
     small, cases = plan(config)
     if config.json is not None:
         require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
     request_virtual_devices(max(case.mesh[0] * case.mesh[1] * case.mesh[2] for case in cases))
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
+    told = ("model",) if config.meshes else ("model", "mesh")
+    print("".join(f"default {note}\n" for note in notes if note.startswith(told)), end="")
     print(f"shrunk  {', '.join(describe(config, small)) or 'nothing: it is small'}")
     print("        (rope_theta so that every dim turns; the weights are moved away from their initial values)")
     print(f"cases   {len(cases)} in {' and '.join(dtypes(small))}; errors relative to one device, of three updates\n")

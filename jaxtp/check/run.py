@@ -9,7 +9,7 @@ from jaxtp.check.locate import describe_error, first_difference
 from jaxtp.check.report import Verdict
 from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
 from jaxtp.config import ConfigError
-from jaxtp.mesh import AXES, describe_mesh
+from jaxtp.mesh import AXES, check_sizes, describe_mesh
 from jaxtp.models.config import violations
 from jaxtp.train.config import TrainConfig, check
 
@@ -21,7 +21,9 @@ def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
       ConfigError: the configuration does not hold on its own mesh, or a chosen mesh cannot hold it.
     """
     given = {axis: getattr(config.mesh, axis) for axis in AXES}
-    check(config, {axis: abs(size) for axis, size in given.items()})  # -1, all devices that are left, may be one
+    check_sizes(given)
+    own = {axis: 1 if config.meshes or size == -1 else size for axis, size in given.items()}  # -1 may be one
+    check(config, own, lambda: None)
     wide = {axis: 2 if size == -1 else size for axis, size in given.items()}
     cases = _chosen_cases(config) if config.meshes else default_cases(config, wide)
     if not cases:
@@ -96,7 +98,7 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
                 f"--mesh {text}: {describe_mesh(sizes)} is {count} devices, and a check runs on at most {MAX_DEVICES} "
                 "virtual ones; shrink dp or fsdp, whose size changes nothing in kind"
             )
-        if problems := list(violations(config.model, sizes)):
+        if problems := list(violations(config.model, sizes, fixed=config.run.init_from is not None)):
             raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
         cases += cases_of(config, mesh)
     return list(dict.fromkeys(cases))

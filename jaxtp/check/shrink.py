@@ -15,6 +15,7 @@ from jaxtp.models.config import ModelConfig, violations
 from jaxtp.train.config import TrainConfig
 
 MAX_DEVICES = 16
+COMMON_TP = 8
 MIN_D_MODEL, MIN_D_FF, MIN_VOCAB, MIN_SEQUENCE, MIN_ROWS, MAX_LAYERS = 64, 48, 96, 24, 4, 2
 ROPE_THETA = 2.0
 """All dims turn: in one that hardly does, a key bias has no gradient but rounding noise."""
@@ -46,9 +47,14 @@ ONE_DEVICE = Case((1, 1, 1), False)
 def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     """The configuration's own mesh, scaled down to 16 devices, and others that use each axis alone and together."""
     own = _own_mesh(mesh)
-    tp = own[2]
-    half = tp // 2 if tp % 2 == 0 else tp
-    meshes = [own, (1, 1, tp), (1, 1, half), (1, 2, half), (2, 2, 2), (2, 1, 4), (1, 1, 8), (1, 8, 1), (8, 1, 1)]
+    tps = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, (1, 1, tp))] or [1]
+    few = [tp for tp in tps if tp <= COMMON_TP] or tps[:1]
+    least, most = few[0], few[-1]
+    tp = own[2] if own[2] > 1 else most
+    half = tp // 2 if tp // 2 in tps else tp
+    middle = max(tp for tp in few if tp <= max(COMMON_TP // 2, least))
+    meshes = [own, (1, 1, tp), (1, 1, half), (1, 2, half), (2, 2, least), (2, 1, middle), (1, 1, most)]
+    meshes = [sizes for sizes in (*meshes, (1, 8, 1), (8, 1, 1)) if math.prod(sizes) <= MAX_DEVICES]
     cases = [case for sizes in meshes for case in cases_of(config, sizes)[:1]]
     cases[1:1] = cases_of(config, own)[1:] or cases_of(config, (1, 1, tp))[1:]
     return [case for case in dict.fromkeys(cases) if case != ONE_DEVICE]

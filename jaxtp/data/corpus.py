@@ -92,7 +92,7 @@ class Corpus:
             "source": self.description,
             "train_tokens": self.train_tokens,
             "validation_tokens": self.validation_tokens,
-            "tokenizer": self.tokenizer.sha256 or self.tokenizer.kind,
+            "tokenizer": self.tokenizer.name,
             "sha256": self.identity,
             **prefix,
         }

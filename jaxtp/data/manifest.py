@@ -50,6 +50,11 @@ class TokenizerInfo:
     """The tokens that each document begins with, such as that of the beginning of a text."""
 
     @property
+    def name(self) -> str:
+        """A name that no other tokenizer has."""
+        return self.sha256 or self.kind
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """Of the tokens on disk: the smallest that holds every id."""
         size = self.vocab_size

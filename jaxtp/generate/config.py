@@ -118,7 +118,7 @@ def open_mesh(config: MeshConfig, model: ModelConfig) -> Mesh:
     """
     tp = _most_tp(config, model) if config.tp is None else config.tp
     mesh = make_mesh(config.dp, config.fsdp, tp)
-    problems = list(violations(model, mesh_sizes(mesh)))
+    problems = list(violations(model, mesh_sizes(mesh), fixed=True))
     if problems:
         raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
     return mesh

@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxtp import config as configuration
 from jaxtp.hf import rope, window
-from jaxtp.hf.folder import CONFIG, HFError, read_attributes
+from jaxtp.hf.folder import CONFIG, HFError, open_folder, read_attributes
+from jaxtp.hf.names import dtypes
 from jaxtp.hf.values import READ, said, whole
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.models.families import FAMILIES
@@ -31,6 +32,24 @@ def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelC
     """
     folder = Path(path)
     return model_config(read_attributes(folder), str(folder / CONFIG), ignore_config)
+
+
+def stored_dtype(path: str | Path) -> str | None:
+    """The dtype of a model, such as bfloat16, as its config.json or else its weights say; None if neither does.
+
+    Raises:
+      HFError: as `read_config`.
+    """
+    folder = Path(path)
+    attributes = read_attributes(folder)
+    said = attributes.get("dtype") or attributes.get("torch_dtype")
+    if isinstance(said, str):
+        return said
+    try:
+        stored = dtypes(open_folder(folder).tensors, family_of(attributes, str(folder / CONFIG)))
+    except HFError:
+        return None
+    return {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}.get(stored.pop()) if len(stored) == 1 else None
 
 
 def family_of(attributes: Mapping[str, Any], source: str) -> Family:

@@ -94,7 +94,7 @@ def import_config(
 def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
     """As `load_hf`, with the configuration of `import_config`."""
     sizes = dict.fromkeys(AXES, 1) if mesh is None else mesh_sizes(mesh)
-    if problems := list(violations(config, sizes)):
+    if problems := list(violations(config, sizes, fixed=True)):
         raise HFError(f"{folder.path} does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
     try:
         check_layers(folder.tensors, config.num_layers)

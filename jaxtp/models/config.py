@@ -1,22 +1,22 @@
 """What a decoder is made of, and which meshes can hold it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
 from pydantic import Field
 
-from jaxtp.config import Count, Keys, UserPath, allowed, to_plain
+from jaxtp.config import Count, Keys, UserPath, allowed, changed, to_plain
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.qk_norm import QKNormKind
 from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import FSDP, TP
+from jaxtp.models.hints import Problem, explained, not_divisible
 from jaxtp.models.remat import RematPolicy
 
-MAX_SUGGESTED = 1024
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """The flag is called what commands without this section call it too."""
 
@@ -127,36 +127,46 @@ def architecture(config: ModelConfig) -> dict[str, Any]:
     return {name: value for name, value in to_plain(config).items() if name not in _NOT_ARCHITECTURE}
 
 
-def violations(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[str]:
+def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> Iterator[str]:
     """Every reason why the model cannot run on the mesh, each with the nearest values that work.
 
     Args:
       config: the model.
       mesh: devices along each axis.
+      fixed: its sizes are those of weights that are there, so that only other meshes are suggested; a model of
+        `from_hf` is fixed anyway.
     """
-    tp, fsdp = mesh[TP], mesh[FSDP]
-    heads, kv_heads = config.num_heads, config.num_kv_heads
+
+    def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
+        model = changed(config, dict(_inside("model", changes)))
+        return model_problems(model, {**mesh, **dict(_inside("mesh", changes))})
+
+    return explained(problems, fixed=fixed or config.from_hf is not None)
+
+
+def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """The same reasons, without suggestions."""
+    tp, heads, kv_heads = mesh[TP], config.num_heads, config.num_kv_heads
+    by_tp = {f"mesh.{TP}": heads}
     if heads % kv_heads:
-        yield (
-            f"model.num_heads={heads} is not divisible by model.num_kv_heads={kv_heads}; "
-            f"num_kv_heads can be {_listed(_divisors(heads))}"
+        yield Problem(
+            f"model.num_heads={heads} is not divisible by model.num_kv_heads={kv_heads}",
+            among={"model.num_kv_heads": heads},
         )
-    yield from not_divisible("model.num_heads", heads, "mesh.tp", tp)
+    yield from not_divisible("model.num_heads", heads, "mesh.tp", tp, by_tp)
     if kv_heads % tp and tp % kv_heads:
-        fits = _values(lambda t: heads % t == 0 and (kv_heads % t == 0 or t % kv_heads == 0))
-        yield (
-            f"model.num_kv_heads={kv_heads} neither divides mesh.tp={tp} nor is divisible by it; "
-            f"tp can be {_listed(fits)}"
-        )
+        yield Problem(f"model.num_kv_heads={kv_heads} neither divides mesh.tp={tp} nor is divisible by it", among=by_tp)
     elif kv_heads * config.head_dim % tp:
-        fits = _values(lambda t: heads % t == 0 and kv_heads * config.head_dim % t == 0)
-        yield (
-            f"model.num_kv_heads * model.head_dim = {kv_heads * config.head_dim} is not divisible by mesh.tp={tp}; "
-            f"tp can be {_listed(fits)}"
-        )
-    yield from not_divisible("model.d_ff", config.d_ff, "mesh.tp", tp)
-    yield from _rope_violations(config)
-    yield from not_divisible("model.d_model", config.d_model, "mesh.fsdp", fsdp)
+        width = kv_heads * config.head_dim
+        yield Problem(f"model.num_kv_heads * model.head_dim = {width} is not divisible by mesh.tp={tp}", among=by_tp)
+    yield from not_divisible("model.d_ff", config.d_ff, "mesh.tp", tp, by_tp)
+    yield from map(Problem, _rope_violations(config))
+    yield from not_divisible("model.d_model", config.d_model, "mesh.fsdp", mesh[FSDP], {f"mesh.{FSDP}": config.d_model})
+
+
+def _inside(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
+    """The changes of one section, without its name."""
+    return ((name.removeprefix(f"{section}."), value) for name, value in changes.items() if name.startswith(section))
 
 
 def _rope_violations(config: ModelConfig) -> Iterator[str]:
@@ -168,25 +178,3 @@ def _rope_violations(config: ModelConfig) -> Iterator[str]:
         )
     if scaling.kind == "yarn" and config.rope_theta <= 1:
         yield f"model.rope_theta={config.rope_theta} is not above 1, which yarn needs; 10000 is usual"
-
-
-def not_divisible(name: str, value: int, by_name: str, by: int) -> Iterator[str]:
-    """A violation if `value` is not divisible by `by`: the divisors that work, and the nearest multiples."""
-    if value % by:
-        multiples = sorted({max(value // by * by, by), -(-value // by) * by})
-        yield (
-            f"{name}={value} is not divisible by {by_name}={by}; {by_name.split('mesh.')[-1]} can be "
-            f"{_listed(_divisors(value))}, or {name.split('.')[-1]} {' or '.join(map(str, multiples))}"
-        )
-
-
-def _divisors(value: int) -> list[int]:
-    return [d for d in range(1, min(value, MAX_SUGGESTED) + 1) if value % d == 0]
-
-
-def _values(fits: Callable[[int], bool]) -> list[int]:
-    return [t for t in range(1, MAX_SUGGESTED + 1) if fits(t)]
-
-
-def _listed(values: list[int]) -> str:
-    return ", ".join(map(str, values))

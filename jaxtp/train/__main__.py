@@ -16,6 +16,7 @@ from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError
 from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.defaults import fit
 from jaxtp.train.folder import RunFolderError
 from jaxtp.train.loop import NonFiniteError, train
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     _quieten()
     try:
         launch.join_processes()
-        train(configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION))
+        train(*configuration.load_fitted(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit))
     except MISTAKES as error:
         return configuration.fail(PROGRAM, error)
     except NonFiniteError as error:

@@ -1,6 +1,7 @@
 """The configuration of a training run; its defaults are `configs/tiny.yaml`."""
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 import tyro
 from pydantic import AfterValidator, Field
 
-from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, UserPath, allowed
+from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, UserPath, allowed, changed
 from jaxtp.data.samples import LongDocuments, Packing
-from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes
+from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes, describe_mesh, most_devices, request_virtual_devices
 from jaxtp.models import remat
-from jaxtp.models.config import ModelConfig, not_divisible, violations
+from jaxtp.models.config import ModelConfig, model_problems
+from jaxtp.models.hints import Problem, explained, not_divisible
 
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
 
@@ -247,19 +249,34 @@ class TrainConfig:
     profile: ProfileConfig = ProfileConfig()
 
 
-def check(config: TrainConfig, mesh: dict[str, int]) -> None:
+def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices) -> None:
     """Checks what no single field can: that the sizes fit each other and the mesh.
 
     Args:
       config: the run.
       mesh: devices along each axis.
+      most: gives the most devices that a mesh can have, or None; called where something does not fit.
 
     Raises:
       ConfigError: with every violation, each with the nearest values that work.
     """
-    problems = list(violations_on(config, mesh))
-    if problems:
-        raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {p}" for p in problems))
+    if any(_problems(config, mesh)):
+        _refuse(violations_on(config, mesh, most()))
+
+
+def check_devices(config: TrainConfig, mesh: Mapping[str, int]) -> None:
+    """Checks that there are as many devices as the mesh needs; starts JAX's backend.
+
+    Raises:
+      ConfigError: there are fewer; with the nearest sizes that fit them and the model.
+    """
+    request_virtual_devices(math.prod(mesh.values()))
+    _refuse(violations_on(config, mesh, most_devices()))
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    if found := list(problems):
+        raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {problem}" for problem in found))
 
 
 def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
@@ -299,20 +316,42 @@ def training_of(config: TrainConfig) -> TrainConfig:
     return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
 
 
-def violations_on(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[str]:
+def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | None = None) -> Iterator[str]:
     """Every reason why the sizes do not fit each other and the mesh, each with the nearest values that work.
 
     Args:
       config: the run; its own mesh is not looked at.
       mesh: devices along each axis.
+      devices: the most that a mesh can have, if that is known.
     """
-    yield from violations(config.model, mesh)
-    yield from _moment_violations(config)
-    batch = config.data.global_batch_size
+
+    def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
+        sizes = {axis: changes.get(f"mesh.{axis}", mesh[axis]) for axis in AXES}
+        others = {name: value for name, value in changes.items() if not name.startswith("mesh.")}
+        yield from _problems(changed(config, others), sizes)
+        if devices is not None and (needed := math.prod(sizes.values())) > devices:
+            yield Problem(
+                f"the mesh {describe_mesh(sizes)} needs {needed} devices, and there are {devices}",
+                among={f"mesh.{axis}": size for axis, size in sizes.items()},
+            )
+
+    return explained(problems, fixed=config.model.from_hf is not None or config.run.init_from is not None)
+
+
+def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """What does not fit, without suggestions."""
+    yield from model_problems(config.model, mesh)
+    batch, length = config.data.global_batch_size, config.data.sequence_length
     parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
-    yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp * train.accumulation", parts)
+    among = dict.fromkeys((f"mesh.{DP}", f"mesh.{FSDP}", "train.accumulation"), batch)
+    yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp * train.accumulation", parts, among)
     if config.model.sequence_parallel:
-        yield from not_divisible("data.sequence_length", config.data.sequence_length, "mesh.tp", mesh[TP])
+        heads = {f"mesh.{TP}": config.model.num_heads}
+        yield from not_divisible("data.sequence_length", length, "mesh.tp", mesh[TP], heads)
+    yield from map(Problem, (*_moment_violations(config), *_contradictions(config)))
+
+
+def _contradictions(config: TrainConfig) -> Iterator[str]:
     if config.data.path is not None and config.data.mixture:
         yield f"data.path={config.data.path} and data.mixture exclude each other: leave one of them out"
     if config.profile.start > config.train.steps:

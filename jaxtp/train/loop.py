@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxtp.data.loader import Batch, batches
 from jaxtp.hf.runs import BASE
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
-from jaxtp.train.config import TrainConfig, check, check_platform, planned_mesh
+from jaxtp.train.config import TrainConfig, check, check_devices, check_platform, planned_mesh
 from jaxtp.train.interrupt import Interrupt
 from jaxtp.train.origin import check_origin, with_model
 from jaxtp.train.prepare import Run, load_data, plan, prepare
@@ -30,8 +30,12 @@ from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
 from jaxtp.train.watchdog import Watchdog
 
 
-def train(config: TrainConfig) -> float | None:
+def train(config: TrainConfig, notes: Sequence[str] = ()) -> float | None:
     """Trains until `config.train.steps`, from the newest whole checkpoint in `config.run.dir` if there is one.
+
+    Args:
+      config: the run.
+      notes: lines to begin with, on how the configuration came to be.
 
     Returns:
       The final validation loss, in nats per token; None if SIGTERM or SIGINT stopped the run before its end.
@@ -44,8 +48,9 @@ def train(config: TrainConfig) -> float | None:
     timing = Timing()
     config = with_model(config)
     check_origin(config)
-    if (sizes := planned_mesh(config.mesh)) is not None:
-        check(config, sizes)
+    if (planned := planned_mesh(config.mesh)) is not None:
+        check(config, planned)
+        check_devices(config, planned)
     mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.tp)
     check(config, mesh_sizes(mesh))
     check_platform(config.model, mesh.devices.flat[0].platform)
@@ -54,6 +59,8 @@ def train(config: TrainConfig) -> float | None:
     blueprint = plan(config, mesh)
     folder.prepare(config.run.dir)
     with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
+        for note in notes:
+            report.line(f"default {note}")
         run = prepare(config, blueprint, data, report)
         timing.begun()
         try:

@@ -19,6 +19,9 @@ from jaxtp.hf.runs import load_base
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
 
+_OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
+"""Files of a tokenizer that is not a tokenizer.json."""
+
 AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
 
 
@@ -50,7 +53,11 @@ def check_origin(config: TrainConfig) -> None:
       CheckpointError: there is no such run.
     """
     if config.run.init_from is not None:
-        newest(config.run.init_from)
+        if newest(config.run.init_from).is_relative_to(config.run.dir):
+            raise ConfigError(
+                f"run.init_from={config.run.init_from} is the run in run.dir={config.run.dir} itself; name another "
+                "folder with --run.dir, or leave --run.init-from out to go on with it"
+            )
         if config.model.from_hf is not None:
             raise ConfigError("--run.init-from and --model.from-hf are two beginnings; leave one of them out")
     elif config.model.lora.rank and config.model.from_hf is None:
@@ -61,15 +68,28 @@ def check_origin(config: TrainConfig) -> None:
 
 
 def check_tokenizer(config: TrainConfig, made_by: TokenizerInfo) -> None:
-    """Checks that the data were made by the model's own tokenizer, if it came with one.
+    """Checks that the data were made by the tokenizer of the model that a run begins with, as far as that is known.
 
     Raises:
       ConfigError: they were not.
     """
-    if config.model.from_hf is None or not (file := config.model.from_hf / TOKENIZER).is_file():
+    if (run := config.run.init_from) is not None:
+        before = stored_info(newest(run)).get("corpus", {}).get("tokenizer", made_by.name)
+        if made_by.name != before:
+            raise ConfigError(
+                f"run.init_from={run} was trained on data of another tokenizer ({before[:12]}) than these "
+                f"({made_by.name[:12]}), whose tokens mean something else; prepare them by that one"
+            )
+    if (folder := config.model.from_hf) is None:
         return
-    if sha256(file) != made_by.sha256:
-        raise ConfigError(f"the data were not made by the model's tokenizer; prepare them with --tokenizer {file}")
+    if (file := folder / TOKENIZER).is_file():
+        if sha256(file) != made_by.sha256:
+            raise ConfigError(f"the data were not made by the model's tokenizer; prepare them with --tokenizer {file}")
+    elif made_by.sha256 is None and any((folder / name).exists() for name in _OTHER_TOKENIZERS):
+        raise ConfigError(
+            f"the data are bytes, and {folder} has a tokenizer of its own, without the {TOKENIZER} by which "
+            "python -m jaxtp.prepare could make them; transformers writes one: AutoTokenizer.save_pretrained(folder)"
+        )
 
 
 def given_weights(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, Path] | None:

@@ -7,11 +7,12 @@ import jax
 import pytest
 from flax import nnx
 from hf_reference import FOLDER
+from runs import smol_lm
 
 import jaxtp
-from jaxtp.check.__main__ import main
+from jaxtp.check.__main__ import VIRTUAL, main
 from jaxtp.check.config import CheckConfig
-from jaxtp.check.run import plan
+from jaxtp.check.run import dtypes, plan
 from jaxtp.check.shrink import Case, cases_of, default_cases, shrink
 from jaxtp.collectives import axis_size, leave_parallel, vary
 from jaxtp.config import from_yaml
@@ -19,7 +20,10 @@ from jaxtp.hf.attributes import model_config
 from jaxtp.hf.folder import read_attributes
 from jaxtp.layers import linear
 from jaxtp.models import decoder
+from jaxtp.train.config import MeshConfig
+from jaxtp.train.defaults import fit
 
+ONE = MeshConfig(dp=1, fsdp=1, tp=1)
 ROOT = Path(__file__).parent.parent.parent
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 ONE_MESH = ("--config", str(ROOT / "configs/tiny.yaml"), "--mesh", "fsdp=2,tp=4", "--model.mlp-bias")
@@ -179,6 +183,29 @@ def test_shrinking_keeps_what_divides_what():
             assert (small.model.vocab_size % tp == 0) == (config.model.vocab_size % tp == 0)
             assert (small.data.sequence_length % tp == 0) == (config.data.sequence_length % tp == 0)
             assert small.data.global_batch_size % (case.mesh[0] * case.mesh[1] * small.train.accumulation) == 0
+
+
+def fitted(model, *meshes):
+    """What a command with nothing but `--model.from-hf` and `--mesh` checks."""
+    return plan(fit(CheckConfig(model=jaxtp.ModelConfig(from_hf=model), meshes=meshes), set(), VIRTUAL)[0])
+
+
+def test_with_a_mesh_of_its_own_a_check_does_not_ask_for_that_of_the_configuration(tmp_path):
+    model = jaxtp.ModelConfig(num_heads=9, num_kv_heads=3)
+    small, cases = plan(CheckConfig(model=model, meshes=("tp=3",)))
+    assert {case.mesh for case in cases} == {(1, 1, 3)}
+    assert dtypes(small) == ["float32"]
+    small, cases = fitted(smol_lm(tmp_path / "model"), "tp=3", "fsdp=2,tp=3")
+    assert {case.mesh for case in cases} == {(1, 1, 3), (1, 2, 3)}
+    assert dtypes(small) == ["float32", "bfloat16"], "the model's own dtype too"
+
+
+def test_default_meshes_are_those_that_a_model_of_hugging_face_fits(tmp_path):
+    _, cases = fitted(smol_lm(tmp_path / "model"))
+    meshes = {case.mesh for case in cases}
+    assert {(1, 1, 3), (1, 2, 3), (2, 2, 3), (2, 1, 3), (1, 8, 1), (8, 1, 1)} <= meshes
+    _, cases = plan(CheckConfig(model=jaxtp.ModelConfig(num_heads=11, num_kv_heads=11, d_ff=88), mesh=ONE))
+    assert {case.mesh for case in cases} == {(1, 1, 11), (1, 8, 1), (8, 1, 1)}
 
 
 def test_default_meshes_cover_the_axes():

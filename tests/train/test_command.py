@@ -83,7 +83,7 @@ MISTAKES = {
     "heads": ("--mesh.tp 3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
     "ffn": (
         "--model.d-ff 65 --mesh.tp 2",
-        "model.d_ff=65 is not divisible by mesh.tp=2; tp can be 1, 5, 13, 65, or d_ff 64 or 66",
+        "model.d_ff=65 is not divisible by mesh.tp=2; tp can be 1, or d_ff 64 or 66",
     ),
     "batch": (
         "--data.global-batch-size 7",
@@ -96,6 +96,10 @@ MISTAKES = {
     "mesh of zero": ("--mesh.tp 0", "tp=0: a mesh axis is a positive number of devices"),
     "two axes left over": ("--mesh.tp -1 --mesh.dp -1", "only one axis can be -1"),
     "mesh larger than the machine": ("--mesh.dp 4", "needs 32 devices, and there are 16"),
+    "mesh larger than any machine": (
+        "--mesh.dp 1000000 --data.global-batch-size 2000000",
+        "needs 8000000 devices, and there are 16; dp can be 1, 2\n",
+    ),
     "no such config": ("--config nowhere.yaml", "nowhere.yaml: No such file"),
     "config without a file": ("--config", "--config needs a file"),
     "no such text": ("--data.path nowhere.txt", "nowhere.txt: No such file"),

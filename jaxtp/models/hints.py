@@ -1,0 +1,80 @@
+"""What a message about sizes that do not fit suggests: single changes that leave nothing else that does not fit.
+
+A number in a hint is tried before it is written. It is suggested if all problems of the setting that it changes are
+gone and none is new, so that whoever follows a hint is not sent to the next one.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+MAX_SUGGESTED = 1024
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that do not fit each other."""
+
+    text: str
+    """Which, and their values."""
+
+    among: Mapping[str, int] = field(default_factory=dict)
+    """Settings that may be changed to a divisor of a number: `{"mesh.tp": 9}`."""
+
+    multiples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Sizes that may be changed, and the values nearest to what they are: `{"model.d_ff": (96, 104)}`."""
+
+    @property
+    def settings(self) -> set[str]:
+        """All that may be changed."""
+        return {*self.among, *self.multiples}
+
+
+Problems = Callable[[Mapping[str, int]], Iterable[Problem]]
+"""The problems that are there after some settings are changed: `problems({"mesh.tp": 3})`."""
+
+
+def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
+    """Each problem with the values that would work.
+
+    Args:
+      problems: what does not fit.
+      fixed: sizes of the model cannot be changed, so only other values are suggested.
+    """
+    found = list(problems({}))
+
+    def working(setting: str, values: Iterable[int]) -> list[int]:
+        if fixed and setting.startswith("model."):
+            return []
+        kept = {problem.text for problem in found if setting not in problem.settings}
+        return [value for value in values if {problem.text for problem in problems({setting: value})} <= kept]
+
+    for problem in found:
+        choices = {setting: working(setting, _divisors(number)) for setting, number in problem.among.items()}
+        hints = [f"{_short(name)} can be {', '.join(map(str, values))}" for name, values in choices.items() if values]
+        nearest = {setting: working(setting, values) for setting, values in problem.multiples.items()}
+        hints += [f"{_short(name)} {' or '.join(map(str, values))}" for name, values in nearest.items() if values]
+        yield f"{problem.text}; {', or '.join(hints)}" if hints else problem.text
+
+
+def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[str, int]) -> Iterator[Problem]:
+    """A problem if `value` is not divisible by `by`.
+
+    Args:
+      name: of the setting that is divided.
+      value: its value.
+      by_name: what it is divided by, in words.
+      by: the value of that.
+      among: as `Problem.among`.
+    """
+    if value % by:
+        multiples = sorted({max(value // by * by, by), -(-value // by) * by})
+        sizes = tuple(multiple for multiple in multiples if multiple < 2**31)
+        yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
+
+
+def _divisors(value: int) -> list[int]:
+    return [d for d in range(1, min(value, MAX_SUGGESTED) + 1) if value % d == 0]
+
+
+def _short(setting: str) -> str:
+    return setting.rpartition(".")[-1]

@@ -1,0 +1,244 @@
+"""The defaults of a run that begins with a trained model: those of fine-tuning, on the devices that are there.
+
+The defaults of `TrainConfig` are those of the tiny run, whose rate destroys a trained model and whose mesh few models
+fit. What a flag or a YAML file gives is never touched, and a run that goes on keeps what it has.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from jaxtp.checkpoint.manager import CheckpointError, newest, stored_info
+from jaxtp.config import changed
+from jaxtp.hf.attributes import stored_dtype
+from jaxtp.hf.folder import read_attributes
+from jaxtp.hf.runs import model_of
+from jaxtp.layers.precision import DType
+from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill
+from jaxtp.models.config import architecture
+from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
+from jaxtp.train.origin import with_model
+from jaxtp.train.place import BATCH_SIZE, Place, fits, fitting_mesh, place_for, with_batch
+
+AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
+
+RATE, ADAPTER_RATE = 1e-5, 2e-4
+"""AdamW's learning rates that are usual for all weights of a trained model, and for adapters beside it."""
+LION = 1 / 3
+"""Lion's rate as a part of AdamW's (Chen et al., arXiv 2302.06675)."""
+WARMUP = 0.03
+"""Share of the steps."""
+LENGTH = 1024
+"""Tokens in a sequence, if the model reaches so far."""
+
+LEARNING_RATE, WARMUP_STEPS = "optimizer.learning_rate", "optimizer.warmup_steps"
+SEQUENCE_LENGTH, COMPUTE, RUN_DIR = "data.sequence_length", "model.precision.compute", "run.dir"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A default."""
+
+    setting: str
+    """Its dotted name."""
+
+    value: Any
+
+    reason: str = ""
+    """Why it is that; empty for what needs no reason."""
+
+    def __str__(self) -> str:
+        """A line for people."""
+        value = describe_mesh(vars(self.value)) if isinstance(self.value, MeshConfig) else self.value
+        return f"{self.setting} = {value}: {self.reason}"
+
+
+def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple[AnyConfig, list[str]]:
+    """The configuration with defaults that fit the model that it begins with, and the devices.
+
+    Args:
+      config: what was asked for.
+      given: the dotted names of the settings that were given, which stay.
+      place: the devices; default those that are there.
+
+    Returns:
+      The configuration, and a line for each default that was chosen, with its reason.
+
+    Raises:
+      HFError, CheckpointError: the model cannot be read.
+      ConfigError, MeshError: settings that contradict it, or sizes that no mesh has.
+    """
+    check_sizes({axis: getattr(config.mesh, axis) for axis in AXES})
+    config = with_model(config)
+    config, folder = _with(config, [c for c in _folder(config) if not _is_given(c.setting, given)])
+    before = _stored(config.run.dir) if _has_model(config) else None
+    config, chosen = _with(config, [c for c in _of_model(config, before) if not _is_given(c.setting, given)])
+    config, others = _with(config, _of_devices(config, given, before, place))
+    return config, [str(choice) for choice in folder + chosen + others if choice.reason]
+
+
+def _with(config: AnyConfig, choices: Iterable[Choice]) -> tuple[AnyConfig, list[Choice]]:
+    chosen = list(choices)
+    return changed(config, {choice.setting: choice.value for choice in chosen}), chosen
+
+
+def _is_given(setting: str, given: Set[str]) -> bool:
+    """Whether a setting was given, or a part of it."""
+    return any(name == setting or name.startswith(f"{setting}.") for name in given)
+
+
+def _has_model(config: TrainConfig) -> bool:
+    return config.model.from_hf is not None or config.run.init_from is not None
+
+
+def _stored(run: Path) -> dict[str, Any] | None:
+    """What the newest checkpoint of a run says of it; None where there is no run to go on with."""
+    try:
+        return stored_info(newest(run))
+    except (CheckpointError, OSError, ValueError):
+        return None
+
+
+def _folder(config: TrainConfig) -> Iterator[Choice]:
+    """A folder for runs that begin with this model: the default one is of another."""
+    origin = config.model.from_hf or config.run.init_from
+    if origin is not None:
+        place = origin.resolve()
+        name = place.parents[1].name if place.parent.name in ("snapshots", "checkpoints") else place.name
+        yield Choice(RUN_DIR, Path("runs") / f"{name}-tuned", f"for runs that begin with {origin}")
+
+
+def _of_model(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterator[Choice]:
+    """The settings that follow from the model alone, or from the run that goes on."""
+    begun = _begun(config)
+    if begun is not None:
+        yield from (Choice(f"model.{name}", size) for name, size in _sizes(config, begun))
+    if before is not None:
+        for setting in (LEARNING_RATE, WARMUP_STEPS, SEQUENCE_LENGTH, BATCH_SIZE):
+            yield Choice(setting, _value(before, setting), f"as the run in {config.run.dir} has it")
+    elif _has_model(config):
+        yield _learning_rate(config, begun)
+        warmup = round(WARMUP * config.train.steps)
+        yield Choice(WARMUP_STEPS, warmup, f"{WARMUP:.0%} of {config.train.steps} steps; a trained model needs no more")
+        yield _sequence_length(config, begun)
+
+
+def _begun(config: TrainConfig) -> dict[str, Any] | None:
+    """What the checkpoint that a run begins with says of its run, if it begins with one."""
+    return None if config.run.init_from is None else stored_info(newest(config.run.init_from))
+
+
+def _value(info: Mapping[str, Any], setting: str) -> Any:
+    """A setting of the run that wrote a checkpoint."""
+    value: Any = info["config"]
+    for part in setting.split("."):
+        value = value[part]
+    return value
+
+
+def _sizes(config: TrainConfig, begun: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the model of a run is, without adapters."""
+    model = model_of(Path(str(config.run.init_from)), begun)
+    return ((name, getattr(model, name)) for name in architecture(model) if name != "lora")
+
+
+def _learning_rate(config: TrainConfig, begun: Mapping[str, Any] | None) -> Choice:
+    """The rate of fine-tuning; of all weights of a run, a tenth of what it was trained with."""
+    rate, reason = RATE, "usual for all weights of a trained model"
+    if config.model.lora.rank:
+        rate, reason = ADAPTER_RATE, "usual for adapters"
+    elif begun is not None:
+        peak = _value(begun, LEARNING_RATE) / (LION if _value(begun, "optimizer.name") == "lion" else 1)
+        rate, reason = max(peak / 10, min(peak, RATE)), f"at its peak the rate of {config.run.init_from} was {peak:.3g}"
+    if config.optimizer.name == "lion":
+        rate, reason = rate * LION, f"{reason}, and a third of it for lion"
+    return Choice(LEARNING_RATE, float(f"{rate:.2g}"), reason)
+
+
+def _sequence_length(config: TrainConfig, begun: Mapping[str, Any] | None) -> Choice:
+    if begun is not None:
+        return Choice(SEQUENCE_LENGTH, _value(begun, SEQUENCE_LENGTH), f"as {config.run.init_from} was trained")
+    reach = read_attributes(Path(str(config.model.from_hf))).get("max_position_embeddings")
+    if type(reach) is not int or reach < 1:
+        return Choice(
+            SEQUENCE_LENGTH, config.data.sequence_length, "the model does not say how many it was trained for"
+        )
+    return Choice(SEQUENCE_LENGTH, min(reach, LENGTH), f"the model was trained for {reach:,}")
+
+
+def _of_devices(
+    config: TrainConfig, given: Set[str], before: Mapping[str, Any] | None, place: Place | None
+) -> Iterator[Choice]:
+    """The settings that follow from the devices; a given size that fits no mesh is refused later."""
+    axes = {axis for axis in AXES if f"mesh.{axis}" in given}
+    free_dtype = _has_model(config) and COMPUTE not in given
+    any_batch = _has_model(config) and before is None and BATCH_SIZE not in given
+    if len(axes) == len(AXES) and not free_dtype and not any_batch:
+        return
+    alone = {axis: max(getattr(config.mesh, axis), 1) if axis in axes else 1 for axis in AXES}
+    if any(violations_on(with_batch(config, alone) if any_batch else config, alone)):
+        if _has_model(config):  # refused for what was given, and for no default beside it
+            given_or_one = {axis: getattr(config.mesh, axis) if axis in axes else 1 for axis in AXES}
+            yield Choice("mesh", MeshConfig(**given_or_one))
+        return
+    mesh = _first_mesh(config, axes, before)
+    place = place or place_for(mesh)
+    if free_dtype:
+        yield _compute(config, before, place)
+    yield from _mesh(config, axes, before, mesh, place, any_batch=any_batch)
+
+
+def _compute(config: TrainConfig, before: Mapping[str, Any] | None, place: Place) -> Choice:
+    if before is not None:
+        return Choice(COMPUTE, _value(before, COMPUTE), f"as the run in {config.run.dir} has it")
+    begun = _begun(config)
+    stored = stored_dtype(Path(str(config.model.from_hf))) if begun is None else str(_value(begun, COMPUTE))
+    if stored == "bfloat16" and not place.bfloat16:
+        return Choice(COMPUTE, "float32", f"the model is of bfloat16, which {place.kind} are not faster in")
+    dtype = stored if stored in get_args(DType) else "float32"
+    return Choice(COMPUTE, dtype, f"the model is of {stored or 'no dtype that it names'}")
+
+
+def _first_mesh(config: TrainConfig, axes: Set[str], before: Mapping[str, Any] | None) -> dict[str, int]:
+    """The mesh to try first: what is given, and of the other axes what the run has, or else the least."""
+    others = before["mesh"] if before is not None else dict.fromkeys(AXES, 1)
+    is_own = not _has_model(config)
+    return {axis: getattr(config.mesh, axis) if is_own or axis in axes else others[axis] for axis in AXES}
+
+
+def _mesh(
+    config: TrainConfig,
+    axes: Set[str],
+    before: Mapping[str, Any] | None,
+    first: dict[str, int],
+    place: Place,
+    *,
+    any_batch: bool,
+) -> Iterator[Choice]:
+    """The mesh that is tried first if it fits and nothing speaks for another; else the one that fits best."""
+    reason = f"as the run in {config.run.dir} has it" if before is not None else f"of {place.devices} {place.kind}"
+    batch = config.data.global_batch_size
+    filled = _filled(first, place)
+    wants_all = _has_model(config) and before is None and -1 not in first.values()
+    if wants_all or filled is None or not fits(config, filled, place):
+        found = fitting_mesh(config, axes, place, any_batch=any_batch)
+        if found is None:
+            return
+        first, batch = found
+        reason = f"of {place.devices} {place.kind}, the mesh that fits the model and moves the least"
+        if place.devices == 1:
+            reason = f"{place.kind} share the cores, so one is enough" if place.is_virtual else "the only device"
+    mesh = MeshConfig(**{axis: getattr(config.mesh, axis) if axis in axes else first[axis] for axis in AXES})
+    if mesh != config.mesh:
+        yield Choice("mesh", mesh, reason)
+    if batch != config.data.global_batch_size:
+        yield Choice(BATCH_SIZE, batch, "the next that the mesh divides")
+
+
+def _filled(mesh: Mapping[str, int], place: Place) -> dict[str, int] | None:
+    """The mesh with -1 replaced; None if the devices cannot be divided so."""
+    try:
+        return fill(mesh, place.devices)
+    except MeshError:
+        return None

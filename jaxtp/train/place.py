@@ -1,0 +1,114 @@
+"""The devices that a run will have, and a mesh of them that its model fits."""
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+import jax
+
+from jaxtp.config import changed
+from jaxtp.mesh import AXES, DP, FSDP, TP, fitting_meshes, request_virtual_devices
+from jaxtp.models.budget import step_moves
+from jaxtp.train.config import TrainConfig, violations_on
+
+VIRTUAL_KIND = "virtual CPU devices"
+BATCH_SIZE = "data.global_batch_size"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The devices that a run will have."""
+
+    devices: int
+    """How many there are."""
+
+    per_process: int
+    """How many of them a process has."""
+
+    bfloat16: bool
+    """Whether products in bfloat16 are faster there."""
+
+    kind: str
+    """What they are, for messages."""
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether they are parts of a CPU."""
+        return self.kind == VIRTUAL_KIND
+
+
+def place_for(mesh: Mapping[str, int]) -> Place:
+    """The devices that are there; starts JAX's backend.
+
+    Args:
+      mesh: what is asked for, -1 for what is left; virtual CPU devices are as many as it needs.
+
+    Raises:
+      MeshError: more than the machine can have.
+    """
+    request_virtual_devices(math.prod(size for size in mesh.values() if size != -1))
+    first = jax.devices()[0]
+    kind = VIRTUAL_KIND if first.platform == "cpu" else first.device_kind
+    return Place(jax.device_count(), jax.local_device_count(), _has_bfloat16(first), kind)
+
+
+def fits(config: TrainConfig, mesh: Mapping[str, int], place: Place) -> bool:
+    """Whether the run can be on that mesh of the devices."""
+    count = math.prod(mesh.values())
+    enough = count == place.devices or (count < place.devices and place.per_process == place.devices)
+    return enough and not any(violations_on(config, mesh))
+
+
+def with_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
+    """The run with the smallest batch size, from the configured one on, that the mesh divides."""
+    parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
+    return changed(config, {BATCH_SIZE: -(-config.data.global_batch_size // parts) * parts})
+
+
+def fitting_mesh(
+    config: TrainConfig, axes: Set[str], place: Place, *, any_batch: bool
+) -> tuple[dict[str, int], int] | None:
+    """The mesh of the most devices that the run can be on, and its batch size; None if there is none.
+
+    Of several the one that divides the parameters the most, and of those the one that moves the fewest bytes in a step.
+
+    Args:
+      config: the run.
+      axes: those whose size in the configuration stays; -1 is what is left.
+      place: the devices.
+      any_batch: whether the batch may be larger than configured.
+    """
+    asked = {axis: size for axis in axes if (size := getattr(config.mesh, axis)) != -1}
+    whole = place.per_process < place.devices or any(getattr(config.mesh, axis) == -1 for axis in axes)
+    for count in (place.devices,) if whole else range(place.devices, 0, -1):
+        found = []
+        for mesh in (dict(zip(AXES, mesh, strict=True)) for mesh in fitting_meshes(count)):
+            if not asked.items() <= mesh.items() or place.per_process % mesh[TP]:  # tp stays inside a process
+                continue
+            run = with_batch(config, mesh) if any_batch else config
+            if fits(run, mesh, place):
+                found.append((mesh[DP], run.data.global_batch_size, _bytes(run, mesh), mesh))
+        if found:
+            _, batch, _, best = min(found, key=lambda each: each[:3])
+            return best, batch
+    return None
+
+
+def _bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:
+    """Bytes that a device sends in a step."""
+    moves = step_moves(
+        config.model,
+        mesh,
+        batch_size=config.data.global_batch_size,
+        sequence_length=config.data.sequence_length,
+        accumulation=config.train.accumulation,
+    )
+    return sum(move.bytes_sent for move in moves)
+
+
+def _has_bfloat16(device: jax.Device) -> bool:
+    """TPUs have it, GPUs of NVIDIA from compute capability 8.0 on; CPUs emulate it."""
+    if device.platform == "cpu":
+        return False
+    major, _, _ = str(getattr(device, "compute_capability", "")).partition(".")
+    return not (major.isdecimal() and int(major) < 8)

@@ -1,0 +1,253 @@
+"""The defaults of a run that begins with a trained model."""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from runs import SMOL_LM, TEXT, records, smol_lm
+
+from jaxtp.config import ConfigError, from_yaml, load_fitted, to_plain
+from jaxtp.convert.__main__ import main as convert
+from jaxtp.data.manifest import TokenizerInfo
+from jaxtp.hf.attributes import stored_dtype
+from jaxtp.models.config import ModelConfig
+from jaxtp.train import defaults, origin
+from jaxtp.train.__main__ import main
+from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig, violations_on
+from jaxtp.train.defaults import fit
+from jaxtp.train.place import Place
+
+GPUS = Place(devices=8, per_process=8, bfloat16=True, kind="GPUs")
+CPU = Place(devices=1, per_process=1, bfloat16=False, kind="virtual CPU devices")
+
+
+@pytest.fixture
+def model(tmp_path):
+    return smol_lm(tmp_path / "model")
+
+
+@pytest.fixture
+def ask(tmp_path, model):
+    """What flags come to for a run that begins with the model, and why."""
+
+    def resolved(*flags, place=GPUS, begins=("--model.from-hf", str(model))):
+        if not flags:  # parsing takes longer than all the rest
+            begun = ModelConfig(from_hf=model) if begins else ModelConfig()
+            return fit(TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), {"run.dir"}, place)
+        argv = ["--run.dir", str(tmp_path / "run"), *begins, *flags]
+        return load_fitted(TrainConfig, argv, prog="x", description="", fit=partial(fit, place=place))
+
+    return resolved
+
+
+def test_a_trained_model_gets_the_defaults_of_fine_tuning(ask, model):
+    config, notes = ask()
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (1e-5, 12)
+    assert (config.data.sequence_length, config.model.precision.compute) == (1024, "bfloat16")
+    assert config.model.num_heads == 9
+    assert not list(violations_on(config, vars(config.mesh)))
+    assert config.mesh.dp * config.mesh.fsdp * config.mesh.tp == 8
+    assert any(note == "optimizer.learning_rate = 1e-05: usual for all weights of a trained model" for note in notes)
+    assert {note.partition(" = ")[0] for note in notes} == {
+        *("optimizer.learning_rate", "optimizer.warmup_steps", "data.sequence_length"),
+        *("model.precision.compute", "mesh"),
+    }
+
+
+GIVEN = {
+    "optimizer": {"learning_rate": 5e-3, "warmup_steps": 20},
+    "data": {"sequence_length": 128},
+    "model": {"precision": {"compute": "float32"}},
+    "mesh": {"tp": 3, "fsdp": -1},
+}
+FLAGS = [
+    *("--optimizer.learning_rate=5e-3", "--optimizer.warmup-steps", "20", "--data.sequence-length", "128"),
+    *("--model.precision.compute", "float32", "--mesh.tp", "3", "--mesh.fsdp", "-1"),
+]
+
+
+@pytest.mark.parametrize("by_file", [False, True])
+def test_what_is_given_stays_even_where_it_is_the_default_of_other_runs(ask, tmp_path, by_file):
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump(GIVEN))
+    flags = ["--config", str(tmp_path / "own.yaml")] if by_file else FLAGS
+    config, notes = ask(*flags, place=Place(6, 6, bfloat16=True, kind="GPUs"))
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (5e-3, 20)
+    assert (config.data.sequence_length, config.model.precision.compute) == (128, "float32")
+    assert (config.mesh.tp, config.mesh.fsdp) == (3, -1)
+    assert [note.partition(" = ")[0] for note in notes] == []
+
+
+def test_a_mesh_that_is_given_and_does_not_fit_is_refused_for_itself(model):
+    model = ModelConfig(from_hf=model)
+    fsdp, _ = fit(TrainConfig(model=model, mesh=MeshConfig(fsdp=5)), {"mesh.fsdp", "data.global_batch_size"}, GPUS)
+    assert {line.partition(" is not")[0] for line in violations_on(fsdp, vars(fsdp.mesh))} == {
+        *("model.d_model=576", "data.global_batch_size=16"),
+    }
+    config, _ = fit(TrainConfig(model=model, mesh=MeshConfig(tp=4)), {"mesh.tp"}, GPUS)
+    (heads, kv_heads) = violations_on(config, vars(config.mesh), devices=8)
+    assert heads == "model.num_heads=9 is not divisible by mesh.tp=4; tp can be 1, 3"
+    assert "mesh.tp=4" in kv_heads
+
+
+@pytest.mark.parametrize(
+    ("flags", "rate"),
+    [
+        (["--model.lora.rank", "8"], 2e-4),
+        (["--optimizer.name", "lion"], 3.3e-6),
+        (["--model.lora.rank", "8", "--optimizer.name", "lion"], 6.7e-5),
+    ],
+)
+def test_the_rate_follows_what_is_trained_and_by_which_rule(ask, flags, rate):
+    assert ask(*flags)[0].optimizer.learning_rate == rate
+
+
+def test_a_dtype_that_the_devices_are_not_faster_in_is_not_the_default(ask):
+    config, notes = ask(place=CPU)
+    assert config.model.precision.compute == "float32"
+    assert vars(config.mesh) == {"dp": 1, "fsdp": 1, "tp": 1}
+    assert any("the model is of bfloat16, which virtual CPU devices" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("attributes", "length", "dtype"),
+    [
+        ({"max_position_embeddings": 512}, 512, "bfloat16"),
+        ({"max_position_embeddings": "many"}, 128, "bfloat16"),
+        ({"torch_dtype": "float16"}, 1024, "float32"),
+        ({"torch_dtype": None, "dtype": "bfloat16"}, 1024, "bfloat16"),
+        ({"torch_dtype": None}, 1024, "float32"),
+    ],
+)
+def test_length_and_dtype_are_those_that_the_model_names(ask, model, attributes, length, dtype):
+    (model / "config.json").write_text(json.dumps(SMOL_LM | attributes))
+    config, _ = ask()
+    assert (config.data.sequence_length, config.model.precision.compute) == (length, dtype)
+
+
+def test_without_a_dtype_in_its_configuration_a_model_has_that_of_its_weights(model):
+    (model / "config.json").write_text(json.dumps(SMOL_LM | {"torch_dtype": None}))
+    header = json.dumps({"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
+    assert stored_dtype(model) == "bfloat16"
+
+
+@given(
+    heads=st.integers(1, 24),
+    shared=st.integers(1, 4),
+    d_model=st.integers(1, 40),
+    devices=st.sampled_from([1, 2, 3, 4, 6, 7, 8, 16, 72]),
+    hosts=st.sampled_from([1, 2]),
+    fixed=st.fixed_dictionaries({}, optional={axis: st.integers(1, 4) for axis in ("dp", "fsdp", "tp")}),
+)
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_a_chosen_mesh_fits_the_model_the_devices_and_what_is_given(heads, shared, d_model, devices, hosts, fixed):
+    model = ModelConfig(num_heads=heads * shared, num_kv_heads=heads, d_model=d_model * 8, d_ff=heads * shared * 8)
+    config = TrainConfig(model=model, mesh=MeshConfig(**fixed))
+    place = Place(devices * hosts, devices, bfloat16=True, kind="GPUs")
+    fitted, _ = fit(config, {f"mesh.{axis}" for axis in fixed} | {"data.global_batch_size"}, place)
+    sizes = vars(fitted.mesh)
+    assert fixed.items() <= sizes.items()
+    if fitted.mesh != config.mesh:
+        assert not list(violations_on(fitted, sizes))
+        count = sizes["dp"] * sizes["fsdp"] * sizes["tp"]
+        assert count == place.devices if hosts > 1 else count <= place.devices
+    elif not fixed:
+        assert hosts > 1 or not list(violations_on(fitted, sizes)), "one device holds any model"
+
+
+def test_the_batch_grows_where_there_are_more_devices_than_rows(ask):
+    config, _ = ask(place=Place(devices=64, per_process=8, bfloat16=True, kind="GPUs"))
+    assert config.data.global_batch_size == 64
+    assert not list(violations_on(config, vars(config.mesh)))
+
+
+@pytest.mark.parametrize(
+    ("where", "run"),
+    [
+        ("models/llama", "runs/llama-tuned"),
+        ("hub/models--a--llama/snapshots/0123", "runs/models--a--llama-tuned"),
+    ],
+)
+def test_a_run_that_begins_with_a_model_has_a_folder_of_its_own(tmp_path, where, run):
+    (tmp_path / where).parent.mkdir(parents=True)
+    config = TrainConfig(model=ModelConfig(from_hf=smol_lm(tmp_path / where)))
+    assert fit(config, set(), GPUS)[0].run.dir == Path(run)
+    assert fit(config, {"run.dir"}, GPUS)[0].run.dir == TrainConfig().run.dir
+
+
+def test_a_run_does_not_begin_with_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(origin, "newest", lambda run: run / "checkpoints/60")
+    run = RunConfig(dir=tmp_path / "a", init_from=tmp_path / "a")
+    with pytest.raises(ConfigError, match=r"is the run in run.dir=.* itself; name another folder"):
+        origin.check_origin(TrainConfig(run=run))
+
+
+def test_a_run_goes_on_with_the_tokens_that_the_one_before_was_trained_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(origin, "newest", lambda run: run)
+    monkeypatch.setattr(origin, "stored_info", lambda run: {"corpus": {"tokenizer": "0123"}})
+    config = TrainConfig(run=RunConfig(init_from=tmp_path))
+    origin.check_tokenizer(config, TokenizerInfo("huggingface", "0123", 256, None))
+    with pytest.raises(ConfigError, match=r"of another tokenizer \(0123\) than these \(bytes\)"):
+        origin.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+
+
+def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer_of_another_kind(model):
+    config = TrainConfig(model=ModelConfig(from_hf=model))
+    origin.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+    (model / "tokenizer.model").write_bytes(b"a")
+    with pytest.raises(ConfigError, match=r"the data are bytes, and .* has a tokenizer of its own"):
+        origin.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+
+
+def test_a_run_of_ours_fits_the_devices_that_are_there(ask):
+    for flags in ((), ("--model.num-heads", "6", "--model.num-kv-heads", "6", "--model.d-ff", "96")):
+        config, notes = ask(*flags, place=Place(2, 2, bfloat16=True, kind="GPUs"), begins=())
+        assert config.mesh.dp * config.mesh.fsdp * config.mesh.tp == 2
+        assert [note.partition(" = ")[0] for note in notes] == ["mesh"]
+        assert config.optimizer == TrainConfig().optimizer
+    assert ask(begins=(), place=GPUS) == (TrainConfig(run=config.run), []), "where the defaults fit they stay"
+
+
+def test_printing_the_configuration_says_why_and_reads_back(ask, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        ask("--print-config")
+    out = capsys.readouterr().out
+    assert out.startswith("# optimizer.learning_rate = 1e-05: usual for all weights of a trained model\n")
+    (tmp_path / "printed.yaml").write_text(out)
+    assert from_yaml(TrainConfig, tmp_path / "printed.yaml") == ask()[0]
+
+
+def test_a_run_that_goes_on_keeps_what_it_has(ask, model, monkeypatch):
+    begun, _ = ask(place=CPU)
+    old = {"learning_rate": 5e-3, "warmup_steps": 20}
+    plain = to_plain(begun)
+    info = {"config": plain | {"optimizer": plain["optimizer"] | old}, "mesh": {"dp": 1, "fsdp": 2, "tp": 3}}
+    monkeypatch.setattr(defaults, "_stored", lambda run: info)
+    config, notes = ask("--train.steps", "1000", place=GPUS)
+    assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (5e-3, 20)
+    assert config.model.precision.compute == "float32", "whatever the devices are now"
+    assert vars(config.mesh) == {"dp": 1, "fsdp": 2, "tp": 3}
+    assert all(" has it" in note for note in notes)
+    config, _ = ask("--mesh.tp", "1", "--optimizer.learning-rate", "1e-6", place=Place(1, 1, True, "GPUs"))
+    assert (config.optimizer.learning_rate, config.mesh.fsdp) == (1e-6, 1), "fewer devices than before"
+
+
+@pytest.mark.wide
+def test_fine_tuning_without_a_flag_does_not_undo_what_a_model_has_learned(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    one = ["--data.path", "text.txt", "--eval.every", "0", "--mesh.dp", "1", "--mesh.fsdp", "1", "--mesh.tp", "1"]
+    sizes = ["--model.num-heads", "9", "--model.num-kv-heads", "3", "--model.d-model", "36", "--model.num-layers", "1"]
+    assert main([*one, *sizes, "--train.steps", "80", "--data.sequence-length", "32", "--run.dir", "base"]) == 0
+    assert convert(["export", "base", "model"]) == 0
+    before = records("base", "eval_loss")[80]
+    for begins, rate in (("--model.from-hf", 1e-5), ("--run.init-from", 5e-4)):
+        model = "model" if rate == 1e-5 else "base"
+        assert main([*one, begins, model, "--data.sequence-length", "32", "--train.steps", "20"]) == 0
+        assert f"default optimizer.learning_rate = {rate}" in capsys.readouterr().out
+        assert from_yaml(TrainConfig, f"runs/{model}-tuned/config.yaml").optimizer.learning_rate == rate
+        assert records(f"runs/{model}-tuned", "eval_loss")[20] < before + 0.01
