@@ -1,5 +1,6 @@
 """Says where a run hangs: a step that takes too long prints the stacks of all Python threads."""
 
+import contextlib
 import faulthandler
 import os
 import threading
@@ -39,5 +40,7 @@ class Watchdog:
         while not self._stopped.wait(self._seconds / 4):
             if self._fed is not None and time.monotonic() - self._fed > self._seconds:
                 self._fed = None
-                os.write(STDERR, f"no step for {self._seconds:g} s (train.stall_seconds); the run waits on:\n".encode())
+                message = f"no step for {self._seconds:g} s (train.stall_seconds); the run waits on:\n"
+                with contextlib.suppress(OSError):  # a terminal that was closed
+                    os.write(STDERR, message.encode())
                 faulthandler.dump_traceback(STDERR, all_threads=True)

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from runs import SMALL, TEXT, finish, mesh, records, wait_for_step
 
+from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.train.__main__ import main
 
@@ -41,6 +43,29 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start
     assert f"resumed from the checkpoint at step {last}" in finish(start(again))
     for key in ("loss", "grad_norm", "eval_loss"):
         assert records(stopped, key) == records(whole, key)
+
+
+IN_ITS_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.journey
+def test_a_closed_terminal_saves_and_ends_well(tmp_path, command):
+    run = tmp_path / "run"
+    train = ["-m", "jaxtp.train", *command, "--train.steps", "100000", "--run.dir", str(run)]
+    ours, theirs = os.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = subprocess.Popen([sys.executable, "-c", IN_ITS_TERMINAL, *train], **streams, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+    while b"loss" not in seen.rpartition(b"compiled")[2]:
+        seen += os.read(ours, 65536)
+    os.close(ours)
+    assert process.wait(timeout=300) == 0
+    assert max(records(run)) in Checkpoints(run / "checkpoints").steps()
 
 
 def test_the_same_seed_repeats_bit_for_bit(tmp_path, command):
