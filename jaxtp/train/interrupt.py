@@ -3,14 +3,18 @@
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Any, Self
 
 import jax
 from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """SIGHUP is that of a terminal that is closed."""
-_SECOND = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_IGN}
+_SECOND: dict[signal.Signals, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_IGN,
+}
 """What a signal does after the first. A closed terminal sends several SIGHUPs, from its kernel and from its shell: they
 are no second request."""
 
@@ -24,7 +28,7 @@ class Interrupt:
     def __init__(self) -> None:
         self.received: str | None = None
         """The name of the first signal."""
-        self._before: dict[signal.Signals, object] = {}
+        self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python's condition for handling signals
@@ -36,7 +40,7 @@ class Interrupt:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def agreed(self) -> bool:
         """Whether any process has received one: all processes stop at the same step. Every process must call it."""
