@@ -59,10 +59,16 @@ def test_the_same_command_on_a_finished_run_says_so(tmp_path, text, capsys):
 
 
 def test_resuming_says_what_changed(tmp_path, text, capsys):
-    run = [*SMALL, *text, "--run.dir", str(tmp_path / "run")]
+    """And so does a run that is too short for its warm-up, which the configuration keeps."""
+    run = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--optimizer.warmup-steps", "20"]
     assert main([*run, "--train.steps", "3", *mesh(1, 1, 2)]) == 0
+    assert "the warm-up of 20 steps (optimizer.warmup_steps) is cut to these 3" in capsys.readouterr().out
     assert main([*run, "--train.steps", "4", *mesh(2, 2, 2)]) == 0
     out = capsys.readouterr().out
+    assert "the warm-up of 20 steps (optimizer.warmup_steps) is cut to these 4" in out
+    rates = np.array(list(records(tmp_path / "run", "learning_rate").values()))
+    np.testing.assert_allclose(rates / 5e-3, [0, 1 / 3, 2 / 3, 3 / 4], rtol=1e-6)
+    assert "warmup_steps: 20\n" in (tmp_path / "run/config.yaml").read_text()
     assert "resumed from the checkpoint at step 3" in out
     assert "changed since: mesh.tp: 1 -> 2" not in out
     assert "changed since, without effect on the numbers: mesh.dp: 1 -> 2" in out
