@@ -205,7 +205,7 @@ class EvalConfig:
     """Evaluation on the held-out split."""
 
     every: CountOrZero = 100
-    """Steps between evaluations; 0 evaluates at the end only."""
+    """Steps between evaluations; 0 evaluates before the first step and after the last only, as every run does."""
 
     batches: Count = 8
     """Batches of data.global_batch_size in an evaluation, at most: each held-out row counts once. The same each time

@@ -107,6 +107,8 @@ class Loop:
 
     def _train(self, total: int) -> float | None:
         run = self._run
+        if run.step == 0:
+            self._evaluate()  # what the run improves on; a run that resumes has it in its log
         train_step = self._compile()
         self._report.begin(run.step, total)
         batches = self._batches(total - run.step)

@@ -41,8 +41,9 @@ class Tracked:
     folder: Path
 
     resumed_at: int = 0
-    """The step that the run continues from. Later steps, logged by a run that was killed before its next checkpoint,
-    are made, and logged, again: a tracker that can forgets the first record of them."""
+    """The step that the run continues from; 0 for one that begins. Later steps, logged by a run that was killed before
+    its next checkpoint, are made, and logged, again: a tracker that can forgets the first record of them. So is the
+    evaluation at step 0 of a run that begins again."""
 
     project: str = "jaxtp"
     """What W&B and Aim file the run under; its name there is that of its folder."""
@@ -50,13 +51,18 @@ class Tracked:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, as plain values."""
 
+    @property
+    def logs_from(self) -> int:
+        """The first step that is logged from now on."""
+        return self.resumed_at + 1 if self.resumed_at else 0
+
 
 class Jsonl:
     """`metrics.jsonl`: an object for each record, written through at once; a number that is not finite is null."""
 
     def __init__(self, run: Tracked):
         path = run.folder / METRICS
-        kept = [line for line in _lines(path) if _step(line) <= run.resumed_at]
+        kept = [line for line in _lines(path) if _step(line) < run.logs_from]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, path)
@@ -77,7 +83,7 @@ class TensorBoard:
     """Event files in `tensorboard/`; steps that are made again are marked to be forgotten."""
 
     def __init__(self, run: Tracked):
-        self._writer = SummaryWriter(str(run.folder / TENSORBOARD), purge_step=run.resumed_at + 1, write_to_disk=True)
+        self._writer = SummaryWriter(str(run.folder / TENSORBOARD), purge_step=run.logs_from, write_to_disk=True)
 
     def write(self, record: Record) -> None:
         """Adds a scalar for each number that is finite."""
