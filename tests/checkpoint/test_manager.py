@@ -200,6 +200,39 @@ def test_every_damage_is_found_or_harmless(tmp_path):
     assert alone == {True, False}
 
 
+@pytest.mark.parametrize("file", ["info/metadata", "state/_METADATA", "state/d/*"])
+def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file):
+    """A healthy checkpoint stays where it is while the file system fails, and is used when it answers again."""
+    plan = blueprint((1, 1, 1), TINY)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (1, 2):
+        checkpoints.save(step, plan.create(seed=step), plan.mesh, {})
+    checkpoints.wait()
+    (path,) = (tmp_path / "checkpoints/2").glob(file)
+    path.rename(tmp_path / "away")
+    path.symlink_to("/proc/self/mem")  # opens, and fails with EIO when it is read
+    with pytest.raises(CheckpointError, match=r"2 cannot be read \(\[Errno 5\].*proves no damage"):
+        restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
+    (tmp_path / "away").rename(path)
+    step, *_ = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
+    checkpoints.close()
+    assert step == 2
+    assert not (tmp_path / "damaged").exists()
+
+
+def test_a_damaged_checkpoint_that_cannot_be_moved(tmp_path):
+    plan = blueprint((1, 1, 1), TINY)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (1, 2):
+        checkpoints.save(step, plan.create(seed=step), plan.mesh, {})
+    checkpoints.wait()
+    (tmp_path / "checkpoints/2/info/metadata").unlink()
+    (tmp_path / "damaged").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"checkpoints/2 is damaged, and cannot be moved to .*damaged/2"):
+        restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
+    checkpoints.close()
+
+
 def weights_or_none(run, plan):
     """What a new run would start from, unless it is refused."""
     try:
