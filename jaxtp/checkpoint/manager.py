@@ -70,11 +70,12 @@ class Checkpoints:
           eval_loss: validation loss at this step, if it was evaluated.
 
         Raises:
-          CheckpointError: this save, or the one before it, could not be written: a full disk, a folder that is gone.
+          CheckpointError: this save, or the one before it, could not be written: a full disk, a folder that is gone, a
+            step that is not after the newest.
         """
         arrays = to_logical(state, mesh)
         try:
-            self._manager.save(
+            saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(arrays),
@@ -84,6 +85,8 @@ class Checkpoints:
             )
         except Exception as error:
             raise self._unwritable(error) from error
+        if not saved:
+            raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
     def wait(self) -> None:
         """Waits until the last save is on disk.

@@ -4,6 +4,7 @@ import fcntl
 import fnmatch
 import os
 import platform
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from jaxtp import config as configuration
 from jaxtp.models.config import ModelConfig, architecture
@@ -79,6 +81,24 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder, which takes the place of `folder` once every process has written its part of it.
+
+    Until then what `folder` holds is left alone: it stays if this fails.
+    """
+    new = folder.with_name(f"{folder.name}.new")
+    if jax.process_index() == 0:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+    multihost_utils.sync_global_devices(f"{new} is empty")
+    yield new
+    multihost_utils.sync_global_devices(f"{new} is written")
+    if jax.process_index() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
 
 
 def write_config(config: TrainConfig) -> None:

@@ -220,6 +220,17 @@ def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file):
     assert not (tmp_path / "damaged").exists()
 
 
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_step_that_is_not_after_the_newest_is_refused_aloud(tmp_path, step):
+    plan = blueprint((1, 1, 1), TINY)
+    state = plan.create(seed=0)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, state, plan.mesh, {})
+    with pytest.raises(CheckpointError, match=f"step {step} is not after the newest.*step 2 is whole"):
+        checkpoints.save(step, state, plan.mesh, {})
+    checkpoints.close()
+
+
 def test_a_damaged_checkpoint_that_cannot_be_moved(tmp_path):
     plan = blueprint((1, 1, 1), TINY)
     checkpoints = Checkpoints(tmp_path / "checkpoints")

@@ -11,11 +11,15 @@ import time
 
 import numpy as np
 import pytest
+from flax import nnx
 from runs import SMALL, TEXT, finish, mesh, records, wait_for_step
 
-from jaxtp.checkpoint.manager import Checkpoints
+import jaxtp
+from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.train.__main__ import main
+from jaxtp.train.folder import replacing
+from jaxtp.train.loop import Loop
 
 
 @pytest.fixture
@@ -80,6 +84,7 @@ EXPLODE = ["--optimizer.learning-rate", "1e30", "--optimizer.warmup-steps", "0",
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     run = tmp_path / "run"
+    (run / "non_finite").mkdir(parents=True)
     assert main([*command, *EXPLODE, "--run.dir", str(run), "--checkpoint.every", "1"]) == 1
     error = capsys.readouterr().err
     assert "not finite. Nothing of it entered the weights" in error
@@ -94,8 +99,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
 
 
 def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
-    """What is kept for inspection is finite, the moments of the optimizer too."""
+    """What is kept for inspection is finite, the optimizer's moments too, and takes the place of what was there."""
     run = tmp_path / "run"
+    before = Checkpoints(run / "non_finite", keep=9)
+    for step in (1, 2, 3, 4, 5, 99):
+        before.save(step, nnx.State({"x": nnx.Param(np.zeros(1))}), jaxtp.make_mesh(), {})
+    before.close()
     assert (
         main([*command, *EXPLODE, "--run.dir", str(run), "--train.non-finite", "skip", "--train.max-skipped", "2"]) == 1
     )
@@ -103,9 +112,32 @@ def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
     assert "the update is skipped, 1 in a row of at most 2" in captured.out
     assert "the update is skipped, 2 in a row of at most 2" in captured.out
     assert "not finite" in captured.err
+    (folder,) = (run / "non_finite").iterdir()
+    assert (folder / "batch_0.npz").exists()
     kept = open_checkpoint(run / "non_finite")
     assert len(kept.arrays) > 30
     assert [kept.verify(name) for name in kept.arrays] == [None] * len(kept.arrays)
+
+
+def test_what_takes_a_folder_s_place_does_so_whole(tmp_path):
+    for text in ("first", "second"):
+        with replacing(tmp_path / "kept") as new:
+            (new / text).touch()
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["second"]
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "kept") as new:
+        (new / "third" / "fails").touch()
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["second"]
+
+
+def test_a_full_disk_does_not_hide_what_was_not_finite(monkeypatch):
+    def full(self, step):
+        raise CheckpointError("a checkpoint could not be written (no space)")
+
+    monkeypatch.setattr(Loop, "_keep_for_inspection", full)
+    said = Loop.__new__(Loop)._inspection(3)
+    assert said == (
+        "they and the batch could not be kept for inspection (a checkpoint could not be written (no space))"
+    )
 
 
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, command, capsys):
