@@ -1,8 +1,10 @@
 """Saving and restoring a run: asynchronous, sharded, atomic, checked, on any mesh."""
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -147,9 +149,25 @@ class Checkpoints:
         return target
 
     def close(self) -> None:
-        """Waits until the last save is on disk."""
-        self.wait()
-        self._manager.close()
+        """Waits until the last save is on disk.
+
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes; an error that is under way is not replaced by that of the last save."""
+        with contextlib.nullcontext() if error is None else contextlib.suppress(CheckpointError):
+            self.close()
 
     def _unwritable(self, error: Exception) -> CheckpointError:
         last = self.steps()

@@ -57,10 +57,8 @@ def train(config: TrainConfig) -> float | None:
     with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
         run = prepare(config, blueprint, data, report)
         timing.begun()
-        try:
+        with run.checkpoints:
             return Loop(run, report, interrupt, timing).run_to_end()
-        finally:
-            run.checkpoints.close()
 
 
 class NonFiniteError(ArithmeticError):
@@ -85,7 +83,7 @@ class Loop:
         self._timing = timing
         config = run.config
         tracked = Tracked(config.run.dir, run.step, config.metrics.project, configuration.to_plain(config))
-        self._trackers = Trackers(config.metrics.trackers, tracked)
+        self._trackers = Trackers(config.metrics.trackers, tracked, report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds)
         self._in_flight: tuple[int, int, Scalars] | None = None

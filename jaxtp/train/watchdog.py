@@ -37,7 +37,7 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._seconds / 4):
+        while not self._stopped.wait(min(self._seconds / 4, threading.TIMEOUT_MAX)):
             if self._fed is not None and time.monotonic() - self._fed > self._seconds:
                 self._fed = None
                 message = f"no step for {self._seconds:g} s (train.stall_seconds); the run waits on:\n"

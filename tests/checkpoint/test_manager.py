@@ -6,6 +6,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from runs import full_disk
 from support import by_name
 
 import jaxtp
@@ -229,6 +230,24 @@ def test_a_step_that_is_not_after_the_newest_is_refused_aloud(tmp_path, step):
     with pytest.raises(CheckpointError, match=f"step {step} is not after the newest.*step 2 is whole"):
         checkpoints.save(step, state, plan.mesh, {})
     checkpoints.close()
+
+
+def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path):
+    plan = blueprint((1, 1, 1), TINY)
+    state = plan.create(seed=0)
+
+    def save(step, error):
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(step, state, plan.mesh, {})
+            if error is not None:
+                raise error
+
+    save(1, None)
+    with full_disk(1000):
+        with pytest.raises(CheckpointError, match=r"File too large.*step 1 is whole"):
+            save(2, None)
+        with pytest.raises(KeyError, match="the run's own"):
+            save(2, KeyError("the run's own"))
 
 
 def test_a_damaged_checkpoint_that_cannot_be_moved(tmp_path):

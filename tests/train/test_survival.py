@@ -1,5 +1,6 @@
 """What a run survives: signals, damaged checkpoints, numbers that are not finite, a second run on its folder."""
 
+import errno
 import fcntl
 import json
 import os
@@ -18,8 +19,9 @@ import jaxtp
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.train.__main__ import main
-from jaxtp.train.folder import replacing
+from jaxtp.train.folder import RunFolderError, locked, replacing
 from jaxtp.train.loop import Loop
+from jaxtp.train.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -168,6 +170,15 @@ def test_two_runs_on_one_folder(tmp_path, command, capsys):
     assert main([*command, "--train.steps", "2", "--run.dir", str(run)]) == 0
 
 
+def test_a_file_system_without_locks_is_not_another_run(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(RunFolderError, match=r"cannot be locked .No locks available"), locked(tmp_path):
+        pytest.fail("it was not locked")
+
+
 def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(tmp_path, command, capsys, monkeypatch):
     from jaxtp.checkpoint import manager
 
@@ -186,8 +197,6 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(tmp_path, comm
 
 
 def test_a_stalled_step_prints_the_stacks(capfd):
-    from jaxtp.train.watchdog import Watchdog
-
     watchdog = Watchdog(0.1)
     watchdog.feed()
     time.sleep(0.5)
@@ -195,6 +204,15 @@ def test_a_stalled_step_prints_the_stacks(capfd):
     error = capfd.readouterr().err
     assert "no step for 0.1 s" in error
     assert error.count("test_a_stalled_step_prints_the_stacks") == 1, "once for each stall"
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e300])
+def test_a_stall_of_absurd_length(seconds, capfd):
+    watchdog = Watchdog(seconds)
+    watchdog.feed()
+    time.sleep(0.05)
+    watchdog.stop()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_run_goes_on_when_nobody_reads_its_output(tmp_path, command):
