@@ -1,9 +1,11 @@
 """What a long command shows: lines, and a progress bar where there is a terminal."""
 
+import contextlib
+import io
 import os
 import sys
 from types import TracebackType
-from typing import Self
+from typing import IO, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -12,7 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 class Display:
     """Lines on standard output, above a progress bar in a terminal.
 
-    Use as a context manager: the progress bar lives inside it, from `begin` on.
+    Use as a context manager: the progress bar lives inside it, from `begin` on. Where standard output fails, as a
+    terminal does that was closed, the display goes silent, and the command goes on.
 
     Args:
       counter: what the bar counts, in rich's markup, such as `step {task.completed:.0f}`.
@@ -20,11 +23,12 @@ class Display:
     """
 
     def __init__(self, counter: str, *, quiet: bool = False) -> None:
-        self._console = _Console(soft_wrap=True, highlight=False, quiet=quiet)
+        output = cast(IO[str], _Output(sys.stdout))
+        self._console = Console(file=output, soft_wrap=True, highlight=False, quiet=quiet)
         self._progress = Progress(
             TextColumn(counter),
             BarColumn(),
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             TimeRemainingColumn(),
             console=self._console,
             disable=not self._console.is_terminal,
@@ -59,9 +63,50 @@ class Display:
             self._progress.update(self._task, completed=done, description=text)
 
 
-class _Console(Console):
-    """Goes quiet where nobody reads it any more, as in `| head`; rich would end the process."""
+class _Output(io.TextIOBase):
+    """Standard output, until it fails: a closed terminal or pipe, a full disk. From then on it drops what is written.
 
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    rich writes to it from a thread of its own too, so this is the one place where every error can be caught.
+
+    Args:
+      stream: None, as in Python, where standard output was closed before the command started.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The stream's: rich draws the bar in ASCII where it must."""
+        return getattr(self._stream, "encoding", None) or "utf-8"
+
+    def isatty(self) -> bool:
+        """Whether the stream is a terminal."""
+        try:
+            return self._stream is not None and self._stream.isatty()
+        except ValueError:  # closed
+            return False
+
+    def write(self, text: str) -> int:
+        """Writes what the stream's encoding has, and escapes the rest."""
+        if self._stream is not None:
+            try:
+                self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
+            except (OSError, ValueError):  # a ValueError if it is closed
+                self._give_up()
+        return len(text)
+
+    def flush(self) -> None:
+        """Brings what was written to where the stream leads."""
+        if self._stream is not None:
+            try:
+                self._stream.flush()
+            except (OSError, ValueError):
+                self._give_up()
+
+    def _give_up(self) -> None:
+        """Leads the stream to nowhere, so that Python can flush at its end what could not be written."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())

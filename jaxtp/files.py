@@ -1,4 +1,4 @@
-"""Files: their checksums, writing one whole, waiting until they are on the disk, and whether one can be written."""
+"""Files: their checksums, writing them whole, waiting until they are on the disk, whether one can be written."""
 
 import hashlib
 import os
@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxtp.config import ConfigError
+
+PARTIAL = ".partial"
+"""The end of a file's name while it is written."""
 
 
 def sha256(path: Path) -> str:
@@ -33,16 +36,14 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file beside its place and renames it, so that another process reads all of it or nothing.
-
-    Raises:
-      OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(f".{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a file that is there whole or not at all, whatever happens or others write; on disk when this returns."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    with partial.open("wb") as file:
+        file.write(content)
+        sync_file(file)
+    partial.replace(path)
+    sync_folder(path.parent)
 
 
 def require_writable(flag: str, path: Path) -> None:

@@ -1,6 +1,8 @@
 """Small training runs: their flags, what they leave, and processes of their own."""
 
+import contextlib
 import json
+import resource
 import time
 from pathlib import Path
 
@@ -56,6 +58,17 @@ def records(folder, key="loss"):
     steps = [row["step"] for row in rows]
     assert steps == sorted(set(steps))
     return {row["step"]: row[key] for row in rows}
+
+
+@contextlib.contextmanager
+def full_disk(size):
+    """No file can grow beyond `size` bytes. Compile before: what JAX keeps in its cache would be cut short too."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def contents(folder):

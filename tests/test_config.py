@@ -159,7 +159,7 @@ def test_a_model_that_is_there_keeps_its_sizes():
     [
         ("model", {"num_kv_heads": 3}, "num_kv_heads can be 1, 2, 4, 8"),
         ("data", {"path": Path("a"), "mixture": {"b": 1.0}}, "data.path=a and data.mixture exclude each other"),
-        ("optimizer", {"warmup_steps": 500}, "more than train.steps=400; at most 400"),
+        ("profile", {"start": 500}, "profile.start=500 is after the last step, train.steps=400"),
     ],
 )
 def test_single_violations(section, change, message):

@@ -15,7 +15,7 @@ import jax
 import jaxlib.version
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxtp.files import write_whole
+from jaxtp.files import write_atomically
 from jaxtp.launch import xla_flags
 
 Options = Mapping[str, bool | int | str]
@@ -47,7 +47,8 @@ def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tupl
                 compiled, text = _compile_and_dump(lowered, options)
     os.write(2, "".join(printed).encode())
     if place:
-        write_whole(place, json.dumps({"text": text, "printed": "".join(printed)}))
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, json.dumps({"text": text, "printed": "".join(printed)}).encode())
     return compiled, text
 
 

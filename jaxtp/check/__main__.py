@@ -14,7 +14,7 @@ from jaxtp.check.config import CheckConfig
 from jaxtp.check.report import HEADER, Verdict
 from jaxtp.check.run import dtypes, plan, verdicts
 from jaxtp.check.shrink import describe
-from jaxtp.checkpoint.manager import CheckpointError
+from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.files import require_writable
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError, request_virtual_devices

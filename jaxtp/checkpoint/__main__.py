@@ -11,8 +11,8 @@ import tyro
 
 from jaxtp import config as configuration
 from jaxtp.checkpoint import reader
-from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
+from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.launch import accept_absent_gpus
 
 PROGRAM = "python -m jaxtp.checkpoint"

@@ -1,10 +1,10 @@
 """Saving and restoring a run: asynchronous, sharded, atomic, checked, on any mesh."""
 
-import hashlib
-import json
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import jax
 import orbax.checkpoint as ocp
@@ -12,15 +12,20 @@ from flax import nnx
 from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtp.checkpoint.checksum import checksums
-from jaxtp.checkpoint.logical import Arrays, abstract_logical, from_logical, named_variables, spec, to_logical
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, spec, to_logical
+from jaxtp.checkpoint.stored import (
+    CheckpointError,
+    DamagedError,
+    describe_arrays,
+    newest,
+    read_verified,
+    reason,
+    seal,
+    stored_info,
+)
 
 EVAL_LOSS = "eval_loss"
 _DAMAGED = "damaged"
-
-
-class CheckpointError(ValueError):
-    """A checkpoint that cannot be written, read, or used for this run."""
 
 
 class Checkpoints:
@@ -67,20 +72,23 @@ class Checkpoints:
           eval_loss: validation loss at this step, if it was evaluated.
 
         Raises:
-          CheckpointError: this save, or the one before it, could not be written: a full disk, a folder that is gone.
+          CheckpointError: this save, or the one before it, could not be written: a full disk, a folder that is gone, a
+            step that is not after the newest.
         """
         arrays = to_logical(state, mesh)
         try:
-            self._manager.save(
+            saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(arrays),
-                    info=ocp.args.JsonSave(_sealed({**info, "specs": _specs(state), "checksums": checksums(arrays)})),
+                    info=ocp.args.JsonSave(seal({**info, "specs": _specs(state), **describe_arrays(arrays)})),
                 ),
                 metrics=None if eval_loss is None else {EVAL_LOSS: eval_loss},
             )
         except Exception as error:
             raise self._unwritable(error) from error
+        if not saved:
+            raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
     def wait(self) -> None:
         """Waits until the last save is on disk.
@@ -97,12 +105,9 @@ class Checkpoints:
         """What `save` stored beside the arrays.
 
         Raises:
-          CheckpointError: it is damaged.
+          CheckpointError: it is damaged (`DamagedError`), or cannot be read.
         """
-        try:
-            return stored_info(self.folder / str(step))
-        except Exception as error:
-            raise self._unreadable(step, error) from None
+        return stored_info(self.folder / str(step))
 
     def restore(self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any] | None = None) -> nnx.State:
         """Reads a checkpoint into the shapes and shardings that `state` declares on `mesh`.
@@ -114,38 +119,55 @@ class Checkpoints:
           info: of this checkpoint, if it has been read.
 
         Raises:
-          CheckpointError: the checkpoint is damaged, or holds other arrays than the state.
+          DamagedError: the checkpoint is damaged.
+          CheckpointError: it holds other arrays than the state, or cannot be read.
         """
-        expected = (self.info(step) if info is None else info)["checksums"]
+        info = self.info(step) if info is None else info
         target = abstract_logical(state, mesh)
-        try:
-            if extra := expected.keys() - target.keys():
-                raise CheckpointError(f"it also holds {', '.join(sorted(extra)[:3])}")
-            restored = _read_verified(self.folder / str(step), target, expected)
-        except Exception as error:
-            raise self._unreadable(step, error) from None
-        return from_logical(restored, state, mesh)
+        if extra := sorted(info["checksums"].keys() - target.keys()):
+            raise CheckpointError(
+                f"{self.folder / str(step)} does not hold this model's state: it also holds {', '.join(extra[:3])}"
+            )
+        return from_logical(read_verified(self.folder / str(step), target, info), state, mesh)
 
     def set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint out of the way, to `damaged/` beside the folder; returns where it is."""
-        target = self.folder.parent / _DAMAGED / str(step)
-        if jax.process_index() == 0:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            while target.exists():
-                target = target.with_name(target.name + "_")
-            (self.folder / str(step)).rename(target)
+        """Moves a damaged checkpoint out of the way, to `damaged/` beside the folder; returns where it is.
+
+        Raises:
+          CheckpointError: it cannot be moved.
+        """
+        source, target = self.folder / str(step), self.folder.parent / _DAMAGED / str(step)
+        try:
+            if jax.process_index() == 0:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                while target.exists():
+                    target = target.with_name(target.name + "_")
+                source.rename(target)
+        except OSError as error:
+            raise CheckpointError(f"{source} is damaged, and cannot be moved to {target} ({error.strerror})") from None
         self._manager.reload()
         return target
 
     def close(self) -> None:
-        """Waits until the last save is on disk."""
-        self.wait()
-        self._manager.close()
+        """Waits until the last save is on disk.
 
-    def _unreadable(self, step: int, error: Exception) -> CheckpointError:
-        return CheckpointError(
-            f"{self.folder / str(step)} is damaged, or does not hold this model's state ({reason(error)})"
-        )
+        Raises:
+          CheckpointError: it could not be written.
+        """
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes; an error that is under way is not replaced by that of the last save."""
+        with contextlib.nullcontext() if error is None else contextlib.suppress(CheckpointError):
+            self.close()
 
     def _unwritable(self, error: Exception) -> CheckpointError:
         last = self.steps()
@@ -170,22 +192,23 @@ def restore_newest(
       warn: told of each damaged checkpoint; it is set aside.
 
     Raises:
-      CheckpointError: there are checkpoints, and every one is damaged; they are left as they are.
+      CheckpointError: there are checkpoints, and every one is damaged, or the newest that is not cannot be read, or is
+        of another model; all are left as they are.
     """
-    damaged: list[tuple[int, CheckpointError]] = []
+    damaged: list[tuple[int, DamagedError]] = []
     for step in reversed(checkpoints.steps()):
         try:
             info = checkpoints.info(step)
             accept(info)
             found = step, checkpoints.restore(step, state, mesh, info), info
-        except CheckpointError as error:
+        except DamagedError as error:
             damaged.append((step, error))
             continue
-        for bad, reason in damaged:
-            warn(f"{reason}; moved to {checkpoints.set_aside(bad)}, going on from step {step}")
+        for bad, why in damaged:
+            warn(f"{why}; moved to {checkpoints.set_aside(bad)}, going on from step {step}")
         return found
     if damaged:
-        reasons = "; ".join(str(reason) for _, reason in damaged)
+        reasons = "; ".join(str(why) for _, why in damaged)
         raise CheckpointError(f"{reasons}; name another --run.dir to start afresh")
     return None
 
@@ -202,72 +225,12 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
       The parameters, and the checkpoint that they are from.
 
     Raises:
-      CheckpointError: there is none, or it is damaged, or its parameters have other names or shapes.
+      CheckpointError: there is none, or it is damaged, cannot be read, or its parameters have other names or shapes.
     """
     folder = newest(run)
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
-    try:
-        restored = _read_verified(folder, target, stored_info(folder)["checksums"])
-    except Exception as error:
-        raise CheckpointError(f"{folder} is damaged, or of another model ({reason(error)})") from None
+    restored = read_verified(folder, target, stored_info(folder))
     return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder
-
-
-def _read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], expected: Mapping[str, str]) -> Arrays:
-    """Some of the arrays of a checkpoint: read in the dtypes that they are stored in, checked, and cast.
-
-    Raises:
-      CheckpointError: there are none of that name or shape, or they are not what was written.
-    """
-    stored = stored_arrays(folder)
-    shapes = {name: tuple(array.shape) for name, array in stored.items()}
-    wrong = [f"{n} is {shapes.get(n)}, not {a.shape}" for n, a in target.items() if shapes.get(n) != a.shape]
-    if wrong:
-        raise CheckpointError(f"another model: {'; '.join(wrong[:3])}")
-    as_stored = {n: jax.ShapeDtypeStruct(a.shape, stored[n].dtype, sharding=a.sharding) for n, a in target.items()}
-    arrays = read_arrays(folder, as_stored)
-    _compare(checksums(arrays), expected)
-    return {name: arrays.pop(name).astype(array.dtype) for name, array in target.items()}
-
-
-def stored_info(folder: Path) -> dict[str, Any]:
-    """What was stored beside the arrays in the folder of a checkpoint.
-
-    Raises:
-      CheckpointError: it was changed since.
-    """
-    return _open_sealed(ocp.JsonCheckpointHandler().restore((folder / "info").resolve()))
-
-
-def stored_arrays(folder: Path) -> dict[str, Any]:
-    """Shapes and dtypes of the arrays in the folder of a checkpoint, by name."""
-    found: dict[str, Any] = ocp.PyTreeCheckpointer().metadata((folder / "state").resolve()).item_metadata.tree
-    return found
-
-
-def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct]) -> Arrays:
-    """Some of the arrays in the folder of a checkpoint, in the shardings and dtypes that `target` gives them."""
-    arguments = ocp.checkpoint_utils.construct_restore_args(target)
-    arrays: Arrays = ocp.PyTreeCheckpointer().restore(
-        (folder / "state").resolve(),
-        ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True),
-    )
-    return arrays
-
-
-def newest(run: Path) -> Path:
-    """The folder of the newest checkpoint of a run, or the folder itself if it is one.
-
-    Raises:
-      CheckpointError: there is none.
-    """
-    if (run / "state").is_dir():
-        return run
-    for folder in (run / "checkpoints", run):
-        steps = [int(path.parent.name) for path in folder.glob("*/state") if path.parent.name.isdecimal()]
-        if steps:
-            return folder / str(max(steps))
-    raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
 
 
 def _specs(state: nnx.State) -> dict[str, str]:
@@ -285,35 +248,3 @@ def _policy(keep: int, keep_every: int, keep_best: bool) -> policies.Preservatio
         )
         kept.append(lowest)
     return policies.AnyPreservationPolicy(kept)
-
-
-def _sealed(info: Mapping[str, Any]) -> dict[str, Any]:
-    return {**info, "sha256": _digest(info)}
-
-
-def _open_sealed(sealed: Mapping[str, Any]) -> dict[str, Any]:
-    """What was stored beside the arrays, if it is as it was stored.
-
-    Raises:
-      CheckpointError: it is not.
-    """
-    info = dict(sealed)
-    if info.pop("sha256", None) != _digest(info):
-        raise CheckpointError("its description was changed")
-    return info
-
-
-def _digest(info: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
-
-
-def _compare(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    wrong = [name for name in found if found[name] != expected.get(name)]
-    if wrong:
-        raise CheckpointError(f"checksums differ: {', '.join(wrong[:3])}" + (", ..." if len(wrong) > 3 else ""))
-
-
-def reason(error: Exception) -> str:
-    """What an error of Orbax or TensorStore says, in one line."""
-    text = str(error).split("See full TensorStore details")[0].strip()
-    return text.splitlines()[0][:400] if text else type(error).__name__

@@ -13,7 +13,7 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 
 from jaxtp.checkpoint.checksum import checksums
-from jaxtp.checkpoint.manager import CheckpointError, newest, read_arrays, reason, stored_arrays, stored_info
+from jaxtp.checkpoint.stored import CheckpointError, DamagedError, newest, read_arrays, stored_arrays, stored_info
 from jaxtp.mesh import describe_mesh
 
 
@@ -36,19 +36,20 @@ class Stored:
         Raises:
           CheckpointError: it cannot be read.
         """
-        try:
-            return read_arrays(self.folder, {name: self.arrays[name]})[name]
-        except Exception as error:
-            raise CheckpointError(f"{name} cannot be read: {reason(error)}") from None
+        return read_arrays(self.folder, {name: self.arrays[name]})[name]
 
     def verify(self, name: str) -> str | None:
-        """What is wrong with an array, or None."""
+        """What is wrong with an array, or None.
+
+        Raises:
+          CheckpointError: it cannot be read, which says nothing about it.
+        """
         expected = self.info["checksums"].get(name)
         if expected is None:
             return "was not part of the state that was saved"
         try:
             array = self.read(name)
-        except CheckpointError as error:
+        except DamagedError as error:
             return str(error)
         if checksums({name: array})[name] != expected:
             return "its checksum differs from the one saved with it"
@@ -86,11 +87,7 @@ def open_checkpoint(folder: Path) -> Stored:
       CheckpointError: there is none, or its description is damaged.
     """
     folder = newest(folder)
-    try:
-        info = stored_info(folder)
-        found = stored_arrays(folder)
-    except Exception as error:
-        raise CheckpointError(f"{folder}: damaged ({reason(error)})") from None
+    info, found = stored_info(folder), stored_arrays(folder)
     sharding = SingleDeviceSharding(jax.devices()[0])
     arrays = {
         name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)

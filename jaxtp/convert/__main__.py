@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import tyro
 
 from jaxtp import config as configuration
-from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
+from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.convert.config import Export, Import, Plan
 from jaxtp.convert.exports import export_run
 from jaxtp.convert.imports import import_run

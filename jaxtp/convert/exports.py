@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import CheckpointError, newest, stored_info
+from jaxtp.checkpoint.stored import newest, stored_info
 from jaxtp.convert.config import Export
 from jaxtp.convert.imports import IMPORTED
 from jaxtp.convert.progress import progress
@@ -28,12 +28,7 @@ def export_run(command: Export) -> str:
       CheckpointError: there is no checkpoint, or it is damaged.
     """
     checkpoint = newest(command.run.expanduser())
-    try:
-        info = stored_info(checkpoint)
-    except CheckpointError:
-        raise
-    except Exception as error:  # Orbax raises whatever it meets
-        raise CheckpointError(f"{checkpoint} is damaged ({str(error).splitlines()[0][:200]})") from None
+    info = stored_info(checkpoint)
     config = model_of(checkpoint, info)
     if not config.lora.rank and (command.merged or command.base is not None):
         raise HFError(f"{checkpoint} has no adapters; leave {'--merged' if command.merged else '--base'} out")

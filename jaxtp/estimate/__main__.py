@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jaxtp import config as configuration
-from jaxtp.checkpoint.manager import CheckpointError
+from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record

@@ -15,7 +15,7 @@ from jaxtp.config import to_plain
 from jaxtp.estimate import process
 from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.topology import Topology, this_machine, topology
-from jaxtp.files import write_whole
+from jaxtp.files import write_atomically
 from jaxtp.launch import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh
 from jaxtp.train.config import TrainConfig, check
@@ -159,7 +159,8 @@ def _answer(done: process.Output) -> dict[str, Any]:
         raise TargetError(f"the compiler for the target gave no answer: {done.out[-200:]!r}") from None
     if place := answer.pop("keep", None):
         answer["notes"] = sorted(set(_WARNING.findall(done.errors)))
-        write_whole(Path(place), json.dumps(answer))
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(place), json.dumps(answer).encode())
     return answer
 
 

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Sequence
 
 from jaxtp import config as configuration
-from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
+from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.companions import CompanionError
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.template import ChatError

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxtp.checkpoint.manager import CheckpointError, newest
 from jaxtp.checkpoint.reader import open_checkpoint
+from jaxtp.checkpoint.stored import CheckpointError, newest
 from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer

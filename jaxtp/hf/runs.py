@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import checksums
 from jaxtp.checkpoint.logical import to_logical
-from jaxtp.checkpoint.manager import CheckpointError, load_weights, newest, stored_info
+from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.quiet import without_metadata_warning
 from jaxtp.checkpoint.reader import open_checkpoint
+from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
 from jaxtp.config import validate
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.folder import CONFIG, open_folder

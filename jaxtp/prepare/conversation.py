@@ -14,9 +14,9 @@ from jaxtp.data.companions import TEMPLATE, TOKENIZER_CONFIG, chat_template, rea
 from jaxtp.data.rendered import SpecialTokens, rendered_tokenizer, without_marks
 from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
+from jaxtp.files import write_atomically
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import Turn
-from jaxtp.prepare.folder import write_atomically
 
 _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 

@@ -16,14 +16,13 @@ from typing import Any
 
 from jaxtp.data.companions import TEMPLATE, TOKENIZER_CONFIG
 from jaxtp.data.manifest import DOCUMENTS, MANIFEST, PROMPTS, SPLITS, TOKENIZER, TOKENS
-from jaxtp.files import sync_file, sync_folder
+from jaxtp.files import PARTIAL, write_atomically
 from jaxtp.prepare.errors import PrepareError
 
 JOURNAL = "journal.json"
 INPUTS = "inputs.jsonl"
 SEEN = "seen.sha256"
 """With --dedup: the first 16 bytes of the hash of each document so far."""
-_PARTIAL = ".partial"
 
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
 
@@ -47,16 +46,6 @@ def locked(folder: Path) -> Iterator[None]:
         raise PrepareError(f"{folder} is being written by another command; wait until it ends") from None
     finally:
         os.close(descriptor)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Writes a file that is there whole or not at all, whatever happens; on disk when this returns."""
-    partial = path.with_name(path.name + _PARTIAL)
-    with partial.open("wb") as file:
-        file.write(content)
-        sync_file(file)
-    partial.replace(path)
-    sync_folder(path.parent)
 
 
 def write_journal(folder: Path, record: dict[str, Any]) -> None:
@@ -92,7 +81,7 @@ def require_ours(folder: Path) -> None:
     Raises:
       PrepareError: it is not.
     """
-    foreign = sorted(path.name for path in folder.iterdir() if not path.name.endswith(_PARTIAL))
+    foreign = sorted(path.name for path in folder.iterdir() if not path.name.endswith(PARTIAL))
     if foreign:
         raise PrepareError(
             f"{folder} holds other files ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no "
@@ -109,7 +98,7 @@ def clear(folder: Path) -> None:
 
 def clear_leftovers(folder: Path) -> None:
     """Deletes what a finished dataset has no use for."""
-    for path in folder.glob(f"*{_PARTIAL}"):
+    for path in folder.glob(f"*{PARTIAL}"):
         path.unlink()
     for name in (SEEN, JOURNAL):
         (folder / name).unlink(missing_ok=True)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from jaxtp.data.manifest import MANIFEST, SPLITS, TRAIN, VALIDATION, Manifest, totals
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
+from jaxtp.files import write_atomically
 from jaxtp.prepare import errors, folder
 from jaxtp.prepare.batches import Batch, Entry, ahead, batches, split_of
 from jaxtp.prepare.config import PrepareConfig
@@ -183,7 +184,7 @@ class _Work:
             self._state.arguments,
             {"files": len(self._sources), "bytes": sum(source.size for source in self._sources)},
         )
-        folder.write_atomically(self._out / MANIFEST, manifest.to_json().encode())
+        write_atomically(self._out / MANIFEST, manifest.to_json().encode())
         folder.clear_leftovers(self._out)
         for line in self._summary(manifest):
             self._report.line(line)

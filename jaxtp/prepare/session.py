@@ -10,7 +10,7 @@ from jaxtp import config as configuration
 from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo, read_manifest
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
-from jaxtp.files import sha256
+from jaxtp.files import sha256, write_atomically
 from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
 from jaxtp.prepare.conversation import template_checksum
@@ -67,7 +67,7 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
         state = State(asked(config))
         state.save(out)
     lines = [json.dumps(record) + "\n" for record in listing(sources)]
-    folder.write_atomically(out / folder.INPUTS, "".join(lines).encode())
+    write_atomically(out / folder.INPUTS, "".join(lines).encode())
     return state
 
 
@@ -93,10 +93,10 @@ def tokenizer_for(
     path = out / TOKENIZER
     if given is not None:
         if config.tokenizer is not None and state.tokenizer is None:
-            folder.write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
+            write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
         tokenizer = given
     elif config.train_bpe is not None and state.tokenizer is None:
-        folder.write_atomically(path, bpe.train(config.train_bpe, sources, config, report, interrupt))
+        write_atomically(path, bpe.train(config.train_bpe, sources, config, report, interrupt))
         tokenizer = with_marks(path.read_bytes(), str(path), config)
     else:
         tokenizer = with_marks(read_tokenizer(path), str(path), config)

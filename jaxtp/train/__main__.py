@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from jaxtp import config as configuration
 from jaxtp import launch
-from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.checkpoint.quiet import quieten
+from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.corpus import CorpusError
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.packing import LongDocumentError

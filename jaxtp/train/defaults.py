@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from jaxtp.checkpoint.manager import CheckpointError, newest, stored_info
+from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
 from jaxtp.config import changed
 from jaxtp.hf.attributes import stored_dtype
 from jaxtp.hf.folder import read_attributes

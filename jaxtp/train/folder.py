@@ -4,6 +4,7 @@ import fcntl
 import fnmatch
 import os
 import platform
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.experimental import multihost_utils
 
 from jaxtp import config as configuration
+from jaxtp.files import write_atomically
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
 
@@ -57,34 +60,77 @@ def prepare(folder: Path) -> None:
 
 
 @contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what opens or writes a file of the run.
+
+    Raises:
+      RunFolderError: the file system does not let it: a full disk, a folder of that name.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be written ({error.strerror}); the same command goes on from the newest checkpoint, if "
+            "there is one, or begins again"
+        ) from None
+
+
+@contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Keeps other runs out of a folder; the operating system lets go when the process ends, however it ends.
 
     Raises:
-      RunFolderError: another run holds it.
+      RunFolderError: another run holds it, or the file system has no locks.
     """
     if jax.process_index() != 0:
         yield
         return
-    with (folder / LOCK).open("a+", encoding="utf-8") as file:
+    with writing(folder / LOCK):
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             file.seek(0)
             raise RunFolderError(
                 f"run.dir={folder} is in use by {file.read().strip() or 'another run'}; "
                 "wait until it ends, or name another with --run.dir FOLDER"
             ) from None
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
+        except OSError as error:
+            raise RunFolderError(
+                f"run.dir={folder} cannot be locked ({error.strerror}); name one on another disk with --run.dir FOLDER"
+            ) from None
+        with writing(folder / LOCK):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
         yield
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Gives an empty folder, which takes the place of `folder` once every process has written its part of it.
+
+    Until then what `folder` holds is left alone: it stays if this fails.
+    """
+    new = folder.with_name(f"{folder.name}.new")
+    if jax.process_index() == 0:
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+    multihost_utils.sync_global_devices(f"{new} is empty")
+    yield new
+    multihost_utils.sync_global_devices(f"{new} is written")
+    if jax.process_index() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        new.rename(folder)
 
 
 def write_config(config: TrainConfig) -> None:
     """Writes the resolved configuration into the run's folder."""
     if jax.process_index() == 0:
-        (config.run.dir / CONFIG).write_text(configuration.to_yaml(config), encoding="utf-8")
+        path = config.run.dir / CONFIG
+        with writing(path):
+            write_atomically(path, configuration.to_yaml(config).encode())
 
 
 def checkpoint_info(

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.loader import Batch, batches
 from jaxtp.hf.runs import BASE
 from jaxtp.mesh import make_mesh, mesh_sizes
@@ -63,10 +64,8 @@ def train(config: TrainConfig, notes: Sequence[str] = ()) -> float | None:
             report.line(f"default {note}")
         run = prepare(config, blueprint, data, report)
         timing.begun()
-        try:
+        with run.checkpoints:
             return Loop(run, report, interrupt, timing).run_to_end()
-        finally:
-            run.checkpoints.close()
 
 
 class NonFiniteError(ArithmeticError):
@@ -91,7 +90,7 @@ class Loop:
         self._timing = timing
         config = run.config
         tracked = Tracked(config.run.dir, run.step, config.metrics.project, configuration.to_plain(config))
-        self._trackers = Trackers(config.metrics.trackers, tracked)
+        self._trackers = Trackers(config.metrics.trackers, tracked, report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds)
         self._in_flight: tuple[int, int, Scalars] | None = None
@@ -114,6 +113,8 @@ class Loop:
 
     def _train(self, total: int) -> float | None:
         run = self._run
+        if run.step == 0:
+            self._evaluate()  # what the run improves on; a run that resumes has it in its log
         train_step = self._compile()
         self._report.begin(run.step, total)
         batches = self._batches(total - run.step)
@@ -213,11 +214,9 @@ class Loop:
         if skipped <= allowed:
             self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
             return
-        where = self._keep_for_inspection(step)
         raise NonFiniteError(
-            f"{what}: not finite. Nothing of it entered the weights; they and the batch are in {where}, from which a "
-            f"new run can start (--run.init-from). This one goes on {self._resumes_from()}. Look for the cause (a "
-            f"learning rate too high, a bad sample), or {self._way_out()}"
+            f"{what}: not finite. Nothing of it entered the weights; {self._inspection(step)}. This one goes on "
+            f"{self._resumes_from()}. Look for the cause (a learning rate too high, a bad sample), or {self._way_out()}"
         )
 
     def _resumes_from(self) -> str:
@@ -229,18 +228,30 @@ class Loop:
             return f"allow more than --train.max-skipped {self._config.train.max_skipped} such steps in a row"
         return "leave such steps out with --train.non-finite skip"
 
+    def _inspection(self, step: int) -> str:
+        """Keeps what there is to inspect, and says where."""
+        try:
+            where = self._keep_for_inspection(step)
+        except (CheckpointError, OSError) as error:
+            return f"they and the batch could not be kept for inspection ({error})"
+        return f"they and the batch are in {where}, from which a new run can start (--run.init-from)"
+
     def _keep_for_inspection(self, step: int) -> Path:
-        """The state, which later steps have left as it was before `step`, and the batch of `step`."""
+        """The state, which later steps have left as it was before `step`, and the batch of `step`.
+
+        They take the place of what an earlier failure left, at whichever step it was.
+        """
         run, place = self._run, self._config.run.dir / folder.NON_FINITE
-        kept = Checkpoints(place, keep=1)
-        kept.save(step, run.blueprint.stored(run.state), run.mesh, self._info(run.next_sample))
-        kept.close()
         rows = {
             f"{name}_{shard.index[0].start or 0}": np.asarray(shard.data)
             for name, array in self._recent[step].items()
             for shard in array.addressable_shards
         }
-        np.savez(place / str(step) / f"batch_{jax.process_index()}.npz", **rows)  # type: ignore[arg-type]
+        with folder.replacing(place) as new:
+            kept = Checkpoints(new)
+            kept.save(step, run.blueprint.stored(run.state), run.mesh, self._info(run.next_sample))
+            kept.close()
+            np.savez(new / str(step) / f"batch_{jax.process_index()}.npz", **rows)  # type: ignore[arg-type]
         return place / str(step)
 
     def _evaluate(self, *, log: bool = True) -> float:

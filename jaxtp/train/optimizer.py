@@ -17,14 +17,20 @@ _VECTORS = {"scale", "bias", "biases"}
 _TABLES = {"embedding", "head"}
 
 
+def warmup_steps(config: OptimizerConfig, steps: int) -> int:
+    """Steps of warm-up in a run of `steps`: those of the configuration, cut to the run."""
+    return min(config.warmup_steps, steps)
+
+
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up from zero, then the schedule until the last of `steps`.
+    """Linear warm-up from zero, cut to the run where it is longer, then the schedule until the last of `steps`.
 
     `wsd` is warm-up, stable, decay: constant until the last `decay_fraction` of the steps, then linear (arXiv
     2404.06395).
     """
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
-    rest = max(steps - config.warmup_steps, 1)
+    warmup = warmup_steps(config, steps)
+    rest = max(steps - warmup, 1)
     decay = max(round(config.decay_fraction * steps), 1)
     after = {
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction),
@@ -32,10 +38,9 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
         "constant": lambda: optax.constant_schedule(peak),
         "wsd": lambda: optax.linear_schedule(peak, end, decay, transition_begin=max(rest - decay, 0)),
     }[config.schedule]()
-    if config.warmup_steps == 0:
+    if warmup == 0:
         return after
-    warmup = optax.linear_schedule(0.0, peak, config.warmup_steps)
-    return optax.join_schedules([warmup, after], [config.warmup_steps])
+    return optax.join_schedules([optax.linear_schedule(0.0, peak, warmup), after], [warmup])
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:

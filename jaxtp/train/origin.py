@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import CheckpointError, newest, stored_info
+from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
 from jaxtp.config import ConfigError, validate
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.files import sha256

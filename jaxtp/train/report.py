@@ -17,6 +17,7 @@ from jaxtp.mesh import DP, FSDP, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.fit import describe_memory
+from jaxtp.train.optimizer import warmup_steps
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.utilization import describe_peak
 
@@ -61,7 +62,7 @@ def summary(config: TrainConfig, mesh: Mesh, data: Data, blueprint: Blueprint) -
         "rows": _describe_rows(data),
         "batch": _describe_batch(config, mesh, data.corpus.unit),
         "steps": f"{config.train.steps} of {tokens:,} = {tokens * config.train.steps:,} {data.corpus.unit}, "
-        f"{_describe_epochs(data, config.train.steps * config.data.global_batch_size)}",
+        f"{_describe_epochs(data, config.train.steps * config.data.global_batch_size)}{_describe_cut(config)}",
         "folder": str(config.run.dir),
     }
     optional = {"memory": describe_memory(config, mesh), "peak": describe_peak(device)}
@@ -96,6 +97,12 @@ def _describe_epochs(data: Data, samples: int) -> str:
     """Of each source, if there are several."""
     each = zip(data.corpus.sources, data.epochs(samples), strict=True)
     return ", ".join(f"{epochs:.2g} epochs" + (f" of {source.name}" if source.name else "") for source, epochs in each)
+
+
+def _describe_cut(config: TrainConfig) -> str:
+    """Says what a run too short for its warm-up makes of it."""
+    asked, fits = config.optimizer.warmup_steps, warmup_steps(config.optimizer, config.train.steps)
+    return "" if asked == fits else f"; the warm-up of {asked} steps (optimizer.warmup_steps) is cut to these {fits}"
 
 
 def _describe_batch(config: TrainConfig, mesh: Mesh, unit: str) -> str:

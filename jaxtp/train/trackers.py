@@ -1,10 +1,13 @@
 """Where the numbers of a run go: `metrics.jsonl` always, and whatever else the configuration names."""
 
+import contextlib
 import importlib
 import importlib.util
 import json
 import math
 import os
+import socket
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +15,13 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import jax
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
 
 from jaxtp.config import ConfigError
+from jaxtp.files import write_atomically
+from jaxtp.train.folder import writing
 
 Record = Mapping[str, float | int]
 """Numbers by name; `step` is the one that they belong to."""
@@ -22,6 +29,8 @@ Record = Mapping[str, float | int]
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 _IDENTITIES = "trackers.json"
+_FLUSH_SECONDS = 30.0
+"""Between flushes of TensorBoard's file, each of which waits for the disk."""
 
 
 class Tracker(Protocol):
@@ -41,8 +50,9 @@ class Tracked:
     folder: Path
 
     resumed_at: int = 0
-    """The step that the run continues from. Later steps, logged by a run that was killed before its next checkpoint,
-    are made, and logged, again: a tracker that can forgets the first record of them."""
+    """The step that the run continues from; 0 for one that begins. Later steps, logged by a run that was killed before
+    its next checkpoint, are made, and logged, again: a tracker that can forgets the first record of them. So is the
+    evaluation at step 0 of a run that begins again."""
 
     project: str = "jaxtp"
     """What W&B and Aim file the run under; its name there is that of its folder."""
@@ -50,44 +60,70 @@ class Tracked:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, as plain values."""
 
+    @property
+    def logs_from(self) -> int:
+        """The first step that is logged from now on."""
+        return self.resumed_at + 1 if self.resumed_at else 0
+
 
 class Jsonl:
-    """`metrics.jsonl`: an object for each record, written through at once; a number that is not finite is null."""
+    """`metrics.jsonl`: an object for each record, written through at once; a number that is not finite is null.
+
+    Raises:
+      RunFolderError: it cannot be written.
+    """
 
     def __init__(self, run: Tracked):
-        path = run.folder / METRICS
-        kept = [line for line in _lines(path) if _step(line) <= run.resumed_at]
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        os.replace(temporary, path)
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._path = run.folder / METRICS
+        with writing(self._path):
+            kept = [line for line in _lines(self._path) if _step(line) < run.logs_from]
+            write_atomically(self._path, "".join(line + "\n" for line in kept).encode())
+            self._file: TextIO = self._path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
         """Appends one object."""
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
-        self._file.write(json.dumps(finite) + "\n")
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(json.dumps(finite) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Closes the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # of a write that failed, which has been said
+            self._file.close()
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`; steps that are made again are marked to be forgotten."""
+    """Event files in `tensorboard/`; steps that are made again are marked to be forgotten.
+
+    Written by the run itself: where tensorboardX's own thread meets a full disk it ends, and its queue then blocks
+    whoever writes.
+    """
 
     def __init__(self, run: Tracked):
-        self._writer = SummaryWriter(str(run.folder / TENSORBOARD), purge_step=run.resumed_at + 1, write_to_disk=True)
+        folder = run.folder / TENSORBOARD
+        folder.mkdir(exist_ok=True)
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._writer = RecordWriter(str(folder / name))
+        self._add(0, file_version="brain.Event:2")
+        self._add(run.logs_from, session_log=SessionLog(status=SessionLog.START))
+        self._flushed = -math.inf
 
     def write(self, record: Record) -> None:
         """Adds a scalar for each number that is finite."""
         for name, value in record.items():
             if name != "step" and math.isfinite(value):
-                self._writer.add_scalar(name, value, record["step"])
+                self._add(record["step"], summary=scalar(name, value))
+        if time.monotonic() - self._flushed > _FLUSH_SECONDS:
+            self._writer.flush()
+            self._flushed = time.monotonic()
 
     def close(self) -> None:
         """Flushes and closes the file."""
         self._writer.close()
+
+    def _add(self, step: float, **what: Any) -> None:
+        self._writer.write(Event(wall_time=time.time(), step=int(step), **what).SerializeToString())
 
 
 class WeightsAndBiases:
@@ -176,41 +212,71 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """`metrics.jsonl` and the others, on process 0.
+    """`metrics.jsonl` and the others, on process 0. One of the others that fails gets no more; the run goes on.
 
     Args:
       names: of the others.
       run: what they are told of it.
+      warn: told which one failed.
+
+    Raises:
+      RunFolderError: a file in the run's folder cannot be written.
     """
 
-    def __init__(self, names: Sequence[str], run: Tracked):
+    def __init__(self, names: Sequence[str], run: Tracked, warn: Callable[[str], None]):
         first = jax.process_index() == 0
-        makers = [Jsonl, *(_BY_NAME[name].make for name in dict.fromkeys(names))] if first else []
-        self._trackers: list[Tracker] = [make(run) for make in makers]
+        self._warn = warn
+        self._log = Jsonl(run) if first else None
+        self._others: dict[str, Tracker] = {}
+        try:
+            for name in names if first else ():
+                with writing(run.folder / name):
+                    self._others[name] = _BY_NAME[name].make(run)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, record: Record) -> None:
         """To each of them."""
-        for tracker in self._trackers:
-            tracker.write(record)
+        if self._log is not None:
+            self._log.write(record)
+        self._each(lambda tracker: tracker.write(record))
 
     def close(self) -> None:
         """Each of them."""
-        for tracker in self._trackers:
-            tracker.close()
+        self._each(lambda tracker: tracker.close())
+        if self._log is not None:
+            self._log.close()
+
+    def _each(self, action: Callable[[Tracker], None]) -> None:
+        for name, tracker in list(self._others.items()):
+            try:
+                action(tracker)
+            except Exception as error:  # whatever a service's client meets
+                with contextlib.suppress(Exception):
+                    self._others.pop(name).close()
+                self._warn(f"metrics.trackers: {name} failed ({error}) and gets no more; {METRICS} has every number")
 
 
 def _identity(folder: Path, name: str, new: str | None) -> str | None:
     """What a service calls the run in this folder: as it was stored there, or `new`, which is then stored."""
     path = folder / _IDENTITIES
-    stored: dict[str, str] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    stored = _read_identities(path)
     if name not in stored and new is not None:
         stored[name] = new
-        path.write_text(json.dumps(stored), encoding="utf-8")
+        write_atomically(path, json.dumps(stored).encode())
     return stored.get(name)
 
 
+def _read_identities(path: Path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):  # none yet, or cut short
+        return {}
+
+
 def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _step(line: str) -> float:

@@ -1,5 +1,6 @@
 """Says where a run hangs: a step that takes too long prints the stacks of all Python threads."""
 
+import contextlib
 import faulthandler
 import os
 import threading
@@ -36,8 +37,10 @@ class Watchdog:
         self._stopped.set()
 
     def _watch(self) -> None:
-        while not self._stopped.wait(self._seconds / 4):
+        while not self._stopped.wait(min(self._seconds / 4, threading.TIMEOUT_MAX)):
             if self._fed is not None and time.monotonic() - self._fed > self._seconds:
                 self._fed = None
-                os.write(STDERR, f"no step for {self._seconds:g} s (train.stall_seconds); the run waits on:\n".encode())
+                message = f"no step for {self._seconds:g} s (train.stall_seconds); the run waits on:\n"
+                with contextlib.suppress(OSError):  # a terminal that was closed
+                    os.write(STDERR, message.encode())
                 faulthandler.dump_traceback(STDERR, all_threads=True)

@@ -6,6 +6,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from runs import full_disk
 from support import by_name, compilations, sweep
 
 import jaxtp
@@ -224,6 +225,68 @@ def test_every_damage_is_found_or_harmless(tmp_path):
             alone.add(weights is None)
     assert outcomes == {1, 2}
     assert alone == {True, False}
+
+
+@pytest.mark.parametrize("file", ["info/metadata", "state/_METADATA", "state/d/*"])
+def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file):
+    """A healthy checkpoint stays where it is while the file system fails, and is used when it answers again."""
+    plan = blueprint((1, 1, 1), TINY)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (1, 2):
+        checkpoints.save(step, plan.create(seed=step), plan.mesh, {})
+    checkpoints.wait()
+    (path,) = (tmp_path / "checkpoints/2").glob(file)
+    path.rename(tmp_path / "away")
+    path.symlink_to("/proc/self/mem")  # opens, and fails with EIO when it is read
+    with pytest.raises(CheckpointError, match=r"2 cannot be read \(\[Errno 5\].*proves no damage"):
+        restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
+    (tmp_path / "away").rename(path)
+    step, *_ = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
+    checkpoints.close()
+    assert step == 2
+    assert not (tmp_path / "damaged").exists()
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_step_that_is_not_after_the_newest_is_refused_aloud(tmp_path, step):
+    plan = blueprint((1, 1, 1), TINY)
+    state = plan.create(seed=0)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(2, state, plan.mesh, {})
+    with pytest.raises(CheckpointError, match=f"step {step} is not after the newest.*step 2 is whole"):
+        checkpoints.save(step, state, plan.mesh, {})
+    checkpoints.close()
+
+
+def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path):
+    plan = blueprint((1, 1, 1), TINY)
+    state = plan.create(seed=0)
+
+    def save(step, error):
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save(step, state, plan.mesh, {})
+            if error is not None:
+                raise error
+
+    save(1, None)
+    with full_disk(1000):
+        with pytest.raises(CheckpointError, match=r"File too large.*step 1 is whole"):
+            save(2, None)
+        with pytest.raises(KeyError, match="the run's own"):
+            save(2, KeyError("the run's own"))
+
+
+def test_a_damaged_checkpoint_that_cannot_be_moved(tmp_path):
+    plan = blueprint((1, 1, 1), TINY)
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    for step in (1, 2):
+        checkpoints.save(step, plan.create(seed=step), plan.mesh, {})
+    checkpoints.wait()
+    (tmp_path / "checkpoints/2/info/metadata").unlink()
+    (tmp_path / "damaged").write_text("in the way")
+    with pytest.raises(CheckpointError, match=r"checkpoints/2 is damaged, and cannot be moved to .*damaged/2"):
+        restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
+    checkpoints.close()
 
 
 def weights_or_none(run, plan):

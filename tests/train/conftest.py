@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 def start():
     """Starts a run in a process of its own; whatever is left of it at the end of the test is killed."""
     processes = []
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a child inherits what is ignored, as in the background
 
     def start_process(command, **environment):
         process = subprocess.Popen(

@@ -28,8 +28,12 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     losses = records(tmp_path / "run")
     assert list(losses) == list(range(1, 41))
     assert losses[40] < losses[1] - 1
-    assert list(records(tmp_path / "run", "eval_loss")) == [20, 40]
-    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    evaluated = records(tmp_path / "run", "eval_loss")
+    assert list(evaluated) == [0, 20, 40], "the first shows what the run improves on"
+    assert evaluated[0] == pytest.approx(np.log(256), abs=0.2)
+    assert evaluated[40] < evaluated[0] - 1
+    assert out.index("step 0: validation loss") < out.index("step 1/40")
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[1])
     assert row.keys() >= {"step", "loss", "grad_norm", "param_norm", "learning_rate", "tokens", "tokens_per_second"}
     assert row.keys() >= {"step_seconds", "data_wait_seconds", "goodput", "lost_to_compile"}
     assert row["tokens"] == 8 * 32
@@ -53,18 +57,26 @@ def test_the_written_config_repeats_the_run(tmp_path, text):
 
 @pytest.mark.journey
 def test_the_same_command_on_a_finished_run_says_so(tmp_path, text, capsys):
-    command = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "3", *mesh(1, 1, 2)]
+    run = ["--run.dir", str(tmp_path / "run"), "--eval.every", "0"]
+    command = [*SMALL, *text, *run, "--train.steps", "3", *mesh(1, 1, 2)]
     assert main(command) == 0
     assert main(command) == 0
     assert "already at step 3, and train.steps=3: raise it to go on" in capsys.readouterr().out
+    assert list(records(tmp_path / "run", "eval_loss")) == [0, 3], "a run that resumes does not repeat the first"
     assert list(records(tmp_path / "run")) == [1, 2, 3]
 
 
 def test_resuming_says_what_changed(tmp_path, text, capsys):
-    run = [*SMALL, *text, "--run.dir", str(tmp_path / "run")]
+    """And so does a run that is too short for its warm-up, which the configuration keeps."""
+    run = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--optimizer.warmup-steps", "20"]
     assert main([*run, "--train.steps", "3", *mesh(1, 1, 2)]) == 0
+    assert "the warm-up of 20 steps (optimizer.warmup_steps) is cut to these 3" in capsys.readouterr().out
     assert main([*run, "--train.steps", "4", *mesh(2, 2, 2)]) == 0
     out = capsys.readouterr().out
+    assert "the warm-up of 20 steps (optimizer.warmup_steps) is cut to these 4" in out
+    rates = np.array(list(records(tmp_path / "run", "learning_rate").values()))
+    np.testing.assert_allclose(rates / 5e-3, [0, 1 / 3, 2 / 3, 3 / 4], rtol=1e-6)
+    assert "warmup_steps: 20\n" in (tmp_path / "run/config.yaml").read_text()
     assert "resumed from the checkpoint at step 3" in out
     assert "changed since: mesh.tp: 1 -> 2" not in out
     assert "changed since, without effect on the numbers: mesh.dp: 1 -> 2" in out

@@ -11,16 +11,17 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from runs import SMALL, TEXT, mesh, records
+from runs import SMALL, TEXT, full_disk, mesh, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxtp
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.folder import RunFolderError
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.timing import Timing
-from jaxtp.train.trackers import Tracked, Trackers
+from jaxtp.train.trackers import Tracked, Trackers, _identity
 from jaxtp.train.utilization import describe_peak, flops_per_token, memory_record, peak_flops
 
 
@@ -49,18 +50,67 @@ def test_tensorboard_says_what_the_jsonl_says_also_after_a_resume(tmp_path, comm
 
 
 def test_steps_that_a_killed_run_had_logged_are_forgotten(tmp_path):
-    first = Trackers(("tensorboard",), Tracked(tmp_path))
+    first = Trackers(("tensorboard",), Tracked(tmp_path), pytest.fail)
     for step in range(1, 6):
         first.write({"step": step, "loss": float(step)})
     first.close()
     time.sleep(1.1)  # event files are told apart by the second in which they were opened
-    again = Trackers(("tensorboard",), Tracked(tmp_path, resumed_at=3))
+    again = Trackers(("tensorboard",), Tracked(tmp_path, resumed_at=3), pytest.fail)
     again.write({"step": 4, "loss": 40.0})
     again.write({"step": 5, "loss": math.nan})
     again.close()
     assert records(tmp_path) == {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0, 5: None}
     shown = read_tensorboard(tmp_path, "loss")
     assert {step: shown[step] for step in (1, 2, 3, 4)} == {1: 1.0, 2: 2.0, 3: 3.0, 4: 40.0}
+
+
+def test_a_run_that_begins_again_forgets_its_first_evaluation(tmp_path):
+    """It was killed before its first checkpoint."""
+    for loss in (1.0, 2.0):
+        trackers = Trackers((), Tracked(tmp_path), pytest.fail)
+        trackers.write({"step": 0, "eval_loss": loss})
+        trackers.close()
+    assert records(tmp_path, "eval_loss") == {0: 2.0}
+
+
+def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(tmp_path):
+    """tensorboardX's own writer would block the run for good, some events after its disk was full."""
+    said = []
+    trackers = Trackers(("tensorboard",), Tracked(tmp_path), said.append)
+    with full_disk(1200):
+        for step in range(1, 41):
+            trackers.write({"step": step, "loss": 1.0})
+        trackers.close()
+    assert list(records(tmp_path)) == list(range(1, 41))
+    assert len(said) == 1
+    assert "metrics.trackers: tensorboard failed ([Errno 27] File too large) and gets no more" in said[0]
+
+
+def test_a_full_disk_under_the_metrics_is_one_message(tmp_path):
+    trackers = Trackers((), Tracked(tmp_path), pytest.fail)
+    with full_disk(10):
+        with pytest.raises(RunFolderError, match=r"metrics.jsonl cannot be written \(File too large\)"):
+            trackers.write({"step": 1, "loss": 1.0})
+        trackers.close()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
+def test_files_that_cannot_be_opened(tmp_path, name):
+    if name == "tensorboard":
+        (tmp_path / name).touch()
+    else:
+        (tmp_path / name).mkdir()
+    with pytest.raises(RunFolderError, match=f"{name} cannot be written"):
+        Trackers(("tensorboard",), Tracked(tmp_path), pytest.fail)
+
+
+def test_files_that_a_crash_left_half_written(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n\x00\xff{"step"')
+    (tmp_path / "trackers.json").write_bytes(b'{"wandb": "a')
+    Trackers((), Tracked(tmp_path, resumed_at=1), pytest.fail).close()
+    assert records(tmp_path) == {1: 2.0}
+    assert _identity(tmp_path, "aim", "new") == "new"
+    assert _identity(tmp_path, "aim", None) == "new"
 
 
 def test_no_tracker_but_the_file(tmp_path, command):
@@ -139,7 +189,7 @@ def test_utilization_is_absent_where_there_is_no_peak(tmp_path, command):
     assert math.isnan(peak_flops(jax.devices()[0]))
     assert memory_record(jax.devices()[0]) == {}
     assert main([*command, "--train.steps", "2"]) == 0
-    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[1])
     assert not {"mfu", "memory_bytes"} & row.keys()
     assert row["tokens_per_second"] == pytest.approx(4 * row["tokens_per_second_per_device"])
 
@@ -205,7 +255,7 @@ def test_weights_and_biases_holds_what_the_jsonl_says_also_after_a_resume(tmp_pa
         time.sleep(1.1)  # its folders are told apart by the second
     histories = sorted((tmp_path / "run").glob("wandb/offline-run-*/run-*.wandb"))
     assert len({path.name for path in histories}) == 1, "one run, continued"
-    shown = {step: row["loss"] for path in histories for step, row in wandb_history(path).items()}
+    shown = {step: row["loss"] for path in histories for step, row in wandb_history(path).items() if "loss" in row}
     assert shown == records(tmp_path / "run")
 
 

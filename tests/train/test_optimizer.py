@@ -271,3 +271,11 @@ def test_schedule(schedule, expected):
     for step, value in expected.items():
         np.testing.assert_allclose(rate(step), value, atol=1e-6, err_msg=f"{schedule} {step}")
     assert optimizers.learning_rate(dataclasses.replace(config, warmup_steps=0), 10)(0) == 1
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+@pytest.mark.parametrize("steps", [1, 5, 20])
+def test_a_warm_up_longer_than_the_run_is_cut_to_it(schedule, steps):
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=20, schedule=schedule)
+    rate = optimizers.learning_rate(config, steps)
+    np.testing.assert_allclose([rate(step) for step in range(steps)], np.arange(steps) / steps, atol=1e-6)

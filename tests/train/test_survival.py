@@ -1,7 +1,9 @@
 """What a run survives: signals, damaged checkpoints, numbers that are not finite, a second run on its folder."""
 
+import errno
 import fcntl
 import json
+import os
 import shlex
 import signal
 import subprocess
@@ -10,10 +12,16 @@ import time
 
 import numpy as np
 import pytest
+from flax import nnx
 from runs import SMALL, TEXT, finish, mesh, records, wait_for_step
 
+import jaxtp
+from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.train.__main__ import main
+from jaxtp.train.folder import RunFolderError, locked, replacing
+from jaxtp.train.loop import Loop
+from jaxtp.train.watchdog import Watchdog
 
 
 @pytest.fixture
@@ -41,6 +49,29 @@ def test_a_signal_saves_and_the_run_goes_on_bit_for_bit(tmp_path, command, start
         assert records(stopped, key) == records(whole, key)
 
 
+IN_ITS_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+@pytest.mark.journey
+def test_a_closed_terminal_saves_and_ends_well(tmp_path, command):
+    run = tmp_path / "run"
+    train = ["-m", "jaxtp.train", *command, "--train.steps", "100000", "--run.dir", str(run)]
+    ours, theirs = os.openpty()
+    streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    process = subprocess.Popen([sys.executable, "-c", IN_ITS_TERMINAL, *train], **streams, start_new_session=True)
+    os.close(theirs)
+    seen = b""
+    while b"loss" not in seen.rpartition(b"compiled")[2]:
+        seen += os.read(ours, 65536)
+    os.close(ours)
+    assert process.wait(timeout=300) == 0
+    assert max(records(run)) in Checkpoints(run / "checkpoints").steps()
+
+
 @pytest.mark.journey
 def test_the_same_seed_repeats_bit_for_bit(tmp_path, command):
     for name in ("a", "b"):
@@ -54,6 +85,7 @@ EXPLODE = ["--optimizer.learning-rate", "1e30", "--optimizer.warmup-steps", "0",
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     run = tmp_path / "run"
+    (run / "non_finite").mkdir(parents=True)
     assert main([*command, *EXPLODE, "--run.dir", str(run), "--checkpoint.every", "1"]) == 1
     error = capsys.readouterr().err
     assert "not finite. Nothing of it entered the weights" in error
@@ -69,8 +101,12 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
 
 @pytest.mark.journey
 def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
-    """What is kept for inspection is finite, the moments of the optimizer too."""
+    """What is kept for inspection is finite, the optimizer's moments too, and takes the place of what was there."""
     run = tmp_path / "run"
+    before = Checkpoints(run / "non_finite", keep=9)
+    for step in (1, 2, 3, 4, 5, 99):
+        before.save(step, nnx.State({"x": nnx.Param(np.zeros(1))}), jaxtp.make_mesh(), {})
+    before.close()
     assert (
         main([*command, *EXPLODE, "--run.dir", str(run), "--train.non-finite", "skip", "--train.max-skipped", "2"]) == 1
     )
@@ -78,9 +114,32 @@ def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
     assert "the update is skipped, 1 in a row of at most 2" in captured.out
     assert "the update is skipped, 2 in a row of at most 2" in captured.out
     assert "not finite" in captured.err
+    (folder,) = (run / "non_finite").iterdir()
+    assert (folder / "batch_0.npz").exists()
     kept = open_checkpoint(run / "non_finite")
     assert len(kept.arrays) > 30
     assert [kept.verify(name) for name in kept.arrays] == [None] * len(kept.arrays)
+
+
+def test_what_takes_a_folder_s_place_does_so_whole(tmp_path):
+    for text in ("first", "second"):
+        with replacing(tmp_path / "kept") as new:
+            (new / text).touch()
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["second"]
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "kept") as new:
+        (new / "third" / "fails").touch()
+    assert [path.name for path in (tmp_path / "kept").iterdir()] == ["second"]
+
+
+def test_a_full_disk_does_not_hide_what_was_not_finite(monkeypatch):
+    def full(self, step):
+        raise CheckpointError("a checkpoint could not be written (no space)")
+
+    monkeypatch.setattr(Loop, "_keep_for_inspection", full)
+    said = Loop.__new__(Loop)._inspection(3)
+    assert said == (
+        "they and the batch could not be kept for inspection (a checkpoint could not be written (no space))"
+    )
 
 
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, command, capsys):
@@ -111,6 +170,15 @@ def test_two_runs_on_one_folder(tmp_path, command, capsys):
     assert main([*command, "--train.steps", "2", "--run.dir", str(run)]) == 0
 
 
+def test_a_file_system_without_locks_is_not_another_run(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with pytest.raises(RunFolderError, match=r"cannot be locked .No locks available"), locked(tmp_path):
+        pytest.fail("it was not locked")
+
+
 @pytest.mark.journey
 def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(tmp_path, command, capsys, monkeypatch):
     from jaxtp.checkpoint import manager
@@ -130,8 +198,6 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(tmp_path, comm
 
 
 def test_a_stalled_step_prints_the_stacks(capfd):
-    from jaxtp.train.watchdog import Watchdog
-
     watchdog = Watchdog(0.1)
     watchdog.feed()
     time.sleep(0.5)
@@ -139,6 +205,15 @@ def test_a_stalled_step_prints_the_stacks(capfd):
     error = capfd.readouterr().err
     assert "no step for 0.1 s" in error
     assert error.count("test_a_stalled_step_prints_the_stacks") == 1, "once for each stall"
+
+
+@pytest.mark.parametrize("seconds", [1e-9, 1e300])
+def test_a_stall_of_absurd_length(seconds, capfd):
+    watchdog = Watchdog(seconds)
+    watchdog.feed()
+    time.sleep(0.05)
+    watchdog.stop()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.journey
