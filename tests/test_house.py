@@ -9,7 +9,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxtp"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
-    {"mesh", "collectives", "config", "console", "files", "hardware", "launch"},
+    {"mesh", "collectives", "config", "console", "entry", "files", "hardware", "launch"},
     {"layers", "parallel", "audit", "data"},
     {"models", "checkpoint", "propose"},
     {"hf"},

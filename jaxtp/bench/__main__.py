@@ -3,14 +3,12 @@
 import contextlib
 import io
 import json
-import signal
-import sys
 from collections.abc import Sequence
 
 import jax
 
 from jaxtp import config as configuration
-from jaxtp import launch
+from jaxtp import entry, launch
 from jaxtp.bench.comm import measure
 from jaxtp.bench.config import CommConfig
 from jaxtp.bench.measured import Measured
@@ -42,7 +40,7 @@ MISTAKES = (ConfigError, MeshError, HFError, launch.LaunchError)
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
-    return configuration.attempt(PROGRAM, lambda: _bench(argv), MISTAKES)
+    return entry.attempt(PROGRAM, lambda: _bench(argv), MISTAKES)
 
 
 def _bench(argv: Sequence[str]) -> None:
@@ -83,5 +81,4 @@ def _require_files(asked: CommConfig) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

@@ -1,7 +1,6 @@
 """`python -m jaxtp.check`."""
 
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import jax
 
 import jaxtp
 from jaxtp import config as configuration
+from jaxtp import entry
 from jaxtp.check.config import CheckConfig
 from jaxtp.check.report import HEADER, Verdict
 from jaxtp.check.run import dtypes, plan, verdicts
@@ -35,7 +35,7 @@ collective that no module declared. Exit code 1 if anything differs; the first m
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if a mesh differs, 2 for a user's mistake."""
-    return configuration.attempt(
+    return entry.attempt(
         PROGRAM,
         lambda: _check(with_model(configuration.load(CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION))),
         (configuration.ConfigError, MeshError, RematError, HFError, CheckpointError),
@@ -77,4 +77,4 @@ def _write(path: Path, config: CheckConfig, small: TrainConfig, results: list[Ve
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

@@ -3,8 +3,6 @@
 import dataclasses
 import json
 import math
-import signal
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import jax
 
 from jaxtp import config as configuration
+from jaxtp import entry
 from jaxtp.checkpoint.manager import CheckpointError
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
@@ -56,7 +55,7 @@ KEYS. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if nothing fits or tier 3 says so, 2 for a user's mistake."""
-    return configuration.attempt(
+    return entry.attempt(
         PROGRAM,
         lambda: _estimate(configuration.load(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION)),
         (ConfigError, MeshError, HFError, CheckpointError),
@@ -86,7 +85,7 @@ def _estimate(asked: EstimateConfig) -> int:
     if asked.json is not None:
         asked.json.write_text(json.dumps(numbers, indent=2) + "\n")
     if failed is not None:
-        return configuration.fail(PROGRAM, failed)
+        return entry.fail(PROGRAM, failed)
     return 0 if fits else 1
 
 
@@ -183,5 +182,4 @@ def _require_files(asked: EstimateConfig) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)
