@@ -27,7 +27,7 @@ from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.topology import topology
 from jaxtp.estimate.words import what_would_fit, why
 from jaxtp.files import require_picture, require_writable
-from jaxtp.hardware import RANGES, parse
+from jaxtp.hardware import MAX_DEVICES, RANGES, parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
 from jaxtp.train.config import MeshConfig, TrainConfig, training_of, violations_on
@@ -155,10 +155,10 @@ def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]
     meshes = [parse_mesh(text) for text in asked.meshes]
     for text, sizes in zip(asked.meshes, meshes, strict=True):
         if (needed := math.prod(sizes.values())) != where.devices:
-            kind = asked.hardware.rstrip("0123456789")
+            instead = f"; {asked.hardware.rstrip('0123456789')}{needed} has as many" if needed <= MAX_DEVICES else ""
             raise ConfigError(
-                f"--mesh {text}: {describe_mesh(sizes)} is {needed} devices, and --hardware {asked.hardware} is "
-                f"{where.devices}; {kind}{needed} has as many"
+                f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {asked.hardware} is "
+                f"{where.devices:,}{instead}"
             )
     return meshes or all_meshes(where.devices)
 

@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxtp.audit.tables import columns
-from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target
+from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target, divisors, rows_of
 from jaxtp.hardware import TABLE, Hardware, link_of
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
@@ -66,11 +66,22 @@ def ranking(found: Search) -> str:
     if more := len(found.settings) - len(shown):
         lines.append(f"... and {more} more meshes (--json FILE has all)")
     counts = [f"{_count(len(found.all), 'setting')} of {_count(len(found.settings), 'mesh', 'meshes')}"]
+    counts += _left_out(found)
     if found.refused:
         mesh, reason = next(iter(found.refused.items()))
         short = reason.partition(";")[0]
         counts.append(f"{_count(len(found.refused), 'mesh', 'meshes')} cannot run it, such as {mesh}: {short}")
     return "\n".join([*lines, *counts, *NOTES])
+
+
+def _left_out(found: Search) -> list[str]:
+    """That only some numbers of micro-batches were tried, where that is so."""
+    best = found.settings[0]
+    every = divisors(rows_of(best.config))
+    tried = {setting.config.train.accumulation for setting in found.all if setting.sizes == best.sizes}
+    if found.as_configured or len(tried) == len(every):
+        return []
+    return [f"micro-batches: {len(tried)} of the {len(every)} numbers that divide {every[-1]:,} rows were tried"]
 
 
 def _count(number: int, one: str, several: str = "") -> str:
