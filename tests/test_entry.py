@@ -13,6 +13,8 @@ import pytest
 
 from jaxtp import entry
 from jaxtp.__main__ import commands
+from jaxtp.config import ConfigError
+from jaxtp.files import write_json
 
 COMMANDS = [command.rpartition(" ")[2] for command, _ in commands()]
 MAINS = sorted((Path(__file__).parent.parent / "jaxtp").rglob("__main__.py"))

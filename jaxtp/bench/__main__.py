@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 from collections.abc import Sequence
 
 import jax
@@ -14,7 +13,7 @@ from jaxtp.bench.config import CommConfig
 from jaxtp.bench.measured import Measured
 from jaxtp.bench.plot import draw
 from jaxtp.config import ConfigError
-from jaxtp.files import require_picture, require_writable
+from jaxtp.files import require_picture, require_writable, write_json, writing
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, make_mesh
 from jaxtp.train.config import training_of
@@ -62,11 +61,13 @@ def _bench(argv: Sequence[str]) -> None:
 
 def _write(asked: CommConfig, measured: Measured) -> None:
     if asked.json is not None:
-        asked.json.write_text(json.dumps(measured.record(), indent=2) + "\n")
+        write_json("--json", asked.json, measured.record())
     if asked.plot is not None:
-        draw(asked.plot, measured)
+        with writing("--plot", asked.plot):
+            draw(asked.plot, measured)
     if asked.out is not None:
-        asked.out.write_text(measured.hardware_file())
+        with writing("--out", asked.out):
+            asked.out.write_text(measured.hardware_file())
         print(f"\n{asked.out}: for python -m jaxtp.estimate --hardware {asked.out}x{measured.place.devices}")
 
 

@@ -1,6 +1,5 @@
 """`python -m jaxtp.check`."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from jaxtp.check.report import HEADER, Verdict
 from jaxtp.check.run import dtypes, plan, verdicts
 from jaxtp.check.shrink import describe
 from jaxtp.checkpoint.manager import CheckpointError
-from jaxtp.files import require_writable
+from jaxtp.files import require_writable, write_json
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError, request_virtual_devices
 from jaxtp.models.remat import RematError
@@ -73,7 +72,7 @@ def _write(path: Path, config: CheckConfig, small: TrainConfig, results: list[Ve
         "shrunk": configuration.to_plain(small),
         "cases": [verdict.as_json() for verdict in results],
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    write_json("--json", path, record)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """`python -m jaxtp.estimate`."""
 
 import dataclasses
-import json
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from jaxtp.estimate.search import Model, Search, Setting, Target, all_meshes, de
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.topology import topology
 from jaxtp.estimate.words import what_would_fit, why
-from jaxtp.files import require_picture, require_writable
+from jaxtp.files import require_picture, require_writable, write_json, writing
 from jaxtp.hardware import MAX_DEVICES, RANGES, parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
@@ -74,7 +73,8 @@ def _estimate(asked: EstimateConfig) -> int:
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
     numbers = _tell(asked, config, where, model, found)
     if asked.plot is not None:
-        draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
+        with writing("--plot", asked.plot):
+            draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
     if asked.generate:
         length = config.data.sequence_length
         generating = generations(config.model, where, model, meshes, asked.generate, length)
@@ -83,7 +83,7 @@ def _estimate(asked: EstimateConfig) -> int:
     failed = _compile(asked, found.settings[0], numbers) if asked.tier > 1 else None
     fits = bool(found.fitting) and numbers.get("tier_3", {}).get("fits", True)
     if asked.json is not None:
-        asked.json.write_text(json.dumps(numbers, indent=2) + "\n")
+        write_json("--json", asked.json, numbers)
     if failed is not None:
         return entry.fail(PROGRAM, failed)
     return 0 if fits else 1
