@@ -64,6 +64,11 @@ def test_a_full_disk_under_a_file_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == "program: error: File too large\n"
 
 
+def test_a_full_disk_under_a_report_names_its_flag():
+    with pytest.raises(ConfigError, match="--json /dev/full: No space left on device; name another file"):
+        write_json("--json", Path("/dev/full"), {"numbers": [1, 2]})
+
+
 @pytest.mark.parametrize(
     "error", [OSError(errno.EIO, "Input/output error"), BrokenPipeError(errno.EPIPE, "of a socket")]
 )

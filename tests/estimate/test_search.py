@@ -7,7 +7,7 @@ import pytest
 import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
-from jaxtp.estimate.report import ranking
+from jaxtp.estimate.report import heading, ranking
 from jaxtp.estimate.search import (
     MAX_ACCUMULATIONS,
     MEMORY_ERROR,
@@ -74,6 +74,19 @@ def test_no_setting_takes_less_than_the_leanest():
         of_mesh = [setting for setting in result.all if setting.sizes == mesh.sizes]
         lean = estimate(leanest(mesh.config), mesh.target, MODEL_FACTS)
         assert lean.memory.total == min(setting.memory.total for setting in of_mesh)
+
+
+def test_what_is_assumed_is_said(tmp_path):
+    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    of_files = dataclasses.replace(MODEL, from_hf=tmp_path, precision=jaxtp.Precision())
+    where = Target(H100, 8, 1e12)
+    said = heading(TrainConfig(model=of_files), where, MODEL_FACTS)
+    assert "16 sequences of 128 tokens = 2,048 (the default; --data.sequence-length N asks about another)" in said
+    assert "files are in bfloat16, and float32 is asked for; --model.precision.compute bfloat16" in said
+    in_half = dataclasses.replace(of_files, precision=MODEL.precision)
+    said = heading(dataclasses.replace(CONFIG, model=in_half), where, MODEL_FACTS)
+    assert "default" not in said
+    assert "files are in" not in said
 
 
 def test_those_that_fit_come_first_and_the_fastest_of_them():
