@@ -2,6 +2,7 @@
 
 from importlib.metadata import version as _version
 
+from jaxtp import entry as _entry  # noqa: F401 (first: it ends Ctrl-C while the others are imported)
 from jaxtp.audit.audit import Audit, AuditError, audit
 from jaxtp.explain.explanation import explain
 from jaxtp.generate.engine import Generator

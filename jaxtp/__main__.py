@@ -1,8 +1,10 @@
 """`python -m jaxtp`: the commands of the package."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from jaxtp import entry
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -13,7 +15,13 @@ def commands() -> Iterator[tuple[str, str]]:
             yield f"python -m jaxtp.{folder.name}", documented.partition("\n")[0]
 
 
-if __name__ == "__main__":
+def main(argv: Sequence[str]) -> int:
+    """Prints them; returns the exit code."""
     for command, description in commands():
         print(f"{command:<29}{description}")
     print("\nEach has --help.")
+    return 0
+
+
+if __name__ == "__main__":
+    entry.run("python -m jaxtp", main)

@@ -9,7 +9,6 @@ import dataclasses
 import difflib
 import functools
 import os
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -274,35 +273,6 @@ def nearest_file(path: Path) -> str:
     others = [name for name in names if name != path.name]
     close = difflib.get_close_matches(path.name, others, n=1, cutoff=0.75)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
-
-
-def attempt(
-    program: str,
-    action: Callable[[], int | None],
-    mistakes: tuple[type[Exception], ...],
-    interrupted: str = "interrupted",
-) -> int:
-    """Runs what a command does; returns its exit code.
-
-    Args:
-      program: how it is called, for messages on stderr.
-      action: gives an exit code, or None for 0.
-      mistakes: the errors that a user can put right: exit code 2.
-      interrupted: said after Ctrl-C: exit code 130.
-    """
-    try:
-        return action() or 0
-    except mistakes as error:
-        return fail(program, error)
-    except KeyboardInterrupt:
-        print(f"\n{program}: {interrupted}", file=sys.stderr)
-        return 130
-
-
-def fail(program: str, error: Exception) -> int:
-    """Prints a user's mistake on stderr; returns the exit code, 2."""
-    print(f"{program}: error: {error}", file=sys.stderr)
-    return 2
 
 
 def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:

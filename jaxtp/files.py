@@ -1,7 +1,10 @@
 """Files: their checksums, writing them whole, waiting until they are on the disk, whether one can be written."""
 
 import hashlib
+import json
 import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -52,14 +55,35 @@ def require_writable(flag: str, path: Path) -> None:
     Raises:
       ConfigError: it cannot; the message names the flag that asked for it.
     """
-    try:
+    with writing(flag, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()
         path.open("a").close()
         if not was_there:
             path.unlink()  # what ends before it is written leaves no empty file
+
+
+@contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Around what writes a file that a flag asks for, at the end of the work that it tells of.
+
+    Raises:
+      ConfigError: it cannot be written, as where the disk is full; the message names the flag.
+    """
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"{flag} {path}: {error.strerror}; name another file") from None
+
+
+def write_json(flag: str, path: Path, record: Mapping[str, Any]) -> None:
+    """Writes a record that a flag asks for.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    with writing(flag, path):
+        path.write_text(json.dumps(record, indent=2) + "\n")
 
 
 def require_picture(flag: str, path: Path) -> None:

@@ -18,6 +18,7 @@ from jaxtp.config import ConfigError, read_yaml, validate
 from jaxtp.hardware import RANGES, TABLE, Hardware
 from jaxtp.reading import shown
 
+MAX_DEVICES = 2**20
 PLATFORMS = ("cuda", "rocm", "tpu")
 
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
@@ -64,9 +65,11 @@ def parse(text: str) -> tuple[Hardware, int]:
     found = re.fullmatch(r"(?P<name>.+?)[xX](?P<count>\d+)", text)
     if found is None or _is_known(text):
         raise _uncounted(text)
-    if (count := int(found["count"])) < 1:
-        raise ConfigError(f"--hardware {text}: {count} devices are none; 1 or more")
-    return find(found["name"]), count
+    digits = found["count"].lstrip("0")
+    if not digits or len(digits) > len(str(MAX_DEVICES)) or int(digits) > MAX_DEVICES:
+        given = f"{digits[:20] or 0}{'...' if len(digits) > 20 else ''}"
+        raise ConfigError(f"--hardware {found['name']}x{given}: from 1 to {MAX_DEVICES:,} devices")
+    return find(found["name"]), int(digits)
 
 
 def _uncounted(text: str) -> ConfigError:

@@ -33,14 +33,14 @@ def join_processes(environment: Mapping[str, str] | None = None) -> None:
       environment: default `os.environ`.
 
     Raises:
-      LaunchError: some of the variables set by hand are missing or not numbers.
+      LaunchError: some of the variables set by hand are missing, or what is set cannot be.
     """
     accept_absent_gpus()
     variables = os.environ if environment is None else environment
     given = [name for name in _BY_HAND if name in variables]
     if given:
         _join_by_hand(variables, given)
-    elif any(int(variables.get(name, "1")) > 1 for name in _LAUNCHERS):
+    elif any(_count(variables, name) > 1 for name in _LAUNCHERS):
         jax.distributed.initialize()
 
 
@@ -49,9 +49,22 @@ def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
     if missing:
         raise LaunchError(f"{', '.join(given)} set, but not {', '.join(missing)}: a multi-process run needs all three")
     address, *numbers = (variables[name] for name in _BY_HAND)
-    if not all(number.isdecimal() for number in numbers):
+    if not all(number.isdecimal() and len(number) < 10 for number in numbers):
         raise LaunchError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers, found {numbers}")
-    jax.distributed.initialize(address, num_processes=int(numbers[0]), process_id=int(numbers[1]))
+    count, index = map(int, numbers)
+    if index >= count:
+        raise LaunchError(f"JAX_PROCESS_ID={index} of JAX_NUM_PROCESSES={count}: the first is 0, the last {count - 1}")
+    host, _, port = address.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
+        raise LaunchError(f"JAX_COORDINATOR_ADDRESS={address!r} is not HOST:PORT, such as 10.0.0.1:1234")
+    jax.distributed.initialize(address, num_processes=count, process_id=index)
+
+
+def _count(variables: Mapping[str, str], name: str) -> int:
+    text = variables.get(name, "1")
+    if not (text.isdecimal() and len(text) < 10):
+        raise LaunchError(f"{name}={text!r}, which a launcher sets, is not a number of processes; unset it")
+    return int(text)
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] | None = None, nvidia: Sequence[Path] = _NVIDIA) -> None:

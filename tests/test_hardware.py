@@ -93,7 +93,7 @@ def test_names_and_counts():
         ("rtx4090", "--hardware rtx4090: how many devices? Such as rtx4090x8"),
         ("MI300X", "--hardware MI300X: how many devices? Such as MI300Xx8"),
         ("H100X-3", "'-3' is no number of devices; such as H100x8"),
-        ("h100x0", "0 devices are none"),
+        ("h100x0", "--hardware h100x0: from 1 to 1,048,576 devices"),
         ("gaudix8", "There are a100-40, a100, a100-pcie-40, .*, h100"),
         ("nothing.yamlx8", "nothing.yaml: No such file"),
     ],

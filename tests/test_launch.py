@@ -35,6 +35,15 @@ def test_by_hand(joined):
             {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
             "must be numbers",
         ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
+            "JAX_PROCESS_ID=2 of JAX_NUM_PROCESSES=2: the first is 0, the last 1",
+        ),
+        (
+            {"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
+            "JAX_COORDINATOR_ADDRESS='host' is not HOST:PORT",
+        ),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many', which a launcher sets, is not a number"),
     ],
 )
 def test_half_an_environment_is_an_error(joined, environment, message):

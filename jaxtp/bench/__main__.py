@@ -2,21 +2,18 @@
 
 import contextlib
 import io
-import json
-import signal
-import sys
 from collections.abc import Sequence
 
 import jax
 
 from jaxtp import config as configuration
-from jaxtp import launch
+from jaxtp import entry, launch
 from jaxtp.bench.comm import measure
 from jaxtp.bench.config import CommConfig
 from jaxtp.bench.measured import Measured
 from jaxtp.bench.plot import draw
 from jaxtp.config import ConfigError
-from jaxtp.files import require_picture, require_writable
+from jaxtp.files import require_picture, require_writable, write_json, writing
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, make_mesh
 from jaxtp.train.config import training_of
@@ -42,7 +39,7 @@ MISTAKES = (ConfigError, MeshError, HFError, launch.LaunchError)
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
-    return configuration.attempt(PROGRAM, lambda: _bench(argv), MISTAKES)
+    return entry.attempt(PROGRAM, lambda: _bench(argv), MISTAKES)
 
 
 def _bench(argv: Sequence[str]) -> None:
@@ -65,11 +62,13 @@ def _bench(argv: Sequence[str]) -> None:
 
 def _write(asked: CommConfig, measured: Measured) -> None:
     if asked.json is not None:
-        asked.json.write_text(json.dumps(measured.record(), indent=2) + "\n")
+        write_json("--json", asked.json, measured.record())
     if asked.plot is not None:
-        draw(asked.plot, measured)
+        with writing("--plot", asked.plot):
+            draw(asked.plot, measured)
     if asked.out is not None:
-        asked.out.write_text(measured.hardware_file())
+        with writing("--out", asked.out):
+            asked.out.write_text(measured.hardware_file())
         print(f"\n{asked.out}: for python -m jaxtp.estimate --hardware {asked.out}x{measured.place.devices}")
 
 
@@ -84,5 +83,4 @@ def _require_files(asked: CommConfig) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

@@ -1,7 +1,5 @@
 """`python -m jaxtp.check`."""
 
-import json
-import sys
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -10,12 +8,13 @@ import jax
 
 import jaxtp
 from jaxtp import config as configuration
+from jaxtp import entry
 from jaxtp.check.config import CheckConfig
 from jaxtp.check.report import HEADER, Verdict
 from jaxtp.check.run import dtypes, plan, verdicts
 from jaxtp.check.shrink import describe
 from jaxtp.checkpoint.stored import CheckpointError
-from jaxtp.files import require_writable
+from jaxtp.files import require_writable, write_json
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError, request_virtual_devices
 from jaxtp.models.remat import RematError
@@ -39,7 +38,7 @@ VIRTUAL = Place(devices=8, per_process=8, bfloat16=True, kind="devices")
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if a mesh differs, 2 for a user's mistake."""
-    return configuration.attempt(
+    return entry.attempt(
         PROGRAM,
         lambda: _check(
             *configuration.load_fitted(
@@ -83,8 +82,8 @@ def _write(path: Path, config: CheckConfig, small: TrainConfig, results: list[Ve
         "shrunk": configuration.to_plain(small),
         "cases": [verdict.as_json() for verdict in results],
     }
-    path.write_text(json.dumps(record, indent=2) + "\n")
+    write_json("--json", path, record)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

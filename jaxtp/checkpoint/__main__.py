@@ -1,7 +1,5 @@
 """`python -m jaxtp.checkpoint`: what is in a checkpoint, whether it is whole, how two differ."""
 
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +7,7 @@ from typing import Annotated
 
 import tyro
 
-from jaxtp import config as configuration
+from jaxtp import entry
 from jaxtp.checkpoint import reader
 from jaxtp.checkpoint.quiet import quieten
 from jaxtp.checkpoint.stored import CheckpointError
@@ -53,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         {"inspect": Inspect, "verify": Verify, "diff": Diff}, args=list(argv), prog=PROGRAM, description=__doc__
     )
-    return configuration.attempt(PROGRAM, lambda: _run(command), (CheckpointError,))
+    return entry.attempt(PROGRAM, lambda: _run(command), (CheckpointError,))
 
 
 def _run(command: Inspect | Verify | Diff) -> int:
@@ -97,5 +95,4 @@ def _diff(a: reader.Stored, b: reader.Stored) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

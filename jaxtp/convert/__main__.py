@@ -1,13 +1,12 @@
 """`python -m jaxtp.convert`: models from and to folders in Hugging Face format, and their plans for tp."""
 
-import signal
-import sys
 import warnings
 from collections.abc import Sequence
 
 import tyro
 
 from jaxtp import config as configuration
+from jaxtp import entry
 from jaxtp.checkpoint.quiet import quieten
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.convert.config import Export, Import, Plan
@@ -29,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         {"import": Import, "export": Export, "plan": Plan}, args=list(argv), prog=PROGRAM, description=__doc__
     )
-    return configuration.attempt(PROGRAM, lambda: _run(command), MISTAKES)
+    return entry.attempt(PROGRAM, lambda: _run(command), MISTAKES)
 
 
 def _run(command: Import | Export | Plan) -> None:
@@ -42,5 +41,4 @@ def _run(command: Import | Export | Plan) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

@@ -1,10 +1,7 @@
 """`python -m jaxtp.estimate`."""
 
 import dataclasses
-import json
 import math
-import signal
-import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxtp import config as configuration
+from jaxtp import entry
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
@@ -27,9 +25,9 @@ from jaxtp.estimate.search import Model, Search, Setting, Target, all_meshes, de
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.topology import topology
 from jaxtp.estimate.words import what_would_fit, why
-from jaxtp.files import require_picture, require_writable
+from jaxtp.files import require_picture, require_writable, write_json, writing
 from jaxtp.hardware import RANGES
-from jaxtp.hardware_file import parse
+from jaxtp.hardware_file import MAX_DEVICES, parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
 from jaxtp.train.config import MeshConfig, TrainConfig, training_of, violations_on
@@ -57,7 +55,7 @@ KEYS. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if nothing fits or tier 3 says so, 2 for a user's mistake."""
-    return configuration.attempt(
+    return entry.attempt(
         PROGRAM,
         lambda: _estimate(configuration.load(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION)),
         (ConfigError, MeshError, HFError, CheckpointError),
@@ -76,7 +74,8 @@ def _estimate(asked: EstimateConfig) -> int:
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
     numbers = _tell(asked, config, where, model, found)
     if asked.plot is not None:
-        draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
+        with writing("--plot", asked.plot):
+            draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
     if asked.generate:
         length = config.data.sequence_length
         generating = generations(config.model, where, model, meshes, asked.generate, length)
@@ -85,9 +84,9 @@ def _estimate(asked: EstimateConfig) -> int:
     failed = _compile(asked, found.settings[0], numbers) if asked.tier > 1 else None
     fits = bool(found.fitting) and numbers.get("tier_3", {}).get("fits", True)
     if asked.json is not None:
-        asked.json.write_text(json.dumps(numbers, indent=2) + "\n")
+        write_json("--json", asked.json, numbers)
     if failed is not None:
-        return configuration.fail(PROGRAM, failed)
+        return entry.fail(PROGRAM, failed)
     return 0 if fits else 1
 
 
@@ -157,10 +156,10 @@ def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]
     meshes = [parse_mesh(text) for text in asked.meshes]
     for text, sizes in zip(asked.meshes, meshes, strict=True):
         if (needed := math.prod(sizes.values())) != where.devices:
-            kind = asked.hardware.rstrip("0123456789")
+            instead = f"; {asked.hardware.rstrip('0123456789')}{needed} has as many" if needed <= MAX_DEVICES else ""
             raise ConfigError(
-                f"--mesh {text}: {describe_mesh(sizes)} is {needed} devices, and --hardware {asked.hardware} is "
-                f"{where.devices}; {kind}{needed} has as many"
+                f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {asked.hardware} is "
+                f"{where.devices:,}{instead}"
             )
     return meshes or all_meshes(where.devices)
 
@@ -184,5 +183,4 @@ def _require_files(asked: EstimateConfig) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

@@ -1,12 +1,27 @@
 """What would be faster where something fits, and what would fit where nothing does: each change is searched."""
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jaxtp.config import ConfigError
 from jaxtp.estimate.config import check_attention
-from jaxtp.estimate.search import NEAR, Model, Search, Setting, Target, all_meshes, describe_model, search, target
+from jaxtp.estimate.search import (
+    NEAR,
+    Model,
+    Search,
+    Setting,
+    Target,
+    all_meshes,
+    describe_model,
+    estimate,
+    leanest,
+    runnable,
+    search,
+    target,
+)
+from jaxtp.hardware_file import MAX_DEVICES
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import with_attention
 
@@ -19,13 +34,29 @@ SHORTEST = 512
 """Tokens: no shorter sequence is proposed."""
 
 LORA_RANK = 16
+CHUNK = 128
+HALF = "--model.precision.compute bfloat16"
 FUSED = "--model.attention cudnn"
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={ALL_BUT_A_TENTH} (--memory-fraction {ALL_BUT_A_TENTH})"
+
+Run = tuple[TrainConfig, Target]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What costs nothing but a setting, or little."""
+
+    flags: str
+    meaning: str
+    """What they do, as a verb and its object; empty for what says it itself."""
+
+    apply: Callable[[TrainConfig, Target], Run | None]
+    """Gives the changed run; None where it is as it was, or cannot be."""
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """A change, and the best setting with it."""
+    """A change, or several at once, and the best setting with it."""
 
     change: str
     """The flags, or the devices."""
@@ -40,7 +71,10 @@ class Alternative:
 
 
 def faster(found: Search, model: Model) -> Iterator[Alternative]:
-    """What would be faster than the best, or free much memory, and costs nothing else.
+    """What would be faster than the best, or free much memory, the fastest first.
+
+    All changes are searched together too: what computes in 16 bits can have a kernel that needs them. Several at once
+    are told of where they are faster than each of them with fewer.
 
     Args:
       found: a search in which something fits.
@@ -48,45 +82,102 @@ def faster(found: Search, model: Model) -> Iterator[Alternative]:
     """
     best = found.settings[0]
     meshes = [setting.sizes for setting in found.settings]
+    tried: dict[tuple[Change, ...], Setting] = {(): best}
+    for changes, (config, where) in _together(FREE, (best.config, best.target)):
+        tried[changes] = search(config, where, model, meshes, as_configured=found.as_configured).settings[0]
+    told = [changes for changes in tried if changes and _is_better(changes, tried)]
+    for changes in sorted(told, key=lambda changes: tried[changes].time.expected):
+        yield _alternative(changes, tried[changes])
 
-    def best_of(config: TrainConfig, where: Target) -> Setting:
-        return search(config, where, model, meshes, as_configured=found.as_configured).settings[0]
 
-    if (fused := _fused(best.config, best.target)) is not None:
-        other = best_of(fused, best.target)
-        freed = other.spare - best.spare
-        if other.fits and (best.time.expected > NEAR * other.time.expected or freed > GB):
-            yield Alternative(FUSED, other, "which never holds the scores")
-    if (wider := _wider(best.target)) is not None:
-        other = best_of(best.config, wider)
-        if other.fits and best.time.expected > NEAR * other.time.expected:
-            yield Alternative(MORE_MEMORY, other)
+def _is_better(changes: tuple[Change, ...], tried: Mapping[tuple[Change, ...], Setting]) -> bool:
+    """Whether they fit and are faster than fewer of them; of one that it frees memory is enough."""
+    with_all = tried[changes]
+    fewer = [setting for some, setting in tried.items() if set(some) < set(changes)]
+    as_fast = any(setting.fits and setting.time.expected <= NEAR * with_all.time.expected for setting in fewer)
+    frees = len(changes) == 1 and with_all.target == tried[()].target and with_all.spare - tried[()].spare > GB
+    return with_all.fits and (not as_fast or frees)
+
+
+def _together(changes: Sequence[Change], run: Run) -> Iterator[tuple[tuple[Change, ...], Run]]:
+    """The run with each of the changes, with two of them, and so on, as far as they can be made."""
+    for count in range(1, len(changes) + 1):
+        for some in itertools.combinations(changes, count):
+            changed: Run | None = run
+            for change in some:
+                changed = changed and change.apply(*changed)
+            if changed is not None:
+                yield some, changed
+
+
+def _alternative(changes: Sequence[Change], setting: Setting) -> Alternative:
+    meanings = " and ".join(change.meaning for change in changes if change.meaning)
+    return Alternative(" ".join(change.flags for change in changes), setting, meanings and f"which {meanings}")
 
 
 def remedies(found: Search, model: Model) -> Iterator[Alternative]:
-    """What would fit, the cheapest first.
+    """What would fit, the cheapest first; what costs more goes with all that costs nothing, if it must.
 
     Args:
       found: a search in which nothing fits.
       model: what it was about.
     """
-    config, where = found.settings[0].config, found.settings[0].target
-    yield from _cheap(config, where, model)
-    yield from _shorter(config, where)
-    yield from _other_training(config, where)
-    yield from _more_devices(config, where, model)
+    run = found.settings[0].config, found.settings[0].target
+    cheap = list(_cheap(run, model))
+    yield from cheap
+    yield from _shorter(*run)
+    training = list(_other_training(*run))
+    more = list(_more_devices(*run, model))
+    if not (cheap or training or more):
+        all_changes, run = list(_together((*FREE, *SMALLER), run))[-1]
+        flags = " ".join(change.flags for change in all_changes)
+        training, more = (
+            [dataclasses.replace(other, change=f"{flags} {other.change}") for other in others]
+            for others in (_other_training(*run), _more_devices(*run, model))
+        )
+    yield from training
+    yield from more
 
 
-def _cheap(config: TrainConfig, where: Target, model: Model) -> Iterator[Alternative]:
-    """What costs nothing but a setting."""
-    if (wider := _wider(where)) and (fits := _fits(config, wider, model)):
-        yield Alternative(MORE_MEMORY, fits)
-    if (fused := _fused(config, where)) and (fits := _fits(fused, where, model)):
-        yield Alternative(FUSED, fits, "which never holds the scores")
-    chunk = max(1, min(config.model.loss_chunk, 256) // 2)
-    smaller = dataclasses.replace(config, model=dataclasses.replace(config.model, loss_chunk=chunk))
-    if fits := _fits(smaller, where, model):
-        yield Alternative(f"--model.loss-chunk {chunk}", fits)
+def _cheap(run: Run, model: Model) -> Iterator[Alternative]:
+    """What costs nothing but a setting, or several; none that holds another that would do."""
+    enough: list[set[Change]] = []
+    for changes, (config, where) in _together((*FREE, *SMALLER), run):
+        if not any(some <= set(changes) for some in enough) and (fits := _fits(config, where, model)):
+            enough.append(set(changes))
+            yield _alternative(changes, fits)
+
+
+def _with_more_memory(config: TrainConfig, where: Target) -> Run | None:
+    wider = _wider(where)
+    return None if wider is None else (config, wider)
+
+
+def _with_fused_attention(config: TrainConfig, where: Target) -> Run | None:
+    fused = _fused(config, where)
+    return None if fused is None else (fused, where)
+
+
+def _in_half(config: TrainConfig, where: Target) -> Run | None:
+    if config.model.precision.compute != "float32":
+        return None
+    precision = dataclasses.replace(config.model.precision, compute="bfloat16")
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, precision=precision)), where
+
+
+def _with_smaller_chunk(config: TrainConfig, where: Target) -> Run | None:
+    if config.model.loss_chunk <= CHUNK:
+        return None
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, loss_chunk=CHUNK)), where
+
+
+FREE = (
+    Change(HALF, "computes in 16 bits", _in_half),
+    Change(FUSED, "never holds the scores", _with_fused_attention),
+    Change(MORE_MEMORY, "", _with_more_memory),
+)
+SMALLER = (Change(f"--model.loss-chunk {CHUNK}", "", _with_smaller_chunk),)
+"""What makes nothing faster."""
 
 
 def _wider(where: Target) -> Target | None:
@@ -142,7 +233,7 @@ def _stored_in_half(config: TrainConfig) -> TrainConfig:
 def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[Alternative]:
     """Twice as many, and so on; with a batch that they divide."""
     factor = 2
-    while factor <= MAX_FACTOR:
+    while factor <= MAX_FACTOR and factor * where.devices <= MAX_DEVICES:
         more = dataclasses.replace(where, devices=where.devices * factor)
         if fits := _fits(config, more, model):
             yield Alternative(f"{more.devices} x {where.hardware.name}", fits)
@@ -151,9 +242,9 @@ def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[
 
 
 def _fits(config: TrainConfig, where: Target, model: Model) -> Setting | None:
-    """The best setting that fits with the margin, if one does."""
-    try:
-        best = search(config, where, model, all_meshes(where.devices)).settings[0]
-    except ConfigError:
-        return None  # no mesh of so many devices can run it
+    """The best setting that fits with the margin, if one does; all are searched only where the leanest of one does."""
+    able, _ = runnable(config, all_meshes(where.devices))
+    if not any(estimate(leanest(on_mesh), where, model).has_margin for on_mesh in able):
+        return None
+    best = search(config, where, model, [dataclasses.asdict(on_mesh.mesh) for on_mesh in able]).settings[0]
     return best if best.has_margin else None

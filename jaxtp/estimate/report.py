@@ -3,13 +3,14 @@
 import dataclasses
 
 from jaxtp.audit.tables import columns
-from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target
+from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target, divisors, rows_of
 from jaxtp.hardware import TABLE, Hardware, link_of
+from jaxtp.hf.folder import read_attributes
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.work import Product
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import DataConfig, TrainConfig
 
 GB = 1e9
 MAX_ROWS = 10
@@ -34,12 +35,17 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         f"{_links(hardware)}, {hardware.network / GB:,.0f} beyond",
         "model": f"{model.parameters:,} parameters: {sizes.num_layers} layers, d_model {sizes.d_model}, "
         f"{sizes.precision.compute} compute, {sizes.attention} attention, {config.optimizer.name}",
-        "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}",
+        "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}"
+        f"{_assumed_length(data)}",
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
         f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, {hardware.link_efficiency:.0%} of links "
         f"({hardware.source if hardware.name not in TABLE else 'jaxtp/hardware.py'})",
         "tried": "data (dp, fsdp) and tensor parallelism (tp); pipeline and context parallelism are not considered",
     }
+    if (stored := _stored_in_16_bits(sizes)) is not None:
+        rows["dtype"] = (
+            f"the model's files are in {stored}, and float32 is asked for; --model.precision.compute {stored}"
+        )
     if not optimizers.is_elementwise(config.optimizer):
         rows["without"] = (
             f"the update by {config.optimizer.name}: its products, its temporaries and what it moves between devices "
@@ -48,6 +54,21 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
     if sizes.remat == "offload":
         rows["without"] = "what is offloaded, on its way to the host and back: no time is counted for it"
     return "\n".join(f"{name:<8}{text}" for name, text in rows.items())
+
+
+def _assumed_length(data: DataConfig) -> str:
+    """That the length of sequences is the default, which decides about attention, memory and time."""
+    assumed = data.sequence_length == DataConfig().sequence_length
+    return " (the default; --data.sequence-length N asks about another)" if assumed else ""
+
+
+def _stored_in_16_bits(model: ModelConfig) -> str | None:
+    """The dtype of a model in Hugging Face format, where that has 16 bits and what is computed has not."""
+    if model.from_hf is None or model.precision.compute != "float32" or not model.from_hf.exists():
+        return None
+    attributes = read_attributes(model.from_hf)
+    stored = attributes.get("dtype") or attributes.get("torch_dtype")
+    return str(stored) if stored in ("bfloat16", "float16") else None
 
 
 def _links(hardware: Hardware) -> str:
@@ -66,11 +87,22 @@ def ranking(found: Search) -> str:
     if more := len(found.settings) - len(shown):
         lines.append(f"... and {more} more meshes (--json FILE has all)")
     counts = [f"{_count(len(found.all), 'setting')} of {_count(len(found.settings), 'mesh', 'meshes')}"]
+    counts += _left_out(found)
     if found.refused:
         mesh, reason = next(iter(found.refused.items()))
         short = reason.partition(";")[0]
         counts.append(f"{_count(len(found.refused), 'mesh', 'meshes')} cannot run it, such as {mesh}: {short}")
     return "\n".join([*lines, *counts, *NOTES])
+
+
+def _left_out(found: Search) -> list[str]:
+    """That only some numbers of micro-batches were tried, where that is so."""
+    best = found.settings[0]
+    every = divisors(rows_of(best.config))
+    tried = {setting.config.train.accumulation for setting in found.all if setting.sizes == best.sizes}
+    if found.as_configured or len(tried) == len(every):
+        return []
+    return [f"micro-batches: {len(tried)} of the {len(every)} numbers that divide {every[-1]:,} rows were tried"]
 
 
 def _count(number: int, one: str, several: str = "") -> str:

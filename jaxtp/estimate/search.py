@@ -1,6 +1,7 @@
 """Every setting of mesh, micro-batch and remat that a configuration can run with on given hardware, ranked."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,12 @@ MAX_REASONS = 3
 
 FURTHEST = 64
 """Numbers of devices further off are not proposed."""
+
+MAX_ACCUMULATIONS = 16
+"""Numbers of micro-batches that are tried on a mesh, of all that divide its rows."""
+
+MAX_SETTINGS = 4096
+"""Of a search, about: each takes milliseconds. On many meshes fewer numbers of micro-batches are tried."""
 
 
 @dataclass(frozen=True)
@@ -185,20 +192,37 @@ def search(
     Raises:
       ConfigError: no mesh can run it; with the reasons of each.
     """
-    best, refused = [], {}
-    every: list[Setting] = []
-    for sizes in meshes:
-        on_mesh = _with_mesh(config, sizes)
-        choices = [on_mesh] if as_configured else list(_choices(on_mesh))
-        if problems := list(violations_on(choices[0], sizes)):
-            refused[describe_mesh(sizes)] = problems[0]
-            continue
-        settings = [estimate(choice, where, model) for choice in choices]
-        every += settings
-        best.append(_choose(settings))
-    if not best:
+    able, refused = runnable(config, meshes, as_configured=as_configured)
+    if not able:
         raise ConfigError(_none_can(config, where.devices, refused))
-    return Search(_simplest_first(sorted(best, key=rank)), tuple(every), refused, as_configured)
+    most = min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(able)))
+    of_mesh = [
+        [estimate(choice, where, model) for choice in ([one] if as_configured else _choices(one, most))] for one in able
+    ]
+    best = sorted(map(_choose, of_mesh), key=rank)
+    return Search(_simplest_first(best), tuple(itertools.chain(*of_mesh)), refused, as_configured)
+
+
+def runnable(
+    config: TrainConfig, meshes: Sequence[Mapping[str, int]], *, as_configured: bool = False
+) -> tuple[list[TrainConfig], dict[str, str]]:
+    """The run on each mesh that can run it, in one micro-batch unless as configured; and why the others cannot."""
+    able, refused = [], {}
+    once = config if as_configured else _in_micro_batches(config, 1)
+    for sizes in meshes:
+        on_mesh = dataclasses.replace(once, mesh=MeshConfig(**sizes))
+        if (problem := next(violations_on(on_mesh, sizes), None)) is None:
+            able.append(on_mesh)
+        else:
+            refused[describe_mesh(sizes)] = problem
+    return able, refused
+
+
+def leanest(config: TrainConfig) -> TrainConfig:
+    """The run in the setting that takes the least memory on its mesh: one row at a time, and as little kept."""
+    remat: RematPolicy = "offload" if config.model.remat == "offload" else "full"
+    lean = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
+    return _in_micro_batches(lean, rows_of(config))
 
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
@@ -217,7 +241,7 @@ def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> 
 
 
 def _can_run(config: TrainConfig, devices: int) -> bool:
-    return any(not list(violations_on(config, sizes)) for sizes in all_meshes(devices))
+    return any(next(violations_on(config, sizes), None) is None for sizes in all_meshes(devices))
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
@@ -242,13 +266,15 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
 
 def all_meshes(devices: int) -> list[dict[str, int]]:
     """Every mesh of so many devices."""
-    divisors = [d for d in range(1, devices + 1) if devices % d == 0]
     return [
-        {DP: devices // (fsdp * tp), FSDP: fsdp, TP: tp}
-        for tp in divisors
-        for fsdp in divisors
-        if devices % (fsdp * tp) == 0
+        {DP: devices // (fsdp * tp), FSDP: fsdp, TP: tp} for tp in divisors(devices) for fsdp in divisors(devices // tp)
     ]
+
+
+def divisors(number: int) -> list[int]:
+    """Ascending."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:
@@ -282,15 +308,26 @@ def _complexity(setting: Setting) -> tuple[bool, int, int]:
     return leaves_domain(hardware, sizes, (TP,)), setting.config.train.accumulation, sizes[TP]
 
 
-def _with_mesh(config: TrainConfig, sizes: Mapping[str, int]) -> TrainConfig:
-    return dataclasses.replace(config, mesh=MeshConfig(**sizes))
+def _in_micro_batches(config: TrainConfig, count: int) -> TrainConfig:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=count))
 
 
-def _choices(config: TrainConfig) -> Iterator[TrainConfig]:
-    """Every remat policy with every number of micro-batches that divides the rows of a device."""
-    rows = max(1, config.data.global_batch_size // (config.mesh.dp * config.mesh.fsdp))
+def rows_of(config: TrainConfig) -> int:
+    """Sequences of a step on each device."""
+    return max(1, config.data.global_batch_size // (config.mesh.dp * config.mesh.fsdp))
+
+
+def _choices(config: TrainConfig, most: int) -> Iterator[TrainConfig]:
+    """Every remat policy with every number of micro-batches that divides the rows of a device, if they are not many."""
     for remat in dict.fromkeys((*REMATS, config.model.remat)):
         model = dataclasses.replace(config.model, remat=remat)
-        for accumulation in (n for n in range(1, rows + 1) if rows % n == 0):
-            loop = dataclasses.replace(config.train, accumulation=accumulation)
-            yield dataclasses.replace(config, model=model, train=loop)
+        for count in _spread(divisors(rows_of(config)), most):
+            yield _in_micro_batches(dataclasses.replace(config, model=model), count)
+
+
+def _spread(values: Sequence[int], most: int) -> list[int]:
+    """As many of them, the first and the last among them."""
+    most = max(2, most)
+    if len(values) <= most:
+        return list(values)
+    return [values[index * (len(values) - 1) // (most - 1)] for index in range(most)]

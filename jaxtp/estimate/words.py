@@ -1,6 +1,6 @@
 """Why the best setting is best, what limits it, and what would be better; or, where nothing fits, what would."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from jaxtp.estimate.alternatives import Alternative
 from jaxtp.estimate.report import kinds_of, label
@@ -9,6 +9,8 @@ from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Search, Setting
 from jaxtp.mesh import TP
 
 GB = 1e9
+UNITS = (("milliseconds", 1e-3), ("seconds", 1), ("minutes", 60), ("hours", 3600), ("days", 86400))
+"""Of time; devices are paid by the hour, never by the day."""
 FAR = 1.5
 """What lacks more than half of the room again is not spoken of."""
 
@@ -84,15 +86,18 @@ def _superlative(found: Search, best: Setting) -> str:
 def _run(best: Setting) -> str:
     """How long all steps take, and how much of the devices' time."""
     steps, devices = best.config.train.steps, best.target.devices
-    hours = [seconds * steps / 3600 for seconds in (best.time.overlapped, best.time.serial)]
-    device_hours = [devices * value for value in hours]
-    name = best.target.hardware.name
-    return f"All {steps:,} steps take {_range(hours)} hours: {_range(device_hours)} {name} hours in all."
+    seconds = [each * steps for each in (best.time.overlapped, best.time.serial)]
+    of_devices, unit = in_unit([devices * each for each in seconds], UNITS[:-1])
+    taken = " ".join(in_unit(seconds, UNITS))
+    return f"All {steps:,} steps take {taken}: {of_devices} {best.target.hardware.name} {unit} in all."
 
 
-def _range(values: Iterable[float]) -> str:
-    """`5.41 to 6.32`, or `541 to 632`."""
-    return " to ".join(f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in values)
+def in_unit(seconds: Sequence[float], units: Sequence[tuple[str, float]]) -> tuple[str, str]:
+    """A range of times in the largest unit of which there are at least two, and its name: `5.41 to 6.32`, `hours`."""
+    name, size = next((unit for unit in reversed(units) if max(seconds) >= 2 * unit[1]), units[0])
+    return " to ".join(
+        f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (s / size for s in seconds)
+    ), name
 
 
 def _limit(best: Setting) -> str:

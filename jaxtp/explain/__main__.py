@@ -1,12 +1,11 @@
 """`python -m jaxtp.explain`."""
 
-import signal
-import sys
 from collections.abc import Sequence
 
 import tyro
 
 from jaxtp import config as configuration
+from jaxtp import entry
 from jaxtp.explain.command import Explain, run
 from jaxtp.mesh import MeshError
 from jaxtp.parallel.plan import PlanError
@@ -17,10 +16,8 @@ MISTAKES = (configuration.ConfigError, MeshError, PlanError)
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
-    command = tyro.cli(Explain, args=list(argv), prog=PROGRAM)
-    return configuration.attempt(PROGRAM, lambda: run(command), MISTAKES)
+    return entry.attempt(PROGRAM, lambda: run(tyro.cli(Explain, args=list(argv), prog=PROGRAM)), MISTAKES)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

@@ -1,10 +1,9 @@
 """`python -m jaxtp.generate`."""
 
-import signal
-import sys
 from collections.abc import Sequence
 
 from jaxtp import config as configuration
+from jaxtp import entry
 from jaxtp.checkpoint.quiet import quieten
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.companions import CompanionError
@@ -51,7 +50,7 @@ MISTAKES = (
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     quieten()
-    return configuration.attempt(PROGRAM, lambda: _run(argv), MISTAKES)
+    return entry.attempt(PROGRAM, lambda: _run(argv), MISTAKES)
 
 
 def _run(argv: Sequence[str]) -> None:
@@ -60,5 +59,4 @@ def _run(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it without a word
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

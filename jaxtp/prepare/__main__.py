@@ -1,10 +1,10 @@
 """`python -m jaxtp.prepare`."""
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtp import config as configuration
+from jaxtp import entry
 from jaxtp.data.companions import CompanionError
 from jaxtp.data.store import DatasetError, open_dataset, verify
 from jaxtp.data.template import ChatError
@@ -33,7 +33,7 @@ INTERRUPTED = "interrupted; the same command, without --overwrite, goes on"
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 for a damaged dataset, 2 for a user's mistake, 130 for Ctrl-C."""
-    return configuration.attempt(PROGRAM, lambda: _run(argv), MISTAKES, INTERRUPTED)
+    return entry.attempt(PROGRAM, lambda: _run(argv), MISTAKES, INTERRUPTED)
 
 
 def _run(argv: Sequence[str]) -> int:
@@ -51,7 +51,7 @@ def _verify(folder: Path) -> int:
         dataset = open_dataset(folder)
     except DatasetError as error:
         if not (folder / "dataset.json").exists():
-            return configuration.fail(PROGRAM, error)
+            return entry.fail(PROGRAM, error)
         print(error)
         return 1
     problems = 0
@@ -64,4 +64,4 @@ def _verify(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

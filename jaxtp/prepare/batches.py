@@ -1,9 +1,11 @@
 """Documents in batches, each document with its hash, read ahead while the batch before is made into tokens."""
 
 import hashlib
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import itertools
+import threading
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from queue import Empty, Queue
 from typing import NamedTuple, TypeVar
 
 from jaxtp.data.manifest import TRAIN, VALIDATION
@@ -15,6 +17,8 @@ from jaxtp.prepare.sources import Position, read
 
 BATCH_BYTES = 2**22
 BATCH_DOCUMENTS = 2**13
+_PATIENCE = 0.2
+"""Seconds between looks for Ctrl-C."""
 
 T = TypeVar("T")
 
@@ -100,13 +104,42 @@ def split_of(digest: bytes, held_out: float) -> str:
 def ahead(items: Iterator[T], interrupt: Interrupt) -> Iterator[T]:
     """The same items, of which the next is made by a thread while one is used.
 
+    The thread is a daemon: reading for long, as through what an interrupted command had read, holds up neither
+    Ctrl-C nor the end of the process.
+
     Raises:
-      InterruptError: Ctrl-C, after an item has been used.
+      InterruptError: Ctrl-C, after an item has been used or while the next one is made.
     """
-    end = object()
-    with ThreadPoolExecutor(1, thread_name_prefix="read") as pool:
-        future = pool.submit(next, items, end)
-        while (item := future.result()) is not end:
-            future = pool.submit(next, items, end)
-            yield item  # type: ignore[misc]
+    asked: Queue[bool] = Queue()
+    made: Queue[tuple[Iterable[T], BaseException | None]] = Queue()
+    threading.Thread(target=_make, args=(items, asked, made), name="read", daemon=True).start()
+    try:
+        asked.put(True)
+        while True:
+            item, error = _wait(made, interrupt)
+            if error is not None:
+                raise error
+            if not item:
+                return
+            asked.put(True)
+            yield from item
+            interrupt.check()
+    finally:
+        asked.put(False)
+
+
+def _make(items: Iterator[T], asked: Queue[bool], made: Queue[tuple[Iterable[T], BaseException | None]]) -> None:
+    """Makes an item whenever it is asked for: a list of it, or an empty one at the end."""
+    while asked.get():
+        try:
+            made.put((list(itertools.islice(items, 1)), None))
+        except BaseException as error:
+            made.put(([], error))
+
+
+def _wait(made: Queue[T], interrupt: Interrupt) -> T:
+    while True:
+        try:
+            return made.get(timeout=_PATIENCE)
+        except Empty:
             interrupt.check()

@@ -16,12 +16,16 @@ GZIP, ZSTD = ".gz", ".zst"
 BROKEN = (gzip.BadGzipFile, EOFError, zlib.error)
 """What reading a broken stream raises, `BrokenZstdError` included."""
 
-_CHUNK = 2**15
-"""Compressed bytes at a time; zstd makes up to 30,000 times as many of them."""
+_CHUNK = 2**11
+"""Compressed bytes at a time; zstd makes up to 30,000 times as many of them, which are in memory together."""
 
 
 class BrokenZstdError(EOFError):
     """A zstd stream that is cut short or damaged."""
+
+
+class WindowError(ValueError):
+    """A zstd stream that takes more memory to unpack than it may."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +40,12 @@ class Stream:
 
 
 @contextmanager
-def open_stream(path: Path) -> Iterator[Stream]:
+def open_stream(path: Path, max_window: int) -> Iterator[Stream]:
     """Opens a file and decompresses it as its suffix says.
+
+    Args:
+      path: of the file.
+      max_window: bytes of what was unpacked that a zstd stream may refer back to, and so keep in memory.
 
     Raises:
       OSError: it cannot be opened.
@@ -48,7 +56,7 @@ def open_stream(path: Path) -> Iterator[Stream]:
             with gzip.GzipFile(fileobj=file) as unpacked:
                 yield Stream(cast(BinaryIO, unpacked), file)
         elif path.suffix == ZSTD:
-            yield Stream(cast(BinaryIO, io.BufferedReader(_Zstd(file), 2**18)), file)
+            yield Stream(cast(BinaryIO, io.BufferedReader(_Zstd(file, max_window), 2**18)), file)
         else:
             yield Stream(file, file)
 
@@ -69,11 +77,10 @@ def zstandard() -> Any:
 class _Zstd(io.RawIOBase):
     """Frames one after the other. The library's own reader takes a frame that is cut short for a whole one."""
 
-    def __init__(self, file: BinaryIO):
+    def __init__(self, file: BinaryIO, max_window: int):
         library = zstandard()
         self._file, self._error = file, library.ZstdError
-        # Archives made with --long need windows of up to 2 GiB, beyond the library's default.
-        self._decompressor = library.ZstdDecompressor(max_window_size=2**31)
+        self._decompressor = library.ZstdDecompressor(max_window_size=max_window)
         self._frame: Any = None
         self._rest, self._output = b"", memoryview(b"")
 
@@ -99,7 +106,8 @@ class _Zstd(io.RawIOBase):
         try:
             self._output = memoryview(self._frame.decompress(data))
         except self._error as error:
-            raise BrokenZstdError(str(error)) from None
+            kind = WindowError if "requires too much memory" in str(error) else BrokenZstdError
+            raise kind(str(error)) from None
         self._rest = self._frame.unused_data if self._frame.eof else b""
         if self._frame.eof:
             self._frame = None

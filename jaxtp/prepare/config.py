@@ -8,7 +8,7 @@ import tyro
 from pydantic import Field
 
 from jaxtp.config import ConfigError, NonNegative, Switch, UserPath, allowed, to_plain
-from jaxtp.prepare.formats import Fields
+from jaxtp.prepare.formats import Fields, Limits
 
 Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
 Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN")]
@@ -91,6 +91,13 @@ class PrepareConfig:
     on_error: Literal["stop", "skip"] = "stop"
     """What to do with what cannot be read: stop says what and where, skip counts it and goes on."""
 
+    max_document_bytes: Count = 2**26
+    """A larger document, or line of JSONL, cannot be read: each is held in memory, with ten times as much for its
+    tokens."""
+
+    max_window_bytes: Annotated[int, Field(ge=2**10, le=2**31), allowed("2**10 to 2**31")] = 2**27
+    """A .zst file cannot be read that takes more memory to unpack; those made by zstd --long=31 take 2**31."""
+
     shard_tokens: Count = 2**26
     """Tokens after which a shard is full; a document is never split over two."""
 
@@ -109,6 +116,11 @@ class PrepareConfig:
         return self.prompt_field is not None or self.messages is not None
 
     @property
+    def limits(self) -> Limits:
+        """What may be in memory at a time."""
+        return Limits(self.max_document_bytes, self.max_window_bytes)
+
+    @property
     def fields(self) -> Fields:
         """The columns of a row that make a document."""
         if self.messages is not None:
@@ -118,7 +130,10 @@ class PrepareConfig:
         return Fields(self.completion_field, self.prompt_field)
 
 
-_NOT_OF_THE_RESULT = {"out", "tokenizer", "bos", "template", "on_error", "save_seconds", "overwrite", "verify"}
+_NOT_OF_THE_RESULT = {
+    *("out", "tokenizer", "bos", "template", "on_error", "save_seconds", "overwrite", "verify"),
+    *("max_document_bytes", "max_window_bytes"),
+}
 """Settings that may change when a command is resumed. Tokenizer and template are compared by what is in them."""
 
 

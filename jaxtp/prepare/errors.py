@@ -8,7 +8,7 @@ END = -1
 EMPTY_FILE, EMPTY_DOCUMENT, BINARY_FILE, DUPLICATE = "empty file", "empty document", "binary file", "duplicate"
 UNREADABLE, BROKEN_FILE, NOT_UTF8 = "unreadable file", "broken file", "not UTF-8"
 NOT_JSON, NO_FIELD, NOT_A_STRING = "not JSON", "no such field", "not a string"
-NO_CONVERSATION = "no conversation"
+NO_CONVERSATION, TOO_LARGE = "no conversation", "too large"
 """Reasons to leave something out, as `dataset.json` counts them."""
 
 

@@ -5,19 +5,23 @@ import json
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from jaxtp.data.template import ChatError
 from jaxtp.prepare import errors
-from jaxtp.prepare.compression import BROKEN, GZIP, ZSTD, Stream, open_stream
+from jaxtp.prepare.compression import BROKEN, GZIP, ZSTD, Stream, WindowError, open_stream
 from jaxtp.prepare.errors import END, Document, PrepareError, Problem, Turn
 
 TEXT, JSONL, PARQUET, DATASETS = "text", "jsonl", "parquet", "datasets"
 """Formats; the last is of the library datasets."""
 
 _SUFFIXES = {".jsonl": JSONL, ".ndjson": JSONL, ".parquet": PARQUET}
-_ROWS = 512
-"""Rows of a table in memory at a time."""
+_ROWS, _FEW_ROWS = 512, 16
+"""Rows of a table in memory at a time, and the fewest."""
+_TABLE_BYTES = 2**28
+"""Bytes that rows of Parquet may take together; below `_FEW_ROWS` reading would be slow."""
+_SKIPPED = 2**20
+"""Bytes at a time of a line that is left out."""
 _BINARY_PREFIX = 8192
 """Bytes in which a NUL makes a file found in a folder a binary, as in git."""
 _BOM = b"\xef\xbb\xbf"
@@ -42,6 +46,16 @@ class Fields:
 
 
 @dataclass(frozen=True)
+class Limits:
+    """What may be in memory at a time; a file that takes more has something that cannot be read."""
+
+    document: int
+    """Bytes of a document, or of a line of JSONL."""
+    window: int
+    """Bytes that are kept to unpack a zstd file."""
+
+
+@dataclass(frozen=True)
 class Source:
     """One file, or one table of the library datasets."""
 
@@ -51,6 +65,7 @@ class Source:
     modified: int
     """Nanoseconds."""
     format: str
+    limits: Limits
     found: bool = False
     """In a folder, rather than named."""
     table: Any = None
@@ -83,12 +98,15 @@ def _read_text(source: Source, start: int, fields: Fields) -> Iterator[Event]:
         yield Problem(errors.NO_FIELD, message, END, source.size)
         return
     try:
-        with open_stream(Path(source.path)) as stream:
-            content = stream.content.read()
-    except (*BROKEN, OSError) as error:
+        with open_stream(Path(source.path), source.limits.window) as stream:
+            content = stream.content.read(source.limits.document + 1)
+    except (*BROKEN, WindowError, OSError) as error:
         yield _unreadable(source, error, "")
         return
-    yield _text_document(source, content)
+    if len(content) > source.limits.document:
+        yield Problem(errors.TOO_LARGE, f"{source.path}: {_too_large(source)}", END, source.size)
+    else:
+        yield _text_document(source, content)
 
 
 def _text_document(source: Source, content: bytes) -> Event:
@@ -106,15 +124,28 @@ def _text_document(source: Source, content: bytes) -> Event:
 def _read_jsonl(source: Source, start: int, fields: Fields) -> Iterator[Event]:
     number = 0
     try:
-        with open_stream(Path(source.path)) as stream:
-            for number, line in enumerate(stream.content, 1):
+        with open_stream(Path(source.path), source.limits.window) as stream:
+            for number, line in enumerate(_lines(stream.content, source.limits.document), 1):
                 if number > start and not line.isspace():
                     yield _line(source, number, line, fields, stream)
-    except (*BROKEN, OSError) as error:
+    except (*BROKEN, WindowError, OSError) as error:
         yield _unreadable(source, error, f" after line {number}")
         return
     if number == 0:
         yield Problem(errors.EMPTY_FILE, f"{source.path}: the file is empty", END, source.size, source.found)
+
+
+def _lines(content: BinaryIO, limit: int) -> Iterator[bytes]:
+    """The lines; of one that is longer than the limit the beginning, as `_is_cut` tells."""
+    while line := content.readline(limit + 1):
+        yield line
+        if _is_cut(line, limit):
+            while (rest := content.readline(_SKIPPED)) and not rest.endswith(b"\n"):
+                pass
+
+
+def _is_cut(line: bytes, limit: int) -> bool:
+    return len(line) > limit and not line.endswith(b"\n")
 
 
 def _line(source: Source, number: int, line: bytes, fields: Fields, stream: Stream) -> Event:
@@ -123,6 +154,8 @@ def _line(source: Source, number: int, line: bytes, fields: Fields, stream: Stre
     def problem(kind: str, complaint: str) -> Problem:
         return Problem(kind, f"{source.path}, line {number}: {complaint}", number, done)
 
+    if _is_cut(line, source.limits.document):
+        return problem(errors.TOO_LARGE, _too_large(source))
     try:
         record = json.loads(line.removeprefix(_BOM if number == 1 else b"").decode())
     except UnicodeDecodeError as error:
@@ -179,16 +212,24 @@ def _parquet_rows(file: Any, start: int, fields: Fields) -> Iterator[tuple[int, 
     """
     first = 0
     for group in range(file.num_row_groups):
-        rows = file.metadata.row_group(group).num_rows
-        batches = file.iter_batches(_ROWS, row_groups=[group], columns=fields.names) if first + rows > start else ()
+        described = file.metadata.row_group(group)
+        rows, size = described.num_rows, _batch_rows(described, fields)
+        batches = file.iter_batches(size, row_groups=[group], columns=fields.names) if first + rows > start else ()
         row = first
         for batch in batches:
-            columns = [batch.column(batch.schema.get_field_index(name)).to_pylist() for name in fields.names]
-            for values in zip(*columns, strict=True):
+            columns = [batch.column(batch.schema.get_field_index(name)) for name in fields.names]
+            for values in zip(*columns, strict=True):  # each becomes Python's own when it is its turn
                 row += 1
                 if row > start:
-                    yield row, list(values)
+                    yield row, [value.as_py() for value in values]
         first += rows
+
+
+def _batch_rows(group: Any, fields: Fields) -> int:
+    """Rows at a time of a row group: a value that is stored once, in a dictionary, may be that of every row."""
+    columns = (group.column(index) for index in range(group.num_columns))
+    sizes = [c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in fields.names]
+    return min(_ROWS, max(_FEW_ROWS, _TABLE_BYTES // max(1, *sizes, 0)))
 
 
 def _wrong_columns(source: Source, schema: Any, fields: Fields) -> Problem | None:
@@ -222,6 +263,11 @@ def _read_table(source: Source, start: int, fields: Fields) -> Iterator[Event]:
             yield _row(source, row, list(values), fields, source.size * row // len(table))
 
 
+def _too_large(source: Source) -> str:
+    limit = source.limits.document
+    return f"more than {limit:,} bytes; a larger --max-document-bytes reads it, --on-error skip leaves it out"
+
+
 def _no_rows(source: Source) -> Problem:
     return Problem(errors.EMPTY_FILE, f"{source.path}: a table without rows", END, source.size, source.found)
 
@@ -230,6 +276,8 @@ def _row(source: Source, row: int, values: list[Any], fields: Fields, done: int)
     def problem(kind: str, complaint: str) -> Problem:
         return Problem(kind, f"{source.path}, row {row}: {complaint}", row, done)
 
+    if any(isinstance(value, str) and _is_longer(value, source.limits.document) for value in values):
+        return problem(errors.TOO_LARGE, _too_large(source))
     return _document(values, fields, row, done, problem)
 
 
@@ -249,6 +297,11 @@ def pyarrow_and_parquet() -> tuple[Any, Any]:
 
 def _unreadable(source: Source, error: Exception, place: str) -> Problem:
     """Of a file that cannot be read or decompressed, from some place on."""
+    if isinstance(error, WindowError):
+        window = (
+            f"unpacking takes more than {source.limits.window:,} bytes of memory; a larger --max-window-bytes allows it"
+        )
+        return Problem(errors.TOO_LARGE, f"{source.path}: {window}, up to 2**31", END, source.size)
     if isinstance(error, BROKEN):
         kind = Path(source.path).suffix.removeprefix(".")
         return Problem(errors.BROKEN_FILE, f"{source.path}: broken {kind} file{place}: {error}", END, source.size)
@@ -270,6 +323,11 @@ def _broken_table(source: Source, row: int, error: Exception) -> Problem:
 def _not_utf8(error: UnicodeDecodeError, line: int | None) -> str:
     where = "" if line is None else f" (line {line})"
     return f"not UTF-8 text: byte 0x{error.object[error.start]:02x} at position {error.start}{where}"
+
+
+def _is_longer(text: str, limit: int) -> bool:
+    """Whether a text has more bytes than that."""
+    return len(text) > limit or (4 * len(text) > limit and len(text.encode(errors="replace")) > limit)
 
 
 def _has_surrogate(text: str) -> bool:

@@ -76,7 +76,7 @@ def parse_listing(text: str) -> list[dict[str, Any]]:
 
 def _of_input(name: str, config: PrepareConfig) -> list[Source]:
     if name.startswith(HUGGING_FACE):
-        return [_table(name)]
+        return [_table(name, config)]
     path = Path(name).expanduser()
     try:
         status = path.stat()
@@ -95,7 +95,7 @@ def _of_input(name: str, config: PrepareConfig) -> list[Source]:
 
 def _file(path: Path, status: os.stat_result, config: PrepareConfig, found: bool) -> Source:
     kind = formats.format_of(path) if config.format == "auto" else config.format
-    return Source(str(path), status.st_size, status.st_mtime_ns, kind, found)
+    return Source(str(path), status.st_size, status.st_mtime_ns, kind, config.limits, found)
 
 
 def _walk(root: Path, config: PrepareConfig) -> Iterator[Path]:
@@ -131,7 +131,7 @@ def _matches(path: Path, root: Path, pattern: str) -> bool:
     return fnmatchcase(path.relative_to(root).as_posix() if "/" in pattern else path.name, pattern)
 
 
-def _table(name: str) -> Source:
+def _table(name: str, config: PrepareConfig) -> Source:
     """A table of the library datasets: `hf:FOLDER[:SPLIT]` or `hf:NAME[:CONFIGURATION]:SPLIT`."""
     try:
         import datasets
@@ -153,4 +153,4 @@ def _table(name: str) -> Source:
         raise PrepareError(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
     if not isinstance(table, datasets.Dataset):
         raise PrepareError(f"{name} has several splits; name one: {', '.join(f'{name}:{split}' for split in table)}")
-    return Source(name, int(table.data.nbytes), 0, DATASETS, table=table)
+    return Source(name, int(table.data.nbytes), 0, DATASETS, config.limits, table=table)

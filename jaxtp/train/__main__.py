@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Sequence
 
 from jaxtp import config as configuration
-from jaxtp import launch
+from jaxtp import entry, launch
 from jaxtp.checkpoint.quiet import quieten
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.corpus import CorpusError
@@ -43,6 +43,7 @@ MISTAKES = (
     launch.LaunchError,
 )
 """What a user can put right: reported in one message, with exit code 2."""
+INTERRUPTED = "interrupted; the same command goes on from the newest checkpoint, if there is one"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -53,20 +54,16 @@ def main(argv: Sequence[str]) -> int:
       130 for a second Ctrl-C.
     """
     _quieten()
+    return entry.attempt(PROGRAM, lambda: _train(argv), MISTAKES, INTERRUPTED)
+
+
+def _train(argv: Sequence[str]) -> int:
+    launch.join_processes()
     try:
-        launch.join_processes()
         train(*configuration.load_fitted(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit))
-    except MISTAKES as error:
-        return configuration.fail(PROGRAM, error)
     except NonFiniteError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(
-            f"{PROGRAM}: interrupted; the same command goes on from the newest checkpoint, if there is one",
-            file=sys.stderr,
-        )
-        return 130
     return 0
 
 
@@ -77,4 +74,4 @@ def _quieten() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    entry.run(PROGRAM, main)

@@ -48,7 +48,7 @@ def test_shipped_configurations_are_answered(config, tmp_path, capsys):
     assert "--model.attention cudnn" in {other["change"] for other in record["alternatives"]}
     assert record["provenance"]["bytes_per_device"]["parameters"] == "exact"
     assert re.search(r"is\s+the\s+(fastest\s+that\s+surely\s+fits|simplest\s+of\s+the\s+fastest)", out)
-    assert re.search(r"All 100,000 steps take .* hours: .* h100 hours in all", out)
+    assert re.search(r"All 100,000 steps take .* days: .* h100 hours in all", out)
     assert "exact" in out
     assert "modelled" in out
 
@@ -193,6 +193,10 @@ def test_help_teaches(capsys):
         ("--hardware h100x", "--hardware h100x: how many devices? Such as h100x8"),
         ("--hardware h100x-3", "--hardware h100x-3: '-3' is no number of devices; such as h100x8"),
         ("--hardware h100x8 --mesh tp=4", "is 4 devices, and --hardware h100x8 is 8"),
+        ("--hardware h100x9999999967", "--hardware h100x9999999967: from 1 to 1,048,576 devices"),
+        ("--hardware h100x0", "--hardware h100x0: from 1 to 1,048,576 devices"),
+        (f"--hardware h100x1{'0' * 5000}", "--hardware h100x10000000000000000000...: from 1 to 1,048,576 devices"),
+        ("--hardware h100x8 --mesh tp=99999999999", "is 99,999,999,999 devices, and --hardware h100x8 is 8\n"),
         ("--hardware h100x8 --mesh pp=8", "'pp' is not an axis; they are dp, fsdp, tp"),
         ("--hardware h100x3 --mesh tp=3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),

@@ -8,8 +8,21 @@ from support import sweep
 import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
-from jaxtp.estimate.search import NEAR, REMATS, Target, all_meshes, describe_model, estimate, search, target
-from jaxtp.estimate.words import what_would_fit, why
+from jaxtp.estimate.report import heading, ranking
+from jaxtp.estimate.search import (
+    MAX_ACCUMULATIONS,
+    MEMORY_ERROR,
+    NEAR,
+    REMATS,
+    Target,
+    all_meshes,
+    describe_model,
+    estimate,
+    leanest,
+    search,
+    target,
+)
+from jaxtp.estimate.words import UNITS, in_unit, what_would_fit, why
 from jaxtp.hardware_file import find
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
@@ -39,6 +52,42 @@ def test_every_mesh_of_the_devices():
     meshes = all_meshes(12)
     assert len({tuple(mesh.values()) for mesh in meshes}) == len(meshes) == 18
     assert all(mesh["dp"] * mesh["fsdp"] * mesh["tp"] == 12 for mesh in meshes)
+
+
+@pytest.mark.parametrize(("devices", "count"), [(1, 1), (2**20, 231), (1048573, 3), (720720, 7290)])
+def test_meshes_of_many_devices_are_listed_at_once(devices, count):
+    assert len(all_meshes(devices)) == count
+
+
+def test_of_a_batch_with_many_divisors_some_are_tried_and_that_is_said():
+    config = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=128, global_batch_size=2_000_000))
+    result = search(config, Target(H100, 8, 1e12), MODEL_FACTS, [{"dp": 8, "fsdp": 1, "tp": 1}])
+    assert {s.config.train.accumulation for s in result.all} >= {1, 250_000}
+    assert len(result.all) == MAX_ACCUMULATIONS * len(REMATS)
+    said = "micro-batches: 16 of the 35 numbers that divide 250,000 rows were tried"
+    assert said in " ".join(ranking(result).split())
+    assert "were tried" not in ranking(found())
+
+
+def test_no_setting_takes_less_than_the_leanest():
+    result = found(devices=4)
+    for mesh in result.settings:
+        of_mesh = [setting for setting in result.all if setting.sizes == mesh.sizes]
+        lean = estimate(leanest(mesh.config), mesh.target, MODEL_FACTS)
+        assert lean.memory.total == min(setting.memory.total for setting in of_mesh)
+
+
+def test_what_is_assumed_is_said(tmp_path):
+    (tmp_path / "config.json").write_text('{"torch_dtype": "bfloat16"}')
+    of_files = dataclasses.replace(MODEL, from_hf=tmp_path, precision=jaxtp.Precision())
+    where = Target(H100, 8, 1e12)
+    said = heading(TrainConfig(model=of_files), where, MODEL_FACTS)
+    assert "16 sequences of 128 tokens = 2,048 (the default; --data.sequence-length N asks about another)" in said
+    assert "files are in bfloat16, and float32 is asked for; --model.precision.compute bfloat16" in said
+    in_half = dataclasses.replace(of_files, precision=MODEL.precision)
+    said = heading(dataclasses.replace(CONFIG, model=in_half), where, MODEL_FACTS)
+    assert "default" not in said
+    assert "files are in" not in said
 
 
 def test_those_that_fit_come_first_and_the_fastest_of_them():
@@ -118,6 +167,74 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
     assert best.time.expected < same.time.expected, "the mesh that was best is not any more"
     assert f"the best would be {best} " in sentence
     assert f"{ratio:.2f} x as fast" in sentence
+
+
+def with_precision(**dtypes):
+    return dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, precision=jaxtp.Precision(**dtypes)))
+
+
+def test_changes_are_searched_together():
+    """cuDNN's attention needs 16 bits, so in float32 no single change finds it."""
+    result = found(config=with_precision(compute="float32"))
+    together, *others = faster(result, MODEL_FACTS)
+    assert together.change == "--model.precision.compute bfloat16 --model.attention cudnn"
+    assert str(together).endswith(", which computes in 16 bits and never holds the scores,")
+    assert "--model.attention cudnn" not in {other.change for other in others}
+    times = [other.setting.time.expected for other in (together, *others)]
+    assert times == sorted(times)
+    for other in others:
+        assert together.setting.time.expected * NEAR < other.setting.time.expected
+
+
+def test_what_adds_nothing_is_not_told_of():
+    """With room for everything, more of the memory for JAX makes nothing faster, alone or with others."""
+    assert not any("MEM_FRACTION" in other.change for other in faster(found(), MODEL_FACTS))
+
+
+def room_for(config, devices=8):
+    """Bytes that the leanest setting needs to fit with the margin."""
+    settings = search(config, Target(H100, devices, 1e12), describe_model(config), all_meshes(devices)).all
+    return min(s.memory.total + MEMORY_ERROR * (s.memory.total - s.memory.state) for s in settings)
+
+
+IN_HALF = with_precision(compute="bfloat16")
+FUSED = dataclasses.replace(IN_HALF, model=dataclasses.replace(IN_HALF.model, attention="cudnn"))
+
+
+def test_changes_that_only_together_make_it_fit():
+    alone = min(room_for(IN_HALF), room_for(with_precision(compute="float32")))
+    tight = found(room=(room_for(FUSED) + alone) / 2, config=with_precision(compute="float32"))
+    assert not tight.fitting
+    changes = [other.change for other in remedies(tight, MODEL_FACTS)]
+    assert "--model.precision.compute bfloat16 --model.attention cudnn" in changes
+    assert "--model.precision.compute bfloat16" not in changes
+    assert not any(other.startswith(f"{change} ") for change in changes for other in changes), "none holds another"
+
+
+def test_where_no_single_thing_would_do_all_go_together():
+    """256 devices are as many as the model and its batch can be split over."""
+    lora = dataclasses.replace(FUSED, model=dataclasses.replace(FUSED.model, lora=jaxtp.LoraConfig(rank=16)))
+    room = 1.01 * room_for(lora, devices=256)
+    small = dataclasses.replace(H100, memory=room / 0.9, reserved=0)
+    tight = search(with_precision(compute="float32"), target(small, 256, 0.75), MODEL_FACTS, all_meshes(256))
+    remedy = next(other for other in remedies(tight, MODEL_FACTS) if "--model.lora.rank 16" in other.change)
+    assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention cudnn XLA_PYTHON")
+    assert remedy.setting.has_margin
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        ((0.0002, 0.0003), ("0.2 to 0.3", "milliseconds")),
+        ((0.26, 0.29), ("260 to 290", "milliseconds")),
+        ((4.1, 5.51), ("4.1 to 5.51", "seconds")),
+        ((119, 121), ("1.98 to 2.02", "minutes")),
+        ((7100, 7300), ("1.97 to 2.03", "hours")),
+        ((1e6, 2e7), ("11.6 to 231", "days")),
+    ],
+)
+def test_times_are_in_the_unit_that_a_person_would_use(seconds, said):
+    assert in_unit(seconds, UNITS) == said
 
 
 def test_where_nothing_fits_it_says_what_would():

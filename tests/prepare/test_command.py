@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -17,6 +18,8 @@ from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.prepare import batches
 from jaxtp.prepare.__main__ import main
+from jaxtp.prepare.batches import ahead
+from jaxtp.prepare.interrupt import Interrupt, InterruptError
 
 TEXTS = texts(60, seed=5)
 COMMAND = [sys.executable, "-m", "jaxtp.prepare"]
@@ -297,6 +300,19 @@ def test_ctrl_c_between_batches_saves_what_is_done(tmp_path, rows, capsys, monke
     assert "going on after 0 of 1 inputs, item 21 of the next" in capsys.readouterr().out
     prepared(tmp_path / "e", rows)
     assert contents(tmp_path / "d") == contents(tmp_path / "e")
+
+
+def test_ctrl_c_does_not_wait_for_a_long_read():
+    """As of gigabytes that an interrupted command had read, or of one line."""
+    through = threading.Event()
+
+    def items():
+        signal.raise_signal(signal.SIGINT)
+        yield through.wait()
+
+    with Interrupt() as interrupt, pytest.raises(InterruptError):
+        next(ahead(items(), interrupt))
+    through.set()
 
 
 def test_verify(tmp_path, rows, capsys):

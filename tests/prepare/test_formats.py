@@ -4,14 +4,18 @@ import gzip
 import json
 import sys
 import sysconfig
+import tracemalloc
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 import zstandard
 from corpora import decoded, jsonl, packed, parquet, prepared, refused, texts
+from pyarrow import parquet as parquet_file
 
 from jaxtp.data.store import open_dataset
+from jaxtp.prepare import formats
 from jaxtp.prepare.__main__ import main
 
 TEXTS = texts(45, seed=3)
@@ -49,7 +53,59 @@ def test_several_frames_and_members_and_long_windows(tmp_path):
     frames = long.compress(b"".join(lines[:5])) + long.flush() + b"".join(map(zstandard.compress, lines[5:]))
     (tmp_path / "b.jsonl.zst").write_bytes(frames)
     expected = [text.encode() for text in TEXTS]
-    assert decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.zst", *ALL)) == 2 * expected
+    inputs = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.zst"]
+    assert decoded(prepared(tmp_path / "d", *inputs, *ALL, "--max-window-bytes", 2**28)) == 2 * expected
+
+
+def test_a_window_beyond_the_limit_names_its_flag(tmp_path, capsys):
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, write_content_size=False)
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(frame.compress(b"a") + frame.flush())
+    error = refused(capsys, tmp_path / "a.txt.zst", "--out", tmp_path / "d")
+    assert "a.txt.zst: unpacking takes more than 134,217,728 bytes of memory; a larger --max-window-bytes" in error
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_document_beyond_the_limit_names_its_flag_and_is_never_read_whole(tmp_path, capsys, suffix, monkeypatch):
+    """What comes after it is read, also by a command that goes on in mid-file."""
+    monkeypatch.setattr(formats, "_SKIPPED", 1000)
+    limit, long = ["--max-document-bytes", 100], "x" * 5000
+    (tmp_path / f"a.txt{suffix}").write_bytes(packed(suffix, long.encode()))
+    error = refused(capsys, tmp_path / f"a.txt{suffix}", "--out", tmp_path / "d", *limit)
+    assert f"a.txt{suffix}: more than 100 bytes; a larger --max-document-bytes reads it" in error
+    path = jsonl(tmp_path / f"a.jsonl{suffix}", ["one", long, "three"])
+    error = refused(capsys, path, *ALL, "--out", tmp_path / "e", *limit)
+    assert f"a.jsonl{suffix}, line 2: more than 100 bytes; a larger --max-document-bytes reads it" in error
+    dataset = prepared(tmp_path / "e", path, *ALL, *limit, "--on-error", "skip")
+    assert decoded(dataset) == [b"one", b"three"]
+    assert manifest(dataset)["skipped"] == {"too large": 1}
+    assert len(decoded(prepared(tmp_path / "f", path, *ALL))) == 3
+
+
+@pytest.mark.parametrize(("spare", "count"), [(0, 1), (-1, 0)])
+def test_the_limit_is_that_of_the_bytes(tmp_path, spare, count):
+    line = '{"text": "é"}'
+    (tmp_path / "a.jsonl").write_text(f'{line}\n{{"text": ""}}\n{{"text": "b"}}\n')
+    limit = ["--max-document-bytes", len(line.encode()) + spare, "--on-error", "skip"]
+    assert len(decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl", *ALL, *limit))) == count + 1
+
+
+def test_rows_of_a_table_beyond_the_limit(tmp_path, capsys):
+    """A dictionary holds a text once for all rows: a few bytes of file are gigabytes as rows."""
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 300 + [1], pyarrow.int32()), ["x" * 4_000_000, "b"]
+    )
+    parquet_file.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet", compression="zstd")
+    limit = ["--max-document-bytes", 1_000_000]
+    assert "a.parquet, row 1: more than 1,000,000 bytes" in refused(
+        capsys, tmp_path / "a.parquet", *ALL, "--out", tmp_path / "d", *limit
+    )
+    tracemalloc.start()
+    dataset = prepared(tmp_path / "d", tmp_path / "a.parquet", *ALL, *limit, "--on-error", "skip")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000_000
+    assert decoded(dataset) == [b"b"]
 
 
 def test_jsonl_of_other_hands(tmp_path):

@@ -1,0 +1,160 @@
+"""How every command starts and ends: one line, and no traceback, for mistakes, Ctrl-C, closed pipes and full disks.
+
+A command's `__main__.py` has a `main(argv)` that calls `attempt`, and ends in `run(PROGRAM, main)`. This module is the
+first that the package imports, and imports the standard library alone: Ctrl-C while the rest is imported, which takes
+seconds, ends in one line too.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NoReturn
+
+STANDARD_OUTPUT = "standard output"
+"""The `filename` of an error of writing to it."""
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def attempt(
+    program: str,
+    action: Callable[[], int | None],
+    mistakes: tuple[type[Exception], ...],
+    interrupted: str = "interrupted",
+) -> int:
+    """Runs what a command does; returns its exit code.
+
+    A closed pipe under standard output ends the process in silence, as it ends other commands before `| head`.
+
+    Args:
+      program: how it is called, for messages on stderr.
+      action: gives an exit code, or None for 0.
+      mistakes: the errors that a user can put right: exit code 2, as for a full disk.
+      interrupted: said after Ctrl-C: exit code 130.
+    """
+    try:
+        return action() or 0
+    except mistakes as error:
+        return fail(program, error)
+    except KeyboardInterrupt:
+        _say(f"\n{program}: {interrupted}")
+        return INTERRUPTED
+    except OSError as error:
+        if error.filename == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
+            return _end_by_closed_pipe()
+        if error.filename != STANDARD_OUTPUT and error.errno not in _FULL:
+            raise
+        return fail(program, f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}")
+
+
+def fail(program: str, error: Exception | str) -> int:
+    """Prints a user's mistake on stderr; returns the exit code, 2."""
+    _say(f"{program}: error: {error}")
+    return 2
+
+
+def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
+    """Runs a command as a process: with the arguments of its command line, to its exit code.
+
+    Args:
+      program: how it is called, for messages on stderr.
+      main: takes the arguments; returns the exit code.
+    """
+    if signal.getsignal(signal.SIGINT) is _interrupted_import:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _tell_output_apart()
+    code = attempt(program, lambda: _flushed(main), ())
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the libraries end says nothing
+    sys.exit(code)
+
+
+def _flushed(main: Callable[[Sequence[str]], int]) -> int:
+    """Calls it, and writes what is left in the buffer, after `--help` too: at the interpreter's end it is too late."""
+    try:
+        return main(sys.argv[1:])
+    finally:
+        sys.stdout.flush()
+
+
+class Output(io.FileIO):
+    """A file descriptor as standard output; its errors are told from those of files by their `filename`."""
+
+    def write(self, data: bytes, /) -> int:  # type: ignore[override]
+        """Writes as `FileIO` does; after an error the descriptor leads nowhere, so what is left in buffers is silent.
+
+        Raises:
+          OSError: it cannot be written, as of a full disk or a closed pipe.
+        """
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = STANDARD_OUTPUT
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())
+            os.close(nowhere)
+            raise
+
+
+def text_output(descriptor: int, like: io.TextIOWrapper) -> io.TextIOWrapper:
+    """An `Output` for text, with encoding and buffering of another stream."""
+    raw = Output(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(
+        raw if like.write_through else io.BufferedWriter(raw),  # type: ignore[type-var, arg-type]
+        like.encoding,
+        like.errors,
+        line_buffering=like.line_buffering,
+        write_through=like.write_through,
+    )
+
+
+def _tell_output_apart() -> None:
+    """Makes standard output an `Output`; one that was closed from the start leads nowhere."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = text_output(sys.stdout.fileno(), sys.stdout)
+
+
+def _end_by_closed_pipe() -> int:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGPIPE)
+    return 128 + signal.SIGPIPE  # where it is blocked
+
+
+def _say(text: str) -> None:
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _watch_imports() -> None:
+    """Ends `python -m jaxtp.X` in one line where Ctrl-C comes before `run`; other programs stay as they are.
+
+    While Python looks for the packages of a module, the first argument is `-m`.
+    """
+    if sys.argv[:1] == ["-m"] and _module() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupted_import)
+
+
+def _interrupted_import(number: int, frame: FrameType | None) -> None:
+    """Ends the process: a `KeyboardInterrupt` could be lost in a library that tries an import."""
+    _say(f"\npython -m {_module()}: interrupted")
+    os._exit(INTERRUPTED)
+
+
+def _module() -> str:
+    """The command that Python was started with, which comes just before its arguments; empty if it is another's."""
+    found = re.search(r"jaxtp(\.\w+)?$", sys.orig_argv[-len(sys.argv)])
+    return found[0] if found else ""
+
+
+_watch_imports()

@@ -1,0 +1,121 @@
+"""How commands start and end: closed pipes, full disks, Ctrl-C."""
+
+import errno
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtp import entry
+from jaxtp.__main__ import commands
+from jaxtp.config import ConfigError
+from jaxtp.files import write_json
+
+COMMANDS = [command.rpartition(" ")[2] for command, _ in commands()]
+MAINS = sorted((Path(__file__).parent.parent / "jaxtp").rglob("__main__.py"))
+
+
+@pytest.mark.parametrize("path", MAINS, ids=lambda path: path.parent.name)
+def test_every_command_ends_in_the_one_way(path):
+    ending = path.read_text().partition('if __name__ == "__main__":\n')[2].strip()
+    assert ending.startswith("entry.run(")
+    assert "\n" not in ending
+
+
+def text_output(descriptor):
+    return entry.text_output(descriptor, io.TextIOWrapper(io.BytesIO(), "utf-8"))
+
+
+def test_a_full_disk_under_standard_output_is_a_mistake(capsys):
+    with open("/dev/full", "w") as full:
+        output = text_output(full.fileno())
+
+        def action():
+            output.write("numbers")
+            output.flush()
+
+        assert entry.attempt("program", action, ()) == 2
+        output.flush()  # what is left in the buffer is silent, as it must be when the interpreter ends
+    assert capsys.readouterr().err == "program: error: standard output: No space left on device\n"
+
+
+def test_errors_of_standard_output_keep_their_class():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with pytest.raises(BrokenPipeError) as raised:
+        entry.Output(writing, "w", closefd=False).write(b"numbers")
+    assert raised.value.filename == entry.STANDARD_OUTPUT
+    os.close(writing)
+
+
+def test_a_full_disk_under_a_file_is_one_line(tmp_path, capsys):
+    path, before = tmp_path / "report.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # as of a full disk, at the eleventh byte
+    try:
+        code = entry.attempt("program", lambda: path.write_text("x" * 100) and None, ())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert capsys.readouterr().err == "program: error: File too large\n"
+
+
+def test_a_full_disk_under_a_report_names_its_flag():
+    with pytest.raises(ConfigError, match="--json /dev/full: No space left on device; name another file"):
+        write_json("--json", Path("/dev/full"), {"numbers": [1, 2]})
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "Input/output error"), BrokenPipeError(errno.EPIPE, "of a socket")]
+)
+def test_other_errors_are_not_hidden(error):
+    def action():
+        raise error
+
+    with pytest.raises(type(error)):
+        entry.attempt("program", action, ())
+
+
+def started(module, *flags, **streams):
+    return subprocess.Popen([sys.executable, "-m", module, *flags], stderr=subprocess.PIPE, text=True, **streams)
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("module", ["jaxtp", *COMMANDS])
+def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
+    flags = [] if module == "jaxtp" else ["--help"]
+    with started(module, *flags, stdout=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == -signal.SIGPIPE
+    with open("/dev/full", "w") as full, started(module, *flags, stdout=full) as process:
+        assert process.stderr.read() == f"python -m {module}: error: standard output: No space left on device\n"
+    assert process.returncode == 2
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("module", COMMANDS)
+def test_ctrl_c_during_imports_is_one_line(module):
+    """At the first library that is imported after `jaxtp.entry`; a traceback would come from there."""
+    with started(module, "--help", stdout=subprocess.DEVNULL) as process:
+        wait_until_it_imports_jax(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == f"\npython -m {module}: interrupted\n"
+    assert process.returncode == 130
+
+
+def wait_until_it_imports_jax(pid):
+    while "jaxlib" not in Path(f"/proc/{pid}/maps").read_text():
+        os.sched_yield()
+
+
+@pytest.mark.journey
+def test_output_that_was_never_open_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m jaxtp.checkpoint --help >&-", shell=True, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
