@@ -119,8 +119,8 @@ def test_what_is_typed_or_spelled_by_the_model_is_text(flags, first_tokens, fold
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("generation_config.json", "{", "not readable as JSON"),
-        ("tokenizer_config.json", "[]", "expected a JSON object, found list"),
+        ("generation_config.json", "{", "is not JSON"),
+        ("tokenizer_config.json", "[]", "is a list, not an object"),
         ("generation_config.json", '{"eos_token_id": "</s>"}', "eos_token_id = </s>: should be ids"),
     ],
 )
