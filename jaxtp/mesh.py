@@ -48,13 +48,15 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
       A `jax.sharding.Mesh`; make it current with `jax.set_mesh(mesh)`.
 
     Raises:
-      MeshError: a size is not positive, more than one is -1, or the devices are too few.
+      MeshError: a size is not positive, more than one is -1, or the devices are too few, or one is there twice.
     """
     sizes = {DP: dp, FSDP: fsdp, TP: tp}
     check_sizes(sizes)
     if devices is None:
         request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
         devices = jax.devices()
+    if not devices or len(set(devices)) < len(devices):
+        raise MeshError(f"devices={list(devices)}: a mesh is made of at least one device, and of none twice")
     sizes = fill(sizes, len(devices))
     needed = math.prod(sizes.values())
     _check_count(sizes, needed, devices)
@@ -154,12 +156,12 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
-    """Checks that every size is positive, or -1 for at most one.
+    """Checks that every size is a positive whole number, or -1 for at most one.
 
     Raises:
       MeshError: with the sizes that are not.
     """
-    bad = [f"{axis}={size}" for axis, size in sizes.items() if size < 1 and size != -1]
+    bad = [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int or (size < 1 and size != -1)]
     if bad:
         raise MeshError(f"{', '.join(bad)}: a mesh axis is a positive number of devices, or -1 for what is left")
     if list(sizes.values()).count(-1) > 1:

@@ -35,15 +35,24 @@ def test_a_smaller_mesh_takes_the_first_devices():
     assert [device.id for device in jaxtp.make_mesh(tp=2).devices.flat] == [0, 1]
 
 
-@pytest.mark.parametrize("sizes", [{"tp": 0}, {"dp": -2}, {"dp": -1, "tp": -1}, {"tp": 3, "dp": -1}])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"tp": 0}, {"dp": -2}, {"dp": -1, "tp": -1}, {"tp": 3, "dp": -1}, {"tp": "2"}, {"tp": 2.0}, {"fsdp": None}],
+)
 def test_impossible_sizes(sizes):
     with pytest.raises(MeshError, match="|".join(f"{axis}[= ]" for axis in sizes)):
         jaxtp.make_mesh(**sizes)
 
 
+@pytest.mark.parametrize("devices", [[], [0, 0]])
+def test_a_mesh_of_no_device_or_of_one_twice_is_refused(devices):
+    with pytest.raises(MeshError, match="at least one device, and of none twice"):
+        jaxtp.make_mesh(tp=len(devices) or 1, devices=[jax.devices()[i] for i in devices])
+
+
 def test_too_large_for_the_gpus_lists_the_meshes_that_fit():
     with pytest.raises(MeshError, match=r"needs 16 devices, and there are 8 \(NVIDIA H100\).*\(1, 1, 8\)"):
-        jaxtp.make_mesh(tp=16, devices=[FakeGPU()] * 8)
+        jaxtp.make_mesh(tp=16, devices=[FakeGPU() for _ in range(8)])
 
 
 def test_too_late_for_virtual_devices_says_what_to_do():

@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import stat
 import sysconfig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -239,6 +240,13 @@ def _held_out(path: Path) -> bool:
 
 def _read(path: Path) -> bytes:
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a device may never end, a pipe never begin
+            raise CorpusError(f"{path}: not a regular file; copy its text into one")
         return path.read_bytes()
     except OSError as error:
         raise CorpusError(f"{path}: {error.strerror}") from None
+    except MemoryError:
+        raise CorpusError(
+            f"{path}: {path.stat().st_size:,} bytes do not fit the memory; python -m jaxtp.prepare {path} --out FOLDER "
+            "makes a dataset that is read where it lies"
+        ) from None

@@ -133,9 +133,15 @@ class Split:
         return sum(int(np.maximum(lengths - prompt, 0).sum()) for lengths, prompt in parts)
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Tokens of each document, an array for each shard."""
-        for shard in range(len(self._shards)):
-            yield np.diff(self._map(shard, DOCUMENTS))
+        """Tokens of each document, an array for each shard.
+
+        Raises:
+          DatasetError: the offsets are not those of the manifest's documents.
+        """
+        for index, shard in enumerate(self._shards):
+            for problem in _verify_offsets(shard_file(self._folder, self._name, index, DOCUMENTS), shard):
+                raise DatasetError(f"{problem}: damaged dataset; python -m jaxtp.prepare --verify {self._folder}")
+            yield np.diff(self._map(index, DOCUMENTS))
 
     def document(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """The tokens `[start:stop]` of a document, neither negative: a view of the file.

@@ -1,4 +1,6 @@
+import os
 import platform
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -59,11 +61,25 @@ def test_own_text_holds_out_its_last_twentieth(tmp_path):
     assert contents(part.validation) == [b"PQRST"]
 
 
-@pytest.mark.parametrize(("name", "message"), [("none.txt", "No such file"), ("empty.txt", "0 bytes")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none.txt", "No such file"), ("empty.txt", "0 bytes"), ("pipe", "not a regular file")],
+)
 def test_unusable_text(tmp_path, name, message):
     (tmp_path / "empty.txt").touch()
+    os.mkfifo(tmp_path / "pipe")
     with pytest.raises(CorpusError, match=message):
         load_corpus(tmp_path / name)
+
+
+def test_text_larger_than_the_memory_is_to_be_prepared(tmp_path, monkeypatch):
+    def read_bytes(path):
+        raise MemoryError
+
+    write(tmp_path, {"own.txt": "x" * 100})
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    with pytest.raises(CorpusError, match=r"own.txt: 100 bytes do not fit.*jaxtp.prepare"):
+        load_corpus(tmp_path / "own.txt")
 
 
 def test_text_shorter_than_a_sequence_says_which_length_fits(tmp_path):

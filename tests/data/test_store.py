@@ -10,6 +10,7 @@ import pytest
 from corpora import jsonl, prepared, texts
 
 from jaxtp.data.manifest import MANIFEST, TokenizerInfo
+from jaxtp.data.packing import Packed
 from jaxtp.data.store import DatasetError, open_dataset, verify
 
 
@@ -149,6 +150,18 @@ def test_verify_finds_a_flipped_bit(copy, suffix):
     problems = list(verify(open_dataset(copy)))
     assert any(f"train-00001.{suffix}: its sha256 is" in problem for problem in problems)
     assert any("do not ascend" in problem for problem in problems) == (suffix == "documents")
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"), [(0, 3), (5, 10**6), (5, 2**40), (5, 2**64 - 1), (5, 0), (-1, 2**62)], ids=str
+)
+def test_damaged_offsets_are_named_before_they_are_used(copy, entry, value):
+    path = copy / "train-00001.documents"
+    offsets = np.fromfile(path, "<u8")
+    offsets[entry] = value
+    offsets.tofile(path)
+    with pytest.raises(DatasetError, match=r"train-00001\.documents: .*damaged dataset; .*--verify"):
+        Packed(open_dataset(copy).splits["train"], 32, 256)
 
 
 def edited(folder, edit):
