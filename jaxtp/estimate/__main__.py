@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -31,7 +31,8 @@ from jaxtp.hardware_file import MAX_DEVICES, parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
 from jaxtp.train.config import MeshConfig, TrainConfig, training_of, violations_on
-from jaxtp.train.origin import with_model
+from jaxtp.train.defaults import fit
+from jaxtp.train.place import Place
 
 WIDTH = 110
 PROGRAM = "python -m jaxtp.estimate"
@@ -57,20 +58,28 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if nothing fits or tier 3 says so, 2 for a user's mistake."""
     return entry.attempt(
         PROGRAM,
-        lambda: _estimate(configuration.load(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION)),
+        lambda: _estimate(
+            *configuration.load_fitted(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=_fit)
+        ),
         (ConfigError, MeshError, HFError, CheckpointError),
     )
 
 
-def _estimate(asked: EstimateConfig) -> int:
+def _fit(asked: EstimateConfig, given: Set[str]) -> tuple[EstimateConfig, list[str]]:
+    """Returns the configuration as a run on that hardware would have it, and the defaults that it chooses."""
+    hardware, count = parse(asked.hardware)
+    return fit(asked, given, Place(count, min(count, hardware.domain), bfloat16=True, kind=hardware.name))
+
+
+def _estimate(asked: EstimateConfig, chosen: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     _require_files(asked)
-    config = with_model(training_of(asked))
+    config = training_of(asked)
     where = target(*parse(asked.hardware), asked.memory_fraction)
     check_attention(config.model, where.hardware)
     meshes = _meshes(asked, where)
     model = describe_model(config)
-    print(heading(config, where, model), *_foreseen(asked, where), sep="\n", end="\n\n", flush=True)
+    print(heading(config, where, model), *_foreseen(asked, where), *chosen, sep="\n", end="\n\n", flush=True)
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
     numbers = _tell(asked, config, where, model, found)
     if asked.plot is not None:
