@@ -10,13 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
 
-from jaxtp import hardware
-from jaxtp.config import ConfigError, from_yaml, load, to_plain
+from jaxtp import hardware_file
+from jaxtp.config import ConfigError, from_yaml, load, to_plain, validate
+from jaxtp.convert.__main__ import main as convert
+from jaxtp.generate.__main__ import main as generate
+from jaxtp.hardware import Hardware
+from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.reading import MAX_YAML, inside, parse_json, read_bytes, shown
+from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
 
 HARDWARE = {"like": "h100", "memory": 8e10, "link": 4.5e11, "domain": 8, "platform": "cuda", "latency": 0}
 DEFAULT = to_plain(TrainConfig())
+READERS = {"config": lambda path: from_yaml(TrainConfig, path), "hardware": hardware_file.read}
 
 
 def laughs(levels=20, merged=False):
@@ -67,7 +73,9 @@ ABSURD = {
 }
 
 
-@pytest.mark.parametrize("read", [lambda path: from_yaml(TrainConfig, path), hardware.read], ids=["config", "hardware"])
+@pytest.mark.parametrize(
+    "read", [lambda path: from_yaml(TrainConfig, path), hardware_file.read], ids=["config", "hardware"]
+)
 @pytest.mark.parametrize("name", ABSURD)
 def test_absurd_yaml_is_one_error(name, read, tmp_path):
     text, message = ABSURD[name]
@@ -108,7 +116,9 @@ def link_to(target):
     ],
     ids=["folder", "pipe", "device", "loop", "nothing"],
 )
-@pytest.mark.parametrize("read", [lambda path: from_yaml(TrainConfig, path), hardware.read], ids=["config", "hardware"])
+@pytest.mark.parametrize(
+    "read", [lambda path: from_yaml(TrainConfig, path), hardware_file.read], ids=["config", "hardware"]
+)
 def test_what_is_no_file_is_one_error(make, message, read, tmp_path):
     make(tmp_path / "c.yaml")
     with pytest.raises(ConfigError, match=message):
@@ -167,7 +177,7 @@ def check_configuration(values, path):
 
 def check_hardware(values, path):
     path.write_text(yaml.safe_dump(values))
-    gives_one_of(hardware.Hardware, ConfigError, lambda: hardware.read(path))
+    gives_one_of(Hardware, ConfigError, lambda: hardware_file.read(path))
 
 
 @examples(30)
@@ -190,7 +200,7 @@ TOKENS = st.lists(st.sampled_from(WORDS), max_size=25).map("".join)
 def check_text(text, path):
     path.write_text(text)
     gives_one_of(TrainConfig, ConfigError, lambda: from_yaml(TrainConfig, path))
-    gives_one_of(hardware.Hardware, ConfigError, lambda: hardware.read(path))
+    gives_one_of(Hardware, ConfigError, lambda: hardware_file.read(path))
 
 
 @examples(100)
@@ -265,3 +275,26 @@ def test_what_is_shown_is_one_short_line():
     assert shown("a\nb\x1b[2J\ud800") == "a\\nb\\x1b[2J\\ud800"
     assert shown("x" * 101) == "x" * 100 + "..."
     assert shown({"a": 1}) == "{'a': 1}"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (convert, "export ~nobody-of-that-name/run out"),
+        (convert, "import ~nobody-of-that-name/model run"),
+        (convert, "plan ~nobody-of-that-name/model"),
+        (prepare, "~nobody-of-that-name/texts --out out"),
+        (train, "--data.path ~nobody-of-that-name/text.txt"),
+        (generate, "--model ~nobody-of-that-name/run --prompt a"),
+    ],
+)
+def test_every_command_says_that_a_home_is_nobodys(command, flags, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command(flags.split()) == 2
+    assert "nobody's home" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "norm_eps"])
+def test_a_setting_of_the_model_is_finite(key):
+    with pytest.raises(ConfigError, match=key):
+        validate(TrainConfig, {"model": {key: float("inf")}}, source="test")

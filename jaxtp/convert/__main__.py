@@ -9,6 +9,7 @@ from jaxtp import config as configuration
 from jaxtp import entry
 from jaxtp.checkpoint.quiet import quieten
 from jaxtp.checkpoint.stored import CheckpointError
+from jaxtp.config import expand
 from jaxtp.convert.config import Export, Import, Plan
 from jaxtp.convert.exports import export_run
 from jaxtp.convert.imports import import_run
@@ -37,7 +38,7 @@ def _run(command: Import | Export | Plan) -> None:
     elif isinstance(command, Export):
         print(export_run(command))
     else:
-        print("\n".join(plan_lines(command.source.expanduser(), command.ignore_config)))
+        print("\n".join(plan_lines(expand(command.source), command.ignore_config)))
 
 
 if __name__ == "__main__":

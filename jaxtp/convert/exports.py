@@ -8,6 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.stored import newest, stored_info
+from jaxtp.config import expand
 from jaxtp.convert.config import Export
 from jaxtp.convert.imports import IMPORTED
 from jaxtp.convert.progress import progress
@@ -27,7 +28,7 @@ def export_run(command: Export) -> str:
       HFError: no family can be this model, or the folder cannot be written.
       CheckpointError: there is no checkpoint, or it is damaged.
     """
-    checkpoint = newest(command.run.expanduser())
+    checkpoint = newest(expand(command.run))
     info = stored_info(checkpoint)
     config = model_of(checkpoint, info)
     if not config.lora.rank and (command.merged or command.base is not None):
@@ -44,7 +45,7 @@ def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], confi
     whole = replace(config, lora=LoraConfig())
     save_hf(
         load_merged(checkpoint, info, whole, mesh, _base(command)),
-        command.out.expanduser(),
+        expand(command.out),
         family=command.family,
         tokenizer_from=_tokenizer(command, checkpoint, info),
         dtype=command.dtype or info.get(IMPORTED, {}).get("dtype"),
@@ -57,7 +58,7 @@ def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], co
     given = _base(command)
     save_peft(
         load_adapters(checkpoint, config, mesh) if given is None else load_adapted(checkpoint, info, mesh, given),
-        command.out.expanduser(),
+        expand(command.out),
         base=given or (info[BASE]["from"] if config.from_hf is not None else None),
         family=command.family,
         tokenizer_from=_tokenizer(command, checkpoint, info),
@@ -67,15 +68,15 @@ def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], co
 
 
 def _base(command: Export) -> Path | None:
-    return None if command.base is None else command.base.expanduser()
+    return None if command.base is None else expand(command.base)
 
 
 def _tokenizer(command: Export, checkpoint: Path, info: dict[str, Any]) -> Path | None:
     """The folder of the tokenizer's files: as asked for, as they came with the model, or that of the data."""
     if command.tokenizer_from is not None:
-        return command.tokenizer_from.expanduser()
+        return expand(command.tokenizer_from)
     data = info["config"].get("data", {}).get("path")
-    folders = (kept_files(checkpoint), None if data is None else Path(data).expanduser())
+    folders = (kept_files(checkpoint), None if data is None else expand(Path(data)))
     found = next((folder for folder in folders if folder is not None and has_tokenizer(folder)), None)
     if found is None:
         print("no tokenizer's files are known to go with it; --tokenizer-from DIR copies some", file=sys.stderr)

@@ -7,6 +7,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.config import expand
 from jaxtp.convert.config import Import
 from jaxtp.convert.progress import progress
 from jaxtp.hf.attributes import family_of
@@ -32,10 +33,10 @@ def import_run(command: Import) -> str:
     Raises:
       HFError: the folder cannot be imported, or the run's is not empty.
     """
-    target = command.run.expanduser()
+    target = expand(command.run)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise HFError(f"{target} is there already; name a new folder")
-    source = open_folder(command.source.expanduser())
+    source = open_folder(expand(command.source))
     precision = None if command.dtype is None else Precision(param=command.dtype)
     model_config = import_config(source, precision, {}, command.ignore_config)
     mesh = command.mesh.make()

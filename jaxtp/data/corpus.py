@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxtp.config import expand
 from jaxtp.data.documents import Documents, InMemory, Tokens
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 from jaxtp.data.store import Dataset, open_dataset
@@ -115,7 +116,7 @@ def load_corpus(
       DatasetError: a dataset is unfinished or damaged.
     """
     if mixture:
-        parts = {name: _open(Path(name).expanduser()) for name in mixture}
+        parts = {name: _open(expand(Path(name))) for name in mixture}
     else:
         parts = {"": _open(path) if path else standard_library()}
     held_out = _whole(_open(validation)) if validation else None

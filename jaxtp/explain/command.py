@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 
-from jaxtp.config import ConfigError, Switch, from_yaml, nearest_file
+from jaxtp.config import ConfigError, Switch, expand, from_yaml, nearest_file
 from jaxtp.explain.explanation import explain
 from jaxtp.explain.plot import plot
 from jaxtp.mesh import MeshError, parse_mesh, request_virtual_devices
@@ -90,7 +90,7 @@ def run(command: Explain) -> None:
         raise ConfigError(f"{command.model} does not run on these inputs ({shapes}): {error}") from None
     print(found)
     if command.plot is not None:
-        plot(found, command.plot.expanduser())
+        plot(found, expand(command.plot))
         print(f"\ndrawn in {command.plot}")
 
 

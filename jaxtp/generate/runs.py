@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.checkpoint.stored import CheckpointError, newest
+from jaxtp.config import expand
 from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer
@@ -56,7 +57,7 @@ def _place(checkpoint: Path, info: Mapping[str, Any], options: Options) -> Path 
     """Where the tokenizer of the data should be, and the chat template that they were made by."""
     data = info["config"].get("data", {})
     places = [options.tokenizer, data.get("path"), next(iter(data.get("mixture") or ()), None), kept_files(checkpoint)]
-    return next((Path(place).expanduser() for place in places if place is not None), None)
+    return next((expand(Path(place)) for place in places if place is not None), None)
 
 
 def _tokenizer(checkpoint: Path, info: Mapping[str, Any], options: Options) -> Tokenizer:

@@ -18,7 +18,7 @@ from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.quiet import without_metadata_warning
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
-from jaxtp.config import validate
+from jaxtp.config import expand, validate
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.folder import CONFIG, open_folder
 from jaxtp.hf.load import load_folder
@@ -43,11 +43,11 @@ def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
       CheckpointError: there is none, it is damaged, or `base` is not what its adapters were trained beside.
       HFError: what is in `base` cannot be read.
     """
-    checkpoint = open_checkpoint(Path(path).expanduser())
+    checkpoint = open_checkpoint(expand(Path(path)))
     mesh = make_mesh() if current_mesh() is None else jax.sharding.get_mesh()
     model = model_of(checkpoint.folder, checkpoint.info)
     if model.lora.rank:
-        return load_adapted(checkpoint.folder, checkpoint.info, mesh, None if base is None else Path(base).expanduser())
+        return load_adapted(checkpoint.folder, checkpoint.info, mesh, None if base is None else expand(Path(base)))
     return load_merged(checkpoint.folder, checkpoint.info, model, mesh)
 
 

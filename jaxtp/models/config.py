@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 from pydantic import Field
 
-from jaxtp.config import Count, Keys, UserPath, allowed, changed, to_plain
+from jaxtp.config import Count, Keys, Positive, UserPath, allowed, changed, to_plain
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
@@ -53,7 +53,7 @@ class ModelConfig:
     d_ff: Count = 384
     """Hidden width of the MLP. Divisible by mesh.tp."""
 
-    rope_theta: Annotated[float, Field(gt=0), allowed("above 0")] = 10_000.0
+    rope_theta: Positive = 10_000.0
     """Base of the rotary frequencies."""
 
     rope_scaling: RopeScaling = RopeScaling()
@@ -62,7 +62,7 @@ class ModelConfig:
     sliding_window: Count | None = None
     """Positions that each one sees, itself and those before it; by default all. The same in every layer."""
 
-    norm_eps: Annotated[float, Field(gt=0), allowed("above 0")] = 1e-5
+    norm_eps: Positive = 1e-5
     """Added to the mean square in every RMSNorm."""
 
     tie_embeddings: bool = False

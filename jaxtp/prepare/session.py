@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp import config as configuration
+from jaxtp.config import expand
 from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo, read_manifest
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
@@ -110,7 +111,7 @@ def tokenizer_for(
 
 def _require_elsewhere(out: Path, config: PrepareConfig) -> None:
     """Nothing that the command reads may be in the folder that it deletes."""
-    read = [Path(name).expanduser() for name in config.inputs] + [
+    read = [expand(Path(name)) for name in config.inputs] + [
         path for path in (config.tokenizer, config.template) if path
     ]
     for path in read:

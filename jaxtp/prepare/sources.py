@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxtp.config import nearest_file
+from jaxtp.config import expand, nearest_file
 from jaxtp.prepare import formats
 from jaxtp.prepare.compression import ZSTD, zstandard
 from jaxtp.prepare.config import PrepareConfig
@@ -77,7 +77,7 @@ def parse_listing(text: str) -> list[dict[str, Any]]:
 def _of_input(name: str, config: PrepareConfig) -> list[Source]:
     if name.startswith(HUGGING_FACE):
         return [_table(name, config)]
-    path = Path(name).expanduser()
+    path = expand(Path(name))
     try:
         status = path.stat()
     except OSError as error:
