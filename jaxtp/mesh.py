@@ -56,7 +56,8 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
         request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
         devices = jax.devices()
     if not devices or len(set(devices)) < len(devices):
-        raise MeshError(f"devices={list(devices)}: a mesh is made of at least one device, and of none twice")
+        given = f"{len(devices)} devices are given, {len(set(devices))} of them different"
+        raise MeshError(f"{given}: a mesh is made of at least one device, and of none twice")
     sizes = fill(sizes, len(devices))
     needed = math.prod(sizes.values())
     _check_count(sizes, needed, devices)

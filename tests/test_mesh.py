@@ -70,7 +70,7 @@ def test_more_virtual_devices_than_are_made_are_refused_for_their_number():
 
 def test_of_many_meshes_some_are_listed_those_of_powers_of_two_first():
     with pytest.raises(MeshError, match=r"\(dp, fsdp, tp\): \(\d+, \d+, 1\), .*, \.\.\.$") as error:
-        jaxtp.make_mesh(tp=999, devices=[FakeGPU()] * 720)
+        jaxtp.make_mesh(tp=999, devices=[FakeGPU() for _ in range(720)])
     assert len(str(error.value)) < 400
 
 

@@ -102,7 +102,7 @@ def test_help_teaches(capsys):
         ("comm --out a.txt --like h100", "--out a.txt: a hardware file is YAML; name it a.yaml"),
         ("comm --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
         ("comm --plot plot.xyz", "--plot plot.xyz: pictures are "),
-        ("comm --rounds 0", "rounds = 0"),
+        ("comm --rounds 0", "--rounds 0: should be"),
         ("comm --model.num-kv-heads 3", "model.num_heads=8 is not divisible by model.num_kv_heads=3"),
     ],
 )

@@ -201,7 +201,7 @@ def test_help_teaches(capsys):
         ("--hardware h100x3 --mesh tp=3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
         ("--hardware h100x8 --plot plot.xyz", "--plot plot.xyz: pictures are "),
-        ("--hardware h100x8 --memory-fraction 2", "memory_fraction"),
+        ("--hardware h100x8 --memory-fraction 2", "--memory-fraction 2.0: should be"),
         ("--hardware mi300xx8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and mi300x is rocm; use xla"),
         ("--hardware v5ex8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and v5e is tpu; use xla"),
         ("--hardware h100x8 --model.attention cudnn", "needs a 16-bit model.precision.compute, and it is float32"),

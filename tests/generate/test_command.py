@@ -177,7 +177,7 @@ REFUSED = {
         "not divisible by mesh.tp=3; tp can be 1, 2, 4, 8",
     ),
     "devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "8", "--mesh.dp", "4"], "needs 32 devices"),
-    "many devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "1000000000"], "at most 4,096 can be virtual"),
+    "many devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "1000000000"], "at most 1024 are made"),
     "chat and prompt": (["--model", "{runs}/bytes", *PROMPT, "--chat"], "leave --prompt, --prompt-file and --json out"),
     "system": (["--model", "{runs}/bytes", *PROMPT, "--system", "be brief"], "are of a chat; give --chat too"),
     "no template": (["--model", "{runs}/bytes", "--chat"], "has no chat template; give one by --template FILE"),

@@ -158,7 +158,7 @@ def test_an_invalid_plan_is_refused(kinds, fault, pick, tp):
         ".".join(map(str, p)) for p, m in nnx.iter_modules(model) if isinstance(m, nnx.Linear | nnx.LinearGeneral)
     ]
     path = linear[pick % len(linear)]
-    with pytest.raises(PlanError, match=r"nearest|a style is|match the same|the batch|cannot be"):
+    with pytest.raises(PlanError, match=r"nearest|a style is|is a class; write|match the same|the batch|cannot be"):
         jaxtp.parallelize(model, FAULTS[fault](path), mesh=jax.sharding.AbstractMesh((1, 1, 2), ("dp", "fsdp", "tp")))
     mesh = jax.sharding.AbstractMesh((1, 1, tp), ("dp", "fsdp", "tp"))
     with pytest.raises(PlanError, match=rf"{path}.* not divisible by tp={tp}"):
