@@ -10,6 +10,8 @@ On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices.
 
 import itertools
 import os
+import sys
+import threading
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
@@ -22,6 +24,8 @@ class LaunchError(ValueError):
 
 _BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_PATIENCE = 20.0
+"""Seconds after which a process says that it waits for others."""
 _NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 """Of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
 
@@ -33,25 +37,60 @@ def join_processes(environment: Mapping[str, str] | None = None) -> None:
       environment: default `os.environ`.
 
     Raises:
-      LaunchError: some of the variables set by hand are missing or not numbers.
+      LaunchError: some of the variables are missing or say what cannot be, or the processes do not find each other.
     """
     accept_absent_gpus()
     variables = os.environ if environment is None else environment
     given = [name for name in _BY_HAND if name in variables]
     if given:
         _join_by_hand(variables, given)
-    elif any(int(variables.get(name, "1")) > 1 for name in _LAUNCHERS):
-        jax.distributed.initialize()
+    elif any(_number(variables, name) > 1 for name in _LAUNCHERS if name in variables):
+        _initialize("the processes of the launcher")
 
 
 def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
     missing = [name for name in _BY_HAND if name not in given]
     if missing:
         raise LaunchError(f"{', '.join(given)} set, but not {', '.join(missing)}: a multi-process run needs all three")
-    address, *numbers = (variables[name] for name in _BY_HAND)
-    if not all(number.isdecimal() for number in numbers):
-        raise LaunchError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers, found {numbers}")
-    jax.distributed.initialize(address, num_processes=int(numbers[0]), process_id=int(numbers[1]))
+    address = variables[_BY_HAND[0]]
+    count, process = (_number(variables, name) for name in _BY_HAND[1:])
+    if not process < count:
+        raise LaunchError(
+            f"JAX_PROCESS_ID={process} of JAX_NUM_PROCESSES={count}: processes count from 0 to {count - 1}"
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise LaunchError(f"JAX_COORDINATOR_ADDRESS={address}: should be HOST:PORT, a port from 1 to {2**16 - 1}")
+    _initialize(f"process {process} of {count} at {address}", address, num_processes=count, process_id=process)
+
+
+def _initialize(waiting: str, *where: str, **which: int) -> None:
+    """Joins the others, which may take minutes; says so where it does.
+
+    Raises:
+      LaunchError: they do not come.
+    """
+    patience = threading.Timer(_PATIENCE, print, [f"{waiting}: still waiting for all to start"], {"file": sys.stderr})
+    patience.daemon = True
+    patience.start()
+    try:
+        jax.distributed.initialize(*where, **which)
+    except RuntimeError as error:
+        raise LaunchError(f"{waiting}: cannot join the others: {str(error).splitlines()[0]}") from None
+    finally:
+        patience.cancel()
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    """A number that a variable says.
+
+    Raises:
+      LaunchError: it says none.
+    """
+    try:
+        return int(variables[name] if variables[name].isdecimal() else "")
+    except ValueError:  # also of thousands of digits
+        raise LaunchError(f"{name}={variables[name][:100]}: should be a number") from None
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] | None = None, nvidia: Sequence[Path] = _NVIDIA) -> None:
