@@ -12,7 +12,8 @@ import itertools
 import os
 import sys
 import threading
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -45,7 +46,7 @@ def join_processes(environment: Mapping[str, str] | None = None) -> None:
     if given:
         _join_by_hand(variables, given)
     elif any(_number(variables, name) > 1 for name in _LAUNCHERS if name in variables):
-        _initialize("the processes of the launcher")
+        _join("the processes of the launcher", jax.distributed.initialize)
 
 
 def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
@@ -61,10 +62,11 @@ def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
         raise LaunchError(f"JAX_COORDINATOR_ADDRESS={address}: should be HOST:PORT, a port from 1 to {2**16 - 1}")
-    _initialize(f"process {process} of {count} at {address}", address, num_processes=count, process_id=process)
+    join = partial(jax.distributed.initialize, address, num_processes=count, process_id=process)
+    _join(f"process {process} of {count} at {address}", join)
 
 
-def _initialize(waiting: str, *where: str, **which: int) -> None:
+def _join(waiting: str, join: Callable[[], None]) -> None:
     """Joins the others, which may take minutes; says so where it does.
 
     Raises:
@@ -74,7 +76,7 @@ def _initialize(waiting: str, *where: str, **which: int) -> None:
     patience.daemon = True
     patience.start()
     try:
-        jax.distributed.initialize(*where, **which)
+        join()
     except RuntimeError as error:
         raise LaunchError(f"{waiting}: cannot join the others: {str(error).splitlines()[0]}") from None
     finally:
