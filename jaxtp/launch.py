@@ -10,7 +10,10 @@ On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices.
 
 import itertools
 import os
-from collections.abc import Mapping, MutableMapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,6 +25,8 @@ class LaunchError(ValueError):
 
 _BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
+_PATIENCE = 20.0
+"""Seconds after which a process says that it waits for others."""
 _NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 """Of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
 
@@ -33,38 +38,61 @@ def join_processes(environment: Mapping[str, str] | None = None) -> None:
       environment: default `os.environ`.
 
     Raises:
-      LaunchError: some of the variables set by hand are missing, or what is set cannot be.
+      LaunchError: some of the variables are missing or say what cannot be, or the processes do not find each other.
     """
     accept_absent_gpus()
     variables = os.environ if environment is None else environment
     given = [name for name in _BY_HAND if name in variables]
     if given:
         _join_by_hand(variables, given)
-    elif any(_count(variables, name) > 1 for name in _LAUNCHERS):
-        jax.distributed.initialize()
+    elif any(_number(variables, name) > 1 for name in _LAUNCHERS if name in variables):
+        _join("the processes of the launcher", jax.distributed.initialize)
 
 
 def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
     missing = [name for name in _BY_HAND if name not in given]
     if missing:
         raise LaunchError(f"{', '.join(given)} set, but not {', '.join(missing)}: a multi-process run needs all three")
-    address, *numbers = (variables[name] for name in _BY_HAND)
-    if not all(number.isdecimal() and len(number) < 10 for number in numbers):
-        raise LaunchError(f"JAX_NUM_PROCESSES and JAX_PROCESS_ID must be numbers, found {numbers}")
-    count, index = map(int, numbers)
-    if index >= count:
-        raise LaunchError(f"JAX_PROCESS_ID={index} of JAX_NUM_PROCESSES={count}: the first is 0, the last {count - 1}")
+    address = variables[_BY_HAND[0]]
+    count, process = (_number(variables, name) for name in _BY_HAND[1:])
+    if not process < count:
+        raise LaunchError(
+            f"JAX_PROCESS_ID={process} of JAX_NUM_PROCESSES={count}: processes count from 0 to {count - 1}"
+        )
     host, _, port = address.rpartition(":")
-    if not (host and port.isdecimal() and 0 < int(port) < 2**16):
-        raise LaunchError(f"JAX_COORDINATOR_ADDRESS={address!r} is not HOST:PORT, such as 10.0.0.1:1234")
-    jax.distributed.initialize(address, num_processes=count, process_id=index)
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise LaunchError(f"JAX_COORDINATOR_ADDRESS={address}: should be HOST:PORT, a port from 1 to {2**16 - 1}")
+    join = partial(jax.distributed.initialize, address, num_processes=count, process_id=process)
+    _join(f"process {process} of {count} at {address}", join)
 
 
-def _count(variables: Mapping[str, str], name: str) -> int:
-    text = variables.get(name, "1")
-    if not (text.isdecimal() and len(text) < 10):
-        raise LaunchError(f"{name}={text!r}, which a launcher sets, is not a number of processes; unset it")
-    return int(text)
+def _join(waiting: str, join: Callable[[], None]) -> None:
+    """Joins the others, which may take minutes; says so where it does.
+
+    Raises:
+      LaunchError: they do not come.
+    """
+    patience = threading.Timer(_PATIENCE, print, [f"{waiting}: still waiting for all to start"], {"file": sys.stderr})
+    patience.daemon = True
+    patience.start()
+    try:
+        join()
+    except RuntimeError as error:
+        raise LaunchError(f"{waiting}: cannot join the others: {str(error).splitlines()[0]}") from None
+    finally:
+        patience.cancel()
+
+
+def _number(variables: Mapping[str, str], name: str) -> int:
+    """A number that a variable says.
+
+    Raises:
+      LaunchError: it says none.
+    """
+    try:
+        return int(variables[name] if variables[name].isdecimal() else "")
+    except ValueError:  # also of thousands of digits
+        raise LaunchError(f"{name}={variables[name][:100]}: should be a number") from None
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] | None = None, nvidia: Sequence[Path] = _NVIDIA) -> None:

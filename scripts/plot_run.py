@@ -15,13 +15,15 @@ DEFAULT = ["loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second
 
 
 def read(run: Path) -> list[dict]:
-    """The records of a run; a line cut short by a kill is left out."""
+    """The numbers of a run, a record for each line; a line cut short by a kill, or of anything else, is left out."""
     records = []
-    for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+    for line in (run / "metrics.jsonl").read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            records.append(json.loads(line))
-        except ValueError:
+            record = json.loads(line, parse_int=float)
+        except (ValueError, RecursionError):
             continue
+        if isinstance(record, dict):
+            records.append({name: value for name, value in record.items() if isinstance(value, float)})
     return records
 
 
@@ -40,7 +42,7 @@ def draw(runs: list[Path], metrics: list[str], x: str, out: Path) -> None:
         records = read(run)
         known |= {name for record in records for name in record}
         for panel, metric in zip(axes.flat, metrics, strict=False):
-            points = [(r[x], r[metric]) for r in records if r.get(metric) is not None and x in r]
+            points = [(r[x], r[metric]) for r in records if metric in r and x in r]
             panel.plot(*zip(*points, strict=True), label=run.name, linewidth=1.2) if points else None
     for name in (x, *metrics):
         if name not in known:

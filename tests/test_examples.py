@@ -130,3 +130,32 @@ def test_a_model_knows_nothing_of_this_package(name):
     source = (FOLDER / f"{name}.py").read_text()
     assert not re.search(r"^\s*(import|from) jaxtp", source, re.MULTILINE)
     assert f"python scripts/examples/{name}.py" in source
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--mesh", "tp=x"], "tp=x is not a number of devices"),
+        (["--mesh", "pp=2"], "'pp' is not an axis"),
+        (["--mesh", "tp=2,tp=4"], "tp is there twice"),
+        (["--steps", "0"], "--steps 0: should be 1 or more"),
+        (["--steps", "-3"], "--steps -3: should be 1 or more"),
+    ],
+    ids=str,
+)
+def test_a_flag_that_cannot_be_is_one_error(flags, message, capsys):
+    module, plan = example("vit")
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module("train").main(module.build, module.loss, module.batch, plan, flags)
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["5", "[]", '{"step": 2, "loss": "high"}', '{"step": 2, "loss": [1]}', "[" * 100_000])
+def test_a_plot_leaves_out_lines_that_are_no_records(line, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(FOLDER.parent))
+    huge = f'{{"step": 3, "loss": 1{"0" * 400}}}'
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "loss": 0.5}}\n{line}\n{huge}\n')
+    out = tmp_path / "plot.png"
+    assert importlib.import_module("plot_run").main([str(tmp_path), "--metrics", "loss", "--out", str(out)]) == 0
+    assert out.is_file()

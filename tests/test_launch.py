@@ -1,3 +1,5 @@
+import threading
+
 import jax
 import pytest
 
@@ -33,22 +35,40 @@ def test_by_hand(joined):
         ({"JAX_COORDINATOR_ADDRESS": "host:1"}, "not JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
         (
             {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
-            "must be numbers",
+            "JAX_NUM_PROCESSES=two: should be a number",
         ),
-        (
-            {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"},
-            "JAX_PROCESS_ID=2 of JAX_NUM_PROCESSES=2: the first is 0, the last 1",
-        ),
-        (
-            {"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"},
-            "JAX_COORDINATOR_ADDRESS='host' is not HOST:PORT",
-        ),
-        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS='many', which a launcher sets, is not a number"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "9" * 5000}, "ID=999.*number"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "count from 0 to 1"),
+        ({"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "=host: .*HOST:PORT"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:99999", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "=h:99999: .*65535"),
+        ({"JAX_COORDINATOR_ADDRESS": "h:0", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "=h:0: .*HOST:PORT"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many: should be a number"),
     ],
 )
 def test_half_an_environment_is_an_error(joined, environment, message):
     with pytest.raises(launch.LaunchError, match=message):
         launch.join_processes(environment)
+
+
+BY_HAND = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
+def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
+    said = threading.Event()
+    monkeypatch.setattr(launch, "_PATIENCE", 0.0)
+    monkeypatch.setattr(launch, "print", lambda *args, **kwargs: (print(*args, **kwargs), said.set()), raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: said.wait(60))
+    launch.join_processes(BY_HAND)
+    assert capsys.readouterr().err == "process 1 of 2 at host:1: still waiting for all to start\n"
+
+
+def test_others_that_do_not_come_are_an_error(monkeypatch):
+    def initialize(*args, **kwargs):
+        raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(launch.LaunchError, match=r"process 1 of 2 at host:1: .*Barrier timed out.$"):
+        launch.join_processes(BY_HAND)
 
 
 SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"

@@ -1,6 +1,7 @@
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -113,3 +114,25 @@ def test_no_more_virtual_devices_are_asked_for_than_can_be_had(monkeypatch):
     request_virtual_devices(8)
     request_virtual_devices(10**9)
     assert asked == [8]
+
+
+@pytest.mark.parametrize("size", [0, -1, 4.0, "4", None])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        lambda size: jaxtp.ColumnParallelLinear(4, size, rngs=nnx.Rngs(0)),
+        lambda size: jaxtp.ColumnParallelLinear(size, (4, 4), rngs=nnx.Rngs(0)),
+        lambda size: jaxtp.RowParallelLinear(4, size, rngs=nnx.Rngs(0)),
+        lambda size: jaxtp.VocabParallelEmbedding(size, 4, rngs=nnx.Rngs(0)),
+        lambda size: jaxtp.RMSNorm(size),
+    ],
+    ids=["column", "column input", "row", "embedding", "norm"],
+)
+def test_a_size_that_is_no_size_is_named(layer, size):
+    with pytest.raises(ValueError, match=rf"={size!r}: should be a whole number, 1 or more"):
+        layer(size)
+
+
+def test_sizes_of_numpy_are_sizes():
+    column = jaxtp.ColumnParallelLinear(np.int64(4), np.int64(8), rngs=nnx.Rngs(0))
+    assert column(np.ones((2, 3, 4), np.float32)).shape == (2, 3, 8)

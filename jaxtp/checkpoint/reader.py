@@ -106,7 +106,8 @@ def difference(a: Stored, b: Stored, name: str) -> str | None:
             return f"only in {present.folder}"
     if a.arrays[name].shape != b.arrays[name].shape:
         return f"{a.arrays[name].shape} and {b.arrays[name].shape}"
-    if a.info["checksums"][name] == b.info["checksums"][name]:
+    sums = [stored.info["checksums"].get(name) for stored in (a, b)]
+    if None not in sums and sums[0] == sums[1]:
         return None
     one, other = (np.asarray(stored.read(name), dtype=np.float64) for stored in (a, b))
     norm = float(np.linalg.norm(one)) or 1.0

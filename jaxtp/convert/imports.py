@@ -7,14 +7,15 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.config import expand
+from jaxtp.config import expand, to_yaml
 from jaxtp.convert.config import Import
 from jaxtp.convert.progress import progress
 from jaxtp.hf.attributes import family_of
-from jaxtp.hf.folder import Folder, HFError, open_folder
+from jaxtp.hf.folder import Folder, open_folder
 from jaxtp.hf.kept import keep_files
 from jaxtp.hf.load import import_config, load_folder
 from jaxtp.hf.names import dtypes
+from jaxtp.hf.writing import appearing
 from jaxtp.layers.precision import Precision
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -28,33 +29,32 @@ _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def import_run(command: Import) -> str:
-    """Makes a run of an imported model; returns what was done, in a line.
+    """Makes a run of an imported model, which appears when it is complete; returns what was done, in a line.
 
     Raises:
-      HFError: the folder cannot be imported, or the run's is not empty.
+      HFError: the folder cannot be imported, or the run's is not empty or cannot be written.
+      CheckpointError: the checkpoint cannot be written.
     """
     target = expand(command.run)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise HFError(f"{target} is there already; name a new folder")
-    source = open_folder(expand(command.source))
-    precision = None if command.dtype is None else Precision(param=command.dtype)
-    model_config = import_config(source, precision, {}, command.ignore_config)
-    mesh = command.mesh.make()
-    with jax.set_mesh(mesh):
-        model = load_folder(source, model_config, mesh, progress("read"))
-    config = TrainConfig(
-        run=RunConfig(dir=target), mesh=MeshConfig(fsdp=command.mesh.fsdp, tp=command.mesh.tp), model=model_config
-    )
-    run_folder.prepare(target)
-    family = family_of(source.attributes, str(source.path))
-    _save(target, config, model, mesh, {"from": str(source.path), "dtype": _dtype(source, family)})
-    keep_files(source.path, target)
-    run_folder.write_config(config)
+    with appearing(target) as partial:
+        source = open_folder(expand(command.source))
+        precision = None if command.dtype is None else Precision(param=command.dtype)
+        model_config = import_config(source, precision, {}, command.ignore_config)
+        mesh = command.mesh.make()
+        with jax.set_mesh(mesh):
+            model = load_folder(source, model_config, mesh, progress("read"))
+        config = TrainConfig(
+            run=RunConfig(dir=target), mesh=MeshConfig(fsdp=command.mesh.fsdp, tp=command.mesh.tp), model=model_config
+        )
+        family = family_of(source.attributes, str(source.path))
+        _save(partial, config, model, mesh, {"from": str(source.path), "dtype": _dtype(source, family)})
+        keep_files(source.path, partial)
+        (partial / run_folder.CONFIG).write_text(to_yaml(config), encoding="utf-8")
     return f"{source.path} ({family.model_type}) is in {target}, parameters in {model_config.precision.param}"
 
 
-def _save(target: Path, config: TrainConfig, model: Decoder, mesh: Mesh, imported: dict[str, str]) -> None:
-    checkpoints = Checkpoints(target / run_folder.CHECKPOINTS)
+def _save(folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, imported: dict[str, str]) -> None:
+    checkpoints = Checkpoints(folder / run_folder.CHECKPOINTS)
     info = run_folder.checkpoint_info(config, {IMPORTED: imported["from"]}, 0, mesh_sizes(mesh))
     state: nnx.State = nnx.State({"model": nnx.state(model)})
     checkpoints.save(0, state, mesh, {**info, IMPORTED: imported})

@@ -24,7 +24,7 @@ from jaxtp.collectives import (
     leave_parallel,
 )
 from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.parameter import parameter
+from jaxtp.layers.parameter import check_sizes, parameter
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.sequence import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.mesh import FSDP, TP
@@ -36,6 +36,7 @@ def vocabulary_table(
     vocab_size: int, features: int, precision: Precision, init: Initializer, rngs: nnx.Rngs
 ) -> nnx.Param[Array]:
     """A table `[V, D]`, padded to a multiple of tp in V, stored split by `P("tp", "fsdp")`."""
+    check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
     table = init(rngs.params(), (vocab_size, features), precision.param)
     padding = -vocab_size % axis_size(TP)
     padded = jnp.pad(table, ((0, padding), (0, 0)))

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import axis_size, batch_spec, check_divides, device_view, enter_parallel, leave_parallel
 from jaxtp.layers.lora import Lora, LoraConfig
-from jaxtp.layers.parameter import parameter
+from jaxtp.layers.parameter import check_sizes, parameter
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.sequence import SequenceParallel, sequence_dim
 from jaxtp.mesh import FSDP, TP
@@ -70,8 +70,10 @@ class ColumnParallelLinear(nnx.Module):
         kernel_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
-        self.features = (features,) if isinstance(features, int) else tuple(features)
-        self.single = isinstance(features, int)
+        self.features = tuple(features) if isinstance(features, Sequence) else (features,)
+        self.single = not isinstance(features, Sequence)
+        for size in self.features:
+            check_sizes("ColumnParallelLinear", in_features=in_features, features=size)
         self.unit = unit
         self.sequence_parallel = sequence_parallel
         self.precision = precision
@@ -152,6 +154,7 @@ class RowParallelLinear(nnx.Module):
         kernel_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
+        check_sizes("RowParallelLinear", in_features=in_features, features=features)
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         kernel = kernel_init(rngs.params(), (in_features, features), precision.param)

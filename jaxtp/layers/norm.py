@@ -9,7 +9,7 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import device_view
-from jaxtp.layers.parameter import parameter
+from jaxtp.layers.parameter import check_sizes, parameter
 from jaxtp.layers.precision import Precision
 from jaxtp.layers.sequence import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.mesh import FSDP
@@ -35,6 +35,7 @@ class RMSNorm(nnx.Module):
         sequence_parallel: SequenceParallel = False,
         precision: Precision = Precision(),
     ):
+        check_sizes("RMSNorm", features=features)
         self.eps = eps
         self.sequence_parallel = sequence_parallel
         self.precision = precision

@@ -1,5 +1,6 @@
 """How a layer declares a parameter: a value and the `PartitionSpec` it is stored by."""
 
+from numbers import Integral
 from typing import Any
 
 from flax import nnx
@@ -20,6 +21,17 @@ def parameter(
     """
     check_divides(name, value.shape, spec)
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
+
+
+def check_sizes(layer: str, **sizes: Any) -> None:
+    """Checks the sizes that a layer is built with.
+
+    Raises:
+      ValueError: one is no whole number, or below 1.
+    """
+    bad = [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]
+    if bad:
+        raise ValueError(f"{layer}: {', '.join(bad)}: should be a whole number, 1 or more")
 
 
 def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """What a decoder is made of, and which meshes can hold it."""
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -7,7 +8,7 @@ from typing import Annotated, Any
 import tyro
 from pydantic import Field
 
-from jaxtp.config import Count, Keys, Positive, UserPath, allowed, changed, to_plain
+from jaxtp.config import ConfigError, Count, Keys, Positive, UserPath, allowed, changed, to_plain, validate
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.precision import Precision
@@ -104,6 +105,25 @@ class ModelConfig:
 
     lora: LoraConfig = LoraConfig()
     """Adapters to train instead of the model's own parameters."""
+
+
+def checked(config: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
+    """Returns the configuration if a decoder can be made of it, also one that was built in Python, where no type or
+    range is looked at.
+
+    Args:
+      config: the model.
+      mesh: devices along each axis.
+
+    Raises:
+      ConfigError: with every value that cannot be, or that does not fit the others and the mesh.
+    """
+    if not isinstance(config, ModelConfig):
+        raise ConfigError(f"a decoder is made of a ModelConfig, not of {str(config)[:100]!r}")
+    config = validate(ModelConfig, dataclasses.asdict(config), source="ModelConfig")
+    if problems := list(violations(config, mesh)):
+        raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
+    return config
 
 
 _NOT_ARCHITECTURE = (

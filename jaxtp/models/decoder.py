@@ -16,8 +16,9 @@ from jaxtp.layers.loss import vocab_parallel_cross_entropy
 from jaxtp.layers.mlp import SwiGLU
 from jaxtp.layers.norm import RMSNorm
 from jaxtp.layers.sequence import activation_spec, sequence_dim
+from jaxtp.mesh import AXES, current_mesh, mesh_sizes
 from jaxtp.models import remat
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import ModelConfig, checked
 
 
 class DecoderBlock(nnx.Module):
@@ -87,10 +88,14 @@ class Decoder(nnx.Module):
       rngs: source of the `params` key; the same key gives the same weights on every mesh.
 
     The blocks' parameters are stacked: each has a leading dim L, which is not split.
+
+    Raises:
+      ConfigError: a value of the configuration cannot be, or does not fit the others and the mesh.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.config = config
+        mesh = current_mesh()
+        self.config = config = checked(config, dict.fromkeys(AXES, 1) if mesh is None else mesh_sizes(mesh))
         self.embedding = VocabParallelEmbedding(
             config.vocab_size,
             config.d_model,

@@ -1,5 +1,6 @@
 """A trace of a few steps, for XProf and Perfetto."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -12,26 +13,37 @@ class Profiler:
       folder: created when the trace starts.
       start: the first step to trace, counted from the start of training; 0 traces none.
       steps: how many.
+
+    A trace that fails, as on a full disk, is said and never touches the run.
     """
 
     def __init__(self, folder: Path, start: int, steps: int):
         self._folder = folder
         self.first, self.last = start, start + steps - 1
         self.tracing = False
+        self._failure: str | None = None
 
     def start(self) -> None:
         """Starts the trace, before step `first`."""
-        jax.profiler.start_trace(self._folder, create_perfetto_trace=True)
         self.tracing = True
+        self._attempt(lambda: jax.profiler.start_trace(self._folder, create_perfetto_trace=True))
 
     def stop(self, results: object) -> str:
-        """Ends the trace once `results`, of step `last`, are there; says where it is."""
+        """Ends the trace once `results`, of step `last`, are there; says where it is, or why there is none."""
         jax.block_until_ready(results)
         self.close()
-        return f"profile of steps {self.first} to {self.last} in {self._folder}"
+        steps = f"profile of steps {self.first} to {self.last}"
+        return f"{steps} in {self._folder}" if self._failure is None else f"no {steps}: {self._failure}"
 
     def close(self) -> None:
         """Ends a trace that a run did not live to finish."""
         if self.tracing:
-            jax.profiler.stop_trace()
             self.tracing = False
+            if self._failure is None:
+                self._attempt(jax.profiler.stop_trace)
+
+    def _attempt(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as error:  # of the file system, or of another trace in this process
+            self._failure = str(error).partition("\n")[0] or type(error).__name__

@@ -10,6 +10,7 @@ import optax
 from flax import nnx
 
 import jaxtp
+from jaxtp.mesh import parse_mesh
 
 
 def train(
@@ -44,15 +45,16 @@ def main(build: Any, loss: Any, batch: Any, plan: Any, argv: list[str] | None = 
     """The command of an example."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--mesh", default="fsdp=2,tp=4", help="devices along dp, fsdp, tp; virtual ones on a CPU")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=60, help="1 or more")
     parser.add_argument("--propose", action="store_true", help="print and use the plan that jaxtp proposes")
     arguments = parser.parse_args(argv)
+    if arguments.steps < 1:
+        parser.error(f"--steps {arguments.steps}: should be 1 or more")
     try:
-        sizes: dict[str, Any] = {axis: int(n) for axis, n in (part.split("=") for part in arguments.mesh.split(","))}
-        mesh = jaxtp.make_mesh(**sizes)
+        mesh = jaxtp.make_mesh(**parse_mesh(arguments.mesh))
         if arguments.propose:
             with jax.set_mesh(mesh):
                 plan = jaxtp.propose_plan(build, *batch(np.random.default_rng(0), 64), call=loss)
         train(build, loss, batch, plan, mesh, arguments.steps)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         parser.error(str(error))

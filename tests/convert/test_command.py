@@ -1,5 +1,6 @@
 """`python -m jaxtp.convert`: a model in, trained from, and out again; its plan."""
 
+import errno
 import json
 import shutil
 
@@ -8,6 +9,7 @@ from hf_reference import FOLDER
 
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.checkpoint.safetensors import read_header
+from jaxtp.convert import imports
 from jaxtp.convert.__main__ import main
 from jaxtp.train.__main__ import main as train
 
@@ -44,6 +46,19 @@ def test_the_run_can_be_inspected_and_verified(imported, capsys):
     assert checkpoint(["inspect", str(imported / "run")]) == 0
     assert checkpoint(["verify", str(imported / "run")]) == 0
     assert "no problems" in capsys.readouterr().out
+
+
+def test_an_import_that_fails_leaves_nothing_in_the_way_of_the_next(tmp_path, monkeypatch, capsys):
+    def full_disk(folder, *_):
+        (folder / "checkpoints").mkdir()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(imports, "load_folder", lambda *_: None)
+    monkeypatch.setattr(imports, "_save", full_disk)
+    for _ in range(2):
+        assert main(["import", str(FOLDER / "qwen3"), str(tmp_path / "run")]) == 2
+        assert capsys.readouterr().err == f"python -m jaxtp.convert: error: {tmp_path}/run: No space left on device\n"
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.journey

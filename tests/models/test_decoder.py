@@ -10,6 +10,7 @@ from flax import nnx
 from support import assert_close, random_weights, without_mesh
 
 import jaxtp
+from jaxtp.config import ConfigError
 
 PLAIN = jaxtp.ModelConfig(
     vocab_size=32, d_model=16, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, d_ff=24, norm_eps=1e-3
@@ -100,3 +101,36 @@ def test_initial_weights_are_the_same_on_every_mesh():
     one, many = create(jaxtp.make_mesh()), create(jaxtp.make_mesh(2, 2, 2))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"d_model": 0}, "d_model = 0: should be greater"),
+        ({"num_layers": -1}, "num_layers = -1"),
+        ({"head_dim": 7}, "head_dim = 7"),
+        ({"num_kv_heads": 3}, "num_heads=4 is not divisible by model.num_kv_heads=3; num_kv_heads can be 1, 2, 4"),
+        ({"qk_norm": "rms"}, "qk_norm = 'rms'"),
+        ({"attention": "flash"}, "attention = 'flash'"),
+        ({"dropout": 1.5}, "dropout = 1.5"),
+        ({"precision": "bfloat16"}, "precision = 'bfloat16'"),
+        ({"precision": jaxtp.Precision(param="float16")}, "precision.param = 'float16'"),
+        ({"lora": jaxtp.LoraConfig(rank=-1)}, "lora.rank = -1"),
+        ({"lora": jaxtp.LoraConfig(rank=2, targets=("query",))}, r"lora.targets.0 = 'query'"),
+    ],
+    ids=str,
+)
+def test_a_configuration_that_cannot_be_is_refused_in_python_too(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxtp.Decoder(dataclasses.replace(PLAIN, **changes), rngs=nnx.Rngs(0))
+
+
+def test_what_is_no_configuration_is_refused():
+    with pytest.raises(ConfigError, match="of a ModelConfig, not of 'small'"):
+        jaxtp.Decoder("small", rngs=nnx.Rngs(0))
+
+
+def test_a_model_that_does_not_fit_the_mesh_is_refused_with_what_does():
+    message = r"num_heads=4 is not divisible by mesh.tp=8; tp can be 1, 2, 4"
+    with jax.set_mesh(jaxtp.make_mesh(tp=8)), pytest.raises(ConfigError, match=message):
+        jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))

@@ -20,6 +20,7 @@ from jaxtp.train.__main__ import main
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.folder import RunFolderError
 from jaxtp.train.optimizer import learning_rate
+from jaxtp.train.profiling import Profiler
 from jaxtp.train.timing import Timing
 from jaxtp.train.trackers import Tracked, Trackers, _identity
 from jaxtp.train.utilization import describe_peak, flops_per_token, memory_record, peak_flops
@@ -278,3 +279,17 @@ def test_a_tracker_that_is_not_installed_names_its_extra(monkeypatch, command, c
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "aim" else find(name))
     assert main([*command, "--metrics.trackers", "aim"]) == 2
     assert "metrics.trackers: aim is not installed; pip install 'jaxtp[aim]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("failing", ["start_trace", "stop_trace"])
+def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(failing, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    for name in ("start_trace", "stop_trace"):
+        monkeypatch.setattr(jax.profiler, name, fail if name == failing else lambda *args, **kwargs: None)
+    profiler = Profiler(tmp_path, 1, 2)
+    profiler.start()
+    assert profiler.tracing
+    assert profiler.stop(None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
+    profiler.close()
