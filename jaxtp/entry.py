@@ -38,7 +38,7 @@ def attempt(
     Args:
       program: how it is called, for messages on stderr.
       action: gives an exit code, or None for 0.
-      mistakes: the errors that a user can put right: exit code 2, as for a full disk.
+      mistakes: the errors that a user can put right: exit code 2, as for a full disk and a file that cannot be used.
       interrupted: said after Ctrl-C: exit code 130.
     """
     try:
@@ -51,9 +51,11 @@ def attempt(
     except OSError as error:
         if error.filename == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
             return _end_by_closed_pipe()
-        if error.filename != STANDARD_OUTPUT and error.errno not in _FULL:
-            raise
-        return fail(program, f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}")
+        if not error.filename and error.errno not in _FULL:
+            raise  # of no file, so nothing that a user can put right
+        from jaxtp.reading import shown  # by now the libraries are imported
+
+        return fail(program, f"{shown(error.filename)}: {error.strerror}" if error.filename else f"{error.strerror}")
 
 
 def fail(program: str, error: Exception | str) -> int:

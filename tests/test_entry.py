@@ -13,8 +13,13 @@ import pytest
 
 from jaxtp import entry
 from jaxtp.__main__ import commands
+from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.config import ConfigError
+from jaxtp.convert.__main__ import main as convert
 from jaxtp.files import write_json
+from jaxtp.generate.__main__ import main as generate
+from jaxtp.prepare.__main__ import main as prepare
+from jaxtp.train.__main__ import main as train
 
 COMMANDS = [command.rpartition(" ")[2] for command, _ in commands()]
 MAINS = sorted((Path(__file__).parent.parent / "jaxtp").rglob("__main__.py"))
@@ -42,6 +47,30 @@ def test_a_full_disk_under_standard_output_is_a_mistake(capsys):
         assert entry.attempt("program", action, ()) == 2
         output.flush()  # what is left in the buffer is silent, as it must be when the interpreter ends
     assert capsys.readouterr().err == "program: error: standard output: No space left on device\n"
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    ("main", "flags"),
+    [
+        (checkpoint, f"inspect {LONG}"),
+        (convert, f"export {LONG} out"),
+        (convert, f"import {LONG} out"),
+        (convert, f"plan {LONG}"),
+        (generate, f"--model {LONG} --prompt a"),
+        (train, f"--data.path {LONG}"),
+        (train, f"--run.dir {LONG}"),
+        (prepare, f"{LONG} --out out"),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_line(main, flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(flags.split()) == 2
+    error = capsys.readouterr().err
+    assert "File name too long" in error or "no such folder" in error
+    assert error.count("\n") == 1
 
 
 def test_errors_of_standard_output_keep_their_class():

@@ -132,9 +132,12 @@ class Generator:
 
         Raises:
           ConfigError: settings that cannot be.
-          GenerationError: a prompt without tokens or with such that the model lacks; logits that are not finite.
+          GenerationError: a text in place of a list of them, a prompt without tokens or with such that the model lacks;
+            logits that are not finite.
         """
         check(settings)
+        if isinstance(prompts, str):
+            raise GenerationError(f"prompts is one text; for one prompt give [{prompts[:20]!r}]")
         rows = [
             Row(index, ids, self.tokenizer, settings, self.end_ids, self._context)
             for index, ids in self._encode(prompts)

@@ -9,6 +9,7 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.config import ConfigError
 from jaxtp.layers.lora import TARGETS, LoraConfig, LoraParam, Target
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import ModelConfig
@@ -52,7 +53,14 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
       model: without adapters, on the mesh in context or on one device without one.
       lora: their rank, and where they are.
       seed: of what is random in them.
+
+    Raises:
+      ConfigError: the model has adapters, which would be lost, or there would be none.
     """
+    if model.config.lora.rank:
+        raise ConfigError("the model has adapters already; add them to their kernels by merge_adapters first")
+    if not (lora.rank and lora.targets):
+        raise ConfigError(f"lora.rank={lora.rank} and lora.targets={lora.targets} are no adapters; rank=8 is usual")
     config = replace(model.config, lora=lora)
     graph, abstract = abstract_decoder(config)
     own = nnx.filter_state(abstract, LoraParam)

@@ -190,6 +190,7 @@ def test_nothing_to_do():
 
 
 REFUSED = {
+    "one text": ("ab", {}, GenerationError, r"prompts is one text; for one prompt give \['ab'\]"),
     "empty": (["a", ""], {}, GenerationError, "prompt 1 is empty"),
     "not the model's token": ([[1, 300]], {}, GenerationError, "token 300, and the model has those from 0 to 258"),
     "not text": (["\udcff"], {}, GenerationError, "prompt 0 is not UTF-8"),

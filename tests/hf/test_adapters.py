@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from support import sweep
 
 import jaxtp
+from jaxtp.config import ConfigError
 from jaxtp.layers.lora import LoraConfig, LoraParam
 
 PLAIN = jaxtp.ModelConfig(vocab_size=37, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
@@ -92,6 +93,15 @@ def test_the_other_function_is_named(tmp_path):
     with pytest.raises(jaxtp.HFError, match="save_hf"):
         jaxtp.save_peft(jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0)), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_adapters_are_not_replaced_and_are_some(folders):
+    adapted = jaxtp.add_adapters(jaxtp.load_hf(folders[0] / "base"), LORA)
+    with pytest.raises(ConfigError, match="has adapters already; add them to their kernels by merge_adapters"):
+        jaxtp.add_adapters(adapted, LORA)
+    for nothing in (LoraConfig(rank=0), LoraConfig(rank=2, targets=())):
+        with pytest.raises(ConfigError, match="are no adapters"):
+            jaxtp.add_adapters(jaxtp.load_hf(folders[0] / "base"), nothing)
 
 
 def test_what_the_import_cannot_be_told(folders):
