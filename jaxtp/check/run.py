@@ -96,7 +96,7 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
         if (count := mesh[0] * mesh[1] * mesh[2]) > MAX_DEVICES:
             raise ConfigError(
                 f"--mesh {text}: {describe_mesh(sizes)} is {count} devices, and a check runs on at most {MAX_DEVICES} "
-                "virtual ones; shrink dp or fsdp, whose size changes nothing in kind"
+                "virtual ones; a larger dp or fsdp than 2 changes nothing in kind"
             )
         if problems := list(violations(config.model, sizes, fixed=config.run.init_from is not None)):
             raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))

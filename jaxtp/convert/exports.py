@@ -12,11 +12,12 @@ from jaxtp.config import expand
 from jaxtp.convert.config import Export
 from jaxtp.convert.imports import IMPORTED
 from jaxtp.convert.progress import progress
+from jaxtp.data.companions import LONGEST
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.kept import has_tokenizer, kept_files
 from jaxtp.hf.peft import save_peft
 from jaxtp.hf.runs import BASE, load_adapted, load_adapters, load_merged, model_of
-from jaxtp.hf.save import save_hf
+from jaxtp.hf.save import carried, save_hf
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.models.config import ModelConfig
 
@@ -48,10 +49,17 @@ def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], confi
         expand(command.out),
         family=command.family,
         tokenizer_from=_tokenizer(command, checkpoint, info),
+        attributes=_attributes(checkpoint, info),
         dtype=command.dtype or info.get(IMPORTED, {}).get("dtype"),
         max_shard_size=command.max_shard_size,
         progress=progress("written"),
     )
+
+
+def _attributes(checkpoint: Path, info: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says beside what a model computes: as the model came, or the length that it was trained for."""
+    kept = kept_files(checkpoint)
+    return carried(kept) if kept is not None else {LONGEST: info["config"]["data"]["sequence_length"]}
 
 
 def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:

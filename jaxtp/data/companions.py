@@ -9,6 +9,8 @@ from jaxtp.reading import MAX_JSON, inside, parse_json, read_bytes, shown
 
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
+LONGEST = "max_position_embeddings"
+"""The attribute of a config.json that says how many tokens a model was made for."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MAX_TEMPLATE = 2**20
 """Bytes; the longest have some 20,000."""
@@ -54,7 +56,7 @@ def context(path: Path) -> int | None:
     Raises:
       CompanionError: the file is damaged, or that is no number of tokens.
     """
-    longest = read(path).get("max_position_embeddings")
+    longest = read(path).get(LONGEST)
     if longest is not None and (type(longest) is not int or longest < 1):
         raise CompanionError(
             f"{path}: max_position_embeddings = {str(longest)[:100]}: should be a whole number, 1 or more"

@@ -31,7 +31,7 @@ from jaxtp.hardware_file import MAX_DEVICES, parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
 from jaxtp.train.config import MeshConfig, TrainConfig, training_of, violations_on
-from jaxtp.train.defaults import fit
+from jaxtp.train.defaults import RUN_DIR, fit
 from jaxtp.train.place import Place
 
 WIDTH = 110
@@ -68,7 +68,9 @@ def main(argv: Sequence[str]) -> int:
 def _fit(asked: EstimateConfig, given: Set[str]) -> tuple[EstimateConfig, list[str]]:
     """Returns the configuration as a run on that hardware would have it, and the defaults that it chooses."""
     hardware, count = parse(asked.hardware)
-    return fit(asked, given, Place(count, min(count, hardware.domain), bfloat16=True, kind=hardware.name))
+    place = Place(count, min(count, hardware.domain), bfloat16=True, kind=hardware.name)
+    config, notes = fit(asked, given, place)
+    return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
 
 
 def _estimate(asked: EstimateConfig, chosen: Sequence[str]) -> int:

@@ -30,6 +30,7 @@ def save_hf(
     *,
     family: str | None = None,
     tokenizer_from: str | Path | None = None,
+    attributes: Mapping[str, Any] | None = None,
     dtype: DType | None = None,
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
@@ -43,6 +44,7 @@ def save_hf(
       path: a folder that is not there yet, or is empty.
       family: `model_type`; by default the first of the supported ones that can be this model.
       tokenizer_from: a folder whose tokenizer files are copied, with the ids of special tokens in its config.json.
+      attributes: others for config.json, such as max_position_embeddings, where nothing else says them.
       dtype: of the tensors; by default that of the parameters. What was loaded in it comes out bit by bit.
       max_shard_size: bytes in a file, or such as "5GB"; a tensor is never split.
       progress: called as bytes are written.
@@ -54,7 +56,7 @@ def save_hf(
     if config.lora.rank:
         raise HFError("the model has adapters; write them by save_peft, or all of it by save_hf(merge_adapters(model))")
     chosen, stored_as = choose_family(config, family), dtype or config.precision.param
-    attributes = write_attributes(config, chosen, stored_as) | _carried(tokenizer_from)
+    described = {**(attributes or {}), **write_attributes(config, chosen, stored_as), **carried(tokenizer_from)}
     copied = {} if tokenizer_from is None else tokenizer_files(Path(tokenizer_from))
     variables = named_variables(nnx.state(model, nnx.Param))
     tensors = {place.theirs: place for place in places(variables, chosen)}
@@ -69,7 +71,7 @@ def save_hf(
             write_file(folder / name, layout, gather)
         if list(shards) != [WEIGHTS]:
             write_json(folder / INDEX, _index(shards))
-        write_json(folder / CONFIG, attributes)
+        write_json(folder / CONFIG, described)
         for file, content in copied.items():
             (folder / file).write_bytes(content)
 
@@ -107,8 +109,8 @@ def _parse_size(size: int | str) -> int:
     return int(match[1]) * _UNITS.get(match[2], 1)
 
 
-def _carried(source: str | Path | None) -> dict[str, Any]:
-    """Ids of special tokens and the like, if the folder has a model's config.json."""
+def carried(source: str | Path | None) -> dict[str, Any]:
+    """Returns the attributes of a folder's config.json that describe no computation, such as ids of special tokens."""
     if source is None or not os.path.lexists(Path(source) / CONFIG):
         return {}
     attributes = read_attributes(Path(source))

@@ -265,7 +265,7 @@ def _read_table(source: Source, start: int, fields: Fields) -> Iterator[Event]:
 
 def _too_large(source: Source) -> str:
     limit = source.limits.document
-    return f"more than {limit:,} bytes; a larger --max-document-bytes reads it, --on-error skip leaves it out"
+    return f"more than {limit:,} bytes; a larger --max-document-bytes reads it"
 
 
 def _no_rows(source: Source) -> Problem:

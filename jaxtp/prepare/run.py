@@ -216,8 +216,8 @@ class _Work:
         done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
         skip = "the same command with --on-error skip leaves out what cannot be read"
         if self._state.position.item:  # the beginning of this file is done, and must stay as it is
-            return f"Documents before it: {done:,}, done. Then {skip}, and goes on; a mended file needs --overwrite"
-        return f"Documents before it: {done:,}, done. The same command goes on when that is mended; {skip}"
+            return f"{done:,} documents before it are done. {skip}, and goes on; a mended file needs --overwrite"
+        return f"{done:,} documents before it are done. When it is mended the same command goes on; {skip}"
 
     def _describe_position(self) -> str:
         source, item = self._state.position

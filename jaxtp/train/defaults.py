@@ -11,6 +11,7 @@ from typing import Any, TypeVar, get_args
 
 from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
 from jaxtp.config import changed
+from jaxtp.data.companions import LONGEST
 from jaxtp.hf.attributes import stored_dtype
 from jaxtp.hf.folder import read_attributes
 from jaxtp.hf.runs import model_of
@@ -120,7 +121,9 @@ def _of_model(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterator
     elif _has_model(config):
         yield _learning_rate(config, begun)
         warmup = round(WARMUP * config.train.steps)
-        yield Choice(WARMUP_STEPS, warmup, f"{WARMUP:.0%} of {config.train.steps} steps; a trained model needs no more")
+        yield Choice(
+            WARMUP_STEPS, warmup, f"{WARMUP:.0%} of {config.train.steps} steps, rounded; a trained model needs no more"
+        )
         yield _sequence_length(config, begun)
 
 
@@ -150,7 +153,8 @@ def _learning_rate(config: TrainConfig, begun: Mapping[str, Any] | None) -> Choi
         rate, reason = ADAPTER_RATE, "usual for adapters"
     elif begun is not None:
         peak = _value(begun, LEARNING_RATE) / (LION if _value(begun, "optimizer.name") == "lion" else 1)
-        rate, reason = max(peak / 10, min(peak, RATE)), f"at its peak the rate of {config.run.init_from} was {peak:.3g}"
+        rate = max(peak / 10, min(peak, RATE))
+        reason = f"a tenth of the peak of {config.run.init_from}, {peak:.3g}, but no less than {RATE:.0e} or that peak"
     if config.optimizer.name == "lion":
         rate, reason = rate * LION, f"{reason}, and a third of it for lion"
     return Choice(LEARNING_RATE, float(f"{rate:.2g}"), reason)
@@ -159,7 +163,7 @@ def _learning_rate(config: TrainConfig, begun: Mapping[str, Any] | None) -> Choi
 def _sequence_length(config: TrainConfig, begun: Mapping[str, Any] | None) -> Choice:
     if begun is not None:
         return Choice(SEQUENCE_LENGTH, _value(begun, SEQUENCE_LENGTH), f"as {config.run.init_from} was trained")
-    reach = read_attributes(Path(str(config.model.from_hf))).get("max_position_embeddings")
+    reach = read_attributes(Path(str(config.model.from_hf))).get(LONGEST)
     if type(reach) is not int or reach < 1:
         return Choice(
             SEQUENCE_LENGTH, config.data.sequence_length, "the model does not say how many it was trained for"

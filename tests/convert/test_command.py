@@ -5,11 +5,13 @@ import json
 import shutil
 
 import pytest
+from flax import nnx
 from hf_reference import FOLDER
 
+import jaxtp
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.checkpoint.safetensors import read_header
-from jaxtp.convert import imports
+from jaxtp.convert import exports, imports
 from jaxtp.convert.__main__ import main
 from jaxtp.train.__main__ import main as train
 
@@ -40,6 +42,19 @@ def test_in_and_out_bit_by_bit(imported, tmp_path):
         2,
         512,
     )
+
+
+def test_what_says_nothing_of_the_computation_goes_out_again(imported, tmp_path):
+    """Without a tokenizer too; a model that was trained from the start was made for what it was trained on."""
+    info = {"config": {"data": {"sequence_length": 96}}}
+    (tmp_path / "run/hf").mkdir(parents=True)
+    shutil.copy(FOLDER / "qwen3/config.json", tmp_path / "run/hf")
+    kept = exports._attributes(tmp_path / "run/checkpoints/1", info)
+    assert (kept["eos_token_id"], kept["max_position_embeddings"]) == (2, 512)
+    assert exports._attributes(tmp_path / "other/checkpoints/1", info) == {"max_position_embeddings": 96}
+    model = jaxtp.Decoder(jaxtp.ModelConfig(vocab_size=8, d_model=4, num_layers=1, d_ff=4), rngs=nnx.Rngs(0))
+    jaxtp.save_hf(model, tmp_path / "out", attributes=kept)
+    assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 512
 
 
 def test_the_run_can_be_inspected_and_verified(imported, capsys):

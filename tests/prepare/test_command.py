@@ -201,7 +201,7 @@ def test_stopped_by_a_bad_file_it_goes_on_where_it_is_mended(tmp_path, capsys, m
     error = refused(capsys, folder, "--out", tmp_path / "d", "--dedup")
     assert "40.txt: not UTF-8" in error
     count = len(set(TEXTS[:40]))
-    assert f"Documents before it: {count}, done" in error
+    assert f"{count} documents before it are done" in error
     (folder / "40.txt").write_text("mended")
     (folder / "60.txt").write_text("added")
     resumed = prepared(tmp_path / "d", folder, "--dedup")
