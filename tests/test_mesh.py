@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp.mesh import MeshError, current_mesh, fitting_meshes, mesh_sizes, request_virtual_devices
+from jaxtp.mesh import MeshError, current_mesh, fitting_meshes, mesh_sizes, parse_mesh, request_virtual_devices
 
 
 class FakeGPU:
@@ -70,7 +70,7 @@ def test_more_virtual_devices_than_are_made_are_refused_for_their_number():
 
 def test_of_many_meshes_some_are_listed_those_of_powers_of_two_first():
     with pytest.raises(MeshError, match=r"\(dp, fsdp, tp\): \(\d+, \d+, 1\), .*, \.\.\.$") as error:
-        jaxtp.make_mesh(tp=999, devices=[FakeGPU()] * 720)
+        jaxtp.make_mesh(tp=999, devices=[FakeGPU() for _ in range(720)])
     assert len(str(error.value)) < 400
 
 
@@ -113,3 +113,10 @@ def test_no_more_virtual_devices_are_asked_for_than_can_be_had(monkeypatch):
     request_virtual_devices(8)
     request_virtual_devices(10**9)
     assert asked == [8]
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "9" * 5000])
+def test_a_size_that_no_mesh_has_is_one_short_error(size):
+    with pytest.raises(MeshError, match=r"is not a number of devices: 1, 2, ...$") as error:
+        parse_mesh(f"tp={size}")
+    assert len(str(error.value)) < 300

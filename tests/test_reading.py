@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
 
-from jaxtp import hardware
+from jaxtp import hardware_file
 from jaxtp.config import ConfigError, from_yaml, load, to_plain
+from jaxtp.hardware import Hardware
 from jaxtp.reading import MAX_YAML, inside, parse_json, read_bytes, shown
 from jaxtp.train.config import TrainConfig
 
@@ -67,7 +68,9 @@ ABSURD = {
 }
 
 
-@pytest.mark.parametrize("read", [lambda path: from_yaml(TrainConfig, path), hardware.read], ids=["config", "hardware"])
+@pytest.mark.parametrize(
+    "read", [lambda path: from_yaml(TrainConfig, path), hardware_file.read], ids=["config", "hardware"]
+)
 @pytest.mark.parametrize("name", ABSURD)
 def test_absurd_yaml_is_one_error(name, read, tmp_path):
     text, message = ABSURD[name]
@@ -108,7 +111,9 @@ def link_to(target):
     ],
     ids=["folder", "pipe", "device", "loop", "nothing"],
 )
-@pytest.mark.parametrize("read", [lambda path: from_yaml(TrainConfig, path), hardware.read], ids=["config", "hardware"])
+@pytest.mark.parametrize(
+    "read", [lambda path: from_yaml(TrainConfig, path), hardware_file.read], ids=["config", "hardware"]
+)
 def test_what_is_no_file_is_one_error(make, message, read, tmp_path):
     make(tmp_path / "c.yaml")
     with pytest.raises(ConfigError, match=message):
@@ -143,6 +148,12 @@ def test_files_cannot_include_each_other_for_ever(tmp_path):
         from_yaml(TrainConfig, tmp_path / "a.yaml")
 
 
+def test_a_path_with_a_null_byte_is_one_error(tmp_path):
+    (tmp_path / "c.yaml").write_text('data: {path: "a\\0b"}\n')
+    with pytest.raises(ConfigError, match=r"data.path = .*: should be a path, and holds a null byte"):
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+
+
 def test_nobodys_home_is_one_error(tmp_path):
     (tmp_path / "c.yaml").write_text("data: {path: ~nobody-of-that-name/x}\n")
     with pytest.raises(
@@ -167,7 +178,7 @@ def check_configuration(values, path):
 
 def check_hardware(values, path):
     path.write_text(yaml.safe_dump(values))
-    gives_one_of(hardware.Hardware, ConfigError, lambda: hardware.read(path))
+    gives_one_of(Hardware, ConfigError, lambda: hardware_file.read(path))
 
 
 @examples(30)
@@ -190,7 +201,7 @@ TOKENS = st.lists(st.sampled_from(WORDS), max_size=25).map("".join)
 def check_text(text, path):
     path.write_text(text)
     gives_one_of(TrainConfig, ConfigError, lambda: from_yaml(TrainConfig, path))
-    gives_one_of(hardware.Hardware, ConfigError, lambda: hardware.read(path))
+    gives_one_of(Hardware, ConfigError, lambda: hardware_file.read(path))
 
 
 @examples(100)
@@ -216,6 +227,7 @@ def test_many_structures_and_tokens(configuration, device, text, tmp_path):
         (b'{"a": ' + b"9" * 10_000 + b"}", "an integer of 10,000 digits"),
         (b'{"a": -1' + b"0" * 400 + b"}", "an integer of 402 digits"),
         (b'{"a": 1, "a": 2}', "the key 'a' is there twice"),
+        (b"{" + b",".join(b'"%d": 0' % i for i in [*range(100_000), 99_999]) + b"}", "the key '99999' is there twice"),
         (b'{"\\ud800": 1}', "half of a surrogate pair"),
         (b'{"a": "\xff"}', "is not JSON"),
         (b"{" + b"," * 2**23, "values, too many to be real"),
