@@ -23,6 +23,8 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_UNREACHABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP)
+"""Errors of a path that is somebody else's or none at all: looking whether it is there already raises them."""
 
 
 def attempt(
@@ -38,7 +40,7 @@ def attempt(
     Args:
       program: how it is called, for messages on stderr.
       action: gives an exit code, or None for 0.
-      mistakes: the errors that a user can put right: exit code 2, as for a full disk.
+      mistakes: the errors that a user can put right: exit code 2, as for a full disk or a path without permission.
       interrupted: said after Ctrl-C: exit code 130.
     """
     try:
@@ -51,7 +53,8 @@ def attempt(
     except OSError as error:
         if error.filename == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
             return _end_by_closed_pipe()
-        if error.filename != STANDARD_OUTPUT and error.errno not in _FULL:
+        is_of_path = error.filename is not None and error.errno in _UNREACHABLE
+        if error.filename != STANDARD_OUTPUT and error.errno not in _FULL and not is_of_path:
             raise
         return fail(program, f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}")
 
