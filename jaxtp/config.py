@@ -53,8 +53,10 @@ def expand(path: Path) -> Path:
     """Returns a path that may begin with ~ as one that does not.
 
     Raises:
-      ConfigError: it begins with the name of a user that there is not.
+      ConfigError: it begins with the name of a user that there is not, or holds a null byte, as no path does.
     """
+    if "\0" in str(path):
+        raise ConfigError("should be a path, and holds a null byte")
     try:
         return path.expanduser()
     except RuntimeError:

@@ -25,6 +25,8 @@ MAX_VIRTUAL_DEVICES = 1024
 """So many take a second to make, and share the machine's cores."""
 MAX_LISTED = 12
 """Meshes in a message."""
+_MAX_DIGITS = 100
+"""Of a size in a command line."""
 
 
 class MeshError(ValueError):
@@ -148,8 +150,8 @@ def parse_mesh(text: str) -> dict[str, int]:
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in AXES:
             raise MeshError(f"--mesh {text}: {axis!r} is not an axis; they are {', '.join(AXES)}, as in fsdp=2,tp=4")
-        if not size.isdecimal() or int(size) < 1:
-            raise MeshError(f"--mesh {text}: {axis}={size} is not a number of devices: 1, 2, ...")
+        if not size.isdecimal() or len(size) > _MAX_DIGITS or int(size) < 1:
+            raise MeshError(f"--mesh {text[:100]}: {axis}={size[:100]} is not a number of devices: 1, 2, ...")
         if axis in sizes:
             raise MeshError(f"--mesh {text}: {axis} is there twice; write two meshes as --mesh tp=2 tp=4")
         sizes[axis] = int(size)

@@ -219,10 +219,11 @@ def _is_blob(real: Path) -> bool:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for index, (name, _) in enumerate(pairs) if name in {key for key, _ in pairs[:index]})
-        raise ValueError(f"is no file of its kind: the key {shown(twice)!r} is there twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"is no file of its kind: the key {shown(name)!r} is there twice")
+        found[name] = value
     return found
 
 

@@ -93,6 +93,15 @@ def test_a_full_disk_under_a_file_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == "program: error: File too large\n"
 
 
+@pytest.mark.parametrize("path", ["x" * 300, "loop/model"])
+def test_a_path_that_cannot_be_looked_up_is_one_line(path, tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    assert entry.attempt("program", lambda: (tmp_path / path).stat() and None, ()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"program: error: {tmp_path / path}: ")
+    assert said.count("\n") == 1
+
+
 def test_a_full_disk_under_a_report_names_its_flag():
     with pytest.raises(ConfigError, match="--json /dev/full: No space left on device; name another file"):
         write_json("--json", Path("/dev/full"), {"numbers": [1, 2]})

@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp.mesh import MeshError, current_mesh, fitting_meshes, mesh_sizes, request_virtual_devices
+from jaxtp.mesh import MeshError, current_mesh, fitting_meshes, mesh_sizes, parse_mesh, request_virtual_devices
 
 
 class FakeGPU:
@@ -136,3 +136,10 @@ def test_a_size_that_is_no_size_is_named(layer, size):
 def test_sizes_of_numpy_are_sizes():
     column = jaxtp.ColumnParallelLinear(np.int64(4), np.int64(8), rngs=nnx.Rngs(0))
     assert column(np.ones((2, 3, 4), np.float32)).shape == (2, 3, 8)
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "9" * 5000])
+def test_a_size_that_no_mesh_has_is_one_short_error(size):
+    with pytest.raises(MeshError, match=r"is not a number of devices: 1, 2, ...$") as error:
+        parse_mesh(f"tp={size}")
+    assert len(str(error.value)) < 300

@@ -153,6 +153,12 @@ def test_files_cannot_include_each_other_for_ever(tmp_path):
         from_yaml(TrainConfig, tmp_path / "a.yaml")
 
 
+def test_a_path_with_a_null_byte_is_one_error(tmp_path):
+    (tmp_path / "c.yaml").write_text('data: {path: "a\\0b"}\n')
+    with pytest.raises(ConfigError, match=r"data.path = .*: should be a path, and holds a null byte"):
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+
+
 def test_nobodys_home_is_one_error(tmp_path):
     (tmp_path / "c.yaml").write_text("data: {path: ~nobody-of-that-name/x}\n")
     with pytest.raises(
@@ -226,6 +232,7 @@ def test_many_structures_and_tokens(configuration, device, text, tmp_path):
         (b'{"a": ' + b"9" * 10_000 + b"}", "an integer of 10,000 digits"),
         (b'{"a": -1' + b"0" * 400 + b"}", "an integer of 402 digits"),
         (b'{"a": 1, "a": 2}', "the key 'a' is there twice"),
+        (b"{" + b",".join(b'"%d": 0' % i for i in [*range(100_000), 99_999]) + b"}", "the key '99999' is there twice"),
         (b'{"\\ud800": 1}', "half of a surrogate pair"),
         (b'{"a": "\xff"}', "is not JSON"),
         (b"{" + b"," * 2**23, "values, too many to be real"),

@@ -89,7 +89,7 @@ class Measured:
         return sum(one.flops for one in taken) / sum(one.seconds for one in taken) / self.place.peak
 
     def hardware_file(self) -> str:
-        """A YAML file of the measured fields, that `jaxtp.hardware.read` understands; the place names its hardware.
+        """A YAML file of the measured fields, for `jaxtp.hardware_file.read`; the place names its hardware.
 
         Raises:
           ConfigError: the times of an axis have no line.

@@ -182,13 +182,34 @@ def newest(run: Path) -> Path:
     Raises:
       CheckpointError: there is none.
     """
+    if found := _finished(run):
+        return found[-1]
+    raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
+
+
+def newest_info(run: Path) -> dict[str, Any] | None:
+    """What was stored in the newest checkpoint of a run that can be resumed; None if there is none.
+
+    Raises:
+      CheckpointError: it cannot be read now, which may pass.
+    """
+    for folder in reversed(_finished(run)):
+        try:
+            return stored_info(folder)
+        except DamagedError:
+            continue
+    return None
+
+
+def _finished(run: Path) -> list[Path]:
+    """The folders of the finished checkpoints of a run, oldest first; the folder itself if it is one."""
     if (run / "state").is_dir():
-        return run
+        return [run]
     for folder in (run / "checkpoints", run):
         steps = [int(path.parent.name) for path in folder.glob("*/state") if path.parent.name.isdecimal()]
         if steps:
-            return folder / str(max(steps))
-    raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
+            return [folder / str(step) for step in sorted(steps)]
+    return []
 
 
 def reason(error: Exception) -> str:

@@ -92,8 +92,8 @@ class PrepareConfig:
     """What to do with what cannot be read: stop says what and where, skip counts it and goes on."""
 
     max_document_bytes: Count = 2**26
-    """A larger document, or line of JSONL, cannot be read: each is held in memory, with ten times as much for its
-    tokens."""
+    """A larger document, or line of JSONL, cannot be read, nor a conversation whose answers, with all that is before
+    each, come to more: it is held in memory, with ten times as much for its tokens."""
 
     max_window_bytes: Annotated[int, Field(ge=2**10, le=2**31), allowed("2**10 to 2**31")] = 2**27
     """A .zst file cannot be read that takes more memory to unpack; those made by zstd --long=31 take 2**31."""

@@ -16,7 +16,7 @@ from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.files import write_atomically
 from jaxtp.prepare.config import PrepareConfig
-from jaxtp.prepare.errors import Turn
+from jaxtp.prepare.errors import TooLargeError, Turn
 
 _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
@@ -40,6 +40,7 @@ class Conversations:
         self._tokenizer = tokenizer
         self._rendered = rendered_tokenizer(tokenizer)
         self._tokens = SpecialTokens(self._rendered.tokens, keep=config.special_tokens)
+        self._most = config.max_document_bytes
         self._probe = self.turns(_PROBE)
 
     def turns(self, messages: Any) -> tuple[Turn, ...]:
@@ -47,13 +48,20 @@ class Conversations:
 
         Raises:
           ChatError: it is no conversation, has no answer, or the template refuses it.
+          TooLargeError: the answers and what comes before each of them have too many bytes together.
         """
         escaped = self._tokens.escape(_checked(messages))
         answers = [index for index, message in enumerate(escaped) if message["role"] == ASSISTANT]
         if not answers:
             roles = ", ".join(dict.fromkeys(message["role"] for message in escaped))
             raise ChatError(f"no message has the role {ASSISTANT!r}; there are {roles}")
-        return tuple(self._turn(escaped, index) for index in answers)
+        turns, size = [], 0
+        for index in answers:
+            turns.append(self._turn(escaped, index))
+            size += sum(len((text or "").encode()) for text in turns[-1][:2])
+            if size > self._most:
+                raise TooLargeError
+        return tuple(turns)
 
     def encode(self, turns: Sequence[Turn]) -> list[list[NDArray[Any]]]:
         """The ids of prompt and answer of each turn."""

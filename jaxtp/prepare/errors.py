@@ -16,6 +16,10 @@ class PrepareError(ValueError):
     """A user's mistake or a bad input, complete in its message."""
 
 
+class TooLargeError(ValueError):
+    """A conversation whose documents take more memory together than one document may."""
+
+
 class Turn(NamedTuple):
     """A document of the dataset."""
 

@@ -37,7 +37,8 @@ class Fields:
     text: str
     prompt: str | None = None
     turns: Callable[[Any], tuple[Turn, ...]] | None = None
-    """Makes them of the column, where that is a conversation; raises `ChatError` where it is none."""
+    """Makes them of the column, where that is a conversation; raises `ChatError` where it is none, and `TooLargeError`
+    where its documents would take too much memory."""
 
     @property
     def names(self) -> list[str]:
@@ -167,15 +168,20 @@ def _line(source: Source, number: int, line: bytes, fields: Fields, stream: Stre
     missing = [name for name in fields.names if name not in record]
     if missing:
         return problem(errors.NO_FIELD, _no_field(missing[0], record))
-    return _document([record[name] for name in fields.names], fields, number, done, problem)
+    values = [record[name] for name in fields.names]
+    return _document(source, values, fields, number, done, problem)
 
 
-def _document(values: list[Any], fields: Fields, item: int, done: int, problem: Callable[[str, str], Problem]) -> Event:
+def _document(
+    source: Source, values: list[Any], fields: Fields, item: int, done: int, problem: Callable[[str, str], Problem]
+) -> Event:
     if fields.turns is not None:
         try:
             return Document(fields.turns(values[0]), item, done)
         except ChatError as error:
             return problem(errors.NO_CONVERSATION, f"{fields.text!r}: {error}")
+        except errors.TooLargeError:
+            return problem(errors.TOO_LARGE, f"its answers with all before each: {_too_large(source)}")
     for name, value in zip(fields.names, values, strict=True):
         if not isinstance(value, str):
             return problem(errors.NOT_A_STRING, f"{name!r} is not a string, but {_shown(value)}")
@@ -278,7 +284,7 @@ def _row(source: Source, row: int, values: list[Any], fields: Fields, done: int)
 
     if any(isinstance(value, str) and _is_longer(value, source.limits.document) for value in values):
         return problem(errors.TOO_LARGE, _too_large(source))
-    return _document(values, fields, row, done, problem)
+    return _document(source, values, fields, row, done, problem)
 
 
 def pyarrow_and_parquet() -> tuple[Any, Any]:

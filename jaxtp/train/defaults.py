@@ -4,12 +4,13 @@ The defaults of `TrainConfig` are those of the tiny run, whose rate destroys a t
 fit. What a flag or a YAML file gives is never touched, and a run that goes on keeps what it has.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
+from jaxtp.checkpoint.stored import newest, newest_info, stored_info
 from jaxtp.config import changed
 from jaxtp.data.companions import LONGEST
 from jaxtp.hf.attributes import stored_dtype
@@ -73,7 +74,7 @@ def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple
     check_sizes({axis: getattr(config.mesh, axis) for axis in AXES})
     config = with_model(config)
     config, folder = _with(config, [c for c in _folder(config) if not _is_given(c.setting, given)])
-    before = _stored(config.run.dir) if _has_model(config) else None
+    before = newest_info(config.run.dir) if _has_model(config) else None
     config, chosen = _with(config, [c for c in _of_model(config, before) if not _is_given(c.setting, given)])
     config, others = _with(config, _of_devices(config, given, before, place))
     return config, [str(choice) for choice in folder + chosen + others if choice.reason]
@@ -93,19 +94,11 @@ def _has_model(config: TrainConfig) -> bool:
     return config.model.from_hf is not None or config.run.init_from is not None
 
 
-def _stored(run: Path) -> dict[str, Any] | None:
-    """What the newest checkpoint of a run says of it; None where there is no run to go on with."""
-    try:
-        return stored_info(newest(run))
-    except (CheckpointError, OSError, ValueError):
-        return None
-
-
 def _folder(config: TrainConfig) -> Iterator[Choice]:
     """A folder for runs that begin with this model: the default one is of another."""
     origin = config.model.from_hf or config.run.init_from
     if origin is not None:
-        place = origin.resolve()
+        place = Path(os.path.realpath(origin))  # a link to itself is no error
         name = place.parents[1].name if place.parent.name in ("snapshots", "checkpoints") else place.name
         yield Choice(RUN_DIR, Path("runs") / f"{name}-tuned", f"for runs that begin with {origin}")
 

@@ -9,7 +9,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
+from jaxtp.checkpoint.stored import newest, newest_info, stored_info
 from jaxtp.config import ConfigError, validate
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.files import sha256
@@ -106,11 +106,10 @@ def _goes_on_without(config: TrainConfig) -> bool:
     """Whether the model's folder is gone and not needed: the run has its weights, and its configuration the sizes."""
     if config.model.from_hf is None or config.model.from_hf.exists() or config.model.lora.rank:
         return False
-    try:
-        stored = stored_info(newest(config.run.dir))["config"]["model"]
-    except CheckpointError:
-        return False
-    return validate(ModelConfig, stored, source=str(config.run.dir)) == config.model
+    info = newest_info(config.run.dir)
+    return (
+        info is not None and validate(ModelConfig, info["config"]["model"], source=str(config.run.dir)) == config.model
+    )
 
 
 def keep_files_of_origin(config: TrainConfig) -> None:

@@ -213,3 +213,14 @@ def test_one_can_talk_to_a_run_as_its_data_do(folder, monkeypatch, capsys):
     capsys.readouterr()
     assert generate(["--model", str(folder / "run"), "--chat", "--max-tokens", "2"]) == 0
     assert "prefill" in capsys.readouterr().err
+
+
+def test_a_conversation_whose_documents_take_too_much_memory_is_refused(folder, capsys):
+    """Each answer comes with all before it: in memory a line of many answers is many times as long as in the file."""
+    jsonl(folder / "long.jsonl", [said(*["x" * 50] * 40), said("a", "b")])
+    assert (folder / "long.jsonl").stat().st_size < 5000
+    command = ["--tokenizer", folder / "t", "--messages", "messages", "--max-document-bytes", 5000]
+    error = refused(capsys, folder / "long.jsonl", *command, "--out", folder / "d")
+    assert "line 1: its answers with all before each: more than 5,000 bytes; a larger --max-document-bytes" in error
+    dataset = make(folder, "--max-document-bytes", 5000, "--on-error", "skip", "--held-out", 0, rows="long.jsonl")
+    assert dataset.splits["train"].num_documents == 1

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import SMOL_LM, TEXT, records, smol_lm
 
+from jaxtp.checkpoint import stored
 from jaxtp.config import ConfigError, from_yaml, load_fitted, to_plain
 from jaxtp.convert.__main__ import main as convert
 from jaxtp.data.manifest import TokenizerInfo
@@ -179,6 +180,46 @@ def test_a_run_that_begins_with_a_model_has_a_folder_of_its_own(tmp_path, where,
     assert fit(config, {"run.dir"}, GPUS)[0].run.dir == TrainConfig().run.dir
 
 
+def test_a_run_that_begins_with_a_link_to_itself_is_one_error(tmp_path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(stored.CheckpointError, match="no finished checkpoint there"):
+        fit(TrainConfig(run=RunConfig(init_from=tmp_path / "loop")), set(), GPUS)
+
+
+BEFORE = {
+    "config": {
+        "optimizer": {"learning_rate": 0.25, "warmup_steps": 3},
+        "data": {"sequence_length": 64, "global_batch_size": 8},
+        "model": {"precision": {"compute": "float32"}},
+    },
+    "mesh": {"dp": 1, "fsdp": 1, "tp": 1},
+}
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_keeps_what_the_one_before_it_has(tmp_path, monkeypatch, ask):
+    (tmp_path / "run/checkpoints/20/state").mkdir(parents=True)
+    (tmp_path / "run/checkpoints/10/state").mkdir(parents=True)
+
+    def read(folder):
+        if folder.name == "20":
+            raise stored.DamagedError("damaged")
+        return BEFORE
+
+    monkeypatch.setattr(stored, "stored_info", read)
+    assert ask()[0].optimizer.learning_rate == 0.25
+
+
+def test_a_run_that_cannot_be_read_now_is_not_taken_for_a_new_one(tmp_path, monkeypatch, ask):
+    (tmp_path / "run/checkpoints/20/state").mkdir(parents=True)
+
+    def fail(folder):
+        raise stored.CheckpointError("cannot be read, which may pass")
+
+    monkeypatch.setattr(stored, "stored_info", fail)
+    with pytest.raises(stored.CheckpointError, match="may pass"):
+        ask()
+
+
 def test_a_run_does_not_begin_with_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(origin, "newest", lambda run: run / "checkpoints/60")
     run = RunConfig(dir=tmp_path / "a", init_from=tmp_path / "a")
@@ -226,7 +267,7 @@ def test_a_run_that_goes_on_keeps_what_it_has(ask, model, monkeypatch):
     old = {"learning_rate": 5e-3, "warmup_steps": 20}
     plain = to_plain(begun)
     info = {"config": plain | {"optimizer": plain["optimizer"] | old}, "mesh": {"dp": 1, "fsdp": 2, "tp": 3}}
-    monkeypatch.setattr(defaults, "_stored", lambda run: info)
+    monkeypatch.setattr(defaults, "newest_info", lambda run: info)
     config, notes = ask("--train.steps", "1000", place=GPUS)
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (5e-3, 20)
     assert config.model.precision.compute == "float32", "whatever the devices are now"
