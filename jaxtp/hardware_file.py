@@ -73,7 +73,7 @@ def parse(text: str) -> tuple[Hardware, int]:
 
 
 def _uncounted(text: str) -> ConfigError:
-    """What is wrong with `h100`, `h100x`, `h100x-3` or `h1000`."""
+    """Returns the error for `h100`, `h100x`, `h100x-3` or `h1000`."""
     at = text.lower().rfind("x")
     name, count = text[: max(at, 0)], text[at + 1 :]
     if _is_known(text):

@@ -95,7 +95,7 @@ def turns_in_jaxpr(loop: Any) -> int | None:
 
 
 def _compared(loop: Any, operand: Any) -> Progression | None:
-    """What an operand of a loop's condition is over the turns."""
+    """Returns how an operand of a loop's condition changes over the turns."""
     if (constant := _integer(operand)) is not None:
         return Progression(constant, 0)
     condition, body = loop.params["cond_jaxpr"].jaxpr, loop.params["body_jaxpr"].jaxpr
@@ -110,7 +110,7 @@ def _compared(loop: Any, operand: Any) -> Progression | None:
 
 
 def _step(body: Any, before: Any, after: Any) -> int | None:
-    """What a turn adds to a carried value; None if it is no constant."""
+    """Returns the constant that a turn adds to a carried value; None if there is none."""
     if after is before:
         return 0
     made = _maker(body, after)
@@ -163,7 +163,7 @@ class _Carried:
 def _progression(
     value: int | _Carried | None, around: Sequence[Instruction], loop: Instruction, body: Sequence[Instruction]
 ) -> Progression | None:
-    """What an operand of a loop's condition is over the turns."""
+    """Returns how an operand of a loop's condition changes over the turns."""
     if not isinstance(value, _Carried):
         return None if value is None else Progression(value, 0)
     began, ends = named(around, loop.operands[0][0]), root_of(body)
@@ -174,7 +174,7 @@ def _progression(
 
 
 def _step_in_hlo(body: Sequence[Instruction], operand: Operand, before: _Carried) -> int | None:
-    """What a turn adds to a part of the tuple; None if it is no constant."""
+    """Returns the constant that a turn adds to a part of the tuple; None if there is none."""
     if _value(body, operand) == before:
         return 0
     made = named(body, operand[0])
@@ -189,7 +189,7 @@ def _step_in_hlo(body: Sequence[Instruction], operand: Operand, before: _Carried
 
 
 def _value(computation: Sequence[Instruction], operand: Operand) -> int | _Carried | None:
-    """What an operand stands for, if it is a constant or a part of the carried tuple."""
+    """Returns the constant or the part of the carried tuple that an operand stands for, if it is one."""
     name, part = operand
     made = named(computation, name)
     if made is None:

@@ -47,7 +47,7 @@ class Instruction:
 
     @cached_property
     def operands(self) -> list[Operand]:
-        """What it reads, in order."""
+        """Names of the instructions that it reads, in order."""
         found = re.findall(r"%([\w.\-]+)(?:#(\d+))?", self.rest.split(")")[0])
         return [(name, int(part) if part else None) for name, part in found]
 

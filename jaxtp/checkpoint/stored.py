@@ -188,7 +188,7 @@ def newest(run: Path) -> Path:
 
 
 def newest_info(run: Path) -> dict[str, Any] | None:
-    """What was stored in the newest checkpoint of a run that can be resumed; None if there is none.
+    """Returns the description in the newest checkpoint of a run that can be resumed; None if there is none.
 
     Raises:
       CheckpointError: it cannot be read now, which may pass.
@@ -213,6 +213,6 @@ def _finished(run: Path) -> list[Path]:
 
 
 def reason(error: Exception) -> str:
-    """What an error of Orbax or TensorStore says, in one line."""
+    """Returns the message of an error of Orbax or TensorStore in one line."""
     text = str(error).split("See full TensorStore details")[0].strip()
     return text.splitlines()[0][:400] if text else type(error).__name__

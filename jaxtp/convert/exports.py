@@ -57,7 +57,7 @@ def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], confi
 
 
 def _attributes(checkpoint: Path, info: dict[str, Any]) -> dict[str, Any]:
-    """What config.json says beside what a model computes: as the model came, or the length that it was trained for."""
+    """Returns the attributes of config.json that describe no computation: as the model came, or its trained length."""
     kept = kept_files(checkpoint)
     return carried(kept) if kept is not None else {LONGEST: info["config"]["data"]["sequence_length"]}
 

@@ -71,7 +71,7 @@ class Corpus:
 
     @property
     def loss_tokens(self) -> int | None:
-        """Of those, how many the loss counts; None where that is all but the first of each document."""
+        """Number of tokens that the loss counts; None where that is all but the first of each document."""
         if not any(source.train.has_prompts for source in self.sources):
             return None
         return sum(source.train.num_loss_tokens for source in self.sources)

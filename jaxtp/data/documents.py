@@ -23,7 +23,7 @@ class Documents(Protocol):
 
     @property
     def num_loss_tokens(self) -> int:
-        """Of those, how many the loss counts: without prompts, and without first tokens, which follow nothing."""
+        """Number of tokens that the loss counts: without prompts, and without first tokens, which follow nothing."""
 
     @property
     def has_prompts(self) -> bool:

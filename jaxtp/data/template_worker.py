@@ -31,7 +31,7 @@ _SHOWN = 300
 
 
 class RefusedError(Exception):
-    """What a template raises itself."""
+    """Raised by a template itself."""
 
 
 def main(memory: int, characters: int) -> None:

@@ -44,7 +44,7 @@ Run = tuple[TrainConfig, Target]
 
 @dataclass(frozen=True)
 class Change:
-    """What costs nothing but a setting, or little."""
+    """A change that costs nothing but a setting, or little."""
 
     flags: str
     meaning: str

@@ -74,7 +74,7 @@ class Listener:
 
 
 def opening(system: str | None) -> list[Message]:
-    """What a conversation begins with: what the model is told, if it is told anything."""
+    """Returns the messages before the first turn: the system message, if there is one."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 

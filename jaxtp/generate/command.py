@@ -70,7 +70,7 @@ def run(config: GenerateConfig, folder: Path) -> None:
 
 
 def _listener(config: GenerateConfig, source: Source) -> Listener:
-    """What hears the conversation; a template that refuses the beginning is found before the weights are read."""
+    """Returns the listener of a chat; a template that refuses its beginning is found before the weights are read."""
     listener = Listener(source.tokenizer, _template(config, source), special_tokens=config.special_tokens)
     listener.ids([*opening(config.system), {"role": "user", "content": "a"}])
     return listener

@@ -55,7 +55,7 @@ def check(settings: GenerationSettings) -> None:
 def contradictions(
     settings: GenerationSettings, spelled: Callable[[str, object], str] = lambda name, value: f"{name}={value}"
 ) -> Iterator[str]:
-    """What would have no effect, or end everything.
+    """Yields each setting that would have no effect, or end everything.
 
     Args:
       settings: each of which can be.

@@ -157,7 +157,7 @@ def _not_understood(attributes: Mapping[str, Any], family: Family, ignored: Coll
 
 
 def _not_ignored(attributes: Mapping[str, Any], family: Family, ignored: Collection[str]) -> Iterator[str]:
-    """What is wrong with attributes that are to be passed over."""
+    """Yields the mistakes in the names of attributes to pass over."""
     for name in ignored:
         if name in family.required or name in _read_attributes(family) or name == "architectures":
             yield f"--ignore-config {shown(name)}: it is known to change the model, and cannot be passed over"

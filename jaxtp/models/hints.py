@@ -1,4 +1,4 @@
-"""What a message about sizes that do not fit suggests: single changes that leave nothing else that does not fit.
+"""Hints in messages about sizes that do not fit: single changes after which everything fits.
 
 A number in a hint is tried before it is written. It is suggested if all problems of the setting that it changes are
 gone and none is new, so that whoever follows a hint is not sent to the next one.

@@ -117,7 +117,7 @@ class PrepareConfig:
 
     @property
     def limits(self) -> Limits:
-        """What may be in memory at a time."""
+        """Returns the most that may be in memory at a time."""
         return Limits(self.max_document_bytes, self.max_window_bytes)
 
     @property

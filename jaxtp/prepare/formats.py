@@ -48,7 +48,7 @@ class Fields:
 
 @dataclass(frozen=True)
 class Limits:
-    """What may be in memory at a time; a file that takes more has something that cannot be read."""
+    """The most that may be in memory at a time; what needs more counts as unreadable."""
 
     document: int
     """Bytes of a document, or of a line of JSONL."""

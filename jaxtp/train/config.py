@@ -339,7 +339,7 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
 
 
 def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """What does not fit, without suggestions."""
+    """Yields the problems of a configuration on a mesh, without suggestions."""
     yield from model_problems(config.model, mesh)
     batch, length = config.data.global_batch_size, config.data.sequence_length
     parts = mesh[DP] * mesh[FSDP] * config.train.accumulation

@@ -121,7 +121,7 @@ def _of_model(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterator
 
 
 def _begun(config: TrainConfig) -> dict[str, Any] | None:
-    """What the checkpoint that a run begins with says of its run, if it begins with one."""
+    """Returns the description in the checkpoint that a run begins with, if it begins with one."""
     return None if config.run.init_from is None else stored_info(newest(config.run.init_from))
 
 
@@ -134,7 +134,7 @@ def _value(info: Mapping[str, Any], setting: str) -> Any:
 
 
 def _sizes(config: TrainConfig, begun: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the model of a run is, without adapters."""
+    """Returns the sizes and options of a run's model, without adapters."""
     model = model_of(Path(str(config.run.init_from)), begun)
     return ((name, getattr(model, name)) for name in architecture(model) if name != "lora")
 

@@ -72,7 +72,7 @@ def summary(config: TrainConfig, mesh: Mesh, data: Data, blueprint: Blueprint) -
 
 
 def _describe_data(corpus: Corpus) -> str:
-    """What is read, and how much of it is for the loss where that is not nearly all."""
+    """Returns a line on the data, with the number of tokens in the loss where that is not nearly all."""
     loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
     return (
         f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "

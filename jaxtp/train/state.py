@@ -100,7 +100,7 @@ def parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
 
 
 def trained_parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
-    """Those of `parameters` that have a gradient: the adapters alone, where there are any."""
+    """Returns the `parameters` that have a gradient: the adapters alone, where there are any."""
     return named_variables(nnx.filter_state(blueprint.abstract["model"], trained(blueprint.config.lora)))
 
 

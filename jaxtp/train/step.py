@@ -168,8 +168,7 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, ke
 
 
 def _sum_over_micro_batches(of_micro: Callable[[Any], Any], inputs: Any, count: int, zeros: Any) -> Any:
-    """What a function gives for each of `count` micro-batches of some arrays `[B, ...]`, added up in the dtypes of
-    `zeros`."""
+    """Returns the sums, in the dtypes of `zeros`, of what a function gives for `count` micro-batches of `[B, ...]`."""
     if count == 1:
         return of_micro(inputs)
 
