@@ -97,7 +97,8 @@ def expanded(module, plan):
     return {path[0]: style for path, (_, style) in styles if style}
 
 
-@pytest.mark.parametrize("name", sweep(NAMES, "recurrent"))
+@pytest.mark.wide
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_learns(name, capsys):
     steps = 30
     module, plan = example(name)
@@ -109,6 +110,7 @@ def test_an_example_learns(name, capsys):
     assert losses[-1] < 0.9 * losses[0]
 
 
+@pytest.mark.wide
 def test_an_example_takes_the_proposed_plan(capsys):
     module, plan = example("mixer")
     main = importlib.import_module("train").main

@@ -99,6 +99,7 @@ def doubled_gradient(x):
 doubled_gradient.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
 
 
+@pytest.mark.wide
 def test_a_gradient_counted_twice_is_named(monkeypatch, capsys):
     project = linear.ColumnParallelLinear._project
 

@@ -58,7 +58,8 @@ def test_what_peft_adds_to_the_base_is_what_the_adapters_add(folders, tmp_path):
     assert config["base_model_name_or_path"] == str(folder / "base")
 
 
-@pytest.mark.parametrize("sizes", sweep([(1, 2, 2), (2, 1, 4), (1, 4, 1)], (1, 2, 2)), ids=str)
+@pytest.mark.wide
+@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 4), (1, 4, 1)], ids=str)
 def test_from_any_mesh_and_merged_on_it(folders, tmp_path, sizes):
     folder, logits = folders
     with jax.set_mesh(jaxtp.make_mesh(*sizes)):
@@ -74,7 +75,7 @@ def test_from_any_mesh_and_merged_on_it(folders, tmp_path, sizes):
     assert kernel.sharding == model.blocks.mlp.down.kernel[...].sharding
 
 
-@pytest.mark.parametrize("sizes", [None, (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", sweep([None, (1, 2, 2)], (1, 2, 2)), ids=str)
 def test_added_to_a_loaded_model_they_begin_as_nothing(folders, tmp_path, sizes):
     folder, _ = folders
     with contextlib.nullcontext() if sizes is None else jax.set_mesh(jaxtp.make_mesh(*sizes)):

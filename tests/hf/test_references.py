@@ -99,6 +99,7 @@ def test_greedy_tokens(name):
     assert list(ids[0, prompt.shape[1] :]) == list(expected)
 
 
+@pytest.mark.wide
 def test_ten_updates_of_adamw():
     reference, mesh = hf_reference.load("llama_gqa_adamw"), jaxtp.make_mesh(1, 2, 2)
     settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0)

@@ -119,9 +119,7 @@ CASES = {
 }
 FIRST = {
     "llama": (1, 2, 4),
-    "containers": (1, 1, 8),
     "tied_vocabulary": (2, 2, 2),
-    "convolutions": (1, 2, 4),
     "stacked": (2, 2, 2),
     "homemade": (2, 2, 2),
 }

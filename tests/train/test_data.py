@@ -86,6 +86,7 @@ def test_a_mixture_and_a_validation_set_of_its_own(tmp_path, texts, dataset, com
     assert "data: sha256: " in capsys.readouterr().err
 
 
+@pytest.mark.journey
 def test_instruction_data(tmp_path, texts, command, capsys):
     """Completions repeat a word of the prompt: of the labels that count, most follow from what comes before them."""
     folder = tmp_path / "pairs"

@@ -114,6 +114,7 @@ def test_files_that_a_crash_left_half_written(tmp_path):
     assert _identity(tmp_path, "aim", None) == "new"
 
 
+@pytest.mark.journey
 def test_no_tracker_but_the_file(tmp_path, command):
     (tmp_path / "c.yaml").write_text("metrics: {trackers: []}\n")
     assert main(["--config", str(tmp_path / "c.yaml"), *command, "--train.steps", "2"]) == 0

@@ -55,7 +55,7 @@ MESHES = [(1, 2, 4), (2, 2, 2), (1, 1, 8), (8, 1, 1)]
 
 
 @pytest.mark.parametrize(
-    ("one_device", "mesh"), sweep_of([RULES, MESHES], ("muon", (1, 2, 4))), indirect=["one_device"], ids=str
+    ("one_device", "mesh"), sweep_of([RULES, MESHES], ("lion", (1, 2, 4))), indirect=["one_device"], ids=str
 )
 def test_every_rule_equals_one_device(one_device, mesh):
     config, initial, expected = one_device
@@ -63,7 +63,7 @@ def test_every_rule_equals_one_device(one_device, mesh):
     assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
-@pytest.mark.parametrize("one_device", sweep(list(RULES), "muon"), indirect=True)
+@pytest.mark.parametrize("one_device", sweep(list(RULES), "lion"), indirect=True)
 def test_every_rule_moves_every_parameter(one_device):
     _, initial, numbers = one_device
     for name, array in initial.items():
