@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from flax_parity import assert_same, train_alone, train_on
 from moves import bytes_over_tp
-from support import MESHES, sweep, sweep_of
+from support import MESHES, sweep
 
 import jaxtp
 from jaxtp.parallel.modules import find_modules
@@ -55,7 +55,9 @@ def builder(module):
     return build
 
 
-@pytest.mark.parametrize(("name", "mesh"), sweep_of([NAMES, MESHES], ("vit", (1, 2, 4))), ids=str)
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
 def test_an_example_on_a_mesh_equals_one_device(name, mesh):
     module, plan = example(name)
     assert_same(train_on(mesh, builder(module), plan, inputs_of(module)), on_one_device(name))
@@ -80,7 +82,7 @@ def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
     assert moved <= bytes_over_tp(module.build, by_hand, batch, mesh, module.loss)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sweep(NAMES, "vit"))
 def test_a_proposed_plan_is_megatron_s(name):
     """As by hand, patterns apart: without the vocabulary, which is too small here, and the cell, which has no pairs."""
     module, by_hand = example(name)

@@ -226,6 +226,7 @@ def test_set_up_commands_are_what_ci_runs():
     assert len(COMMANDS) == sum(map(len, kinds)) + 2
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", README, re.DOTALL))
 def test_example_prints_what_it_says(example, capsys):
     exec(example, {})

@@ -54,6 +54,7 @@ def test_one_device(tmp_path, capsys):
     assert (hardware.link, hardware.link_efficiency, hardware.network) == (table.link, 0.8, table.network)
 
 
+@pytest.mark.journey
 def test_small_numbers_are_shown(capsys):
     """16 bytes take as long as nothing: no column, and no line, says 0.00 of it."""
     assert main(["comm", "--rounds", "1", "--in-a-row", "1", "--message-bytes", "16", "64", *SMALL]) == 0

@@ -201,6 +201,7 @@ IN_HALF = with_precision(compute="bfloat16")
 FUSED = dataclasses.replace(IN_HALF, model=dataclasses.replace(IN_HALF.model, attention="cudnn"))
 
 
+@pytest.mark.wide
 def test_changes_that_only_together_make_it_fit():
     alone = min(room_for(IN_HALF), room_for(with_precision(compute="float32")))
     tight = found(room=(room_for(FUSED) + alone) / 2, config=with_precision(compute="float32"))
@@ -288,6 +289,7 @@ def test_more_memory_for_jax_is_told_where_it_helps():
     assert more.setting.time.expected * NEAR < result.settings[0].time.expected
 
 
+@pytest.mark.wide
 def test_what_would_fit_by_training_less_or_in_fewer_bits():
     least = min(setting.memory.total for setting in found().all)
     tight = found(room=least * 0.8)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import SMALL, TEXT, mesh
+from support import sweep
 
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
@@ -60,7 +61,7 @@ def uncached(folder, prompt, count):
     return source.tokenizer.decode(np.array(ids[-count:])).decode(errors="replace")
 
 
-@pytest.mark.parametrize("run", ["bytes", "tokens"])
+@pytest.mark.parametrize("run", sweep(["bytes", "tokens"], "bytes"))
 def test_a_run_goes_on_with_a_text(places, run, capsys):
     flags = ["--model", places / run, "--prompt", "line 12: the quick", "--max-tokens", 10]
     found = generate(capsys, *flags)

@@ -26,7 +26,6 @@ CASES = [(name, *case) for name in COPIED for case in (ONE, *TP)] + [(name, *cas
 FIRST = [
     ("llama_tied_bias", *ONE),
     ("qwen3", (1, 1, 8), False),
-    ("llama_kv2", (1, 1, 4), True),
     ("mistral", (1, 2, 2), True),
 ]
 

@@ -30,7 +30,7 @@ def build(config):
 
 def logits(config, weights):
     graph, state = without_mesh(build(config), weights)
-    return nnx.merge(graph, state)(IDS)
+    return jax.jit(lambda state: nnx.merge(graph, state)(IDS))(state)
 
 
 def test_an_adapter_is_what_it_adds_to_the_kernel():

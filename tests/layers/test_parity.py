@@ -126,7 +126,7 @@ def module_call(case, graph):
     return jax.jit(lambda state, x: run(lambda state, x: case.call(nnx.merge(graph, state), x), state, x))
 
 
-@pytest.mark.parametrize("mesh", sweep([None, *MESHES], None, (1, 2, 4)), ids=str)
+@pytest.mark.parametrize("mesh", sweep([None, *MESHES], (1, 2, 4)), ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_layer_equals_plain_mathematics(name, mesh):
     case = CASES[name]

@@ -162,8 +162,6 @@ def test_the_budget_is_exact(name):
     sweep_of(
         [BOUNDED, [(1, 1, 8), (2, 2, 2)], ALL_REDUCE],
         ("biases and tied", (2, 2, 2), "save_dots"),
-        ("head norms", (1, 1, 8), "full"),
-        ("projection norms", (2, 2, 2), "none"),
     ),
     ids=str,
 )

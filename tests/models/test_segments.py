@@ -85,9 +85,7 @@ def test_without_a_mesh(batch, alone):
     check(graph, state, batch, alone, lambda g: {".".join(map(str, p)): v[...] for p, v in nnx.to_flat_state(g)})
 
 
-@pytest.mark.parametrize(
-    ("mesh", "sequence_parallel"), sweep_of([MESHES, [True, False]], ((1, 2, 4), True), ((2, 2, 2), False)), ids=str
-)
+@pytest.mark.parametrize(("mesh", "sequence_parallel"), sweep_of([MESHES, [True, False]], ((2, 2, 2), True)), ids=str)
 def test_on_every_mesh(batch, alone, mesh, sequence_parallel):
     if sequence_parallel and mesh[2] == 1:
         pytest.skip("no tp to split the sequence over")

@@ -16,6 +16,7 @@ def command(tmp_path):
     return [*SMALL, *own, *mesh(1, 1, 2)]
 
 
+@pytest.mark.journey
 def test_nothing_is_said_of_devices_that_do_not_say(command, capsys):
     assert main(command) == 0
     assert "memory  " not in capsys.readouterr().out
@@ -32,6 +33,7 @@ def test_what_exceeds_a_device_is_refused_unless_told(command, tmp_path, monkeyp
     assert "GB that JAX has there: does not fit" in capsys.readouterr().out
 
 
+@pytest.mark.journey
 def test_what_fits_is_told(command, monkeypatch, capsys):
     monkeypatch.setattr(fit, "bytes_limit", lambda device: 10**10)
     assert main(command) == 0

@@ -218,6 +218,7 @@ def test_a_gpu_that_is_not_known_is_not_taken_for_another():
     assert describe_peak(jax.devices()[0]) is None
 
 
+@pytest.mark.journey
 def test_norms_by_group(tmp_path, command):
     groups = ["blocks.attention.*", "blocks.mlp.*", "embedding.*", "head.*", "*norm.scale"]
     assert main([*command, "--train.steps", "2", "--metrics.norm-groups", *groups]) == 0

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.check import parity
@@ -54,16 +53,17 @@ def one_device(request):
 MESHES = [(1, 2, 4), (2, 2, 2), (1, 1, 8), (8, 1, 1)]
 
 
-@pytest.mark.parametrize(
-    ("one_device", "mesh"), sweep_of([RULES, MESHES], ("lion", (1, 2, 4))), indirect=["one_device"], ids=str
-)
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("one_device", RULES, indirect=True)
 def test_every_rule_equals_one_device(one_device, mesh):
     config, initial, expected = one_device
     errors = parity.compare(parity.run(config, Case(mesh, True), initial), expected)
     assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
-@pytest.mark.parametrize("one_device", sweep(list(RULES), "lion"), indirect=True)
+@pytest.mark.wide
+@pytest.mark.parametrize("one_device", RULES, indirect=True)
 def test_every_rule_moves_every_parameter(one_device):
     _, initial, numbers = one_device
     for name, array in initial.items():

@@ -142,6 +142,7 @@ def test_a_full_disk_does_not_hide_what_was_not_finite(monkeypatch):
     )
 
 
+@pytest.mark.journey
 def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(tmp_path, command, capsys):
     whole, damaged = tmp_path / "whole", tmp_path / "damaged"
     assert main([*command, "--train.steps", "15", "--run.dir", str(whole)]) == 0
