@@ -62,7 +62,14 @@ CASES = [Case(mesh, False) for mesh in BATCH_MESHES]  # without tp, sequence par
 CASES += [Case(mesh, split) for mesh in TP_MESHES for split in (True, False)]
 SOME = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2)]
 """Meshes of every model but the plain one, which is tried on all: each axis alone, and together."""
-TRIED = [(name, case) for name in CONFIGS for case in CASES if name == "llama" or case.mesh in SOME]
+SPLIT = [(1, 1, 8), (2, 2, 2)]
+"""Those of them on which the sequence is divided."""
+TRIED = [
+    (name, case)
+    for name in CONFIGS
+    for case in CASES
+    if name == "llama" or (case.mesh in SOME and case.sequence_parallel == (case.mesh in SPLIT))
+]
 
 
 @pytest.fixture(scope="module")

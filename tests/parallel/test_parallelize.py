@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from flax_models import D, T, V
 from flax_parity import assert_same, train_alone, train_on
-from support import MESHES, sweep_of
+from support import sweep_of
 
 import jaxtp
 from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
@@ -129,6 +129,9 @@ FIRST = {
 @functools.cache
 def on_one_device(name):
     return train_alone(lambda: CASES[name].build(nnx.Rngs(0)), CASES[name].inputs)
+
+
+MESHES = [(1, 1, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
 
 
 @pytest.mark.parametrize(("name", "mesh"), sweep_of([CASES, MESHES], *FIRST.items()), ids=str)

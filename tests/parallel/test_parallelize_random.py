@@ -132,7 +132,7 @@ def test_any_valid_plan_keeps_the_numbers(model_and_plan, mesh):
 
 
 @pytest.mark.wide
-@settings(max_examples=60, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=30, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(models_and_plans(), st.sampled_from(MESHES))
 def test_many_valid_plans_keep_the_numbers(model_and_plan, mesh):
     check(*model_and_plan, mesh)
