@@ -273,7 +273,7 @@ def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path):
         with pytest.raises(CheckpointError, match=r"File too large.*step 1 is whole"):
             save(2, None)
         with pytest.raises(KeyError, match="the run's own"):
-            save(2, KeyError("the run's own"))
+            save(3, KeyError("the run's own"))
 
 
 def test_a_damaged_checkpoint_that_cannot_be_moved(tmp_path):
