@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 from importlib.metadata import version
 from pathlib import Path
 
@@ -27,6 +28,11 @@ jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parent.parent 
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
+
+# A shell that starts the suite in the background, or under nohup, has these ignored, and so would all that tests start.
+for number, action in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, action)
 
 TIERS = {"wide", "journey", "slow"}
 
