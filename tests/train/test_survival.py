@@ -64,11 +64,14 @@ def test_a_closed_terminal_saves_and_ends_well(tmp_path, command):
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
     process = subprocess.Popen([sys.executable, "-c", IN_ITS_TERMINAL, *train], **streams, start_new_session=True)
     os.close(theirs)
-    seen = b""
-    while b"loss" not in seen.rpartition(b"compiled")[2]:
-        seen += os.read(ours, 65536)
-    os.close(ours)
-    assert process.wait(timeout=300) == 0
+    try:
+        seen = b""
+        while b"loss" not in seen.rpartition(b"compiled")[2]:
+            seen += os.read(ours, 65536)
+        os.close(ours)
+        assert process.wait(timeout=120) == 0
+    finally:
+        process.kill()
     assert max(records(run)) in Checkpoints(run / "checkpoints").steps()
 
 
