@@ -259,21 +259,23 @@ def test_a_step_that_is_not_after_the_newest_is_refused_aloud(tmp_path, step):
 
 
 def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path):
+    """Each in a folder of its own: what a failed save still writes there is in the way of the next."""
     plan = blueprint((1, 1, 1), TINY)
     state = plan.create(seed=0)
 
-    def save(step, error):
-        with Checkpoints(tmp_path) as checkpoints:
+    def save(folder, step, error=None):
+        with Checkpoints(tmp_path / folder) as checkpoints:
             checkpoints.save(step, state, plan.mesh, {})
             if error is not None:
                 raise error
 
-    save(1, None)
+    save("alone", 1)
+    save("beside", 1)
     with full_disk(1000):
         with pytest.raises(CheckpointError, match=r"File too large.*step 1 is whole"):
-            save(2, None)
+            save("alone", 2)
         with pytest.raises(KeyError, match="the run's own"):
-            save(3, KeyError("the run's own"))
+            save("beside", 2, KeyError("the run's own"))
 
 
 def test_a_damaged_checkpoint_that_cannot_be_moved(tmp_path):
