@@ -57,7 +57,6 @@ VARIANTS = {
     sweep_of(
         [VARIANTS, [(1, 1, 8), (1, 2, 4), (2, 2, 2), (2, 4, 1)], [True, False]],
         ("llama", (1, 2, 4), True),
-        ("everything", (2, 2, 2), False),
     ),
     ids=str,
 )

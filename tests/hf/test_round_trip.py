@@ -64,6 +64,7 @@ def test_sixteen_bits(dtype, param, tmp_path):
     assert stored(tmp_path / "out") == stored(source)
 
 
+@pytest.mark.wide
 def test_a_padded_vocabulary_is_cut(tmp_path):
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):
         model = jaxtp.Decoder(SMALL, rngs=nnx.Rngs(0))

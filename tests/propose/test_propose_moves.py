@@ -153,6 +153,7 @@ def check(parts):
         assert_same(train_on((1, 2, 4), build, plan, (X,)), train_alone(build, (X,)))
 
 
+@pytest.mark.wide
 @settings(max_examples=2, deadline=None, derandomize=True, phases=[Phase.generate])
 @given(PARTS)
 def test_a_plan_for_a_random_graph_keeps_its_numbers_and_its_word(parts):

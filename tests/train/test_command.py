@@ -66,6 +66,7 @@ def test_the_same_command_on_a_finished_run_says_so(tmp_path, text, capsys):
     assert list(records(tmp_path / "run")) == [1, 2, 3]
 
 
+@pytest.mark.journey
 def test_resuming_says_what_changed(tmp_path, text, capsys):
     """And so does a run that is too short for its warm-up, which the configuration keeps."""
     run = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--optimizer.warmup-steps", "20"]

@@ -44,6 +44,7 @@ SIZES = [
 LORA = ["--model.lora.rank", "4", "--optimizer.learning-rate", "0.05", "--optimizer.warmup-steps", "0"]
 
 
+@pytest.mark.journey
 def test_it_begins_where_the_model_is(tmp_path, command, model, capsys):
     assert main([*command, *mesh(1, 2, 2), *LORA]) == 0
     assert f"weights from {model}" in capsys.readouterr().out
