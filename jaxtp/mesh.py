@@ -133,10 +133,15 @@ def describe_mesh(sizes: Mapping[str, int]) -> str:
 
 def fitting_meshes(num_devices: int) -> list[tuple[int, int, int]]:
     """Every `(dp, fsdp, tp)` that uses exactly `num_devices`."""
-    divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
     return [
-        (num_devices // (fsdp * tp), fsdp, tp) for tp in divisors for fsdp in divisors if num_devices % (fsdp * tp) == 0
+        (num_devices // (fsdp * tp), fsdp, tp) for tp in divisors(num_devices) for fsdp in divisors(num_devices // tp)
     ]
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors of a number in ascending order."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
 
 def parse_mesh(text: str) -> dict[str, int]:

@@ -3,9 +3,10 @@
 import dataclasses
 
 from jaxtp.audit.tables import columns
-from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target, divisors, rows_of
+from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target, rows_of
 from jaxtp.hardware import TABLE, Hardware, link_of
-from jaxtp.hf.folder import read_attributes
+from jaxtp.hf.attributes import stored_dtype
+from jaxtp.mesh import divisors
 from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.work import Product
@@ -66,9 +67,8 @@ def _stored_in_16_bits(model: ModelConfig) -> str | None:
     """The dtype of a model in Hugging Face format, where that has 16 bits and what is computed has not."""
     if model.from_hf is None or model.precision.compute != "float32" or not model.from_hf.exists():
         return None
-    attributes = read_attributes(model.from_hf)
-    stored = attributes.get("dtype") or attributes.get("torch_dtype")
-    return str(stored) if stored in ("bfloat16", "float16") else None
+    stored = stored_dtype(model.from_hf)
+    return stored if stored in ("bfloat16", "float16") else None
 
 
 def _links(hardware: Hardware) -> str:

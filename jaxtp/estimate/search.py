@@ -10,7 +10,7 @@ from jaxtp.config import ConfigError
 from jaxtp.estimate.links import leaves_domain
 from jaxtp.estimate.roofline import StepTime, step_time
 from jaxtp.hardware import Hardware
-from jaxtp.mesh import AXES, DP, FSDP, TP, describe_mesh
+from jaxtp.mesh import AXES, TP, describe_mesh, divisors, fitting_meshes
 from jaxtp.models.budget import Move, step_moves
 from jaxtp.models.remat import RematPolicy
 from jaxtp.models.work import Work, step_work
@@ -266,15 +266,7 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
 
 def all_meshes(devices: int) -> list[dict[str, int]]:
     """Every mesh of so many devices."""
-    return [
-        {DP: devices // (fsdp * tp), FSDP: fsdp, TP: tp} for tp in divisors(devices) for fsdp in divisors(devices // tp)
-    ]
-
-
-def divisors(number: int) -> list[int]:
-    """Ascending."""
-    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
-    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+    return [dict(zip(AXES, mesh, strict=True)) for mesh in fitting_meshes(devices)]
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:
