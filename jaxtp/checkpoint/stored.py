@@ -38,19 +38,16 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
       DamagedError: the files are damaged.
       CheckpointError: they cannot be read now, which may pass: an error of the file system, too little memory.
     """
-    try:
-        return read()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        _require_readable(folder, error)
-    try:
-        return read()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        _require_readable(folder, error)
-        raise DamagedError(f"{folder} is damaged ({reason(error)})") from None
+    said = ""
+    for _attempt in range(2):
+        try:
+            return read()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            _require_readable(folder, error)
+            said = reason(error)
+    raise DamagedError(f"{folder} is damaged ({said})")
 
 
 def _require_readable(folder: Path, error: Exception) -> None:
