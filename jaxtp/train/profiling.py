@@ -42,7 +42,7 @@ class Profiler:
             if self._failure is None:
                 self._attempt(jax.profiler.stop_trace)
 
-    def _attempt(self, action: Callable[[], None]) -> None:
+    def _attempt(self, action: Callable[[], object]) -> None:
         try:
             action()
         except Exception as error:  # of the file system, or of another trace in this process
