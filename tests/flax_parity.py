@@ -71,8 +71,8 @@ def train_alone(build, inputs):
         return train(in_float64(build()), inputs)
 
 
-def train_on(mesh, build, plan, inputs, *, born=True, **options):
+def train_on(mesh, build, plan, inputs, *, sharded=True, **options):
     """As `train_alone`, of a model that is made in its parts, or split when it is there."""
     with jax.enable_x64(True), jax.set_mesh(jaxtp.make_mesh(*mesh)):
         make = lambda: in_float64(build())
-        return train(jaxtp.parallelize(make if born else make(), plan, **options), inputs)
+        return train(jaxtp.parallelize(make if sharded else make(), plan, **options), inputs)

@@ -9,7 +9,7 @@ import tyro
 
 from jaxtp import entry
 from jaxtp.checkpoint import reader
-from jaxtp.checkpoint.quiet import quieten
+from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.launch import accept_absent_gpus
 

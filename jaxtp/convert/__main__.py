@@ -7,7 +7,7 @@ import tyro
 
 from jaxtp import config as configuration
 from jaxtp import entry
-from jaxtp.checkpoint.quiet import quieten
+from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.config import expand
 from jaxtp.convert.config import Export, Import, Plan

@@ -12,7 +12,7 @@ from jaxtp.config import expand
 from jaxtp.convert.config import Export
 from jaxtp.convert.imports import IMPORTED
 from jaxtp.convert.progress import progress
-from jaxtp.data.companions import LONGEST
+from jaxtp.data.tokenizer_files import LONGEST
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.kept import has_tokenizer, kept_files
 from jaxtp.hf.peft import save_peft

@@ -19,12 +19,12 @@ from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
+from jaxtp.estimate.reasons import what_would_fit, why
 from jaxtp.estimate.record import record
 from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import Model, Search, Setting, Target, all_meshes, describe_model, estimate, search, target
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.topology import topology
-from jaxtp.estimate.words import what_would_fit, why
 from jaxtp.files import require_picture, require_writable, write_json, writing
 from jaxtp.hardware import RANGES
 from jaxtp.hardware_file import MAX_DEVICES, parse

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from flax import nnx
 
-from jaxtp.parallel.birth import Creation, merge_abstract
+from jaxtp.parallel.initialisation import Creation, merge_abstract
 from jaxtp.parallel.styles import Style
 from jaxtp.parallel.swap import original_class, role_of
 

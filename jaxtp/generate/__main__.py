@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 from jaxtp import config as configuration
 from jaxtp import entry
-from jaxtp.checkpoint.quiet import quieten
+from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.checkpoint.stored import CheckpointError
-from jaxtp.data.companions import CompanionError
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.template import ChatError
 from jaxtp.data.tokenizer import TokenizerError
+from jaxtp.data.tokenizer_files import TokenizerFileError
 from jaxtp.generate.command import run
 from jaxtp.generate.config import GenerateConfig, check
 from jaxtp.generate.engine import GenerationError
@@ -40,7 +40,7 @@ MISTAKES = (
     CheckpointError,
     DatasetError,
     TokenizerError,
-    CompanionError,
+    TokenizerFileError,
     ChatError,
     GenerationError,
 )

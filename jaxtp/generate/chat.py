@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from jaxtp.data.rendered import SpecialTokens, rendered_tokenizer, without_noncharacters
+from jaxtp.data.chat_tokenizer import SpecialTokens, rendered_tokenizer, without_noncharacters
 from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
 from jaxtp.data.tokenizer import Tokenizer, TokenizerError
 from jaxtp.generate.engine import GenerationError, Generator

@@ -15,8 +15,8 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size
-from jaxtp.data.companions import read_template
 from jaxtp.data.template import ChatError, ChatTemplate
+from jaxtp.data.tokenizer_files import read_template
 from jaxtp.generate.chat import Listener, converse, opening
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
 from jaxtp.generate.engine import Generator

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jaxtp.data.companions import (
+from jaxtp.data.tokenizer_files import (
     GENERATION,
     MODEL_CONFIG,
-    CompanionError,
+    TokenizerFileError,
     chat_template,
     context,
     end_ids,
@@ -41,5 +41,5 @@ def describe(folder: Path) -> Described:
     try:
         ends = end_ids(folder / GENERATION) or end_ids(folder / MODEL_CONFIG)  # the first may name several
         return Described(frozenset(ends), chat_template(folder), special_tokens(folder), context(folder / MODEL_CONFIG))
-    except CompanionError as error:
+    except TokenizerFileError as error:
         raise SourceError(str(error)) from None

@@ -47,7 +47,7 @@ def load_hf(
 ) -> Decoder:
     """A model from a folder in Hugging Face format, on the mesh in context, or on one device without one.
 
-    Each parameter is born in shards, and each byte of the files is read once, in blocks: beside the model, memory
+    Each parameter is initialised sharded, and each byte of the files is read once, in blocks: beside the model, memory
     holds one tensor of the files at most. The result is called on ids `[B, T]` and gives logits `[B, T, V]`.
 
     Args:

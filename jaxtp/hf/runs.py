@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint.checksum import checksums
 from jaxtp.checkpoint.logical import to_logical
 from jaxtp.checkpoint.manager import load_weights
-from jaxtp.checkpoint.quiet import without_metadata_warning
+from jaxtp.checkpoint.orbax_logs import without_metadata_warning
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
 from jaxtp.config import expand, validate

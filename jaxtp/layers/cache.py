@@ -70,7 +70,7 @@ class KVCache:
 def empty_cache(
     num_layers: int, batch_size: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: DTypeLike
 ) -> KVCache:
-    """A cache of rows without tokens; call it under `jax.jit`, where it is born split over the mesh in context."""
+    """A cache of rows without tokens; call it under `jax.jit`, where it is initialised sharded over the mesh in context."""
     shape = (num_layers, batch_size, num_slots, max(num_kv_heads, axis_size(TP)), head_dim)
     keys, values = (constrain(jnp.zeros(shape, dtype), STACK_SPEC) for _ in range(2))
     return KVCache(keys, values, constrain(jnp.zeros(batch_size, jnp.int32), batch_spec()))

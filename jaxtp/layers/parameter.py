@@ -14,7 +14,7 @@ from jaxtp.mesh import current_mesh
 def parameter(
     name: str, value: Array, spec: PartitionSpec, *, kind: type[nnx.Param[Any]] = nnx.Param, **metadata: Any
 ) -> nnx.Param[Array]:
-    """A parameter that is born split by `spec` over the mesh in context; whole if there is none.
+    """A parameter that is initialised sharded by `spec` over the mesh in context; whole if there is none.
 
     Raises:
       ValueError: a dim cannot be divided over its mesh axes (JAX would replicate it without a word).

@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
-from jaxtp.parallel.birth import Creation, Placeholder
 from jaxtp.parallel.fitting import decide, declarations
+from jaxtp.parallel.initialisation import Creation, Placeholder
 from jaxtp.parallel.modules import find_modules
 from jaxtp.parallel.plan import Plan
 from jaxtp.parallel.swap import swap_class
@@ -35,7 +35,7 @@ def parallelize(
 
     Args:
       model: the model, which is changed in place; or a function that makes it, which is then compiled so that every
-        parameter is born in its parts and no device ever holds the whole model.
+        parameter is initialised sharded and no device ever holds the whole model.
       plan: styles by pattern of module paths (`plan.py`), such as `{"blocks.*.mlp.up": Colwise()}`. What no pattern
         matches computes as it did, on its part of the batch.
       mesh: default the one in context. An abstract mesh does for an abstract model (`nnx.eval_shape`).
@@ -50,7 +50,7 @@ def parallelize(
     """
     mesh = _mesh(mesh)
     if not isinstance(model, nnx.Module):
-        return _born(model, plan or {}, mesh, fsdp)
+        return _initialise_sharded(model, plan or {}, mesh, fsdp)
     _swap(model, plan or {}, mesh_sizes(mesh), fsdp)
     state = nnx.state(model)
     nnx.update(model, jax.tree.map(_put, state, _shardings(state, mesh)))
@@ -100,7 +100,7 @@ def _put(value: Any, sharding: NamedSharding) -> Any:
     return jax.device_put(value, sharding)
 
 
-def _born(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
+def _initialise_sharded(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
     creation = Creation(build)
     abstract = creation.abstract()
     _swap(abstract, plan, mesh_sizes(mesh), fsdp)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from queue import Empty, Queue
 from typing import NamedTuple, TypeVar
 
+from jaxtp.data.chat_tokenizer import without_marks
 from jaxtp.data.manifest import TRAIN, VALIDATION
-from jaxtp.data.rendered import without_marks
 from jaxtp.prepare.errors import Document, PrepareError, Problem, Turn
 from jaxtp.prepare.formats import Fields, Source
 from jaxtp.prepare.interrupt import Interrupt

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.data.companions import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
-from jaxtp.data.rendered import SpecialTokens, rendered_tokenizer, without_marks
+from jaxtp.data.chat_tokenizer import SpecialTokens, rendered_tokenizer, without_marks
 from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
+from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
 from jaxtp.files import write_atomically
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import TooLargeError, Turn
@@ -30,7 +30,7 @@ class Conversations:
 
     Raises:
       ChatError: no template, or one that fails on the simplest conversation.
-      CompanionError: a file beside the tokenizer is damaged.
+      TokenizerFileError: a file beside the tokenizer is damaged.
     """
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
@@ -100,7 +100,7 @@ def open_conversations(config: PrepareConfig, tokenizer: Tokenizer | None) -> Co
     """What reads the conversations that a command line asks for; prefix and end token then are what the template has.
 
     Raises:
-      ChatError, CompanionError: as `Conversations`.
+      ChatError, TokenizerFileError: as `Conversations`.
     """
     if config.messages is None or tokenizer is None:
         return None
@@ -118,7 +118,7 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 
     Raises:
       ChatError: there is none.
-      CompanionError: its file cannot be read.
+      TokenizerFileError: its file cannot be read.
     """
     if config.template is not None:
         return read_template(config.template), str(config.template)

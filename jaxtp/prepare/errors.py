@@ -30,7 +30,7 @@ class Turn(NamedTuple):
     """All of it, or what comes after the prompt."""
 
     rendered: bool = False
-    """Whether a chat template wrote it, with marks around its special tokens (`data/rendered.py`)."""
+    """Whether a chat template wrote it, with marks around its special tokens (`data/chat_tokenizer.py`)."""
 
 
 class Document(NamedTuple):

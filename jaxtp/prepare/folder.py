@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtp.data.companions import TEMPLATE, TOKENIZER_CONFIG
 from jaxtp.data.manifest import DOCUMENTS, MANIFEST, PROMPTS, SPLITS, TOKENIZER, TOKENS
+from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
 from jaxtp.files import PARTIAL, write_atomically
 from jaxtp.prepare.errors import PrepareError
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from jaxtp.data.companions import end_token
 from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
+from jaxtp.data.tokenizer_files import end_token
 from jaxtp.prepare.bpe import END_TOKEN
 from jaxtp.prepare.config import PrepareConfig
 
@@ -19,7 +19,7 @@ def with_marks(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceT
 
     Raises:
       TokenizerError: it cannot be used, or nothing tells which token ends a document.
-      CompanionError: a file beside it is damaged.
+      TokenizerFileError: a file beside it is damaged.
     """
     eos, _ = _end(config)
     special = config.special_tokens

@@ -35,7 +35,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     Raises:
       PrepareError: a bad input, a folder that cannot be written or holds something else.
       TokenizerError: a tokenizer that cannot be used.
-      CompanionError: a file beside it is damaged.
+      TokenizerFileError: a file beside it is damaged.
       ChatError: a chat template that is missing or fails.
       KeyboardInterrupt: Ctrl-C.
     """

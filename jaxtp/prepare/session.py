@@ -32,7 +32,7 @@ def given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
 
     Raises:
       TokenizerError: its file cannot be used.
-      CompanionError: a file beside it is damaged.
+      TokenizerFileError: a file beside it is damaged.
     """
     if config.train_bpe is not None:
         return None

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtp.parallel.birth import Creation, merge_abstract
+from jaxtp.parallel.initialisation import Creation, merge_abstract
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxtp import config as configuration
 from jaxtp import entry, launch
-from jaxtp.checkpoint.quiet import quieten
+from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.corpus import CorpusError
 from jaxtp.data.manifest import DatasetError

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 
 from jaxtp.checkpoint.stored import newest, newest_info, stored_info
 from jaxtp.config import changed
-from jaxtp.data.companions import LONGEST
+from jaxtp.data.tokenizer_files import LONGEST
 from jaxtp.hf.attributes import stored_dtype
 from jaxtp.hf.folder import read_attributes
 from jaxtp.hf.runs import model_of
@@ -20,7 +20,7 @@ from jaxtp.layers.precision import DType
 from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill
 from jaxtp.models.config import architecture
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
-from jaxtp.train.origin import with_model
+from jaxtp.train.initialisation import with_model
 from jaxtp.train.place import BATCH_SIZE, Place, fits, fitting_mesh, place_for, with_batch
 
 AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)

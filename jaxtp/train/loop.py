@@ -17,11 +17,11 @@ from jaxtp.hf.runs import BASE
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig, check, check_devices, check_platform, planned_mesh
+from jaxtp.train.initialisation import check_origin, with_model
 from jaxtp.train.interrupt import Interrupt
-from jaxtp.train.origin import check_origin, with_model
-from jaxtp.train.prepare import Run, load_data, plan, prepare
 from jaxtp.train.profiling import Profiler
 from jaxtp.train.report import Report
+from jaxtp.train.setup import Run, load_data, plan, prepare
 from jaxtp.train.state import parameter_count
 from jaxtp.train.step import EvalStep, Scalars, TrainStep
 from jaxtp.train.timing import Timing

@@ -16,7 +16,7 @@ from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import DP, FSDP, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.fit import describe_memory
+from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.optimizer import warmup_steps
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
 from jaxtp.train.utilization import describe_peak

@@ -1,4 +1,4 @@
-"""Everything that a training step changes, born sharded."""
+"""Everything that a training step changes, initialised sharded."""
 
 import math
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from jaxtp.checkpoint.logical import logical_size, named_variables
 from jaxtp.layers.lora import trained
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
-from jaxtp.train.update import Optimizer
+from jaxtp.train.optimizer_state import Optimizer
 
 
 class Skipped(nnx.Variable[Any]):

@@ -16,7 +16,7 @@ class Timing:
     """
 
     def __init__(self) -> None:
-        self._born = self._last = time.perf_counter()
+        self._started = self._last = time.perf_counter()
         self._useful = 0.0
         self._lost: Counter[str] = Counter()
         self._steps: list[float] = []
@@ -35,7 +35,7 @@ class Timing:
     def begun(self) -> None:
         """Counts all until now as lost to the start."""
         self._last = time.perf_counter()
-        self._lost["start"] = self._last - self._born  # type: ignore[assignment]
+        self._lost["start"] = self._last - self._started  # type: ignore[assignment]
 
     @contextmanager
     def waiting_for_data(self) -> Iterator[None]:
@@ -64,7 +64,7 @@ class Timing:
         """
         steps, waited = np.array(self._steps), self._waited
         self._steps, self._waited = [], 0.0
-        wall = time.perf_counter() - self._born
+        wall = time.perf_counter() - self._started
         return {
             "step_seconds": float(steps.mean()),
             "step_seconds_p50": float(np.percentile(steps, 50)),

@@ -43,7 +43,7 @@ def test_the_order_does_not_depend_on_the_mesh(mesh):
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_batches_are_born_split_as_their_description_says(packed):
+def test_batches_are_split_as_their_description_says(packed):
     mesh = jaxtp.make_mesh(2, 2, 2)
     source = samples(packing="documents" if packed else "concatenated")
     (batch,) = batches(source, mesh, global_batch_size=8, start=0, count=1)

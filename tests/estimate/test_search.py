@@ -8,6 +8,7 @@ from support import sweep
 import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
+from jaxtp.estimate.reasons import UNITS, in_unit, what_would_fit, why
 from jaxtp.estimate.report import heading, ranking
 from jaxtp.estimate.search import (
     MAX_ACCUMULATIONS,
@@ -22,7 +23,6 @@ from jaxtp.estimate.search import (
     search,
     target,
 )
-from jaxtp.estimate.words import UNITS, in_unit, what_would_fit, why
 from jaxtp.hardware_file import find
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers

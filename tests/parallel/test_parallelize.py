@@ -137,7 +137,7 @@ MESHES = [(1, 1, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
 @pytest.mark.parametrize(("name", "mesh"), sweep_of([CASES, MESHES], *FIRST.items()), ids=str)
 def test_parallel_equals_one_device(name, mesh):
     case = CASES[name]
-    actual = train_on(mesh, lambda: case.build(nnx.Rngs(0)), case.plan, case.inputs, born=mesh != (2, 2, 2))
+    actual = train_on(mesh, lambda: case.build(nnx.Rngs(0)), case.plan, case.inputs, sharded=mesh != (2, 2, 2))
     assert_same(actual, on_one_device(name))
 
 

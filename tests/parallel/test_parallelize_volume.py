@@ -14,7 +14,7 @@ from support import sweep_of
 import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.audit.audit import audit
-from jaxtp.parallel.birth import Creation
+from jaxtp.parallel.initialisation import Creation
 
 B = 8
 SEQUENCE = {
@@ -120,7 +120,7 @@ def test_the_optimizer_moves_nothing():
     assert all(v[...].sharding.spec == jax.P("fsdp", "tp") for v in kernels)
 
 
-def test_born_in_its_parts():
+def test_initialised_sharded():
     class Wide(nnx.Module):
         def __init__(self, rngs):
             self.up = nnx.Linear(512, 2048, rngs=rngs)

@@ -16,7 +16,7 @@ from jaxtp.convert.__main__ import main as convert
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.hf.attributes import stored_dtype
 from jaxtp.models.config import ModelConfig
-from jaxtp.train import defaults, origin
+from jaxtp.train import defaults, initialisation
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig, violations_on
 from jaxtp.train.defaults import fit
@@ -221,27 +221,27 @@ def test_a_run_that_cannot_be_read_now_is_not_taken_for_a_new_one(tmp_path, monk
 
 
 def test_a_run_does_not_begin_with_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(origin, "newest", lambda run: run / "checkpoints/60")
+    monkeypatch.setattr(initialisation, "newest", lambda run: run / "checkpoints/60")
     run = RunConfig(dir=tmp_path / "a", init_from=tmp_path / "a")
     with pytest.raises(ConfigError, match=r"is the run in run.dir=.* itself; name another folder"):
-        origin.check_origin(TrainConfig(run=run))
+        initialisation.check_origin(TrainConfig(run=run))
 
 
 def test_a_run_goes_on_with_the_tokens_that_the_one_before_was_trained_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(origin, "newest", lambda run: run)
-    monkeypatch.setattr(origin, "stored_info", lambda run: {"corpus": {"tokenizer": "0123"}})
+    monkeypatch.setattr(initialisation, "newest", lambda run: run)
+    monkeypatch.setattr(initialisation, "stored_info", lambda run: {"corpus": {"tokenizer": "0123"}})
     config = TrainConfig(run=RunConfig(init_from=tmp_path))
-    origin.check_tokenizer(config, TokenizerInfo("huggingface", "0123", 256, None))
+    initialisation.check_tokenizer(config, TokenizerInfo("huggingface", "0123", 256, None))
     with pytest.raises(ConfigError, match=r"of another tokenizer \(0123\) than these \(bytes\)"):
-        origin.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+        initialisation.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
 
 
 def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer_of_another_kind(model):
     config = TrainConfig(model=ModelConfig(from_hf=model))
-    origin.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+    initialisation.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
     (model / "tokenizer.model").write_bytes(b"a")
     with pytest.raises(ConfigError, match=r"the data are bytes, and .* has a tokenizer of its own"):
-        origin.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+        initialisation.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
 
 
 def test_a_run_of_ours_fits_the_devices_that_are_there(ask):

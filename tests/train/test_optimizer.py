@@ -18,7 +18,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import AXES
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig, violations_on
-from jaxtp.train.prepare import plan
+from jaxtp.train.setup import plan
 from jaxtp.train.state import parameters, plan_state
 
 SMALL = jaxtp.ModelConfig(

@@ -3,7 +3,7 @@
 import pytest
 from runs import SMALL, TEXT, mesh
 
-from jaxtp.train import fit
+from jaxtp.train import memory_check
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import memory_per_device
@@ -23,7 +23,7 @@ def test_nothing_is_said_of_devices_that_do_not_say(command, capsys):
 
 
 def test_what_exceeds_a_device_is_refused_unless_told(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fit, "bytes_limit", lambda device: 1000)
+    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 1000)
     assert main(command) == 2
     error = capsys.readouterr().err
     assert "a step takes" in error
@@ -35,7 +35,7 @@ def test_what_exceeds_a_device_is_refused_unless_told(command, tmp_path, monkeyp
 
 @pytest.mark.journey
 def test_what_fits_is_told(command, monkeypatch, capsys):
-    monkeypatch.setattr(fit, "bytes_limit", lambda device: 10**10)
+    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 10**10)
     assert main(command) == 0
     assert "of 10.0 GB that JAX has there: fits" in capsys.readouterr().out
 
@@ -43,4 +43,4 @@ def test_what_fits_is_told(command, monkeypatch, capsys):
 def test_the_account_adds_up():
     memory = memory_per_device(TrainConfig(), {"dp": 1, "fsdp": 2, "tp": 4})
     assert memory.total > memory.state > 0
-    assert f"{memory.total / 1e9:,.1f} GB" in fit._account(memory)
+    assert f"{memory.total / 1e9:,.1f} GB" in memory_check._account(memory)

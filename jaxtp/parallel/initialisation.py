@@ -1,4 +1,4 @@
-"""Making a model whose arrays are born in their parts.
+"""Making a model whose arrays are initialised sharded.
 
 The function that makes it is traced and compiled. A trace cannot draw random numbers from an `nnx.Rngs` that was made
 outside of it, as in `parallelize(lambda: Model(rngs), plan)`: the function is given copies of those that it captures,

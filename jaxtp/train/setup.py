@@ -17,8 +17,8 @@ from jaxtp.hf.runs import check_base, describe_base
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check_vocabulary
-from jaxtp.train.fit import require_memory
-from jaxtp.train.origin import check_tokenizer, given_weights, keep_files_of_origin
+from jaxtp.train.initialisation import check_tokenizer, given_weights, keep_files_of_origin
+from jaxtp.train.memory_check import require_memory
 from jaxtp.train.report import Report, summary
 from jaxtp.train.state import Blueprint, plan_state, trained_parameters
 

@@ -43,15 +43,15 @@ class Tables(nnx.Module):
 def test_both_forms_give_the_same_model():
     with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=4)):
         made = jaxtp.parallelize(Tables(nnx.Rngs(0)), {"up": Colwise()})
-        born = jaxtp.parallelize(lambda: Tables(nnx.Rngs(0)), {"up": Colwise()})
+        sharded = jaxtp.parallelize(lambda: Tables(nnx.Rngs(0)), {"up": Colwise()})
         x = jnp.linspace(0.0, 1.0, 4 * D).reshape(4, D)
         run = nnx.jit(lambda model, x: model(x))
-        np.testing.assert_allclose(run(born, x), run(made, x), rtol=1e-5, atol=1e-5)
-    states = [jax.tree_util.tree_leaves_with_path(nnx.state(model)) for model in (made, born)]
-    (paths, arrays), (born_paths, born_arrays) = (zip(*state, strict=True) for state in states)
-    assert paths == born_paths
-    assert [a.sharding for a in arrays] == [a.sharding for a in born_arrays]
-    assert nnx.split(made)[0] == nnx.split(born)[0]
+        np.testing.assert_allclose(run(sharded, x), run(made, x), rtol=1e-5, atol=1e-5)
+    states = [jax.tree_util.tree_leaves_with_path(nnx.state(model)) for model in (made, sharded)]
+    (paths, arrays), (sharded_paths, sharded_arrays) = (zip(*state, strict=True) for state in states)
+    assert paths == sharded_paths
+    assert [a.sharding for a in arrays] == [a.sharding for a in sharded_arrays]
+    assert nnx.split(made)[0] == nnx.split(sharded)[0]
 
 
 class Holds(nnx.Module):

@@ -16,7 +16,7 @@ _MAX_TEMPLATE = 2**20
 """Bytes; the longest have some 20,000."""
 
 
-class CompanionError(ValueError):
+class TokenizerFileError(ValueError):
     """A file beside a tokenizer that cannot be read, or that says something else than it should."""
 
 
@@ -26,7 +26,7 @@ def end_token(folder: Path) -> tuple[str | int, Path] | None:
     tokenizer_config.json comes first, then config.json and generation_config.json, of several ids the first.
 
     Raises:
-      CompanionError: one of the files is damaged.
+      TokenizerFileError: one of the files is damaged.
     """
     named = special_tokens(folder).get("eos_token")
     if named is not None:
@@ -41,12 +41,12 @@ def end_ids(path: Path) -> list[int]:
     """The `eos_token_id` of a config.json or generation_config.json: ids that end a text; none where it has none.
 
     Raises:
-      CompanionError: the file is damaged, or they are no ids.
+      TokenizerFileError: the file is damaged, or they are no ids.
     """
     ids = read(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
-        raise CompanionError(f"{path}: eos_token_id = {shown(ids)}: should be ids")
+        raise TokenizerFileError(f"{path}: eos_token_id = {shown(ids)}: should be ids")
     return listed
 
 
@@ -54,11 +54,11 @@ def context(path: Path) -> int | None:
     """The `max_position_embeddings` of a config.json: tokens that the model was made for at most.
 
     Raises:
-      CompanionError: the file is damaged, or that is no number of tokens.
+      TokenizerFileError: the file is damaged, or that is no number of tokens.
     """
     longest = read(path).get(LONGEST)
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise CompanionError(
+        raise TokenizerFileError(
             f"{path}: max_position_embeddings = {str(longest)[:100]}: should be a whole number, 1 or more"
         )
     return longest
@@ -68,7 +68,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
     """What a chat template may name, such as bos_token and eos_token, as tokenizer_config.json spells it.
 
     Raises:
-      CompanionError: the file is damaged.
+      TokenizerFileError: the file is damaged.
     """
     described = read(folder / TOKENIZER_CONFIG)
     spelled = {name: _content(described.get(name)) for name in SPECIAL_TOKENS}
@@ -79,7 +79,7 @@ def chat_template(folder: Path) -> str | None:
     """The file of its own; or what tokenizer_config.json has: one, or of several by name the one called default.
 
     Raises:
-      CompanionError: a file is damaged.
+      TokenizerFileError: a file is damaged.
     """
     if os.path.lexists(folder / TEMPLATE):
         return _text(_content_of(folder / TEMPLATE, _MAX_TEMPLATE), folder / TEMPLATE)
@@ -94,19 +94,19 @@ def read_template(path: Path) -> str:
     """The text of a template's file, wherever it is.
 
     Raises:
-      CompanionError: it cannot be read.
+      TokenizerFileError: it cannot be read.
     """
     try:
         return _text(read_bytes(path, _MAX_TEMPLATE), path)
     except OSError as error:
-        raise CompanionError(f"{path}: {error.strerror}") from None
+        raise TokenizerFileError(f"{path}: {error.strerror}") from None
 
 
 def read(path: Path) -> dict[str, Any]:
     """A JSON object; an empty one if there is no such file.
 
     Raises:
-      CompanionError: it is damaged.
+      TokenizerFileError: it is damaged.
     """
     if not os.path.lexists(path):
         return {}
@@ -114,7 +114,7 @@ def read(path: Path) -> dict[str, Any]:
     try:
         return parse_json(content, str(path))
     except ValueError as error:
-        raise CompanionError(str(error)) from None
+        raise TokenizerFileError(str(error)) from None
 
 
 def _content_of(path: Path, most: int) -> bytes:
@@ -122,14 +122,14 @@ def _content_of(path: Path, most: int) -> bytes:
     try:
         return read_bytes(inside(path.parent, path.name), most)
     except OSError as error:
-        raise CompanionError(f"{path}: {error.strerror}") from None
+        raise TokenizerFileError(f"{path}: {error.strerror}") from None
 
 
 def _text(content: bytes, path: Path) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise CompanionError(f"{path}: not UTF-8") from None
+        raise TokenizerFileError(f"{path}: not UTF-8") from None
 
 
 def _content(token: Any) -> Any:
