@@ -16,14 +16,14 @@ from jaxtp.hf.load import load_hf
 from jaxtp.hf.peft import save_peft
 from jaxtp.hf.runs import load_run
 from jaxtp.hf.save import save_hf
-from jaxtp.layers.attention import CausalSelfAttention
+from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.loss import vocab_parallel_cross_entropy
-from jaxtp.layers.mlp import SwiGLU
-from jaxtp.layers.norm import RMSNorm
-from jaxtp.layers.precision import Precision
+from jaxtp.layers.mlp import MLP, MLPConfig
+from jaxtp.layers.norm import Norm, NormConfig
+from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import DP, FSDP, TP, MeshError, make_mesh
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, DecoderBlock
@@ -47,7 +47,9 @@ __version__ = _version("jaxtp")
 __all__ = [
     "DP",
     "FSDP",
+    "MLP",
     "TP",
+    "AttentionConfig",
     "Audit",
     "AuditError",
     "CausalSelfAttention",
@@ -59,22 +61,23 @@ __all__ = [
     "Generator",
     "HFError",
     "LoraConfig",
+    "MLPConfig",
     "MeshError",
     "ModelConfig",
+    "Norm",
+    "NormConfig",
     "PlanError",
     "Precision",
     "PrepareInput",
     "PrepareInputOutput",
     "PrepareOutput",
     "Proposal",
-    "RMSNorm",
     "Replicate",
     "Result",
     "RowParallelLinear",
     "Rowwise",
     "SequenceParallel",
     "Shard",
-    "SwiGLU",
     "VocabParallelEmbedding",
     "VocabParallelHead",
     "add_adapters",

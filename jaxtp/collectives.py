@@ -35,16 +35,19 @@ GATHERED = "gathered"
 REDUCED = "reduced"
 """`checkpoint_name` of what `leave_parallel` returns: the output of a row layer."""
 
+PROJECTED = "projected"
+"""`checkpoint_name` of what the backward pass reads of products with weights: the outputs of a column layer, its
+adapters' parts included, and `x @ A` of every adapter."""
 
-def device_view(
-    body: Callable[..., Any], name: str, in_specs: tuple[PartitionSpec, ...], out_specs: Any
-) -> Callable[..., Any]:
+
+def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """Runs `body` once per device of the mesh in context, on shards; with no mesh, as it is.
 
     Args:
       body: a function of the shards that `in_specs` describes.
       name: the layer's name, for the profile and for errors.
-      in_specs: a `PartitionSpec` for each argument (all arrays).
+      in_specs: for each argument a `PartitionSpec`, or a pytree of them like the argument: `layers.parameter.own`
+        gives a layer's weights by name, and their specs.
       out_specs: a pytree of `PartitionSpec` for the result.
 
     Raises:
@@ -52,13 +55,12 @@ def device_view(
       MissingReductionError: when called, if a result differs between devices on which it is declared equal.
     """
 
-    def call(*args: Array) -> Any:
+    def call(*args: Any) -> Any:
         mesh = current_mesh()
         with jax.named_scope(name):
             if mesh is None:
                 return body(*args)
-            for arg, spec in zip(args, in_specs, strict=True):
-                check_divides(name, arg.shape, spec)
+            jax.tree.map(lambda spec, arg: check_divides(name, arg.shape, spec), in_specs, args)
             try:
                 return jax.shard_map(body, in_specs=in_specs, out_specs=out_specs)(*args)
             except ValueError as error:

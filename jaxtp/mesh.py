@@ -7,7 +7,7 @@ one NVLink domain) form a tensor-parallel group.
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -91,9 +91,19 @@ def most_devices() -> int | None:
     return None if any_number else len(devices)
 
 
+def sized(**sizes: int) -> dict[str, int]:
+    """Returns the size of every axis of a mesh; one that is left out has one device."""
+    return dict.fromkeys(AXES, 1) | sizes
+
+
+def batch_parts(sizes: Mapping[str, int]) -> int:
+    """Returns the number of parts into which the devices divide a batch."""
+    return math.prod(sizes[axis] for axis in BATCH)
+
+
 def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:
     """The number of devices along each axis; all 1 for an empty mesh (no mesh in context)."""
-    return dict.fromkeys(AXES, 1) | dict(mesh.shape)
+    return sized(**mesh.shape)
 
 
 def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
@@ -131,11 +141,17 @@ def describe_mesh(sizes: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
 
 
-def fitting_meshes(num_devices: int) -> list[tuple[int, int, int]]:
-    """Every `(dp, fsdp, tp)` that uses exactly `num_devices`."""
-    return [
-        (num_devices // (fsdp * tp), fsdp, tp) for tp in divisors(num_devices) for fsdp in divisors(num_devices // tp)
-    ]
+def fitting_meshes(num_devices: int) -> list[dict[str, int]]:
+    """Returns the sizes of every mesh that uses exactly `num_devices`, those with the smallest last axes first."""
+
+    def sizes(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
+        if len(axes) == 1:
+            yield {axes[0]: devices}
+            return
+        for size in divisors(devices):
+            yield from ({**others, axes[-1]: size} for others in sizes(axes[:-1], devices // size))
+
+    return list(sizes(AXES, num_devices))
 
 
 def divisors(number: int) -> list[int]:
@@ -160,7 +176,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         if axis in sizes:
             raise MeshError(f"--mesh {text}: {axis} is there twice; write two meshes as --mesh tp=2 tp=4")
         sizes[axis] = int(size)
-    return dict.fromkeys(AXES, 1) | sizes
+    return sized(**sizes)
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
@@ -209,5 +225,6 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
 
 def _list_meshes(num_devices: int) -> str:
     """Some of the meshes of so many devices, those of powers of two first."""
-    meshes = sorted(fitting_meshes(num_devices), key=lambda mesh: sum(size & (size - 1) > 0 for size in mesh))
+    found = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices))
+    meshes = sorted(found, key=lambda mesh: sum(size & (size - 1) > 0 for size in mesh))
     return ", ".join(map(str, meshes[:MAX_LISTED])) + (", ..." if len(meshes) > MAX_LISTED else "")

@@ -33,7 +33,7 @@ from jaxtp.check.shrink import Case
 from jaxtp.collectives import batch_spec
 from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import TP, mesh_sizes
-from jaxtp.models.budget import step_budget
+from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import Blueprint, TrainState, bytes_per_device, plan_state
@@ -109,7 +109,7 @@ def constraints_only(mesh: jax.sharding.Mesh) -> Iterator[None]:
     specs = {
         jaxtp.ColumnParallelLinear: batch_spec(None, TP),
         jaxtp.RowParallelLinear: between,
-        jaxtp.RMSNorm: between,
+        jaxtp.Norm: between,
         jaxtp.VocabParallelEmbedding: between,
     }
     originals = {cls: cls.__call__ for cls in specs}
@@ -131,7 +131,7 @@ def traffic(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
         explicit = Measured(model, mesh, rows, length)
         whole = dataclasses.replace(model, loss_chunk=length)  # chunks of a split sequence would cost it more
         constrained = Measured(whole, mesh, rows, length, explicit=False)
-        budget = sum(step_budget(model, explicit.sizes, batch_size=rows, sequence_length=length).values())
+        budget = sum(step_costs(model, explicit.sizes, batch_size=rows, sequence_length=length).budget.values())
         ours, theirs = explicit.sent(), constrained.sent()
         for axes in sorted({*ours, *theirs}):
             cells = [f"{sent.get(axes, 0) / 1e6:,.2f}" for sent in (ours, theirs)]

@@ -36,7 +36,7 @@ def test_yaml_round_trip(tmp_path):
 def test_every_field_is_documented():
     import ast
 
-    for path in ("train/config.py", "models/config.py", "layers/precision.py", "generate/settings.py"):
+    for path in ("train/config.py", "models/config.py", "layers/parameter.py", "generate/settings.py"):
         tree = ast.parse((Path(__file__).parent.parent / "jaxtp" / path).read_text())
         for node in [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name != "TrainConfig"]:
             for statement, after in zip(node.body, [*node.body[1:], None], strict=True):

@@ -1,3 +1,4 @@
+import math
 from types import SimpleNamespace
 
 import jax
@@ -79,7 +80,8 @@ def test_of_many_meshes_some_are_listed_those_of_powers_of_two_first():
 def test_fitting_meshes_use_every_device(devices):
     meshes = fitting_meshes(devices)
     assert meshes
-    assert all(dp * fsdp * tp == devices for dp, fsdp, tp in meshes)
+    assert all(math.prod(sizes.values()) == devices for sizes in meshes)
+    assert len({tuple(sizes.items()) for sizes in meshes}) == len(meshes)
 
 
 def test_a_mesh_of_other_axes_is_refused():
@@ -124,7 +126,7 @@ def test_no_more_virtual_devices_are_asked_for_than_can_be_had(monkeypatch):
         lambda size: jaxtp.ColumnParallelLinear(size, (4, 4), rngs=nnx.Rngs(0)),
         lambda size: jaxtp.RowParallelLinear(4, size, rngs=nnx.Rngs(0)),
         lambda size: jaxtp.VocabParallelEmbedding(size, 4, rngs=nnx.Rngs(0)),
-        lambda size: jaxtp.RMSNorm(size),
+        lambda size: jaxtp.Norm(size),
     ],
     ids=["column", "column input", "row", "embedding", "norm"],
 )

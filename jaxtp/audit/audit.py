@@ -14,16 +14,14 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.audit.census import Collective, count_collectives
+from jaxtp.audit.census import count_collectives
 from jaxtp.audit.compiling import compile_with_spmd_text
 from jaxtp.audit.hlo import count_collectives_in_hlo
 from jaxtp.audit.holding import Holding, read_holdings
 from jaxtp.audit.loops import A_TURN
 from jaxtp.audit.tables import columns
+from jaxtp.communication import Collective, Place, bytes_by_place
 from jaxtp.mesh import DP, TP, mesh_sizes
-
-Place = tuple[str, tuple[str, ...]]
-"""A module and mesh axes, as `Collective.module` and `Collective.axes` have them."""
 
 Budget = Mapping[Place, float]
 """Bytes that each device may send in a step, by place."""
@@ -245,15 +243,6 @@ def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Colle
         left[_likeness(collective)] -= asked
         added[collective] = times - asked
     return +added
-
-
-def bytes_by_place(collectives: Counter[Collective]) -> dict[Place, float]:
-    """Bytes that each device sends, by module and mesh axes."""
-    sent: dict[Place, float] = {}
-    for collective, times in collectives.items():
-        place = (collective.module, collective.axes)
-        sent[place] = sent.get(place, 0) + times * collective.bytes_sent
-    return sent
 
 
 def _likeness(collective: Collective) -> tuple[object, ...]:

@@ -4,87 +4,16 @@ A loop counts as often as it turns (`loops`); every branch of a conditional coun
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 
 from jaxtp.audit.loops import AT_MOST, Counted, runs, turns_in_jaxpr
+from jaxtp.communication import PRIMITIVES, Collective
 
-KINDS = {
-    "psum": "all-reduce",
-    "psum2": "all-reduce",
-    "psum_invariant": "all-reduce",
-    "pmax": "all-reduce-max",
-    "pmin": "all-reduce-min",
-    "all_gather": "all-gather",
-    "all_gather_invariant": "all-gather",
-    "reduce_scatter": "reduce-scatter",
-    "all_to_all": "all-to-all",
-    "ragged_all_to_all": "ragged-all-to-all",
-    "ppermute": "permute",
-    "pbroadcast": "broadcast",
-}
 _MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
-
-_WRAPPERS = re.compile(r"\b(?:jit|jvp|transpose|vmap|remat)\(|\)")
-_BRANCH = re.compile(r"branch_\d+_fun")
-_PLUMBING = set(KINDS) | {
-    *("while", "body", "cond", "branch", "scan", "closed_call", "eval_jaxpr", "core_call", "shard_map"),
-    *("checkpoint", "rematted_computation", "remat", "custom_vjp_call", "custom_jvp_call", "name", "pcast", "pvary"),
-}
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One collective of the program, from the point of view of one device."""
-
-    kind: str
-    """all-reduce, all-gather, reduce-scatter, ..."""
-
-    axes: tuple[str, ...]
-    """Mesh axes along which the devices talk; those of a single device are left out."""
-
-    group: int
-    """Devices that take part."""
-
-    shape: tuple[int, ...]
-    """Of the largest of operand and result, on one device."""
-
-    dtype: str
-    """Of the elements moved."""
-
-    scope: str
-    """The `jax.named_scope` it was written in, as JAX spells it."""
-
-    counted: Counted = ""
-    """How the count of it is meant."""
-
-    source: str = field(default="", compare=False)
-    """`file:line` of Python that it comes from, where that is known."""
-
-    @property
-    def module(self) -> str:
-        """The module it belongs to: its scope without what JAX's transformations add, such as `mlp/rms_norm`."""
-        outside = re.sub(r"jit\([^()]*\)/?", "", self.scope)
-        parts = _WRAPPERS.sub("", outside).split("/")
-        return "/".join(part for part in parts if part and part not in _PLUMBING and not _BRANCH.fullmatch(part))
-
-    @property
-    def bytes(self) -> int:
-        """Size of the whole message."""
-        return math.prod(self.shape) * jnp.dtype(self.dtype).itemsize
-
-    @property
-    def bytes_sent(self) -> float:
-        """Bytes that each device sends, in a ring: `(n-1)/n` of it, twice for an all-reduce; all of it to permute."""
-        if self.kind == "permute":
-            return float(self.bytes)
-        rounds = 2 if self.kind.startswith("all-reduce") else 1
-        return rounds * (self.group - 1) / self.group * self.bytes
 
 
 def count_collectives(jaxpr: Any, mesh_sizes: dict[str, int]) -> Counter[Collective]:
@@ -142,9 +71,15 @@ def _axes(equation: Any, sizes: dict[str, int]) -> tuple[str, ...]:
 def _collective(
     equation: Any, axes: tuple[str, ...], operand: Any, result: Any, sizes: dict[str, int], scope: str, counted: Counted
 ) -> Collective:
-    kind = KINDS.get(equation.primitive.name, equation.primitive.name)
+    kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
     groups = equation.params.get("axis_index_groups")
     group = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
     largest = max(operand, result, key=lambda aval: math.prod(aval.shape))
     spanned = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
-    return Collective(kind, spanned, group, tuple(largest.shape), str(largest.dtype), scope, counted)
+    shape, dtype = tuple(largest.shape), str(largest.dtype)
+    return Collective(kind, spanned, group, message_bytes(shape, dtype), scope, shape, dtype, counted)
+
+
+def message_bytes(shape: tuple[int, ...], dtype: str) -> int:
+    """Returns the bytes of an array."""
+    return math.prod(shape) * jnp.dtype(dtype).itemsize

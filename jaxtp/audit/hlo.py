@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from jaxtp.audit.census import Collective
+from jaxtp.audit.census import message_bytes
 from jaxtp.audit.loops import A_TURN, AT_MOST, Counted, runs, turns_in_hlo
 from jaxtp.audit.sources import read_frames, source_line
 from jaxtp.audit.text import HloError, Instruction, Module, parse_module
+from jaxtp.communication import Collective
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -136,7 +137,8 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int
             dimension = re.search(r"dimensions=\{(\d+)\}", instruction.rest)
             shape[int(dimension[1]) if dimension else 0] *= len(group)
         kind = instruction.opcode.removeprefix("collective-")
-        yield Collective(kind, axes, len(group), tuple(shape), _DTYPES.get(dtype, dtype), scope)
+        moved = _DTYPES.get(dtype, dtype)
+        yield Collective(kind, axes, len(group), message_bytes(tuple(shape), moved), scope, tuple(shape), moved)
 
 
 def _first_group(rest: str, sizes: Mapping[str, int]) -> Sequence[int]:

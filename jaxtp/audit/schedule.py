@@ -9,9 +9,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtp.audit.census import Collective
 from jaxtp.audit.hlo import KINDS, check_counted, collectives_of, walk
 from jaxtp.audit.text import Instruction, Module, parse_module
+from jaxtp.communication import Collective
 
 START = "-start"
 _COMPUTES = {"fusion", "dot", "convolution", "custom-call", "while", "call", "conditional", "sort", "reduce"}
@@ -74,7 +74,7 @@ def _moved(messages: Sequence[Collective], times: int, computing: int) -> Moved:
     first = messages[0]
     kind = "all-reduce" if first.kind.startswith("all-reduce") else first.kind
     overlapped = times if computing else 0
-    return Moved(kind, first.axes, times, times * sum(m.bytes for m in messages), overlapped, computing)
+    return Moved(kind, first.axes, times, times * int(sum(m.bytes for m in messages)), overlapped, computing)
 
 
 def _sum(a: Moved, b: Moved) -> Moved:

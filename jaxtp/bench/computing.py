@@ -16,11 +16,11 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from jaxtp.bench.timing import Program, Repeats, medians
+from jaxtp.layers.activations import activation_spec, sequence_dim
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.sequence import activation_spec, sequence_dim
-from jaxtp.mesh import DP, FSDP, TP, current_mesh, make_mesh
+from jaxtp.mesh import AXES, TP, current_mesh, make_mesh
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.work import step_work
+from jaxtp.models.costs import step_costs
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def measure_products(
       repeats: how often.
     """
     for tp in tps:
-        work = step_work(model, {DP: 1, FSDP: 1, TP: tp}, batch_size=rows, sequence_length=length)
-        shapes = {product.name: (product.m, product.k, product.n) for product in work.products}
+        costs = step_costs(model, {**dict.fromkeys(AXES, 1), TP: tp}, batch_size=rows, sequence_length=length)
+        shapes = {product.name: (product.m, product.k, product.n) for product in costs.products}
         del shapes["head"]  # no part of a block
         programs = {name: _product(*shape, model.precision.compute) for name, shape in shapes.items()}
         seconds = medians(programs, repeats.rounds, calls=repeats.in_a_row)
@@ -89,14 +89,15 @@ def measure_products(
 
 def measure_pairs(model: ModelConfig, tps: Sequence[int], rows: int, length: int, repeats: Repeats) -> Iterator[Pair]:
     """Times the pair at every tp, over the first so many devices, in turn with its computing alone; see above."""
+    width = hidden_width(model)
     for tp in tps:
-        alone = pair_program(model, model.d_ff // tp, rows, length)
+        alone = pair_program(model, width // tp, rows, length)
         if tp == 1:
             seconds = medians({"computing": alone}, repeats.rounds, calls=repeats.in_a_row)
             yield Pair(tp, seconds["computing"], seconds["computing"])
             continue
         with jax.set_mesh(make_mesh(tp=tp)):
-            together = pair_program(model, model.d_ff, rows, length)
+            together = pair_program(model, width, rows, length)
         seconds = medians({"all": together, "computing": alone}, repeats.rounds, calls=repeats.in_a_row)
         yield Pair(tp, seconds["all"], seconds["computing"])
 
@@ -107,12 +108,18 @@ def _product(m: int, k: int, n: int, dtype: str) -> Program:
     return partial(jax.jit(jnp.matmul), x, w)
 
 
-def pair_program(model: ModelConfig, d_ff: int, rows: int, length: int) -> partial[Any]:
+def hidden_width(model: ModelConfig) -> int:
+    """Returns the number of features that the last row layer of a block takes."""
+    costs = step_costs(model, dict.fromkeys(AXES, 1), batch_size=1, sequence_length=1)
+    return [product.k for product in costs.products if product.name == "down"][-1]
+
+
+def pair_program(model: ModelConfig, width: int, rows: int, length: int) -> partial[Any]:
     """Both layers, forward and backward, on the mesh in context or on one device: a compiled program on random data."""
     shared: dict[str, Any] = {"precision": model.precision, "sequence_parallel": model.sequence_parallel}
     layers = (
-        ColumnParallelLinear(model.d_model, d_ff, rngs=nnx.Rngs(0), **shared),
-        RowParallelLinear(d_ff, model.d_model, rngs=nnx.Rngs(1), **shared),
+        ColumnParallelLinear(model.d_model, width, rngs=nnx.Rngs(0), **shared),
+        RowParallelLinear(width, model.d_model, rngs=nnx.Rngs(1), **shared),
     )
     graph, kernels = nnx.split(layers)
     x, grad = (_activation(model, rows, length, seed) for seed in (0, 1))

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxtp.bench.moving import PERMUTE, Message
+from jaxtp.bench.moving import Message
+from jaxtp.communication import PERMUTE
 from jaxtp.hardware import Hardware, inside_domain, link_of
 
 

@@ -17,12 +17,11 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.audit.census import Collective, count_collectives
+from jaxtp.audit.census import count_collectives
 from jaxtp.bench.timing import Program, Repeats, medians
 from jaxtp.collectives import all_gather, all_reduce, axis_size, device_view, permute, reduce_scatter, vary
+from jaxtp.communication import PERMUTE, Collective
 from jaxtp.mesh import AXES
-
-PERMUTE = "permute"
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def _together(mesh: Mesh, axis: str, x: Array, repeats: Repeats) -> Iterator[Mes
             programs[kind] = partial(_compiled(traced), x)
     seconds = medians(programs, repeats.rounds)
     for kind, one in moved.items():
-        yield Message(axis, mesh.shape[axis], kind, one.bytes, one.bytes_sent, seconds[kind] / repeats.in_a_row)
+        yield Message(axis, mesh.shape[axis], kind, int(one.bytes), one.bytes_sent, seconds[kind] / repeats.in_a_row)
 
 
 def _compiled(traced: Any) -> Callable[[Array], Array]:

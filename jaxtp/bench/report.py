@@ -27,8 +27,7 @@ def heading(place: Place, config: TrainConfig, rows: int, repeats: Repeats) -> s
     lines = {
         "on": f"{place}{processes}, jaxtp {jaxtp.__version__} with jax {jax.__version__}",
         "mesh": f"{describe_mesh(place.sizes)}, {place.dtype}",
-        "block": f"d_model {model.d_model}, {model.num_heads} heads ({model.num_kv_heads} kv) of {model.head_dim}, "
-        f"d_ff {model.d_ff}; {rows * length:,} tokens on a device: {rows} of {length:,}",
+        "block": f"{model.describe_block()}; {rows * length:,} tokens on a device: {rows} of {length:,}",
         "times": f"medians of {repeats.rounds} rounds, {repeats.in_a_row} runs in each, after a warm-up; random data",
     }
     if place.virtual:

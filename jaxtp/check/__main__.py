@@ -16,8 +16,8 @@ from jaxtp.check.shrink import describe
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.files import require_writable, write_json
 from jaxtp.hf.folder import HFError
+from jaxtp.layers.remat import RematError
 from jaxtp.mesh import MeshError, request_virtual_devices
-from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.place import Place
@@ -54,7 +54,7 @@ def _check(config: CheckConfig, notes: Sequence[str]) -> int:
     if config.json is not None:
         require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
-    request_virtual_devices(max(case.mesh[0] * case.mesh[1] * case.mesh[2] for case in cases))
+    request_virtual_devices(max(case.devices for case in cases))
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
     told = ("model",) if config.meshes else ("model", "mesh")
     print("".join(f"default {note}\n" for note in notes if note.startswith(told)), end="")

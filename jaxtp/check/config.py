@@ -8,7 +8,7 @@ from typing import Annotated
 import tyro
 
 from jaxtp.config import ConfigError
-from jaxtp.mesh import DP, FSDP, TP, parse_mesh
+from jaxtp.mesh import parse_mesh
 from jaxtp.train.config import TrainConfig
 
 
@@ -24,8 +24,8 @@ class CheckConfig(TrainConfig):
     """Where to write every number, for machines."""
 
 
-def chosen_mesh(text: str) -> tuple[int, int, int]:
-    """`fsdp=2,tp=4` as (dp, fsdp, tp).
+def chosen_mesh(text: str) -> dict[str, int]:
+    """Returns `fsdp=2,tp=4` as the size of each axis.
 
     Raises:
       MeshError: it is not of that form.
@@ -34,4 +34,4 @@ def chosen_mesh(text: str) -> tuple[int, int, int]:
     sizes = parse_mesh(text)
     if math.prod(sizes.values()) == 1:
         raise ConfigError(f"--mesh {text}: that is the one device which meshes are compared with")
-    return sizes[DP], sizes[FSDP], sizes[TP]
+    return sizes

@@ -19,7 +19,7 @@ from jaxtp.check.parity import Arrays, batches, on_case, place, relative_error
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.mesh import make_mesh
-from jaxtp.models.decoder import Decoder, abstract_decoder, layer, split_keys
+from jaxtp.models.decoder import Decoder, abstract_decoder, split_keys
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.step import dropout_key, row_keys
 
@@ -94,7 +94,7 @@ def first_difference(config: TrainConfig, case: Case, initial: Arrays, tolerance
       update, can differ.
     """
     traces = []
-    for each in dict.fromkeys((ONE_DEVICE, case)):
+    for each in (ONE_DEVICE, case) if case != ONE_DEVICE else (case,):
         watch = _Watch({})
         try:
             traces.append(_trace(on_case(config, each), each, initial, watch))
@@ -118,7 +118,7 @@ def _compare(expected: _Traces, actual: _Traces, tolerance: float) -> str | None
 
 def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> _Traces:
     """Outputs and their gradients on one mesh; `watch` is told where it fails, if it does."""
-    mesh = make_mesh(*case.mesh)
+    mesh = make_mesh(*case.sizes.values())
     batch = batches(config)[0]
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config.model)
@@ -146,13 +146,13 @@ def _run(model: Decoder, batch: dict[str, Any], seed: int, watch: _Watch) -> Arr
     if config.dropout:
         rows = jnp.arange(len(batch["inputs"]))
         keys = split_keys(row_keys(dropout_key(seed, 0), rows), config.num_layers)
+    segments = batch.get(SEGMENTS)
     with watch.on(model.embedding, "embedding"):
-        x_BTD = model.embedding(jnp.asarray(batch["inputs"]))
-    for index in range(config.num_layers):
-        block = layer(model.blocks, index)
+        x_BTD = model.embed(jnp.asarray(batch["inputs"]), segments)
+    for index, block in enumerate(model.in_order()):
         layer_keys = None if keys is None else keys[index]
         with watch.on(block, f"blocks.{index}"):
-            x_BTD = block(x_BTD, layer_keys, batch.get(SEGMENTS))
+            x_BTD = block(x_BTD, layer_keys, segments)
     with watch.on(model.norm, "norm"):
         x_BTD = model.norm(x_BTD)
     total, count = model.loss_of_hidden(x_BTD, jnp.asarray(batch["labels"]))

@@ -12,16 +12,16 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
-from jaxtp.audit.audit import Budget, audit
+from jaxtp.audit.audit import audit
 from jaxtp.check.shrink import UPDATES, Case
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import make_mesh, mesh_sizes
-from jaxtp.models.budget import step_budget
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import costs_of_step
 from jaxtp.train.state import Blueprint, plan_state
 from jaxtp.train.step import OPTIMIZER_SCOPE, StepSettings, make_train_step
 
@@ -133,7 +133,7 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
       audited: also audits the compiled step.
     """
     config = on_case(config, case)
-    mesh = make_mesh(*case.mesh)
+    mesh = make_mesh(*case.sizes.values())
     blueprint = _plan(config, mesh)
     settings = StepSettings(config.train.accumulation, config.train.z_loss, config.run.seed)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
@@ -147,7 +147,7 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
             state,
             placed[0],
             mesh=mesh,
-            budget=_budget(config, mesh),
+            budget=costs_of_step(config, mesh_sizes(mesh)).budget,
             global_view=() if optimizers.is_elementwise(config.optimizer) else (OPTIMIZER_SCOPE,),
             compiler_options=COMPILER_OPTIONS,
         )
@@ -203,16 +203,6 @@ def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
 def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
     optimizer: optax.GradientTransformation = optimizers.build(config.optimizer, config.train.steps)
     return plan_state(config.model, optimizer, mesh)
-
-
-def _budget(config: TrainConfig, mesh: Mesh) -> Budget:
-    return step_budget(
-        config.model,
-        mesh_sizes(mesh),
-        batch_size=config.data.global_batch_size,
-        sequence_length=config.data.sequence_length,
-        accumulation=config.train.accumulation,
-    )
 
 
 def _moved(name: str, array: Array) -> np.ndarray:

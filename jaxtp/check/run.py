@@ -1,6 +1,7 @@
 """Every case of a configuration against one device."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
 from jaxtp.check import parity
@@ -90,18 +91,17 @@ def _own(errors: parity.Errors, tolerance: parity.Tolerance) -> str:
 
 
 def _chosen_cases(config: CheckConfig) -> list[Case]:
-    cases = []
-    for text, mesh in {text: chosen_mesh(text) for text in config.meshes}.items():
-        sizes = dict(zip(AXES, mesh, strict=True))
-        if (count := mesh[0] * mesh[1] * mesh[2]) > MAX_DEVICES:
+    cases: list[Case] = []
+    for text, sizes in {text: chosen_mesh(text) for text in config.meshes}.items():
+        if (count := math.prod(sizes.values())) > MAX_DEVICES:
             raise ConfigError(
                 f"--mesh {text}: {describe_mesh(sizes)} is {count} devices, and a check runs on at most {MAX_DEVICES} "
                 "virtual ones; a larger dp or fsdp than 2 changes nothing in kind"
             )
         if problems := list(violations(config.model, sizes, fixed=config.run.init_from is not None)):
             raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
-        cases += cases_of(config, mesh)
-    return list(dict.fromkeys(cases))
+        cases += [case for case in cases_of(config, sizes) if case not in cases]
+    return cases
 
 
 def _with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:

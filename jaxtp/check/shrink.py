@@ -10,16 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtp.mesh import AXES, DP, FSDP, TP
-from jaxtp.models.config import ModelConfig, violations
+from jaxtp.layers.branch import Small, like
+from jaxtp.mesh import DP, FSDP, TP, batch_parts, sized
+from jaxtp.models.config import shrunk, violations
 from jaxtp.train.config import TrainConfig
 
 MAX_DEVICES = 16
 COMMON_TP = 8
-MIN_D_MODEL, MIN_D_FF, MIN_VOCAB, MIN_SEQUENCE, MIN_ROWS, MAX_LAYERS = 64, 48, 96, 24, 4, 2
-ROPE_THETA = 2.0
-"""All dims turn: in one that hardly does, a key bias has no gradient but rounding noise."""
-
+MIN_SEQUENCE, MIN_ROWS = 24, 4
 UPDATES = 3
 
 
@@ -27,13 +25,14 @@ UPDATES = 3
 class Case:
     """A mesh, and whether activations between the blocks are split over tp along the sequence."""
 
-    mesh: tuple[int, int, int]
+    sizes: Mapping[str, int]
+    """Devices along each axis."""
     sequence_parallel: bool
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """Devices along each axis."""
-        return dict(zip(AXES, self.mesh, strict=True))
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sizes.values())
 
     def __str__(self) -> str:
         """Such as `fsdp 2 x tp 4, sequence-parallel`."""
@@ -41,33 +40,33 @@ class Case:
         return f"{mesh}, sequence-parallel" if self.sequence_parallel else mesh
 
 
-ONE_DEVICE = Case((1, 1, 1), False)
+ONE_DEVICE = Case(sized(), False)
 
 
 def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
-    """The configuration's own mesh, scaled down to 16 devices, and others that use each axis alone and together."""
+    """Returns the configuration's own mesh, scaled down to 16 devices, and others for each axis alone and together."""
     own = _own_mesh(mesh)
-    tps = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, (1, 1, tp))] or [1]
+    tps = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, sized(tp=tp))] or [1]
     few = [tp for tp in tps if tp <= COMMON_TP] or tps[:1]
     least, most = few[0], few[-1]
-    tp = own[2] if own[2] > 1 else most
+    tp = own[TP] if own[TP] > 1 else most
     half = tp // 2 if tp // 2 in tps else tp
     middle = max(tp for tp in few if tp <= max(COMMON_TP // 2, least))
-    meshes = [own, (1, 1, tp), (1, 1, half), (1, 2, half), (2, 2, least), (2, 1, middle), (1, 1, most)]
-    meshes = [sizes for sizes in (*meshes, (1, 8, 1), (8, 1, 1)) if math.prod(sizes) <= MAX_DEVICES]
+    others = [{TP: tp}, {TP: half}, {FSDP: 2, TP: half}, {DP: 2, FSDP: 2, TP: least}, {DP: 2, TP: middle}, {TP: most}]
+    meshes = [own, *(sized(**sizes) for sizes in (*others, {FSDP: 8}, {DP: 8}))]
+    meshes = [sizes for sizes in meshes if math.prod(sizes.values()) <= MAX_DEVICES]
     cases = [case for sizes in meshes for case in cases_of(config, sizes)[:1]]
-    cases[1:1] = cases_of(config, own)[1:] or cases_of(config, (1, 1, tp))[1:]
-    return [case for case in dict.fromkeys(cases) if case != ONE_DEVICE]
+    cases[1:1] = cases_of(config, own)[1:] or cases_of(config, sized(tp=tp))[1:]
+    return [case for i, case in enumerate(cases) if case != ONE_DEVICE and case not in cases[:i]]
 
 
-def cases_of(config: TrainConfig, mesh: tuple[int, int, int]) -> list[Case]:
-    """The cases on one mesh, the configuration's own kind first; none if the model cannot run on it."""
-    sizes = dict(zip(AXES, mesh, strict=True))
+def cases_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Case]:
+    """Returns the cases on one mesh, the configuration's own kind first; none if the model cannot run on it."""
     if list(violations(config.model, sizes)):
         return []
-    can_split = mesh[2] > 1 and config.data.sequence_length % mesh[2] == 0
+    can_split = sizes[TP] > 1 and config.data.sequence_length % sizes[TP] == 0
     preferred = can_split and config.model.sequence_parallel is not False
-    return [Case(mesh, preferred)] + ([Case(mesh, not preferred)] if can_split else [])
+    return [Case(sizes, preferred)] + ([Case(sizes, not preferred)] if can_split else [])
 
 
 def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
@@ -77,23 +76,17 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
       config: the run, which fits each case's mesh.
       cases: what it will be run on.
     """
-    tps = math.lcm(*(case.mesh[2] for case in cases))
+    tps = math.lcm(*(case.sizes[TP] for case in cases))
     accumulation = min(config.train.accumulation, 2)
-    rows = _like(0, math.lcm(*(case.mesh[0] * case.mesh[1] for case in cases)) * accumulation, MIN_ROWS)
-    sequence = _like(config.data.sequence_length, tps, MIN_SEQUENCE)
-    chunk = max(1, config.model.loss_chunk * sequence // config.data.sequence_length)
-    model = dataclasses.replace(
-        config.model,
-        vocab_size=_like(config.model.vocab_size, tps, MIN_VOCAB),
-        d_model=_like(0, math.lcm(*(case.mesh[1] for case in cases)), MIN_D_MODEL),
-        num_layers=min(config.model.num_layers, MAX_LAYERS),
-        head_dim=_head_dim(config.model, cases),
-        d_ff=_like(0, tps, MIN_D_FF),
-        rope_theta=ROPE_THETA,
-        attention="xla",  # cudnn needs a GPU
-        loss_chunk=chunk,
-        **_reach(config.model, sequence, config.data.sequence_length),
-    )
+    rows = like(0, math.lcm(*(batch_parts(case.sizes) for case in cases)) * accumulation, MIN_ROWS)
+    sequence = like(config.data.sequence_length, tps, MIN_SEQUENCE)
+
+    def fits(changes: Mapping[str, Any]) -> bool:
+        changed = dataclasses.replace(config.model, **changes)
+        return not any(list(violations(changed, case.sizes)) for case in cases)
+
+    small = Small(tps, math.lcm(*(case.sizes[FSDP] for case in cases)), sequence, config.data.sequence_length, fits)
+    model = shrunk(config.model, small)
     return dataclasses.replace(
         config,
         model=model,
@@ -114,35 +107,11 @@ def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
                 yield f"{section}.{field.name} {old} -> {new}"
 
 
-def _reach(model: ModelConfig, sequence: int, before: int) -> dict[str, Any]:
-    """What counts in positions, by as much as the sequence was shrunk."""
-    scaling, window = model.rope_scaling, model.sliding_window
-    shorter = max(1, scaling.original_length * sequence // before)
-    return {
-        "rope_scaling": scaling if scaling.kind == "none" else dataclasses.replace(scaling, original_length=shorter),
-        "sliding_window": window and max(1, window * sequence // before),
-    }
-
-
-def _own_mesh(mesh: Mapping[str, int]) -> tuple[int, int, int]:
+def _own_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
     """tp as it is, up to 16; fsdp and dp at most 2 each, as many as 16 devices allow."""
     tp = mesh[TP]
     while tp > MAX_DEVICES:
         tp = next((tp // prime for prime in (2, 3, 5, 7) if tp % prime == 0), 1)
     fsdp = 2 if mesh[FSDP] > 1 and 2 * tp <= MAX_DEVICES else 1
     dp = 2 if mesh[DP] > 1 and 2 * fsdp * tp <= MAX_DEVICES else 1
-    return dp, fsdp, tp
-
-
-def _like(value: int, modulus: int, least: int) -> int:
-    """The smallest number from `least` on with the same remainder as `value`."""
-    return least + (value - least) % modulus
-
-
-def _head_dim(model: ModelConfig, cases: list[Case]) -> int:
-    """The smallest power of two from 8 on, up to the model's own head dim, that every case can split."""
-    for head_dim in (8, 16, 32, 64):
-        smaller = dataclasses.replace(model, head_dim=head_dim)
-        if head_dim < model.head_dim and not any(list(violations(smaller, case.sizes)) for case in cases):
-            return head_dim
-    return model.head_dim
+    return sized(dp=dp, fsdp=fsdp, tp=tp)

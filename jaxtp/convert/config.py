@@ -8,7 +8,7 @@ import tyro
 from jax.sharding import Mesh
 
 from jaxtp.config import Keys, Switch
-from jaxtp.layers.precision import DType
+from jaxtp.layers.parameter import DType
 from jaxtp.mesh import make_mesh
 
 Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]

@@ -16,7 +16,7 @@ from jaxtp.hf.kept import keep_files
 from jaxtp.hf.load import import_config, load_folder
 from jaxtp.hf.names import dtypes
 from jaxtp.hf.writing import appearing
-from jaxtp.layers.precision import Precision
+from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.families.family import Family

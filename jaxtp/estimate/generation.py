@@ -9,15 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
-
 from jaxtp.audit.tables import columns
 from jaxtp.config import ConfigError
 from jaxtp.estimate.links import collective_seconds
 from jaxtp.estimate.search import Model, Target
-from jaxtp.mesh import AXES, DP, FSDP, TP, describe_mesh
-from jaxtp.models.budget import ALL_GATHER, ALL_REDUCE
+from jaxtp.layers.costs import Share
+from jaxtp.mesh import AXES, FSDP, batch_parts, describe_mesh
 from jaxtp.models.config import ModelConfig, violations
+from jaxtp.models.costs import costs_of
 from jaxtp.train.memory import MODEL
 
 GB = 1e9
@@ -66,7 +65,7 @@ def generations(
     Raises:
       ConfigError: no mesh can.
     """
-    able = [sizes for sizes in meshes if not list(violations(config, sizes)) and rows % (sizes[DP] * sizes[FSDP]) == 0]
+    able = [sizes for sizes in meshes if not list(violations(config, sizes)) and rows % batch_parts(sizes) == 0]
     if not able:
         raise ConfigError(
             f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides {rows} rows by dp*fsdp"
@@ -78,27 +77,24 @@ def generations(
 def _on(
     config: ModelConfig, where: Target, model: Model, sizes: Mapping[str, int], rows: int, length: int
 ) -> Generation:
-    itemsize = jnp.dtype(config.precision.compute).itemsize
+    share = Share(sizes=sizes, rows=rows // batch_parts(sizes), length=1, training=False)
+    token = costs_of(config, share)
     arrays = [array for array in model.arrays if array.name.startswith(MODEL)]
     weights = sum(array.bytes_per_device(sizes, config.precision.compute) for array in arrays)
     cache = cache_bytes(config, sizes, rows, length)
-    local = rows // (sizes[DP] * sizes[FSDP])
     hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency
     reading = (weights * sizes[FSDP] + cache) / speed
-    reductions = 2 * config.num_layers + 2  # of each block two, of the embedding, and the head's logits
-    sent = 2 * (sizes[TP] - 1) / sizes[TP] * local * config.d_model * itemsize
-    moving = reductions * collective_seconds(hardware, sizes, (TP,), ALL_REDUCE, sent) if sizes[TP] > 1 else 0.0
-    if sizes[FSDP] > 1:  # each layer's weights are gathered for each token
-        layer = weights * (sizes[FSDP] - 1) / config.num_layers
-        moving += config.num_layers * collective_seconds(hardware, sizes, (FSDP,), ALL_GATHER, layer)
+    moving = sum(
+        times * collective_seconds(hardware, sizes, one.axes, one.kind, one.bytes_sent)
+        for one, times in token.traffic.items()
+    )
     return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
 
 
 def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:
-    """Keys and values on each device; see `layers/cache.py`."""
-    heads = max(config.num_kv_heads, sizes[TP]) // sizes[TP]
-    elements = config.num_layers * rows // (sizes[DP] * sizes[FSDP]) * length * heads * config.head_dim
-    return 2 * elements * jnp.dtype(config.precision.compute).itemsize
+    """Returns the bytes of keys and values on each device; see `layers/cache.py`."""
+    share = Share(sizes=sizes, rows=rows // batch_parts(sizes), length=length, training=False)
+    return costs_of(config, share).cached
 
 
 def table(found: Sequence[Generation], length: int) -> str:

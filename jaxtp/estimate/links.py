@@ -34,8 +34,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from jaxtp.communication import ALL_REDUCE
 from jaxtp.hardware import Hardware, inside_domain, link_of
-from jaxtp.models.budget import ALL_REDUCE
 
 
 class Way(NamedTuple):

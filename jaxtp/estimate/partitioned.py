@@ -5,16 +5,16 @@ Nothing is allocated or run: the shapes are those of the run.
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxtp.audit.audit import Audit, audit_traced
 from jaxtp.audit.compiling import captured_stderr
+from jaxtp.communication import Traffic, bytes_by_kind
 from jaxtp.config import ConfigError
 from jaxtp.estimate.report import is_plain
 from jaxtp.estimate.search import Setting
 from jaxtp.mesh import make_mesh, request_virtual_devices
-from jaxtp.models.budget import Move
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
@@ -92,20 +92,17 @@ def compile_partitioned(setting: Setting) -> Partitioned:
     config, notes = _for_cpu(setting.config)
     mesh = make_mesh(*setting.sizes.values())
     blueprint = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
-    budget: dict[tuple[str, tuple[str, ...]], float] = {}
-    for move in setting.moves:
-        budget[move.module, move.axes] = budget.get((move.module, move.axes), 0.0) + move.bytes_sent
     with captured_stderr() as printed:
         found = audit_traced(
             trace_step(config, blueprint),
             blueprint.sharded,
             mesh=mesh,
-            budget=budget,
+            budget=setting.costs.budget,
             global_view=() if optimizers.is_elementwise(config.optimizer) else (OPTIMIZER_SCOPE,),
             compiler_options=QUICK,
         )
     return Partitioned(
-        planned_bytes(setting.moves),
+        planned_bytes(setting.costs.traffic),
         realised_bytes(found),
         tuple(found.problems()),
         tuple(line.rstrip() for line in printed if line.strip()),
@@ -115,22 +112,14 @@ def compile_partitioned(setting: Setting) -> Partitioned:
     )
 
 
-def planned_bytes(moves: Iterable[Move]) -> Bytes:
-    """What tier 1 says, by kind and axes."""
-    sent: dict[tuple[str, tuple[str, ...]], float] = {}
-    for move in moves:
-        sent[move.kind, move.axes] = sent.get((move.kind, move.axes), 0.0) + move.bytes_sent
-    return sent
+def planned_bytes(planned: Traffic) -> Bytes:
+    """Returns what tier 1 says, by kind and axes."""
+    return {place: sent for place, (_, sent) in bytes_by_kind(planned).items()}
 
 
 def realised_bytes(found: Audit) -> Bytes:
-    """What the partitioned program says, by kind and axes; sums of single numbers, such as norms, apart."""
-    sent: dict[tuple[str, tuple[str, ...]], float] = {}
-    for collective, times in found.realised.items():
-        if collective.shape:
-            key = (collective.kind, collective.axes)
-            sent[key] = sent.get(key, 0.0) + times * collective.bytes_sent
-    return sent
+    """Returns what the partitioned program says, by kind and axes; sums of single numbers, such as norms, apart."""
+    return planned_bytes({one: times for one, times in found.realised.items() if one.shape})
 
 
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:

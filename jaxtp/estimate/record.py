@@ -67,16 +67,16 @@ def setting_record(setting: Setting) -> dict[str, Any]:
         "bytes_to_spare": setting.spare,
         "collectives": [
             {
-                "module": move.module,
-                "kind": move.kind,
-                "axes": list(move.axes),
-                "devices": move.group,
-                "count": move.count,
-                "bytes_sent": move.bytes_sent,
+                "module": one.module,
+                "kind": one.kind,
+                "axes": list(one.axes),
+                "devices": one.group,
+                "count": times,
+                "bytes_sent": times * one.bytes_sent,
             }
-            for move in setting.moves
+            for one, times in setting.costs.traffic.items()
         ],
-        "flops_per_device": setting.work.flops,
+        "flops_per_device": setting.costs.flops,
         "seconds": {
             "products": time.products,
             "attention": time.attention,

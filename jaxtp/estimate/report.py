@@ -3,13 +3,13 @@
 import dataclasses
 
 from jaxtp.audit.tables import columns
+from jaxtp.communication import bytes_by_kind
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target, rows_of
 from jaxtp.hardware import TABLE, Hardware, link_of
 from jaxtp.hf.attributes import stored_dtype
+from jaxtp.layers.costs import Product
 from jaxtp.mesh import divisors
-from jaxtp.models.budget import Move
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.work import Product
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig
 
@@ -148,7 +148,7 @@ def _memory(setting: Setting) -> str:
 
 
 def _time(setting: Setting) -> str:
-    time, work, model = setting.time, setting.work, setting.config.model
+    time, work, model = setting.time, setting.costs, setting.config.model
     rows = [
         ("products with weights", time.products, _tera(work.products, model)),
         ("attention", time.attention, f"{_tera(work.attention, model)}; {_scores(model)}"),
@@ -177,7 +177,7 @@ def _scores(model: ModelConfig) -> str:
 
 
 def _communication(setting: Setting) -> str:
-    totals = by_kind(setting.moves)
+    totals = bytes_by_kind(setting.costs.traffic)
     unit, size = unit_of(sum(sent for _, sent in totals.values()))
     rows = [
         (kind, "+".join(axes), f"{count:,}", f"{sent / size:,.3f}", provenance_of_moves(setting.config))
@@ -199,15 +199,6 @@ def label(kind: str) -> str:
 def unit_of(largest: float) -> tuple[str, float]:
     """GB, or MB for what would be nothing."""
     return ("GB", GB) if largest >= GB / 10 else ("MB", GB / 1000)
-
-
-def by_kind(moves: tuple[Move, ...]) -> dict[tuple[str, tuple[str, ...]], tuple[int, float]]:
-    """How often and how many bytes each device sends, by kind and axes."""
-    totals: dict[tuple[str, tuple[str, ...]], tuple[int, float]] = {}
-    for move in moves:
-        count, sent = totals.get((move.kind, move.axes), (0, 0.0))
-        totals[move.kind, move.axes] = count + move.count, sent + move.bytes_sent
-    return totals
 
 
 def is_plain(model: ModelConfig) -> bool:

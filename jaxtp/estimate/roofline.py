@@ -4,15 +4,15 @@ Each matrix product takes the longer of computing and of reading and writing its
 the speed of memory (Williams et al., "Roofline", CACM 2009). Collectives: `links.py`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
 from jaxtp.estimate.links import collective_seconds, leaves_domain
 from jaxtp.hardware import Hardware
-from jaxtp.models.budget import Move
-from jaxtp.models.work import Product, Work
+from jaxtp.layers.costs import Product
+from jaxtp.models.costs import StepCosts
 from jaxtp.train.memory import Memory
 
 Axes = tuple[str, ...]
@@ -73,28 +73,28 @@ class StepTime:
 
 
 def step_time(
-    hardware: Hardware, sizes: Mapping[str, int], work: Work, moves: Iterable[Move], memory: Memory, accumulation: int
+    hardware: Hardware, sizes: Mapping[str, int], costs: StepCosts, memory: Memory, accumulation: int
 ) -> StepTime:
     """The model's account of a step.
 
     Args:
       hardware: what each device can do.
       sizes: devices along each axis.
-      work: what each computes.
-      moves: what each sends.
+      costs: what each computes and sends.
       memory: what each holds.
       accumulation: micro-batches.
     """
     speed = hardware.bandwidth * hardware.bandwidth_efficiency
     communication: dict[Axes, float] = {}
-    for move in moves:
-        once = collective_seconds(hardware, sizes, move.axes, move.kind, move.bytes_sent / move.count)
-        communication[move.axes] = communication.get(move.axes, 0.0) + move.count * once
+    for one, times in costs.traffic.items():
+        once = collective_seconds(hardware, sizes, one.axes, one.kind, one.bytes_sent)
+        communication[one.axes] = communication.get(one.axes, 0.0) + times * once
     sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0  # two read, one written, each micro-batch
     return StepTime(
-        products=sum(_product(hardware, product, work.itemsize) for product in work.products),
-        attention=sum(_product(hardware, product, work.itemsize) for product in work.attention) + work.scores / speed,
-        elementwise=(work.elementwise + work.logits) / speed,
+        products=sum(_product(hardware, product, costs.itemsize) for product in costs.products),
+        attention=sum(_product(hardware, product, costs.itemsize) for product in costs.attention)
+        + costs.scores / speed,
+        elementwise=(costs.elementwise + costs.logits) / speed,
         update=(2 * memory.state + 2 * memory.gradients + sums) / speed,  # the gradients once more for their norm
         communication=communication,
         crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),

@@ -10,13 +10,12 @@ from jaxtp.config import ConfigError
 from jaxtp.estimate.links import leaves_domain
 from jaxtp.estimate.roofline import StepTime, step_time
 from jaxtp.hardware import Hardware
+from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import AXES, TP, describe_mesh, divisors, fitting_meshes
-from jaxtp.models.budget import Move, step_moves
-from jaxtp.models.remat import RematPolicy
-from jaxtp.models.work import Work, step_work
+from jaxtp.models.costs import StepCosts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
-from jaxtp.train.memory import MODEL, Memory, StoredArray, memory_per_device, stored_arrays
+from jaxtp.train.memory import MODEL, Memory, StoredArray, costs_of_step, memory_per_device, stored_arrays
 from jaxtp.train.utilization import flops_per_token
 
 REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "full")
@@ -85,8 +84,7 @@ class Setting:
     """With this mesh, remat and accumulation."""
     target: Target
     memory: Memory
-    work: Work
-    moves: tuple[Move, ...]
+    costs: StepCosts
     time: StepTime
     flops_per_token: float
 
@@ -253,20 +251,14 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
       model: `describe_model(config)`.
     """
     sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
-    shape = {
-        "batch_size": config.data.global_batch_size,
-        "sequence_length": config.data.sequence_length,
-        "accumulation": config.train.accumulation,
-    }
-    memory = memory_per_device(config, sizes, model.arrays)
-    work, moves = step_work(config.model, sizes, **shape), step_moves(config.model, sizes, **shape)
-    time = step_time(where.hardware, sizes, work, moves, memory, config.train.accumulation)
-    return Setting(config, where, memory, work, moves, time, model.flops_per_token)
+    memory, costs = memory_per_device(config, sizes, model.arrays), costs_of_step(config, sizes)
+    time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation)
+    return Setting(config, where, memory, costs, time, model.flops_per_token)
 
 
 def all_meshes(devices: int) -> list[dict[str, int]]:
     """Every mesh of so many devices."""
-    return [dict(zip(AXES, mesh, strict=True)) for mesh in fitting_meshes(devices)]
+    return fitting_meshes(devices)
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:

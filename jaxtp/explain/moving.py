@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtp.audit.census import Collective
-from jaxtp.audit.loops import Counted
+from jaxtp.communication import Collective
 from jaxtp.propose.subject import Subject
 
 _MARK = "module:"
@@ -39,7 +38,7 @@ class Move:
     added: bool = False
     """The program does not ask for it: the compiler's partitioner added it, between the layers."""
 
-    counted: Counted = ""
+    counted: str = ""
     """How the count is meant."""
 
 
@@ -68,7 +67,7 @@ def passes(model: nnx.Module, subject: Subject) -> tuple[Callable[..., Any], Any
 
 def moves(collectives: Mapping[Collective, int], *, added: bool = False) -> list[Move]:
     """Collectives by module, in the order of the modules' first."""
-    found: dict[tuple[str, bool, str, tuple[str, ...], Counted], Move] = {}
+    found: dict[tuple[str, bool, str, tuple[str, ...], str], Move] = {}
     for collective, times in collectives.items():
         place = module_of(collective.scope), "transpose(" in collective.scope, collective.kind, collective.axes
         key = (*place, collective.counted)

@@ -13,7 +13,7 @@ from jaxtp.generate.tokenizer import open_tokenizer
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import CONFIG
 from jaxtp.hf.load import load_hf
-from jaxtp.layers.precision import Precision
+from jaxtp.layers.parameter import Precision
 from jaxtp.models.decoder import Decoder
 
 

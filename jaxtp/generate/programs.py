@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.generate.sampling import sample
 from jaxtp.generate.settings import GenerationSettings
-from jaxtp.layers.cache import STACK_SPEC, KVCache
+from jaxtp.layers.cache import STACK_SPEC, Cache
 from jaxtp.models.decoder import Decoder
 
 Ids = NDArray[np.int32]
@@ -48,7 +48,7 @@ class Shape:
 class Read:
     """What has been read so far."""
 
-    cache: KVCache
+    cache: Cache
 
     logits: Array
     """`[rows, V]` after the last token of each row."""
@@ -72,7 +72,7 @@ Sampler = Callable[[Read, Array, NDArray[np.uint32]], Choice]
 """From what was read, the tokens that each row has (taken over), and the seed of each row."""
 
 
-def read_chunk(model: Decoder, cache: KVCache, logits: Array, ids_BT: Array, counts_B: Array) -> tuple[KVCache, Array]:
+def read_chunk(model: Decoder, cache: Cache, logits: Array, ids_BT: Array, counts_B: Array) -> tuple[Cache, Array]:
     """Reads the next `counts_B` tokens of each row, of T; returns the cache and the logits after the last of them.
 
     Rows without a next token keep the logits that they had.
@@ -85,7 +85,7 @@ def read_chunk(model: Decoder, cache: KVCache, logits: Array, ids_BT: Array, cou
     return cache, constrain(jnp.where(counts_B[:, None] > 0, found, logits), batch_spec(None))
 
 
-def read_token(model: Decoder, cache: KVCache, tokens_B: Array) -> tuple[KVCache, Array]:
+def read_token(model: Decoder, cache: Cache, tokens_B: Array) -> tuple[Cache, Array]:
     """Reads a token of each row; returns the cache and the logits `[B, V]` after it."""
     cache, x_B1D = model.extend(cache, tokens_B[:, None], jnp.ones_like(tokens_B))
     return cache, constrain(model.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
@@ -159,7 +159,7 @@ class Programs:
             seen[row, prompt] = True
         return jax.device_put(seen, self._sharding(batch_spec(None)))
 
-    def _nothing(self, model: Decoder) -> tuple[KVCache, Array]:
+    def _nothing(self, model: Decoder) -> tuple[Cache, Array]:
         logits = jnp.zeros((self.shape.rows, self._config.vocab_size), self._config.precision.logits)
         return model.empty_cache(self.shape.rows, self.shape.slots), constrain(logits, batch_spec(None))
 
@@ -187,9 +187,10 @@ def cache_bytes(model: Decoder, shape: Shape) -> int:
     """Bytes of keys and values on each device."""
     mesh = mesh_of(model)
     with _within(mesh):
-        keys = jax.eval_shape(lambda: model.empty_cache(shape.rows, shape.slots)).keys
-    on_device = keys.shape if mesh is None else NamedSharding(mesh, STACK_SPEC).shard_shape(keys.shape)
-    return 2 * math.prod(on_device) * keys.dtype.itemsize
+        cache = jax.eval_shape(lambda: model.empty_cache(shape.rows, shape.slots))
+    arrays = jax.tree.leaves(cache.memories)
+    shards = (a.shape if mesh is None else NamedSharding(mesh, STACK_SPEC).shard_shape(a.shape) for a in arrays)
+    return sum(math.prod(shard) * array.dtype.itemsize for shard, array in zip(shards, arrays, strict=True))
 
 
 def _within(mesh: Mesh | None) -> AbstractContextManager[Any]:

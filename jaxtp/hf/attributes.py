@@ -109,7 +109,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
         "head_dim": config.head_dim,
         "hidden_act": "silu",
         "attention_dropout": 0.0,
-        **rope.write_rope(config.rope_theta, config.rope_scaling),
+        **rope.write_rope(config.rope_theta or 10_000.0, config.rope_scaling),
         **window.write_window(config.sliding_window, family),
         "torch_dtype": dtype,
     }

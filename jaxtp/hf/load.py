@@ -21,7 +21,7 @@ from jaxtp.checkpoint.safetensors import Block, SafetensorsError, StoredTensor
 from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import CONFIG, Folder, HFError, open_folder
 from jaxtp.hf.names import HEAD, TABLE, Place, check_layers, check_tensors, dtypes, places
-from jaxtp.layers.precision import Precision
+from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import AXES, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, violations
 from jaxtp.models.decoder import Decoder, abstract_decoder

@@ -1,166 +1,305 @@
 """Causal self-attention with the heads split over tp."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from pydantic import Field
 
-from jaxtp.collectives import batch_spec, device_view
+from jaxtp.collectives import axis_size, batch_spec, constrain, device_view
+from jaxtp.config import Count, Positive, allowed
+from jaxtp.hints import Problem, not_divisible
+from jaxtp.layers.activations import SequenceParallel, segment_mask, segment_positions
+from jaxtp.layers.branch import Branch, BranchConfig, Memory, Small
 from jaxtp.layers.cache import LAYER_SPEC, insert, visible
+from jaxtp.layers.costs import (
+    ELEMENTWISE_AGAIN,
+    FLOAT32,
+    Cached,
+    Cost,
+    Kept,
+    Product,
+    Scores,
+    Share,
+    Streamed,
+    Working,
+    itemsize,
+)
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.precision import Precision
-from jaxtp.layers.qk_norm import QKNorm, QKNormKind
-from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope
-from jaxtp.layers.segments import segment_mask, segment_positions
-from jaxtp.layers.sequence import SequenceParallel
+from jaxtp.layers.parameter import Precision, Weights, own
+from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
+from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
 from jaxtp.mesh import TP
 
 Implementation = Literal["xla", "cudnn"]
 
+SCORE_PASSES = 5
+"""Times that float32 scores go through memory outside of products, forward and backward, where they exist: mask and
+maximum, exponentials, division; backward the product with the probabilities, and the difference. Modelled."""
 
-class CausalSelfAttention(nnx.Module):
+_SMALL_HEAD_DIMS = (8, 16, 32, 64)
+_SMALL_THETA = 2.0
+"""All dims turn: in one that hardly does, a key bias has no gradient but rounding noise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(BranchConfig):
+    """Settings of a block's attention."""
+
+    num_heads: Count = 8
+    """Query heads. Divisible by mesh.tp and by num_kv_heads."""
+
+    num_kv_heads: Count = 8
+    """Key and value heads. Divides mesh.tp or is divisible by it."""
+
+    head_dim: Annotated[int, Field(ge=2, multiple_of=2), allowed("even")] = 16
+    """Width of a head; need not be d_model / num_heads."""
+
+    rope_theta: Positive | None = 10_000.0
+    """Base of the rotary frequencies; none rotates nothing."""
+
+    rope_scaling: RopeScaling = RopeScaling()
+    """How rotary frequencies are lowered for long contexts."""
+
+    sliding_window: Count | None = None
+    """Positions that each one sees, itself and those before it; by default all."""
+
+    qk_norm: QKNormKind = "none"
+    """RMS normalisation of queries and keys: of each head, or of the whole projection."""
+
+    query_scale: Positive | None = None
+    """Multiplies the products of queries and keys; by default head_dim ** -0.5."""
+
+    attention_softcap: Positive | None = None
+    """Attention scores are squashed to below this by c * tanh(score / c); needs attention xla."""
+
+    attention_bias: bool = False
+    """Biases on the query, key and value projections."""
+
+    attention_out_bias: bool = False
+    """A bias on the attention's output projection."""
+
+    attention: Implementation = "xla"
+    """Kernel: xla runs everywhere; cudnn needs an NVIDIA GPU and a 16-bit compute dtype."""
+
+    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """Yields why attention, or another branch of the block, cannot run on a mesh of those sizes."""
+        tp, heads, kv_heads = sizes[TP], self.num_heads, self.num_kv_heads
+        by_tp = {f"mesh.{TP}": heads}
+        if heads % kv_heads:
+            yield Problem(
+                f"model.num_heads={heads} is not divisible by model.num_kv_heads={kv_heads}",
+                among={"model.num_kv_heads": heads},
+            )
+        yield from not_divisible("model.num_heads", heads, "mesh.tp", tp, by_tp)
+        if kv_heads % tp and tp % kv_heads:
+            text = f"model.num_kv_heads={kv_heads} neither divides mesh.tp={tp} nor is divisible by it"
+            yield Problem(text, among=by_tp)
+        elif kv_heads * self.head_dim % tp:
+            width = kv_heads * self.head_dim
+            yield Problem(
+                f"model.num_kv_heads * model.head_dim = {width} is not divisible by mesh.tp={tp}", among=by_tp
+            )
+        yield from map(Problem, rope_problems(self.rope_theta, self.rope_scaling))
+        if self.attention_softcap is not None and self.attention != "xla":
+            yield Problem(f"model.attention={self.attention} has no model.attention_softcap; use xla")
+        yield from super().problems(sizes)
+
+    def smaller(self, small: Small) -> dict[str, Any]:
+        """Returns the settings of a small attention of the same structure, and those of the other branches."""
+        head_dims = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and small.fits({"head_dim": size}))
+        length = small.positions(self.rope_scaling.original_length)
+        scaled = self.rope_scaling.kind != "none"
+        return {
+            "head_dim": next(head_dims, self.head_dim),
+            "rope_theta": self.rope_theta and _SMALL_THETA,
+            "rope_scaling": replace(self.rope_scaling, original_length=length) if scaled else self.rope_scaling,
+            "sliding_window": self.sliding_window and small.positions(self.sliding_window),
+            "attention": "xla",  # cudnn needs a GPU
+            **super().smaller(small),
+        }
+
+
+class CausalSelfAttention(Branch):
     """Grouped-query causal attention: each device computes `num_heads / tp` query heads.
 
     Args:
       d_model: D.
-      num_heads: N query heads, divisible by tp and by `num_kv_heads`.
-      num_kv_heads: K key and value heads. K and tp divide one another; where K < tp, a head is held and its
-        gradient summed by the tp / K devices that share it.
-      head_dim: H, independent of D / N.
-      rope_theta: base of the rotary frequencies.
-      rope_scaling: how they are lowered for long contexts.
-      sliding_window: how many positions each one sees, itself and those before it; None for all.
-      qk_norm: normalises queries and keys before rotation, "head" by head or over the whole "projection".
-      norm_eps: of that normalisation.
-      use_bias: adds biases to the query, key and value projections.
-      use_out_bias: adds a bias to the output projection.
-      implementation: of `jax.nn.dot_product_attention`: "xla" runs everywhere, "cudnn" on NVIDIA GPUs in
-        bfloat16 without ever holding `[T, T]` scores; it raises where it cannot run.
+      config: N query heads, divisible by tp and by the K key and value heads; H their width. K and tp divide one
+        another; where K < tp, a head is held and its gradient summed by the tp / K devices that share it. The kernel
+        cudnn runs on NVIDIA GPUs in bfloat16 without ever holding `[T, T]` scores; it raises where it cannot run.
+      norm_eps: of the normalisation of queries and keys.
+      norm_plus_one: its factor is 1 + scale.
       sequence_parallel: activations outside are split over tp along the sequence.
       lora: adapters of the projections that it names.
       precision: the dtypes.
       rngs: source of the `params` key.
 
-    Shapes: `[B, T, D] -> [B, T, D]`; segments `[B, T]`, see `layers/segments.py`. Kernels: q `[D, N*H]`, k and v
+    Shapes: `[B, T, D] -> [B, T, D]`; segments `[B, T]`, see `layers/activations.py`. Kernels: q `[D, N*H]`, k and v
     `[D, K*H]` (`qkv.kernels` 0, 1, 2) and out `[N*H, D]`, heads contiguous.
     """
 
     def __init__(
         self,
         d_model: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        config: AttentionConfig,
         *,
-        rope_theta: float = 10_000.0,
-        rope_scaling: RopeScaling = UNSCALED,
-        sliding_window: int | None = None,
-        qk_norm: QKNormKind = "none",
         norm_eps: float = 1e-6,
-        use_bias: bool = False,
-        use_out_bias: bool = False,
-        implementation: Implementation = "xla",
+        norm_plus_one: bool = False,
         sequence_parallel: SequenceParallel = False,
         lora: LoraConfig = LoraConfig(),
         precision: Precision = Precision(),
         rngs: nnx.Rngs,
     ):
-        self.head_dim = head_dim
-        self.rope_theta = rope_theta
-        self.rope_scaling = rope_scaling
-        self.sliding_window = sliding_window
-        self.implementation = implementation
+        self.config, self.precision = config, precision
+        shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "precision": precision, "rngs": rngs}
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.qkv = ColumnParallelLinear(
             d_model,
-            (num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim),
-            use_bias=use_bias,
-            unit=head_dim,
-            sequence_parallel=sequence_parallel,
+            (queries, keys, keys),
+            use_bias=config.attention_bias,
+            unit=config.head_dim,
             lora=lora,
             adapted=lora.adapted("q_proj", "k_proj", "v_proj"),
-            precision=precision,
-            rngs=rngs,
+            **shared,
         )
-        self.qk_norms = nnx.List(
-            QKNorm(qk_norm, heads, head_dim, eps=norm_eps, precision=precision)
-            for heads in (num_heads, num_kv_heads)
-            if qk_norm != "none"
-        )
+        norm = partial(QKNorm, config.qk_norm, eps=norm_eps, plus_one=norm_plus_one, precision=precision)
+        normalised = () if config.qk_norm == "none" else (config.num_heads, config.num_kv_heads)
+        self.qk_norms = nnx.List(norm(heads, config.head_dim) for heads in normalised)
         self.out = RowParallelLinear(
-            num_heads * head_dim,
-            d_model,
-            use_bias=use_out_bias,
-            sequence_parallel=sequence_parallel,
-            lora=lora.only("o_proj"),
-            precision=precision,
-            rngs=rngs,
+            queries, d_model, use_bias=config.attention_out_bias, lora=lora.only("o_proj"), **shared
         )
 
     def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
         """Attends from each position of `[B, T, D]` to itself and those before it, of its segment if there are any."""
-        heads = batch_spec(None, TP)
-        scales = [norm.scale[...] for norm in self.qk_norms]
         segments = [] if segments_BT is None else [segments_BT]
-        specs = [heads] * 3 + [norm.spec for norm in self.qk_norms] + [batch_spec(None) for _ in segments]
-        attend = device_view(self._attend, "attend", in_specs=tuple(specs), out_specs=heads)
-        return self.out(attend(*self.qkv(x_BTD), *scales, *segments))
+        return self.out(self._view(self._attend, segments, [batch_spec(None)], batch_spec(None, TP))(self.qkv(x_BTD)))
 
-    def extend(
-        self, x_BTD: Array, keys: Array, values: Array, positions_BT: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """As `__call__`, for tokens that come after those of a cache (`layers/cache.py`).
+    def memory(self, num_rows: int, num_slots: int) -> Memory:
+        """Returns keys and values `[B, S, K, H]` of no tokens; K is tp where that is more than the kv heads."""
+        shape = (num_rows, num_slots, max(self.config.num_kv_heads, axis_size(TP)), self.config.head_dim)
+        return tuple(constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2))
 
-        Args:
-          x_BTD: of the new tokens.
-          keys: of all tokens before them, `[B, S, K, H]`.
-          values: as `keys`.
-          positions_BT: of the new tokens, which are their slots too.
-
-        Returns:
-          The result `[B, T, D]`, and the keys and values of the new tokens, `[B, T, K, H]`.
-        """
-        heads = batch_spec(None, TP)
-        attend = device_view(
-            self._attend_cached,
-            "attend",
-            in_specs=(*[heads] * 3, LAYER_SPEC, LAYER_SPEC, batch_spec(None), *(norm.spec for norm in self.qk_norms)),
-            out_specs=(heads, (LAYER_SPEC, LAYER_SPEC)),
-        )
-        scales = [norm.scale[...] for norm in self.qk_norms]
-        y, new = attend(*self.qkv(x_BTD), keys, values, positions_BT, *scales)
+    def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
+        """Attends from new tokens to those of a memory of keys and values, and to each other; see `Branch.extend`."""
+        specs = [LAYER_SPEC, LAYER_SPEC, batch_spec(None)]
+        out_specs = (batch_spec(None, TP), (LAYER_SPEC, LAYER_SPEC))
+        y, new = self._view(self._attend_cached, [*memory, positions_BT], specs, out_specs)(self.qkv(x_BTD))
         return self.out(y), new
 
-    def _attend(self, q: Array, k: Array, v: Array, *rest: Array) -> Array:
-        scales, segments = rest[: len(self.qk_norms)], next(iter(rest[len(self.qk_norms) :]), None)
+    def _view(self, body: Any, others: list[Array], specs: list[Any], out_specs: Any) -> Any:
+        """Returns a function of queries, keys and values that runs `body(weights, q, k, v, *others)` on each device."""
+        weights, weight_specs = own(self.qk_norms)
+        in_specs = (weight_specs, *[batch_spec(None, TP)] * 3, *specs[: len(others)])
+        return lambda qkv: device_view(body, ATTEND, in_specs, out_specs)(weights, *qkv, *others)
+
+    def _attend(self, weights: Weights, q: Array, k: Array, v: Array, segments: Array | None = None) -> Array:
         positions = jnp.arange(q.shape[1]) if segments is None else segment_positions(segments)
-        q, k, v = self._heads(q, k, v, positions, scales)
+        q, k, v = self._heads(weights, q, k, v, positions)
         mask = None if segments is None else segment_mask(segments)
-        window = None if self.sliding_window is None else (self.sliding_window - 1, 0)  # to the left, to the right
-        y = jax.nn.dot_product_attention(
-            q, k, v, mask=mask, is_causal=True, local_window_size=window, implementation=self.implementation
-        )
-        return y.reshape(*y.shape[:2], -1)
+        return self._weighted(q, k, v, mask, causal=True)
 
     def _attend_cached(
-        self, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array, *scales: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
-        q, k, v = self._heads(q, k, v, positions, scales)
-        mask = visible(positions, keys.shape[1], self.sliding_window)
+        self, weights: Weights, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array
+    ) -> tuple[Array, Memory]:
+        q, k, v = self._heads(weights, q, k, v, positions)
+        mask = visible(positions, keys.shape[1], self.config.sliding_window)
         keys, values = insert(keys, k, positions), insert(values, v, positions)  # [B/(dp*fsdp), S, K/tp, H]
-        # xla whatever trains: T is 1 or a chunk, so that the scores [T, S] are small.
-        y = jax.nn.dot_product_attention(q, keys, values, mask=mask, implementation="xla")
-        return y.reshape(*y.shape[:2], -1), (k, v)
+        return self._weighted(q, keys, values, mask, causal=False), (k, v)
 
-    def _heads(
-        self, q: Array, k: Array, v: Array, positions: Array, scales: Sequence[Array]
-    ) -> tuple[Array, Array, Array]:
-        """The heads of this device, queries and keys normalised and rotated."""
-        q, k, v = (x.reshape(*x.shape[:2], -1, self.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T, N/tp, H]
-        if scales:
-            q, k = (norm(x, scale) for norm, x, scale in zip(self.qk_norms, (q, k), scales, strict=True))
-        q, k = (apply_rope(x, positions, self.rope_theta, self.rope_scaling) for x in (q, k))
+    def _heads(self, weights: Weights, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
+        """Returns the heads of this device, queries and keys normalised and rotated."""
+        config = self.config
+        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T, N/tp, H]
+        if self.qk_norms:
+            q, k = (
+                norm(x, weights[f"{i}.scale"]) for i, (norm, x) in enumerate(zip(self.qk_norms, (q, k), strict=True))
+            )
+        if (theta := config.rope_theta) is not None:
+            q, k = (apply_rope(x, positions, theta, config.rope_scaling) for x in (q, k))
         return q, k, v
+
+    def _weighted(self, q: Array, k: Array, v: Array, mask: Array | None, *, causal: bool) -> Array:
+        """Returns the values weighted by attention, heads joined; causal, or as the mask says."""
+        config = self.config
+        window = None if config.sliding_window is None or not causal else (config.sliding_window - 1, 0)
+        if config.attention_softcap is not None:
+            y = _softcapped(q, k, v, mask, config.attention_softcap, config.query_scale, causal=causal, window=window)
+        else:
+            y = jax.nn.dot_product_attention(
+                q,
+                k,
+                v,
+                mask=mask,
+                scale=config.query_scale,
+                is_causal=causal,
+                local_window_size=window,
+                # From a cache xla, whatever trains: T is 1 or a chunk, so that the scores [T, S] are small.
+                implementation=config.attention if causal else "xla",
+            )
+        return y.reshape(*y.shape[:2], -1)
+
+    def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
+        """Yields what it costs: scores and weighted values as whole squares where scores are held (xla), else their
+        causal half, in a kernel that always makes its scores again.
+
+        Float32 are the scores before and after the softmax, and queries and keys before their rotation. Without remat,
+        where a device has several kv heads, the backward loop reads one stack of scores in another layout than the
+        forward loop has written it in: XLA copies it. In a backward pass there are two arrays of scores in float32 and
+        two in the compute dtype: the scores or their gradient, and a constant of their shape that the mask selects (XLA
+        takes it out of the loop over the blocks); the softmax, in the layouts of two products.
+        """
+        config, compute, length = self.config, itemsize(self.precision.compute), share.length
+        heads, kv_heads = config.num_heads // share.tp, max(1, config.num_kv_heads // share.tp)
+        queries, keys = (share.tokens * count * config.head_dim for count in (heads, kv_heads))
+        held = share.rows * heads * length**2 if config.attention == "xla" else 0
+        yield from self.qkv.costs(share, "q, k, v")
+        for norm in self.qk_norms:
+            yield from norm.costs(share)
+        seen = length if held else length // 2
+        again = not held or share.remat in ELEMENTWISE_AGAIN
+        count = share.passes(again, 2) * share.rows * heads
+        through = 2 * length * config.head_dim * compute + (length * seen * FLOAT32 if held else 0)
+        counted = 0.5 if held else 1.0
+        yield Product("scores", length, config.head_dim, seen, count, through, attention=True, counted=counted)
+        yield Product("weighted values", length, seen, config.head_dim, count, through, attention=True, counted=counted)
+        yield Scores("scores", held * FLOAT32 * SCORE_PASSES)
+        rotated = (config.num_heads + config.num_kv_heads) * config.head_dim // share.tp
+        yield Streamed(share.tokens * 2 * rotated * compute)
+        yield Working(held * 2 * (FLOAT32 + compute))
+        if share.remat == "none":
+            copies = 2 + (kv_heads > 1)
+            yield Kept(FLOAT32 * (copies * held + queries + keys) + compute * (queries + keys))
+        yield Cached(2 * keys * compute)
+        yield from self.out.costs(share, "attention out", read=read)
+
+
+def _softcapped(
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array | None,
+    cap: float,
+    scale: float | None,
+    *,
+    causal: bool,
+    window: tuple[int, int] | None,
+) -> Array:
+    """Returns `jax.nn.dot_product_attention` with each score s replaced by `cap * tanh(s / cap)` (Gemma 2)."""
+    rows, length, heads, width = q.shape
+    groups = q.reshape(rows, length, k.shape[2], heads // k.shape[2], width)
+    scores = jnp.einsum("btkgh,bskh->bkgts", groups, k, preferred_element_type=jnp.float32)
+    scores = cap * jnp.tanh(scores * (width**-0.5 if scale is None else scale) / cap)
+    seen = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
+    if causal:
+        distance = jnp.arange(length)[:, None] - jnp.arange(k.shape[1])
+        near = (distance >= 0) if window is None else (distance >= 0) & (distance <= window[0])
+        seen = seen & near
+    weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)

@@ -5,6 +5,7 @@ zero, are never looked up, and are masked out of the softmax, so that their grad
 The table's metadata keeps the logical shape; `parameter.logical_shape` reads it.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import chex
@@ -23,13 +24,29 @@ from jaxtp.collectives import (
     enter_parallel,
     leave_parallel,
 )
+from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
+from jaxtp.layers.costs import Cost, Share, Weight, itemsize, leave
 from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.parameter import check_sizes, parameter
-from jaxtp.layers.precision import Precision
-from jaxtp.layers.sequence import SequenceParallel, activation_spec, sequence_dim
+from jaxtp.layers.parameter import Precision, check_sizes, parameter
 from jaxtp.mesh import FSDP, TP
 
 TABLE_SPEC = P(TP, FSDP)
+EMBEDDING = "vocab_parallel_embedding"
+
+
+def padded(vocab_size: int, tp: int) -> int:
+    """Returns the rows of a table over tp devices: the next multiple of tp."""
+    return -(-vocab_size // tp) * tp
+
+
+def table_costs(module: str, vocab_size: int, features: int, share: Share, precision: Precision) -> Iterator[Cost]:
+    """Yields what it costs to load a table once."""
+    yield Weight(module=module, size=padded(vocab_size, share.tp) * features, precision=precision, again=False)
+
+
+def softcapped(x: Array, cap: float | None) -> Array:
+    """Returns `cap * tanh(x / cap)`, or `x` without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def vocabulary_table(
@@ -38,9 +55,9 @@ def vocabulary_table(
     """A table `[V, D]`, padded to a multiple of tp in V, stored split by `P("tp", "fsdp")`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
     table = init(rngs.params(), (vocab_size, features), precision.param)
-    padding = -vocab_size % axis_size(TP)
-    padded = jnp.pad(table, ((0, padding), (0, 0)))
-    return parameter("vocabulary table", padded, TABLE_SPEC, logical_shape=(vocab_size, features))
+    rows = padded(vocab_size, axis_size(TP))
+    table = jnp.pad(table, ((0, rows - vocab_size), (0, 0)))
+    return parameter("vocabulary table", table, TABLE_SPEC, logical_shape=(vocab_size, features))
 
 
 class VocabParallelEmbedding(nnx.Module):
@@ -49,6 +66,7 @@ class VocabParallelEmbedding(nnx.Module):
     Args:
       vocab_size: V; any size.
       features: D.
+      scale: multiplies every vector, rounded to the compute dtype (Gemma: the root of D).
       sequence_parallel: the result leaves split over tp along the sequence.
       precision: the dtypes.
       embedding_init: initialiser of the table.
@@ -60,11 +78,13 @@ class VocabParallelEmbedding(nnx.Module):
         vocab_size: int,
         features: int,
         *,
+        scale: float | None = None,
         sequence_parallel: SequenceParallel = False,
         precision: Precision = Precision(),
         embedding_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
+        self.vocab_size, self.features, self.scale = vocab_size, features, scale
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         self.embedding = vocabulary_table(vocab_size, features, precision, embedding_init, rngs)
@@ -75,12 +95,9 @@ class VocabParallelEmbedding(nnx.Module):
         chex.assert_type(ids_BT, int)
         sequence = sequence_dim(self.sequence_parallel, ids_BT.shape)
         out = activation_spec(sequence)
-        check_divides("vocab_parallel_embedding", ids_BT.shape, P(*out[:2]))
+        check_divides(EMBEDDING, ids_BT.shape, P(*out[:2]))
         look_up = device_view(
-            partial(self._look_up, sequence),
-            "vocab_parallel_embedding",
-            in_specs=(batch_spec(None), TABLE_SPEC),
-            out_specs=out,
+            partial(self._look_up, sequence), EMBEDDING, in_specs=(batch_spec(None), TABLE_SPEC), out_specs=out
         )
         return look_up(ids_BT, self.embedding[...])
 
@@ -91,7 +108,69 @@ class VocabParallelEmbedding(nnx.Module):
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
         rows = jnp.where(mine[..., None], rows, 0).astype(self.precision.compute)
-        return leave_parallel(rows, sequence)
+        rows = leave_parallel(rows, sequence)
+        return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
+
+    def costs(self, share: Share) -> Iterator[Cost]:
+        """Yields what it costs to look up."""
+        split = share.is_split(self.sequence_parallel)
+        yield from table_costs(EMBEDDING, self.vocab_size, self.features, share, self.precision)
+        size = share.tokens * self.features * itemsize(self.precision.compute)
+        yield from leave(EMBEDDING, share, size, split=split, again=False)
+
+
+class LearnedPositions(nnx.Module):
+    """A vector for each position, added to the embedding (GPT-2).
+
+    Args:
+      num_positions: how many there are.
+      features: D.
+      sequence_parallel: the result is split over tp along the sequence.
+      precision: the dtypes.
+      rngs: source of the `params` key.
+
+    The table `[positions, D]` is stored split by `P(None, "fsdp")`.
+    """
+
+    def __init__(
+        self,
+        num_positions: int,
+        features: int,
+        *,
+        sequence_parallel: SequenceParallel = False,
+        precision: Precision = Precision(),
+        rngs: nnx.Rngs,
+    ):
+        check_sizes("LearnedPositions", num_positions=num_positions, features=features)
+        self.num_positions, self.features = num_positions, features
+        self.sequence_parallel = sequence_parallel
+        self.precision = precision
+        table = default_kernel_init(rngs.params(), (num_positions, features), precision.param)
+        self.table = parameter("positions", table, P(None, FSDP))
+
+    def __call__(self, positions_BT: Array) -> Array:
+        """Looks up `[B, T]` positions: `[B, T, D]` in the compute dtype."""
+        sequence = sequence_dim(self.sequence_parallel, positions_BT.shape)
+        activation = activation_spec(sequence)
+
+        def look_up(positions: Array, shard: Array) -> Array:
+            table = self.precision.load(shard, 1, used_by_all_tp=sequence is not None).astype(jnp.float32)
+            return jnp.take(table, positions, axis=0).astype(self.precision.compute)
+
+        in_specs = (P(*activation[:2]), P(None, FSDP))
+        view = device_view(look_up, "learned_positions", in_specs=in_specs, out_specs=activation)
+        return view(positions_BT, self.table[...])
+
+    def costs(self, share: Share) -> Iterator[Cost]:
+        """Yields what it costs to look up."""
+        yield Weight(
+            module="learned_positions",
+            size=self.num_positions * self.features,
+            precision=self.precision,
+            tp=False,
+            used_by_all_tp=share.is_split(self.sequence_parallel),
+            again=False,
+        )
 
 
 class VocabParallelHead(nnx.Module):
@@ -117,15 +196,17 @@ def vocab_parallel_logits(
     table_VD: Array,
     vocab_size: int,
     *,
+    softcap: float | None = None,
     sequence_parallel: SequenceParallel = False,
     precision: Precision = Precision(),
 ) -> Array:
-    """Logits `[B, T, V]` in `precision.logits`, from a table that may be padded.
+    """Returns logits `[B, T, V]` in `precision.logits`, from a table that may be padded.
 
     Args:
       x_BTD: final hidden states `[B, T, D]`.
       table_VD: the (tied) embedding or head, `[V padded, D]`.
       vocab_size: V.
+      softcap: squashes each logit l to `softcap * tanh(l / softcap)`.
       sequence_parallel: the input is split over tp along the sequence.
       precision: the dtypes.
     """
@@ -140,4 +221,4 @@ def vocab_parallel_logits(
     run = device_view(
         project, "vocab_parallel_logits", in_specs=(activation, TABLE_SPEC), out_specs=batch_spec(None, TP)
     )
-    return run(x_BTD, table_VD)[..., :vocab_size]
+    return softcapped(run(x_BTD, table_VD)[..., :vocab_size], softcap)

@@ -8,7 +8,7 @@ A column layer followed by a row layer needs one reduction in the forward pass, 
 Shapes below: `x_BTD [B, T, D]`, any number of dims between B and D. Megatron-LM, arXiv 1909.08053, section 3.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax.numpy as jnp
@@ -18,16 +18,35 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import axis_size, batch_spec, check_divides, device_view, enter_parallel, leave_parallel
+from jaxtp.collectives import (
+    PROJECTED,
+    axis_size,
+    batch_spec,
+    check_divides,
+    device_view,
+    enter_parallel,
+    leave_parallel,
+)
+from jaxtp.layers.activations import SequenceParallel, sequence_dim
+from jaxtp.layers.costs import (
+    GATHERS_AGAIN,
+    PROJECTIONS_AGAIN,
+    SUMS_AGAIN,
+    Cost,
+    Kept,
+    Product,
+    Share,
+    Weight,
+    Working,
+    enter,
+    itemsize,
+    leave,
+)
 from jaxtp.layers.lora import Lora, LoraConfig
-from jaxtp.layers.parameter import check_sizes, parameter
-from jaxtp.layers.precision import Precision
-from jaxtp.layers.sequence import SequenceParallel, sequence_dim
+from jaxtp.layers.parameter import Precision, Weights, check_sizes, own, parameter
 from jaxtp.mesh import FSDP, TP
 
-PROJECTED = "projected"
-"""`checkpoint_name` of what the backward pass reads of products with weights: the outputs of a column layer, its
-adapters' parts included, and `x @ A` of every adapter."""
+COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
 
 default_kernel_init = nnx.initializers.normal(stddev=0.02)
 
@@ -45,7 +64,7 @@ class ColumnParallelLinear(nnx.Module):
       unit: columns that a device holds whole, such as the head dim. Where tp would cut an output finer than
         that (kv heads fewer than tp), the devices that share a unit gather it before use, and the output has
         one unit on each device: `[B, T, max(F, tp * unit)]`.
-      sequence_parallel: the input arrives split over tp along the sequence, and is gathered; see `layers.sequence`.
+      sequence_parallel: the input arrives split over tp along the sequence, and is gathered; see `layers.activations`.
       lora: adapters of the outputs whose index is in `adapted`.
       adapted: which those are.
       precision: the dtypes.
@@ -74,6 +93,7 @@ class ColumnParallelLinear(nnx.Module):
         self.single = not isinstance(features, Sequence)
         for size in self.features:
             check_sizes("ColumnParallelLinear", in_features=in_features, features=size)
+        self.in_features = in_features
         self.unit = unit
         self.sequence_parallel = sequence_parallel
         self.precision = precision
@@ -94,35 +114,69 @@ class ColumnParallelLinear(nnx.Module):
         """Projects `[B, ..., D]`; see the class for shapes."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         split, whole = _activation_specs(x_BTD.ndim, sequence)
-        kernel_specs, bias_specs = (P(FSDP, TP),) * len(self.kernels), (P(TP),) * len(self.biases)
-        lora_specs = (P(FSDP), P(None, TP)) * len(self.loras)
+        weights, specs = own(self)
         project = device_view(
-            partial(self._project, sequence),
-            "column_parallel_linear",
-            in_specs=(whole, *kernel_specs, *bias_specs, *lora_specs),
-            out_specs=(split,) * len(self.kernels),
+            partial(self._project, sequence), COLUMN, in_specs=(whole, specs), out_specs=(split,) * len(self.features)
         )
-        adapters = (array for lora in self.loras for array in lora.arrays())
-        outputs = project(x_BTD, *(k[...] for k in self.kernels), *(b[...] for b in self.biases), *adapters)
+        outputs = project(x_BTD, weights)
         return outputs[0] if self.single else outputs
 
-    def _project(self, sequence: int | None, x: Array, *weights: Array) -> tuple[Array, ...]:
+    def _project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [B/(dp*fsdp), T, D]
-        count = len(self.features)
-        kernels, biases = weights[:count], weights[count : count + len(self.biases)]
-        adapters = weights[count + len(self.biases) :]
-        outputs = [x @ self._load(kernel, 0, f) for kernel, f in zip(kernels, self.features, strict=True)]
-        if biases:
-            loaded = (self._load(bias, None, f) for bias, f in zip(biases, self.features, strict=True))
+        outputs = [x @ self._load(weights[f"kernels.{i}"], 0, f) for i, f in enumerate(self.features)]
+        if self.biases:
+            loaded = (self._load(weights[f"biases.{i}"], None, f) for i, f in enumerate(self.features))
             outputs = [y + bias for y, bias in zip(outputs, loaded, strict=True)]
-        for i, lora, a, b in zip(self.adapted, self.loras, adapters[::2], adapters[1::2], strict=True):
-            inner = checkpoint_name(x @ self.precision.load(a, 0, used_by_all_tp=True), PROJECTED)
-            outputs[i] += lora.scale * (inner @ self._load(b, None, self.features[i]))  # inner [B/(dp*fsdp), T, rank]
+        for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
+            a = self.precision.load(weights[f"loras.{at}.a"], 0, used_by_all_tp=True)
+            inner = checkpoint_name(x @ a, PROJECTED)  # [B/(dp*fsdp), T, rank]
+            outputs[i] += lora.scale * (inner @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T, F/tp]
 
     def _load(self, shard: Array, fsdp_dim: int | None, features: int) -> Array:
-        group = max(1, self.unit * axis_size(TP) // features)
-        return self.precision.load(shard, fsdp_dim, tp_dim=shard.ndim - 1, tp_group=group)
+        return self.precision.load(
+            shard, fsdp_dim, tp_dim=shard.ndim - 1, tp_group=self._sharing(features, axis_size(TP))
+        )
+
+    def _sharing(self, features: int, tp: int) -> int:
+        """Returns the number of devices that share a unit of an output, each gathering the others' parts of it."""
+        return max(1, self.unit * tp // features)
+
+    def costs(self, share: Share, name: str) -> Iterator[Cost]:
+        """Yields what it costs to project; `name` says what, for reports."""
+        tokens, compute = share.tokens, itemsize(self.precision.compute)
+        again = share.remat in PROJECTIONS_AGAIN
+        local = [max(size // share.tp, self.unit) for size in self.features]
+        for size in self.features:
+            group = self._sharing(size, share.tp)
+            yield Weight(module=COLUMN, size=self.in_features * size, precision=self.precision, group=group)
+            if self.biases:
+                yield Weight(module=COLUMN, size=size, precision=self.precision, fsdp=False, group=group)
+        hidden = tokens * self.in_features * compute
+        split = share.is_split(self.sequence_parallel)
+        yield from enter(COLUMN, share, hidden, split=split, again=share.remat in GATHERS_AGAIN)
+        yield Product.of(name, (tokens, self.in_features, sum(local)), compute, share.passes(again, share.gradients))
+        yield Working(3 * hidden)
+        yield Kept(
+            {"none": hidden, "save_gathered": hidden, "save_dots": tokens * sum(local) * compute}.get(share.remat, 0)
+        )
+        for i, lora in zip(self.adapted, self.loras, strict=True):
+            group = self._sharing(self.features[i], share.tp)
+            yield from lora.costs(
+                share,
+                (self.in_features, local[i]),
+                Weight(
+                    module=COLUMN,
+                    size=self.in_features * lora.rank,
+                    precision=self.precision,
+                    tp=False,
+                    used_by_all_tp=True,
+                ),
+                Weight(
+                    module=COLUMN, size=lora.rank * self.features[i], precision=self.precision, fsdp=False, group=group
+                ),
+                again=again,
+            )
 
 
 class RowParallelLinear(nnx.Module):
@@ -155,6 +209,7 @@ class RowParallelLinear(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_sizes("RowParallelLinear", in_features=in_features, features=features)
+        self.in_features, self.features = in_features, features
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         kernel = kernel_init(rngs.params(), (in_features, features), precision.param)
@@ -167,28 +222,52 @@ class RowParallelLinear(nnx.Module):
         """Projects `[B, ..., F]` to `[B, ..., D]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTF.shape)
         split, whole = _activation_specs(x_BTF.ndim, sequence)
-        check_divides("row_parallel_linear", (*x_BTF.shape[:-1], self.kernel.shape[-1]), whole)
-        biases = () if self.bias is None else (self.bias[...],)
-        adapters = tuple(array for lora in self.loras for array in lora.arrays())
-        project = device_view(
-            partial(self._project, sequence),
-            "row_parallel_linear",
-            in_specs=(split, P(TP, FSDP), *(P(TP), P(None, FSDP))[: len(adapters)], *(P(FSDP),) * len(biases)),
-            out_specs=whole,
-        )
-        return project(x_BTF, self.kernel[...], *adapters, *biases)
+        check_divides(ROW, (*x_BTF.shape[:-1], self.features), whole)
+        weights, specs = own(self)
+        project = device_view(partial(self._project, sequence), ROW, in_specs=(split, specs), out_specs=whole)
+        return project(x_BTF, weights)
 
-    def _project(self, sequence: int | None, x: Array, kernel: Array, *rest: Array) -> Array:
+    def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)
-        y = x @ self.precision.load(kernel, 1)  # [B/(dp*fsdp), T, F/tp] @ [F/tp, D], a summand of the result
-        adapters, biases = rest[: 2 * len(self.loras)], rest[2 * len(self.loras) :]
-        for lora, a, b in zip(self.loras, adapters[::2], adapters[1::2], strict=True):
+        y = x @ self.precision.load(weights["kernel"], 1)  # [B/(dp*fsdp), T, F/tp] @ [F/tp, D], a summand of the result
+        for at, lora in enumerate(self.loras):
+            a, b = weights[f"loras.{at}.a"], weights[f"loras.{at}.b"]
             inner = checkpoint_name(x @ self.precision.load(a, None), PROJECTED)  # [B/(dp*fsdp), T, rank], a summand
             y += lora.scale * (inner @ self.precision.load(b, 1, used_by_all_tp=True))
         y = leave_parallel(y, sequence)
-        for bias in biases:
-            y += self.precision.load(bias, 0, used_by_all_tp=sequence is not None)
+        if self.bias is not None:
+            y += self.precision.load(weights["bias"], 0, used_by_all_tp=sequence is not None)
         return y
+
+    def costs(self, share: Share, name: str, *, read: bool) -> Iterator[Cost]:
+        """Yields what it costs to project.
+
+        Args:
+          share: of the device.
+          name: what is projected, for reports.
+          read: the backward pass reads the result, as of every row layer but a block's last.
+        """
+        compute, split = itemsize(self.precision.compute), share.is_split(self.sequence_parallel)
+        again = read and share.remat in SUMS_AGAIN
+        local = self.in_features // share.tp
+        yield Weight(module=ROW, size=self.in_features * self.features, precision=self.precision, transposed=True)
+        if self.bias is not None:
+            yield Weight(module=ROW, size=self.features, precision=self.precision, tp=False, used_by_all_tp=split)
+        yield from leave(ROW, share, share.tokens * self.features * compute, split=split, again=again)
+        shape = (share.tokens, local, self.features)
+        yield Product.of(name, shape, compute, share.passes(again, share.gradients))
+        if read and share.remat in ("save_dots", "save_gathered"):
+            yield Kept(share.between(self.sequence_parallel) * self.features * compute)
+        for lora in self.loras:
+            yield from lora.costs(
+                share,
+                (local, self.features),
+                Weight(module=ROW, size=self.in_features * lora.rank, precision=self.precision, fsdp=False),
+                Weight(
+                    module=ROW, size=lora.rank * self.features, precision=self.precision, tp=False, used_by_all_tp=True
+                ),
+                again=again,
+            )
 
 
 def _activation_specs(ndim: int, sequence: int | None) -> tuple[P, P]:

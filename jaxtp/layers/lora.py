@@ -4,19 +4,19 @@ A projection `x @ W` becomes `x @ W + alpha / rank * (x @ A) @ B`, with `A [in, 
 it begins as the projection was. W stays as it is; A and B are divided over the mesh like the dims of W that they share.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
 from jax.sharding import PartitionSpec
 from pydantic import Field
 
 from jaxtp.config import allowed
-from jaxtp.layers.parameter import parameter
-from jaxtp.layers.precision import Precision
+from jaxtp.layers.costs import PROJECTIONS_AGAIN, Cost, Kept, Product, Share, Weight, itemsize
+from jaxtp.layers.parameter import Precision, parameter
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -73,16 +73,28 @@ class Lora(nnx.Module):
         precision: Precision,
         rngs: nnx.Rngs,
     ):
+        self.rank = config.rank
         self.scale = config.alpha / config.rank
         bound = features[0] ** -0.5  # as PEFT begins: the default of a linear layer of PyTorch
         a = jax.random.uniform(rngs.params(), (features[0], config.rank), precision.param, -bound, bound)
         self.a = parameter("lora_a", a, specs[0], kind=LoraParam)
         self.b = parameter("lora_b", jnp.zeros((config.rank, features[1]), precision.param), specs[1], kind=LoraParam)
 
-    def arrays(self) -> tuple[Array, Array]:
-        """A and B."""
-        return self.a[...], self.b[...]
+    def costs(self, share: Share, features: tuple[int, int], a: Weight, b: Weight, *, again: bool) -> Iterator[Cost]:
+        """Yields what it costs to apply.
 
-    def delta(self) -> Array:
-        """What it adds to the kernel, `[in, out]`."""
-        return self.scale * self.a[...] @ self.b[...]
+        Args:
+          share: of the device.
+          features: of input and output, on the device.
+          a: how A is loaded.
+          b: how B is loaded.
+          again: whether its projection is computed again in the backward pass.
+        """
+        compute = itemsize(a.precision.compute)
+        inner = share.passes(share.remat in PROJECTIONS_AGAIN, 2)
+        yield replace(a, adapter=True)
+        yield replace(b, adapter=True)
+        yield Product.of("adapter's A", (share.tokens, features[0], self.rank), compute, inner)
+        yield Product.of("adapter's B", (share.tokens, self.rank, features[1]), compute, share.passes(again, 2))
+        if share.remat in ("none", "save_dots"):
+            yield Kept(share.tokens * self.rank * compute)

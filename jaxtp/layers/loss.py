@@ -6,7 +6,7 @@ token costs three floats: the maximum, the sum of exponentials, and the label's 
 1909.08053, section 3 (vocabulary-parallel cross-entropy); chunking as in Liger Kernel, arXiv 2410.10989.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import chex
@@ -17,10 +17,17 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, batch_spec, device_view, enter_parallel
-from jaxtp.layers.embedding import TABLE_SPEC
-from jaxtp.layers.precision import Precision
-from jaxtp.layers.sequence import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.mesh import BATCH, TP
+from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
+from jaxtp.layers.costs import FLOAT32, Cost, Product, Scores, Share, Working, enter, itemsize, sums_over
+from jaxtp.layers.embedding import TABLE_SPEC, padded, softcapped, table_costs
+from jaxtp.layers.parameter import Precision
+from jaxtp.mesh import BATCH, FSDP, TP
+
+LOSS = "vocab_parallel_cross_entropy"
+
+LOGIT_PASSES = 6
+"""Times that float32 logits go through memory outside of products: maximum, exponentials, label; backward again, and
+the difference. Modelled."""
 
 IGNORE = -100
 """The label of a position that does not count."""
@@ -36,6 +43,7 @@ def vocab_parallel_cross_entropy(
     vocab_size: int,
     chunk_size: int = 1024,
     z_loss: float = 0.0,
+    softcap: float | None = None,
     sequence_parallel: SequenceParallel = False,
     precision: Precision = Precision(),
 ) -> tuple[Array, Array]:
@@ -49,6 +57,7 @@ def vocab_parallel_cross_entropy(
       chunk_size: positions of the sequence projected at a time.
       z_loss: adds `z_loss * log(sum(exp(logits)))^2` to each token's loss, which keeps the softmax's normaliser
         near 1 (PaLM, arXiv 2204.02311, section 5).
+      softcap: squashes each logit l to `softcap * tanh(l / softcap)`.
       sequence_parallel: the input is split over tp along the sequence.
       precision: the dtypes; logits and softmax are float32.
 
@@ -63,7 +72,9 @@ def vocab_parallel_cross_entropy(
     def total(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
         x = enter_parallel(x.astype(precision.compute), sequence)
         table = precision.load(shard, 1).astype(jnp.float32)  # float32 so that chunks add up their gradients in it
-        token_loss = partial(_token_loss, table=table, vocab_size=vocab_size, z_loss=z_loss, precision=precision)
+        token_loss = partial(
+            _token_loss, table=table, vocab_size=vocab_size, z_loss=z_loss, softcap=softcap, precision=precision
+        )
         losses = _map_chunks(token_loss, x, labels, chunk_size)  # [B/(dp*fsdp), T]
         valid = labels != IGNORE
         sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
@@ -73,19 +84,50 @@ def vocab_parallel_cross_entropy(
     activation = activation_spec(sequence)
     run = device_view(
         total,
-        "vocab_parallel_cross_entropy",
+        LOSS,
         in_specs=(activation, TABLE_SPEC, batch_spec(None)),
         out_specs=(P(), P()),
     )
     return run(x_BTD, table_VD, labels_BT)
 
 
+def loss_costs(
+    share: Share, vocab_size: int, features: int, chunk_size: int, precision: Precision, setting: SequenceParallel
+) -> Iterator[Cost]:
+    """Yields what head and loss cost: over tp the entry of a column layer, and three floats per token.
+
+    They hold two float32 arrays of the table's size (the gradient's sum, and what a chunk adds to it) and one in the
+    compute dtype, and the logits of a chunk and their gradient in float32. A frozen head has no gradient: its table is
+    there in float32 only if it is gathered over fsdp, for it is stored so otherwise.
+    """
+    compute, tokens, local = itemsize(precision.compute), share.tokens, padded(vocab_size, share.tp) // share.tp
+    yield from table_costs(LOSS, vocab_size, features, share, precision)
+    size = tokens * features * compute
+    yield from enter(LOSS, share, size, split=share.is_split(setting), again=False)
+    chunks = -(-share.length // chunk_size)
+    yield sums_over(LOSS, (TP,), share.sizes, tokens * FLOAT32 / chunks, 3 * chunks)
+    yield sums_over(LOSS, BATCH, share.sizes, 2 * FLOAT32)
+    moved = tokens * (features * compute + local * FLOAT32) + features * local * compute
+    yield Product("head", tokens, features, local, share.passes(True, share.gradients), moved)
+    yield Scores("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
+    whole = int(share.sizes[FSDP] > 1) if share.frozen else 2
+    logits = share.rows * min(chunk_size, share.length) * local
+    yield Working((whole * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
+
+
 def _token_loss(
-    x: Array, labels: Array, *, table: Array, vocab_size: int, z_loss: float, precision: Precision
+    x: Array,
+    labels: Array,
+    *,
+    table: Array,
+    vocab_size: int,
+    z_loss: float,
+    softcap: float | None,
+    precision: Precision,
 ) -> Array:
     """Cross-entropy of each token `[b, t]`, from this device's part of the vocabulary `[V/tp, D]`."""
     logits = jnp.einsum("btd,vd->btv", x, table.astype(precision.compute), preferred_element_type=precision.logits)
-    logits = logits.astype(jnp.float32)
+    logits = softcapped(logits.astype(jnp.float32), softcap)
     start = axis_index(TP) * table.shape[0]
     local_vocab = start + jnp.arange(table.shape[0])
     logits = jnp.where(local_vocab < vocab_size, logits, -jnp.inf)

@@ -1,62 +1,118 @@
-"""The gated feed-forward layer SwiGLU (Shazeer, arXiv 2002.05202)."""
+"""The feed-forward layer, gated (Shazeer, arXiv 2002.05202) or plain."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
 
 import jax
 from flax import nnx
 from jax import Array
 
+from jaxtp.config import Count
+from jaxtp.hints import Problem, not_divisible
+from jaxtp.layers.activations import SequenceParallel
+from jaxtp.layers.branch import Branch, BranchConfig, Small
+from jaxtp.layers.costs import Cost, Kept, Share, Streamed, Working, itemsize
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.precision import Precision
-from jaxtp.layers.sequence import SequenceParallel
+from jaxtp.layers.parameter import Precision
+from jaxtp.mesh import TP
+
+_MIN_FEATURES = 48
+Activation = Literal["silu", "gelu", "gelu_tanh"]
+_ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
+}
 
 
-class SwiGLU(nnx.Module):
-    """`down(silu(gate(x)) * up(x))`, the hidden features split over tp.
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig(BranchConfig):
+    """Settings of a block's MLP."""
+
+    d_ff: Count = 384
+    """Hidden width of the MLP. Divisible by mesh.tp."""
+
+    mlp: Literal["gated", "plain"] = "gated"
+    """Kind of MLP: gated is down(activation(gate(x)) * up(x)), plain down(activation(up(x)))."""
+
+    activation: Activation = "silu"
+    """Activation function; gelu_tanh is the approximation by tanh."""
+
+    mlp_bias: bool = False
+    """Biases on the MLP's projections."""
+
+    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """Yields why the MLP, or another branch of the block, cannot run on a mesh of those sizes."""
+        yield from not_divisible("model.d_ff", self.d_ff, "mesh.tp", sizes[TP], {f"mesh.{TP}": self.d_ff})
+        yield from super().problems(sizes)
+
+    def smaller(self, small: Small) -> dict[str, Any]:
+        """Returns the settings of a small MLP of the same structure, and those of the other branches."""
+        return {"d_ff": small.multiple(_MIN_FEATURES), **super().smaller(small)}
+
+
+class MLP(Branch):
+    """An MLP whose hidden features are split over tp.
 
     Args:
       d_model: D.
-      d_ff: F, divisible by tp.
-      use_bias: adds biases to all three projections.
+      config: hidden width F, kind, activation, biases.
       sequence_parallel: activations outside are split over tp along the sequence.
       lora: adapters of the projections that it names.
       precision: the dtypes.
       rngs: source of the `params` key.
 
-    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: gate and up `[D, F]` (`gate_up.kernels` 0, 1), down `[F, D]`.
+    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: gate and up `[D, F]` (`gate_up.kernels` 0, 1), or up alone
+    (`up.kernels` 0), and down `[F, D]`.
     """
 
     def __init__(
         self,
         d_model: int,
-        d_ff: int,
+        config: MLPConfig,
         *,
-        use_bias: bool = False,
         sequence_parallel: SequenceParallel = False,
         lora: LoraConfig = LoraConfig(),
         precision: Precision = Precision(),
         rngs: nnx.Rngs,
     ):
-        self.gate_up = ColumnParallelLinear(
-            d_model,
-            (d_ff, d_ff),
-            use_bias=use_bias,
-            sequence_parallel=sequence_parallel,
-            lora=lora,
-            adapted=lora.adapted("gate_proj", "up_proj"),
-            precision=precision,
-            rngs=rngs,
-        )
+        self.config, self.precision = config, precision
+        shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "precision": precision, "rngs": rngs}
+        biased: dict[str, Any] = {"use_bias": config.mlp_bias, "lora": lora, **shared}
+        if config.mlp == "gated":
+            adapted = lora.adapted("gate_proj", "up_proj")
+            self.gate_up = ColumnParallelLinear(d_model, (config.d_ff, config.d_ff), adapted=adapted, **biased)
+        else:
+            self.up = ColumnParallelLinear(d_model, (config.d_ff,), adapted=lora.adapted("up_proj"), **biased)
         self.down = RowParallelLinear(
-            d_ff,
-            d_model,
-            use_bias=use_bias,
-            sequence_parallel=sequence_parallel,
-            lora=lora.only("down_proj"),
-            precision=precision,
-            rngs=rngs,
+            config.d_ff, d_model, use_bias=config.mlp_bias, lora=lora.only("down_proj"), **shared
         )
 
-    def __call__(self, x_BTD: Array) -> Array:
+    def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
         """Transforms each position of `[B, T, D]`."""
+        activate = _ACTIVATIONS[self.config.activation]
+        if self.config.mlp == "plain":
+            (hidden_BTF,) = self.up(x_BTD)
+            return self.down(activate(hidden_BTF))
         gate_BTF, up_BTF = self.gate_up(x_BTD)
-        return self.down(jax.nn.silu(gate_BTF) * up_BTF)
+        return self.down(activate(gate_BTF) * up_BTF)
+
+    def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
+        """Yields what it costs: beside the projections, the activation and the gate.
+
+        Without remat a gated one keeps gate and up, sigmoid, silu, its derivative and the product, a plain one three.
+        """
+        gated = self.config.mlp == "gated"
+        features = share.tokens * (self.config.d_ff // share.tp) * itemsize(self.precision.compute)
+        if gated:
+            yield from self.gate_up.costs(share, "gate, up")
+        else:
+            yield from self.up.costs(share, "up")
+        yield Streamed((3 if gated else 2) * features)
+        yield Working((6 if gated else 3) * features)
+        if share.remat == "none":
+            yield Kept((6 if gated else 3) * features)
+        yield from self.down.costs(share, "down", read=read)

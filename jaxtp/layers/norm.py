@@ -1,6 +1,9 @@
-"""Root-mean-square normalisation (Zhang and Sennrich, arXiv 1910.07467)."""
+"""Normalisation of the residual stream, and where in a block it stands."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,53 +12,99 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import device_view
-from jaxtp.layers.parameter import check_sizes, parameter
-from jaxtp.layers.precision import Precision
-from jaxtp.layers.sequence import SequenceParallel, activation_spec, sequence_dim
+from jaxtp.config import Positive
+from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
+from jaxtp.layers.costs import FLOAT32, Cost, Kept, Share, Streamed, Weight, itemsize
+from jaxtp.layers.parameter import Precision, Weights, check_sizes, own, parameter
 from jaxtp.mesh import FSDP
 
+NormKind = Literal["rms", "rms_plus_one", "layer"]
+NormPlacement = Literal["before", "after", "both"]
 
-class RMSNorm(nnx.Module):
-    """`x / sqrt(mean(x^2) + eps) * scale` over the last dim, in float32.
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """Settings of the norms of a block."""
+
+    norm: NormKind = "rms"
+    """Kind of norm: rms divides by the root mean square and multiplies by a scale; rms_plus_one multiplies by 1 + scale
+    (Gemma); layer subtracts the mean, and adds a bias (GPT-2)."""
+
+    norm_eps: Positive = 1e-5
+    """Added to the mean square, or the variance, in every norm."""
+
+    norm_placement: NormPlacement = "before"
+    """Whether norms stand before attention and MLP, after them (OLMo 2), or both (Gemma 2)."""
+
+
+class Norm(nnx.Module):
+    """Normalises the last dim, in float32.
 
     Args:
       features: D.
-      eps: added to the mean square.
+      config: the kind, and the epsilon.
       sequence_parallel: the input is split over tp along the sequence; the scale's gradient is then summed over tp.
       precision: the dtypes.
 
-    Shapes: `[B, T, D] -> [B, T, D]`. The scale `[D]` is stored split by `P("fsdp")`.
+    Shapes: `[B, T, D] -> [B, T, D]`. The scale `[D]`, and the bias of a LayerNorm, are stored split by `P("fsdp")`.
+    RMSNorm: Zhang and Sennrich, arXiv 1910.07467; LayerNorm: Ba et al., arXiv 1607.06450.
     """
 
     def __init__(
         self,
         features: int,
+        config: NormConfig = NormConfig(),
         *,
-        eps: float = 1e-6,
         sequence_parallel: SequenceParallel = False,
         precision: Precision = Precision(),
     ):
-        check_sizes("RMSNorm", features=features)
-        self.eps = eps
+        check_sizes("Norm", features=features)
+        self.features, self.kind, self.eps = features, config.norm, config.norm_eps
+        self.name = "layer_norm" if self.kind == "layer" else "rms_norm"
         self.sequence_parallel = sequence_parallel
         self.precision = precision
-        self.scale = parameter("scale", jnp.ones(features, precision.param), P(FSDP))
+        initial = jnp.zeros if self.kind == "rms_plus_one" else jnp.ones
+        self.scale = parameter("scale", initial(features, precision.param), P(FSDP))
+        self.bias = parameter("bias", jnp.zeros(features, precision.param), P(FSDP)) if self.kind == "layer" else None
 
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
+        weights, specs = own(self)
         normalise = partial(self._normalise, sequence is not None)
-        return device_view(normalise, "rms_norm", in_specs=(activation, P(FSDP)), out_specs=activation)(
-            x_BTD, self.scale[...]
-        )
+        return device_view(normalise, self.name, in_specs=(activation, specs), out_specs=activation)(x_BTD, weights)
 
-    def _normalise(self, split: bool, x: Array, scale: Array) -> Array:
-        scale = self.precision.load(scale, 0, used_by_all_tp=split)
-        return rms_normalise(x, self.eps) * scale
+    def _normalise(self, split: bool, x: Array, weights: Weights) -> Array:
+        loaded = {name: self.precision.load(shard, 0, used_by_all_tp=split) for name, shard in weights.items()}
+        if self.kind == "rms":
+            return rms_normalise(x, self.eps) * loaded["scale"]
+        x32 = x.astype(jnp.float32)
+        if self.kind == "rms_plus_one":
+            return (rms_normalise(x32, self.eps) * (1 + loaded["scale"].astype(jnp.float32))).astype(x.dtype)
+        centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+        return (rms_normalise(centred, self.eps) * loaded["scale"] + loaded["bias"]).astype(x.dtype)
+
+    def costs(self, share: Share, *, inside: bool = True) -> Iterator[Cost]:
+        """Yields what it costs to normalise; `inside` a block, where its backward pass loads the scale again."""
+        used_by_all = share.is_split(self.sequence_parallel)
+        for _ in range(1 if self.bias is None else 2):
+            yield Weight(
+                module=self.name,
+                size=self.features,
+                precision=self.precision,
+                tp=False,
+                used_by_all_tp=used_by_all,
+                again=inside,
+            )
+        if inside:
+            residual = share.between(self.sequence_parallel) * self.features
+            yield Streamed(2 * residual * itemsize(self.precision.compute))
+            if share.remat == "none":  # its input and, for the gradient of its scale, its result
+                yield Kept(FLOAT32 * residual * (1 if share.frozen else 2))
 
 
 def rms_normalise(x: Array, eps: float) -> Array:
-    """`x / sqrt(mean(x^2) + eps)` over the last dim, computed in float32, in the dtype of `x`."""
+    """Returns `x / sqrt(mean(x^2) + eps)` over the last dim, computed in float32, in the dtype of `x`."""
     x32 = x.astype(jnp.float32)
     return (x32 * jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)).astype(x.dtype)

@@ -1,6 +1,7 @@
 """Normalisation of queries and keys before their product (arXiv 2010.04245), over each head or over all of them."""
 
-from typing import Literal
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +10,13 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, axis_size
+from jaxtp.layers.costs import FLOAT32, Cost, Share, Weight, sums_over
 from jaxtp.layers.norm import rms_normalise
-from jaxtp.layers.parameter import parameter
-from jaxtp.layers.precision import Precision
+from jaxtp.layers.parameter import Precision, parameter
 from jaxtp.mesh import TP
+
+ATTEND = "attend"
+"""Name of the part of attention between its projections."""
 
 QKNormKind = Literal["none", "head", "projection"]
 
@@ -26,30 +30,56 @@ class QKNorm(nnx.Module):
       num_heads: heads of the projection (K for keys).
       head_dim: H.
       eps: added to the mean square.
+      plus_one: the factor is 1 + scale (Gemma 3).
       precision: the dtypes.
 
     It is called inside the attention's `device_view`, on this device's heads and its part of `scale`.
     """
 
     def __init__(
-        self, kind: QKNormKind, num_heads: int, head_dim: int, *, eps: float, precision: Precision = Precision()
+        self,
+        kind: QKNormKind,
+        num_heads: int,
+        head_dim: int,
+        *,
+        eps: float,
+        plus_one: bool = False,
+        precision: Precision = Precision(),
     ):
         self.per_head = kind == "head"
         self.features = num_heads * head_dim
         self.head_dim = head_dim
-        self.eps = eps
+        self.eps, self.plus_one = eps, plus_one
         self.precision = precision
-        size, self.spec = (head_dim, P()) if self.per_head else (self.features, P(TP))
-        self.scale = parameter("scale", jnp.ones(size, precision.param), self.spec)
+        size, spec = (head_dim, P()) if self.per_head else (self.features, P(TP))
+        self.scale = parameter("scale", (jnp.zeros if plus_one else jnp.ones)(size, precision.param), spec)
 
     def __call__(self, x: Array, scale_shard: Array) -> Array:
         """Normalises `[b, T, heads of this device, H]`."""
         if self.per_head:
             scale = self.precision.load(scale_shard, None, used_by_all_tp=True)
+            if self.plus_one:
+                x32 = x.astype(jnp.float32)
+                return (rms_normalise(x32, self.eps) * (1 + scale.astype(jnp.float32))).astype(x.dtype)
             return rms_normalise(x, self.eps) * scale
-        sharing = max(1, self.head_dim * axis_size(TP) // self.features)  # devices that hold the same kv head
+        sharing = self._sharing(axis_size(TP))
         scale = self.precision.load(scale_shard, None, tp_dim=0, tp_group=sharing)
         x32 = x.astype(jnp.float32)
         squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)
         normalised = x32 * jax.lax.rsqrt(squares / (self.features * sharing) + self.eps)
         return normalised.astype(x.dtype) * scale.reshape(x.shape[-2:])
+
+    def _sharing(self, tp: int) -> int:
+        """Returns the number of devices that hold the same kv head."""
+        return max(1, self.head_dim * tp // self.features)
+
+    def costs(self, share: Share) -> Iterator[Cost]:
+        """Yields what it costs: of a whole projection, also a sum of a float per token, forward, again and backward."""
+        if self.per_head:
+            size = self.head_dim
+            kind: dict[str, Any] = {"tp": False, "used_by_all_tp": True}
+        else:
+            size, kind = self.features, {"group": self._sharing(share.tp)}
+            count = 3 if share.training else 1
+            yield sums_over(ATTEND, (TP,), share.sizes, share.tokens * FLOAT32, count)
+        yield Weight(module=ATTEND, size=size, precision=self.precision, fsdp=False, **kind)

@@ -5,6 +5,7 @@ formulas are those of transformers, whose checkpoints they come with.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,6 +51,17 @@ class RopeScaling:
 
 
 UNSCALED = RopeScaling()
+
+
+def rope_problems(theta: float | None, scaling: RopeScaling) -> Iterator[str]:
+    """Yields why frequencies cannot be scaled."""
+    if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
+        yield (
+            f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} is not above "
+            f"low_freq_factor={scaling.low_freq_factor}; 4 and 1 are usual"
+        )
+    if scaling.kind == "yarn" and theta is not None and theta <= 1:
+        yield f"model.rope_theta={theta} is not above 1, which yarn needs; 10000 is usual"
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALED) -> Array:

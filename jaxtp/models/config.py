@@ -1,30 +1,65 @@
 """What a decoder is made of, and which meshes can hold it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import groupby
 from typing import Annotated, Any
 
 import tyro
-from pydantic import Field
+from flax import nnx
+from pydantic import BeforeValidator, Field, PlainSerializer
 
 from jaxtp.config import ConfigError, Count, Keys, Positive, UserPath, allowed, changed, to_plain, validate
-from jaxtp.layers.attention import Implementation
+from jaxtp.hints import Problem, explained, not_divisible
+from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
+from jaxtp.layers.branch import Branch, Small, like
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.precision import Precision
-from jaxtp.layers.qk_norm import QKNormKind
-from jaxtp.layers.rope import RopeScaling
-from jaxtp.mesh import FSDP, TP
-from jaxtp.models.hints import Problem, explained, not_divisible
-from jaxtp.models.remat import RematPolicy
+from jaxtp.layers.mlp import MLP, MLPConfig
+from jaxtp.layers.norm import NormConfig
+from jaxtp.layers.parameter import Precision
+from jaxtp.layers.remat import RematPolicy
+from jaxtp.mesh import FSDP
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """The flag is called what commands without this section call it too."""
 
 
+def _pairs(value: Any) -> Any:
+    """Returns mappings as tuples of pairs, at every depth."""
+    return tuple((key, _pairs(inner)) for key, inner in value.items()) if isinstance(value, Mapping) else value
+
+
+def _mapping(value: Any) -> Any:
+    """Returns tuples of pairs as mappings, at every depth."""
+    return {key: _mapping(inner) for key, inner in value} if isinstance(value, tuple) else value
+
+
+BlockChanges = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_pairs), PlainSerializer(_mapping)]
+"""Settings in which a block differs from the model's: a mapping, kept as pairs, which have a hash."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
-    """A pre-norm decoder with rotary grouped-query attention and a gated MLP: the Llama architecture."""
+class BlockConfig(NormConfig, MLPConfig, AttentionConfig):
+    """One kind of decoder block: attention and an MLP, each a residual branch with its norms."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Blocks in the order of a pattern, which repeats."""
+
+    pattern: tuple[BlockConfig, ...]
+    """The blocks of a turn."""
+
+    repeats: int
+    """Number of turns: the blocks at one place of the pattern are stacked, and run by one scan."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(BlockConfig):
+    """A decoder composed from blocks. Their settings hold for all, but for what `first_blocks` or `pattern` change; the
+    defaults are Llama's."""
 
     from_hf: UserPath | None = None
     """Folder of a model in Hugging Face format, to begin with its weights; the sizes below are then its own."""
@@ -42,47 +77,24 @@ class ModelConfig:
     num_layers: Count = 4
     """Decoder blocks, stacked and run by one scan."""
 
-    num_heads: Count = 8
-    """Query heads. Divisible by mesh.tp and by num_kv_heads."""
+    first_blocks: Annotated[tuple[BlockChanges, ...], tyro.conf.Fixed] = ()
+    """In a YAML file: a mapping for each of the first blocks, of the settings in which it differs from the model's."""
 
-    num_kv_heads: Count = 8
-    """Key and value heads. Divides mesh.tp or is divisible by it."""
+    pattern: Annotated[tuple[BlockChanges, ...], tyro.conf.Fixed] = ()
+    """In a YAML file: mappings of settings for blocks that repeat after the first ones, such as
+    [{sliding_window: 4096}, {}] for blocks that see a window and all positions in turn."""
 
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2), allowed("even")] = 16
-    """Width of a head; need not be d_model / num_heads."""
+    learned_positions: Count | None = None
+    """Positions that have a learned vector, which is added to the embedding; a sequence can be no longer."""
 
-    d_ff: Count = 384
-    """Hidden width of the MLP. Divisible by mesh.tp."""
+    embedding_scale: Positive | None = None
+    """Multiplies the embedding, rounded to the compute dtype; by default nothing does."""
 
-    rope_theta: Positive = 10_000.0
-    """Base of the rotary frequencies."""
-
-    rope_scaling: RopeScaling = RopeScaling()
-    """How rotary frequencies are lowered for long contexts."""
-
-    sliding_window: Count | None = None
-    """Positions that each one sees, itself and those before it; by default all. The same in every layer."""
-
-    norm_eps: Positive = 1e-5
-    """Added to the mean square in every RMSNorm."""
+    logit_softcap: Positive | None = None
+    """Logits are squashed to below this by c * tanh(logit / c)."""
 
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
-
-    qk_norm: QKNormKind = "none"
-    """RMS normalisation of queries and keys: of each head, or of the whole projection."""
-
-    attention_bias: bool = False
-    """Biases on the query, key and value projections."""
-
-    attention_out_bias: bool = False
-    """A bias on the attention's output projection."""
-
-    mlp_bias: bool = False
-    """Biases on the MLP's projections."""
-
-    attention: Implementation = "xla"
-    """Kernel: xla runs everywhere; cudnn needs an NVIDIA GPU and a 16-bit compute dtype."""
 
     dropout: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.0
     """Probability with which an element of an attention's or MLP's output is zeroed in training."""
@@ -106,6 +118,64 @@ class ModelConfig:
     lora: LoraConfig = LoraConfig()
     """Adapters to train instead of the model's own parameters."""
 
+    def __post_init__(self) -> None:
+        for name in ("first_blocks", "pattern"):
+            object.__setattr__(self, name, tuple(map(_pairs, getattr(self, name))))
+
+    def stacks(self) -> tuple[Stack, ...]:
+        """Returns the blocks, first to last: what the pattern does not divide is a stack of its own.
+
+        Raises:
+          ConfigError: a block has a setting that is none, or a value that cannot be.
+        """
+        return _stacks(self)
+
+    def block(self) -> BlockConfig:
+        """Returns the settings of a block that nothing changes."""
+        return BlockConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(BlockConfig)})
+
+    def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
+        """Returns the residual branches of a block, in the order in which they are added."""
+        shared: dict[str, Any] = {
+            "sequence_parallel": self.sequence_parallel,
+            "lora": self.lora,
+            "precision": self.precision,
+            "rngs": rngs,
+        }
+        plus_one = block.norm == "rms_plus_one"
+        attention = partial(CausalSelfAttention, norm_eps=block.norm_eps, norm_plus_one=plus_one)
+        return {
+            "attention": attention(self.d_model, block, **shared),
+            "mlp": MLP(self.d_model, block, **shared),
+        }
+
+    def describe_block(self) -> str:
+        """Returns the sizes of a block in a line."""
+        heads = f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
+        return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}"
+
+    def changed_block(self, place: str, changes: BlockChanges) -> BlockConfig:
+        """Returns the settings of a block with some changed; `place` names them in errors."""
+        values = {**dataclasses.asdict(self.block()), **_mapping(changes)}
+        return validate(BlockConfig, values, source=f"model.{place}")
+
+
+@lru_cache(maxsize=256)
+def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
+    first = [config.changed_block(f"first_blocks[{i}]", changes) for i, changes in enumerate(config.first_blocks)]
+    pattern = [config.changed_block(f"pattern[{i}]", changes) for i, changes in enumerate(config.pattern)]
+    if len(set(pattern)) < 2:
+        pattern = pattern[:1] or [config.block()]
+    turns, rest = divmod(config.num_layers - len(first), len(pattern))
+    repeated = [Stack(tuple(pattern), turns)] if turns > 0 else []
+    return (*_runs(first), *repeated, *_runs(pattern[:rest]))
+
+
+def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
+    """Yields a stack for each run of equal blocks."""
+    for block, equal in groupby(blocks):
+        yield Stack((block,), len(list(equal)))
+
 
 def checked(config: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
     """Returns the configuration if a decoder can be made of it, also one that was built in Python, where no type or
@@ -120,25 +190,42 @@ def checked(config: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
     """
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a decoder is made of a ModelConfig, not of {str(config)[:100]!r}")
-    config = validate(ModelConfig, dataclasses.asdict(config), source="ModelConfig")
+    config = validate(type(config), dataclasses.asdict(config), source=type(config).__name__)
     if problems := list(violations(config, mesh)):
         raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
 
 
-_NOT_ARCHITECTURE = (
-    *(
-        "from_hf",
-        "ignore_config",
-        "attention",
-        "dropout",
-        "remat",
-        "scan_layers",
-        "sequence_parallel",
-        "loss_chunk",
-        "precision",
-    ),
-)
+def shrunk(config: ModelConfig, small: Small) -> ModelConfig:
+    """Returns a model of the same structure that virtual CPU devices can run: each kind of block is there."""
+    pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
+    turns, rest = divmod(config.num_layers - first, pattern)
+
+    def changes(place: str, found: Sequence[BlockChanges]) -> Any:
+        blocks = (config.changed_block(place, own) for own in found)
+        return tuple(
+            {name: block.smaller(small).get(name, value) for name, value in _mapping(own).items()}
+            for own, block in zip(found, blocks, strict=True)
+        )
+
+    return dataclasses.replace(
+        config,
+        vocab_size=like(config.vocab_size, small.tps, _MIN_VOCAB),
+        d_model=like(0, small.shards, _MIN_D_MODEL),
+        num_layers=first + pattern * min(turns, _MAX_TURNS) + rest,
+        loss_chunk=small.positions(config.loss_chunk),
+        first_blocks=changes("first_blocks", config.first_blocks),
+        pattern=changes("pattern", config.pattern),
+        learned_positions=config.learned_positions and small.positions(config.learned_positions),
+        **config.smaller(small),
+    )
+
+
+_MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
+_NOT_ARCHITECTURE = {
+    *("from_hf", "ignore_config", "attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk"),
+    "precision",
+}
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
@@ -165,36 +252,18 @@ def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = Fa
 
 
 def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """The same reasons, without suggestions."""
-    tp, heads, kv_heads = mesh[TP], config.num_heads, config.num_kv_heads
-    by_tp = {f"mesh.{TP}": heads}
-    if heads % kv_heads:
-        yield Problem(
-            f"model.num_heads={heads} is not divisible by model.num_kv_heads={kv_heads}",
-            among={"model.num_kv_heads": heads},
-        )
-    yield from not_divisible("model.num_heads", heads, "mesh.tp", tp, by_tp)
-    if kv_heads % tp and tp % kv_heads:
-        yield Problem(f"model.num_kv_heads={kv_heads} neither divides mesh.tp={tp} nor is divisible by it", among=by_tp)
-    elif kv_heads * config.head_dim % tp:
-        width = kv_heads * config.head_dim
-        yield Problem(f"model.num_kv_heads * model.head_dim = {width} is not divisible by mesh.tp={tp}", among=by_tp)
-    yield from not_divisible("model.d_ff", config.d_ff, "mesh.tp", tp, by_tp)
-    yield from map(Problem, _rope_violations(config))
-    yield from not_divisible("model.d_model", config.d_model, "mesh.fsdp", mesh[FSDP], {f"mesh.{FSDP}": config.d_model})
+    """Yields the same reasons, without suggestions."""
+    if config.num_layers < len(config.first_blocks) + max(1, len(config.pattern)):
+        given = f"{len(config.first_blocks)} in model.first_blocks and {len(config.pattern)} in model.pattern"
+        yield Problem(f"model.num_layers={config.num_layers} is less than the blocks that are described: {given}")
+        return
+    blocks = dict.fromkeys(block for stack in config.stacks() for block in stack.pattern)
+    found = (problem for block in blocks for problem in block.problems(mesh))
+    yield from {problem.text: problem for problem in found}.values()
+    fsdp = mesh[FSDP]
+    yield from not_divisible("model.d_model", config.d_model, "mesh.fsdp", fsdp, {f"mesh.{FSDP}": config.d_model})
 
 
 def _inside(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """The changes of one section, without its name."""
     return ((name.removeprefix(f"{section}."), value) for name, value in changes.items() if name.startswith(section))
-
-
-def _rope_violations(config: ModelConfig) -> Iterator[str]:
-    scaling = config.rope_scaling
-    if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
-        yield (
-            f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} is not above "
-            f"low_freq_factor={scaling.low_freq_factor}; 4 and 1 are usual"
-        )
-    if scaling.kind == "yarn" and config.rope_theta <= 1:
-        yield f"model.rope_theta={config.rope_theta} is not above 1, which yarn needs; 10000 is usual"

@@ -1,6 +1,8 @@
-"""The decoder: embedding, blocks under one scan, final norm, head."""
+"""The decoder: embedding, stacks of blocks under scans, final norm, head."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,72 +10,80 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp.layers.attention import CausalSelfAttention
-from jaxtp.layers.cache import KVCache, empty_cache
-from jaxtp.layers.dropout import dropout
-from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
-from jaxtp.layers.loss import vocab_parallel_cross_entropy
-from jaxtp.layers.mlp import SwiGLU
-from jaxtp.layers.norm import RMSNorm
-from jaxtp.layers.sequence import activation_spec, sequence_dim
+from jaxtp.collectives import batch_spec, constrain
+from jaxtp.layers import remat
+from jaxtp.layers.activations import activation_spec, dropout, segment_positions, sequence_dim
+from jaxtp.layers.branch import Branch, Memory
+from jaxtp.layers.cache import STACK_SPEC, Cache
+from jaxtp.layers.costs import Cost, Kept, Share, Streamed, itemsize, within
+from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
+from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy
+from jaxtp.layers.norm import Norm
 from jaxtp.mesh import AXES, current_mesh, mesh_sizes
-from jaxtp.models import remat
-from jaxtp.models.config import ModelConfig, checked
+from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
+
+BlockMemory = Mapping[str, Memory]
+"""What a block remembers, by branch."""
 
 
 class DecoderBlock(nnx.Module):
-    """`x + attention(norm(x))`, then `x + mlp(norm(x))`. Shapes: `[B, T, D] -> [B, T, D]`."""
+    """Residual branches, attention and an MLP: `x + branch(norm(x))` for each, in order.
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.attention_norm = _norm(config)
-        self.attention = CausalSelfAttention(
-            config.d_model,
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            rope_theta=config.rope_theta,
-            rope_scaling=config.rope_scaling,
-            sliding_window=config.sliding_window,
-            qk_norm=config.qk_norm,
-            norm_eps=config.norm_eps,
-            use_bias=config.attention_bias,
-            use_out_bias=config.attention_out_bias,
-            implementation=config.attention,
-            sequence_parallel=config.sequence_parallel,
-            lora=config.lora,
-            precision=config.precision,
-            rngs=rngs,
+    The norm stands before the branch, after it (`x + norm(branch(x))`), or both. Shapes: `[B, T, D] -> [B, T, D]`. A
+    branch is the attribute of its name; its norms are `attention_norm` and, after it, `attention_after_norm`.
+    """
+
+    def __init__(self, config: ModelConfig, block: BlockConfig | None = None, *, rngs: nnx.Rngs):
+        self.config, block = config, block or config.block()
+        branches = config.branches(block, rngs)
+        self.names = tuple(branches)
+        norm = partial(
+            Norm, config.d_model, block, sequence_parallel=config.sequence_parallel, precision=config.precision
         )
-        self.mlp_norm = _norm(config)
-        self.mlp = SwiGLU(
-            config.d_model,
-            config.d_ff,
-            use_bias=config.mlp_bias,
-            sequence_parallel=config.sequence_parallel,
-            lora=config.lora,
-            precision=config.precision,
-            rngs=rngs,
-        )
+        for name, branch in branches.items():
+            setattr(self, f"{name}_norm", None if block.norm_placement == "after" else norm())
+            setattr(self, name, branch)
+            setattr(self, f"{name}_after_norm", None if block.norm_placement == "before" else norm())
 
     def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, segments_BT: Array | None = None) -> Array:
         """Runs the block on `[B, T, D]`; keys, one for each row, turn dropout on."""
-        keys = (None, None) if dropout_keys is None else split_keys(dropout_keys, 2)
+        count = len(self.names)
+        keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
-        with jax.named_scope("attention"):
-            x_BTD = x_BTD + self._dropout(self.attention(self.attention_norm(x_BTD), segments_BT), keys[0])
-        with jax.named_scope("mlp"):
-            return x_BTD + self._dropout(self.mlp(self.mlp_norm(x_BTD)), keys[1])
+        for i, (name, branch, before, after) in enumerate(self._branches()):
+            with jax.named_scope(name):
+                y_BTD = branch(x_BTD if before is None else before(x_BTD), segments_BT)
+                x_BTD = x_BTD + self._dropout(y_BTD if after is None else after(y_BTD), keys[i])
+        return x_BTD
 
-    def extend(
-        self, x_BTD: Array, keys: Array, values: Array, positions_BT: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
-        """Runs the block on tokens that come after those of a cache; see `CausalSelfAttention.extend`."""
-        with jax.named_scope("attention"):
-            y_BTD, new = self.attention.extend(self.attention_norm(x_BTD), keys, values, positions_BT)
-            x_BTD = x_BTD + y_BTD
-        with jax.named_scope("mlp"):
-            return x_BTD + self.mlp(self.mlp_norm(x_BTD)), new
+    def memory(self, num_rows: int, num_slots: int) -> BlockMemory:
+        """Returns the empty memory of each branch; see `Branch.memory`."""
+        return {name: branch.memory(num_rows, num_slots) for name, branch, *_ in self._branches()}
+
+    def extend(self, x_BTD: Array, memory: BlockMemory, positions_BT: Array) -> tuple[Array, BlockMemory]:
+        """Runs the block on tokens that come after those of a memory; see `Branch.extend`."""
+        new: dict[str, Memory] = {}
+        for name, branch, before, after in self._branches():
+            with jax.named_scope(name):
+                y_BTD = x_BTD if before is None else before(x_BTD)
+                y_BTD, new[name] = branch.extend(y_BTD, memory[name], positions_BT)
+                x_BTD = x_BTD + (y_BTD if after is None else after(y_BTD))
+        return x_BTD, new
+
+    def costs(self, share: Share) -> Iterator[Cost]:
+        """Yields what the block costs: its branches and norms, a sum for each, and what it keeps of its input."""
+        residual = share.between(self.config.sequence_parallel) * self.config.d_model
+        size, last = residual * itemsize(self.config.precision.compute), self.names[-1]
+        yield Kept(size * {"none": len(self.names), "offload": 0}.get(share.remat, 1))
+        for name, branch, before, after in self._branches():
+            for norm in filter(None, (before, after)):
+                yield from within(name, norm.costs(share))
+            yield from within(name, branch.costs(share, read=name != last or after is not None))
+            yield Streamed(3 * size)
+
+    def _branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
+        for name in self.names:
+            yield name, getattr(self, name), getattr(self, f"{name}_norm"), getattr(self, f"{name}_after_norm")
 
     def _dropout(self, y_BTD: Array, keys: Array | None) -> Array:
         spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
@@ -87,7 +97,8 @@ class Decoder(nnx.Module):
       config: its sizes.
       rngs: source of the `params` key; the same key gives the same weights on every mesh.
 
-    The blocks' parameters are stacked: each has a leading dim L, which is not split.
+    The parameters of blocks are stacked by their place in a pattern: each has a leading dim, which is not split. Where
+    all blocks are of one kind they are `blocks`, else `blocks.0`, `blocks.1`, ..., stack by stack.
 
     Raises:
       ConfigError: a value of the configuration cannot be, or does not fit the others and the mesh.
@@ -99,22 +110,33 @@ class Decoder(nnx.Module):
         self.embedding = VocabParallelEmbedding(
             config.vocab_size,
             config.d_model,
-            sequence_parallel=config.sequence_parallel,
-            precision=config.precision,
+            scale=config.embedding_scale,
+            **self._shared,
             rngs=rngs,
         )
-        self.blocks = _stack_blocks(config, rngs)
-        self.norm = _norm(config)
+        self.positions = (
+            None
+            if config.learned_positions is None
+            else LearnedPositions(config.learned_positions, config.d_model, **self._shared, rngs=rngs)
+        )
+        self.stacks = config.stacks()
+        kinds = [_stacked(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
+        self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
+        self.norm = Norm(config.d_model, config, **self._shared)
         self.head = (
             None
             if config.tie_embeddings
             else VocabParallelHead(config.vocab_size, config.d_model, precision=config.precision, rngs=rngs)
         )
 
+    @property
+    def _shared(self) -> dict[str, Any]:
+        return {"sequence_parallel": self.config.sequence_parallel, "precision": self.config.precision}
+
     def __call__(self, ids_BT: Array, segments_BT: Array | None = None) -> Array:
         """Logits `[B, T, V]` of the token after each position; `ids_BT` are integers below V.
 
-        `segments_BT` tell apart the documents of a row (`layers/segments.py`): none sees another.
+        `segments_BT` tell apart the documents of a row (`layers/activations.py`): none sees another.
         """
         return self.logits_of_hidden(self.hidden(ids_BT, segments_BT=segments_BT))
 
@@ -124,8 +146,8 @@ class Decoder(nnx.Module):
             x_BTD,
             self._head_table(),
             self.config.vocab_size,
-            sequence_parallel=self.config.sequence_parallel,
-            precision=self.config.precision,
+            softcap=self.config.logit_softcap,
+            **self._shared,
         )
 
     def loss(
@@ -159,25 +181,56 @@ class Decoder(nnx.Module):
             vocab_size=self.config.vocab_size,
             chunk_size=self.config.loss_chunk,
             z_loss=z_loss,
-            sequence_parallel=self.config.sequence_parallel,
-            precision=self.config.precision,
+            softcap=self.config.logit_softcap,
+            **self._shared,
         )
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, segments_BT: Array | None = None) -> Array:
-        """The final, normalised hidden states `[B, T, D]`."""
+        """Returns the final, normalised hidden states `[B, T, D]`."""
         config = self.config
         keys = None if dropout_keys is None else split_keys(dropout_keys, config.num_layers)
         run = _run_scanned if config.scan_layers else _run_unrolled
+        x_BTD, policy, done = self.embed(ids_BT, segments_BT), remat.policy(config.remat), 0
+        for stack, blocks in self.stacked():
+            count = stack.repeats * len(blocks)
+            own = None if keys is None else keys[done : done + count]
+            x_BTD = run(stack, blocks, x_BTD, own, segments_BT, policy)
+            done += count
+        return self.norm(x_BTD)
+
+    def embed(self, ids_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None) -> Array:
+        """Returns the residual stream `[B, T, D]` before the first block; positions count within a document."""
         x_BTD = self.embedding(ids_BT)
-        return self.norm(run(self.blocks, x_BTD, keys, segments_BT, remat.policy(config.remat)))
+        if self.positions is None:
+            return x_BTD
+        if positions_BT is None:
+            from_start = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
+            positions_BT = from_start if segments_BT is None else segment_positions(segments_BT)
+        return x_BTD + self.positions(positions_BT)
 
-    def empty_cache(self, batch_size: int, num_slots: int) -> KVCache:
-        """A cache for rows of up to `num_slots` tokens; call it under `jax.jit`."""
-        config = self.config
-        sizes = (config.num_layers, batch_size, num_slots, config.num_kv_heads, config.head_dim)
-        return empty_cache(*sizes, config.precision.compute)
+    def stacked(self) -> Iterator[tuple[Stack, list[DecoderBlock]]]:
+        """Yields each stack, and its blocks: those at one place of its pattern are stacked."""
+        kinds = iter([self.blocks] if isinstance(self.blocks, DecoderBlock) else self.blocks)
+        for stack in self.stacks:
+            yield stack, [next(kinds) for _ in stack.pattern]
 
-    def extend(self, cache: KVCache, ids_BT: Array, counts_B: Array) -> tuple[KVCache, Array]:
+    def in_order(self) -> Iterator[DecoderBlock]:
+        """Yields every block by itself, first to last."""
+        for stack, blocks in self.stacked():
+            for turn in range(stack.repeats):
+                yield from (layer(block, turn) for block in blocks)
+
+    def empty_cache(self, num_rows: int, num_slots: int) -> Cache:
+        """Returns a cache for rows of up to `num_slots` tokens; call it under `jax.jit`."""
+        memories = {
+            str(kind): jax.tree.map(partial(_empty_stack, stack.repeats), block.memory(num_rows, num_slots))
+            for kind, (stack, block) in enumerate(
+                (stack, block) for stack, blocks in self.stacked() for block in blocks
+            )
+        }
+        return Cache(memories, constrain(jnp.zeros(num_rows, jnp.int32), batch_spec()))
+
+    def extend(self, cache: Cache, ids_BT: Array, counts_B: Array) -> tuple[Cache, Array]:
         """Reads tokens that come after those of a cache.
 
         Args:
@@ -188,8 +241,23 @@ class Decoder(nnx.Module):
         Returns:
           The cache with the tokens in it, and their final hidden states `[B, T, D]`; those of padding mean nothing.
         """
-        x_BTD, (keys, values) = _run_cached(self.blocks, self.embedding(ids_BT), cache)
-        return cache.extended(keys, values, counts_B), self.norm(x_BTD)
+        positions_BT = cache.positions(ids_BT.shape[1])
+        x_BTD = self.embed(ids_BT, positions_BT=positions_BT)
+        new: dict[str, BlockMemory] = {}
+        for _, blocks in self.stacked():
+            kinds = [str(len(new) + i) for i in range(len(blocks))]
+            x_BTD, found = _run_cached(blocks, x_BTD, [cache.memories[kind] for kind in kinds], positions_BT)
+            new |= dict(zip(kinds, found, strict=True))
+        return cache.extended(new, positions_BT, counts_B), self.norm(x_BTD)
+
+    def costs(self, share: Share) -> Iterator[Cost]:
+        """Yields what is outside of the blocks: embedding, final norm, head and loss."""
+        config = self.config
+        yield from self.embedding.costs(share)
+        yield from () if self.positions is None else self.positions.costs(share)
+        yield from self.norm.costs(share, inside=False)
+        sizes = config.vocab_size, config.d_model, config.loss_chunk
+        yield from loss_costs(share, *sizes, config.precision, config.sequence_parallel)
 
     def _head_table(self) -> Array:
         table = self.embedding.embedding if self.head is None else self.head.kernel
@@ -206,68 +274,91 @@ def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.St
 
 
 def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
-    """One block of the stacked ones."""
+    """Returns one block of stacked ones."""
     graph, state = nnx.split(blocks)
     block: DecoderBlock = nnx.merge(graph, jax.tree.map(lambda stacked: stacked[index], state))
     return block
 
 
 def _run_scanned(
-    blocks: DecoderBlock, x_BTD: Array, keys: Array | None, segments: Array | None, policy: Callable[..., bool]
+    stack: Stack,
+    blocks: list[DecoderBlock],
+    x_BTD: Array,
+    keys: Array | None,
+    segments: Array | None,
+    policy: Callable[..., bool],
 ) -> Array:
-    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None), out_axes=nnx.Carry)
+    """Runs a stack by one scan over its turns; each block keeps what the policy says."""
+
     @nnx.remat(policy=policy, prevent_cse=False)
     def run(x_BTD: Array, block: DecoderBlock, keys: Array | None, segments: Array | None) -> Array:
         return block(x_BTD, keys, segments)
 
-    result: Array = run(x_BTD, blocks, keys, segments)
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None), out_axes=nnx.Carry)
+    def turn(x_BTD: Array, blocks: list[DecoderBlock], keys: Array | None, segments: Array | None) -> Array:
+        for i, block in enumerate(blocks):
+            x_BTD = run(x_BTD, block, None if keys is None else keys[i], segments)
+        return x_BTD
+
+    by_turn = None if keys is None else keys.reshape(stack.repeats, len(blocks), *keys.shape[1:])
+    result: Array = turn(x_BTD, blocks, by_turn, segments)
     return result
 
 
 def _run_unrolled(
-    blocks: DecoderBlock, x_BTD: Array, keys: Array | None, segments: Array | None, policy: Callable[..., bool]
+    stack: Stack,
+    blocks: list[DecoderBlock],
+    x_BTD: Array,
+    keys: Array | None,
+    segments: Array | None,
+    policy: Callable[..., bool],
 ) -> Array:
     @nnx.remat(policy=policy)
     def run(x_BTD: Array, block: DecoderBlock, keys: Array | None, segments: Array | None) -> Array:
         return block(x_BTD, keys, segments)
 
-    for index in range(blocks.config.num_layers):
+    for index in range(stack.repeats * len(blocks)):
+        turn, place = divmod(index, len(blocks))
         with jax.named_scope(f"layer_{index}"):
-            x_BTD = run(x_BTD, layer(blocks, index), None if keys is None else keys[index], segments)
+            x_BTD = run(x_BTD, layer(blocks[place], turn), None if keys is None else keys[index], segments)
     return x_BTD
 
 
-def _run_cached(blocks: DecoderBlock, x_BTD: Array, cache: KVCache) -> tuple[Array, tuple[Array, Array]]:
-    """Reads the cache and gives back the new keys and values `[L, B, T, K, H]`: the cache itself is written once."""
+def _run_cached(
+    blocks: list[DecoderBlock], x_BTD: Array, memories: list[BlockMemory], positions_BT: Array
+) -> tuple[Array, list[BlockMemory]]:
+    """Reads memories and gives back what is new, stacked: a cache is written once, by whoever has it."""
 
-    @nnx.scan(in_axes=(nnx.Carry, 0, 0, 0, None), out_axes=(nnx.Carry, 0))
-    def run(
-        x_BTD: Array, block: DecoderBlock, keys: Array, values: Array, positions: Array
-    ) -> tuple[Array, tuple[Array, Array]]:
-        return block.extend(x_BTD, keys, values, positions)
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None), out_axes=(nnx.Carry, 0))
+    def turn(
+        x_BTD: Array, blocks: list[DecoderBlock], memories: list[BlockMemory], positions: Array
+    ) -> tuple[Array, list[BlockMemory]]:
+        new = []
+        for block, memory in zip(blocks, memories, strict=True):
+            x_BTD, added = block.extend(x_BTD, memory, positions)
+            new.append(added)
+        return x_BTD, new
 
-    result: tuple[Array, tuple[Array, Array]] = run(
-        x_BTD, blocks, cache.keys, cache.values, cache.positions(x_BTD.shape[1])
-    )
+    result: tuple[Array, list[BlockMemory]] = turn(x_BTD, blocks, memories, positions_BT)
     return result
 
 
-def _stack_blocks(config: ModelConfig, rngs: nnx.Rngs) -> DecoderBlock:
-    @nnx.split_rngs(splits=config.num_layers)
+def _stacked(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> DecoderBlock:
+    """Returns blocks of one kind whose parameters have a leading dim."""
+
+    @nnx.split_rngs(splits=repeats)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
     def create(rngs: nnx.Rngs) -> DecoderBlock:
-        return DecoderBlock(config, rngs=rngs)
+        return DecoderBlock(config, block, rngs=rngs)
 
     stacked: DecoderBlock = create(rngs)
     return stacked
 
 
+def _empty_stack(repeats: int, memory: Array) -> Array:
+    return constrain(jnp.zeros((repeats, *memory.shape), memory.dtype), STACK_SPEC)
+
+
 def split_keys(keys_B: Array, count: int) -> Array:
     """`[B] -> [count, B]`: other keys for each of so many uses."""
     return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(keys_B)
-
-
-def _norm(config: ModelConfig) -> RMSNorm:
-    return RMSNorm(
-        config.d_model, eps=config.norm_eps, sequence_parallel=config.sequence_parallel, precision=config.precision
-    )

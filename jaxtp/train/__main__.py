@@ -13,8 +13,8 @@ from jaxtp.data.manifest import DatasetError
 from jaxtp.data.packing import LongDocumentError
 from jaxtp.data.rows import TokenError
 from jaxtp.hf.folder import HFError
+from jaxtp.layers.remat import RematError
 from jaxtp.mesh import MeshError
-from jaxtp.models.remat import RematError
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.folder import RunFolderError

@@ -12,10 +12,20 @@ from pydantic import AfterValidator, Field
 
 from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, UserPath, allowed, changed
 from jaxtp.data.samples import LongDocuments, Packing
-from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes, describe_mesh, most_devices, request_virtual_devices
-from jaxtp.models import remat
+from jaxtp.hints import Problem, explained, not_divisible
+from jaxtp.layers import remat
+from jaxtp.mesh import (
+    AXES,
+    DP,
+    FSDP,
+    TP,
+    batch_parts,
+    check_sizes,
+    describe_mesh,
+    most_devices,
+    request_virtual_devices,
+)
 from jaxtp.models.config import ModelConfig, model_problems
-from jaxtp.models.hints import Problem, explained, not_divisible
 
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
 
@@ -342,12 +352,14 @@ def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]
     """Yields the problems of a configuration on a mesh, without suggestions."""
     yield from model_problems(config.model, mesh)
     batch, length = config.data.global_batch_size, config.data.sequence_length
-    parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
+    parts = batch_parts(mesh) * config.train.accumulation
     among = dict.fromkeys((f"mesh.{DP}", f"mesh.{FSDP}", "train.accumulation"), batch)
     yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp * train.accumulation", parts, among)
     if config.model.sequence_parallel:
-        heads = {f"mesh.{TP}": config.model.num_heads}
-        yield from not_divisible("data.sequence_length", length, "mesh.tp", mesh[TP], heads)
+        by_tp = {f"mesh.{TP}": length}
+        yield from not_divisible("data.sequence_length", length, "mesh.tp", mesh[TP], by_tp)
+    if (positions := config.model.learned_positions) is not None and length > positions:
+        yield Problem(f"data.sequence_length={length} is more than model.learned_positions={positions}")
     yield from map(Problem, (*_moment_violations(config), *_contradictions(config)))
 
 

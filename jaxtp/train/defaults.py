@@ -16,7 +16,7 @@ from jaxtp.data.tokenizer_files import LONGEST
 from jaxtp.hf.attributes import stored_dtype
 from jaxtp.hf.folder import read_attributes
 from jaxtp.hf.runs import model_of
-from jaxtp.layers.precision import DType
+from jaxtp.layers.parameter import DType
 from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill
 from jaxtp.models.config import architecture
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on

@@ -6,6 +6,9 @@ the last block. In the update there are all gradients and, because a step that i
 new parameters beside the old. The larger of the two is the peak. An evaluation stays below it: it is the forward pass
 alone, of the same micro-batches (`tracing.eval_step`).
 
+What blocks and head hold is what their layers declare (`models/costs.py`): arrays that XLA's compiler for GPUs was seen
+to hold for dense Llama shapes, in the sizes that they have on one device.
+
 Not modelled: temporaries of muon, which multiplies whole matrices, and of dropout; small arrays; gaps in XLA's block of
 temporaries. `scripts/estimate_accuracy.py` compares with XLA's compiler for GPUs.
 """
@@ -22,16 +25,9 @@ from jax.typing import DTypeLike
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import trained
-from jaxtp.mesh import DP, FSDP, axes_of
+from jaxtp.mesh import FSDP, axes_of, batch_parts
+from jaxtp.models.costs import StepCosts, step_costs
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.activations import (
-    Local,
-    block_bytes,
-    kept_bytes,
-    local_sizes,
-    loss_bytes,
-    score_bytes_of_block,
-)
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import TrainState
 
@@ -40,7 +36,6 @@ OVERLAP = 3
 """Of the working sets of the loss and of the last block the larger counts whole, of the smaller one part in so many:
 XLA's schedule begins the one before the other has ended, sometimes all of it, sometimes none."""
 
-_ROW_KERNELS = (f"{BLOCKS}attention.out.kernel", f"{BLOCKS}mlp.down.kernel")
 _INT32 = 4
 
 
@@ -163,7 +158,6 @@ class _Held:
     trained_blocks: int
     summed: int
     """The sums of gradients over micro-batches; 0 without them."""
-    row_kernels: int
 
     @classmethod
     def of(cls, config: TrainConfig, arrays: Iterable[StoredArray], sizes: Mapping[str, int]) -> "_Held":
@@ -176,17 +170,23 @@ class _Held:
             trained=sum(size for a, size in held if a.trained),
             trained_blocks=sum(size for a, size in held if a.trained and a.name.startswith(BLOCKS)),
             summed=sum(a.bytes_per_device(sizes, sum_dtype(a.dtype)) for a in summed),
-            row_kernels=sum(size for a, size in held if a.name in _ROW_KERNELS),
         )
 
 
+def costs_of_step(config: TrainConfig, sizes: Mapping[str, int]) -> StepCosts:
+    """Returns what a run's training step costs each device of a mesh; its own mesh is not looked at."""
+    return step_costs(
+        config.model,
+        sizes,
+        batch_size=config.data.global_batch_size,
+        sequence_length=config.data.sequence_length,
+        accumulation=config.train.accumulation,
+    )
+
+
 def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memory:
-    local = local_sizes(config, sizes)
-    gathered = sizes[FSDP] > 1
-    transposed = held.row_kernels if gathered else 0  # gathered along their last dim, which must then be first
-    weights = _block_weights(local, gathered)
-    working = score_bytes_of_block(local) + block_bytes(local)
-    logits = loss_bytes(local, gathered)
+    costs = costs_of_step(config, sizes)
+    weights, working, logits = costs.weights, costs.working, costs.loss
     if logits < weights + working:
         logits //= OVERLAP
     else:
@@ -196,18 +196,11 @@ def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Mem
         optimizer=held.optimizer,
         gradients=held.trained_blocks + held.summed,
         updates=0,
-        gathered_weights=transposed + weights,
-        activations=kept_bytes(local) + working,
+        gathered_weights=weights + (costs.transposed if sizes[FSDP] > 1 else 0),
+        activations=costs.kept + working,
         logits=logits,
         batch=_batch_bytes(config, sizes),
     )
-
-
-def _block_weights(local: Local, gathered: bool) -> int:
-    """Of the block at work: its weights in the compute dtype, and its gradients before they are reduced over fsdp."""
-    reduced = gathered and not local.frozen
-    reduce = jnp.dtype(local.model.precision.reduce).itemsize if reduced else 0
-    return local.block_weights * (local.compute + reduce)
 
 
 def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memory:
@@ -226,7 +219,7 @@ def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memor
 def _batch_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
     """Inputs, labels and, of packed documents, segments: of the whole step, int32."""
     arrays = 3 if config.data.packed else 2
-    rows = config.data.global_batch_size // (sizes[DP] * sizes[FSDP])
+    rows = config.data.global_batch_size // batch_parts(sizes)
     return arrays * rows * config.data.sequence_length * _INT32
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import jax
 
 from jaxtp.config import changed
-from jaxtp.mesh import AXES, DP, FSDP, TP, fitting_meshes, request_virtual_devices
-from jaxtp.models.budget import step_moves
+from jaxtp.mesh import DP, FSDP, TP, fitting_meshes, request_virtual_devices
 from jaxtp.train.config import TrainConfig, violations_on
+from jaxtp.train.memory import costs_of_step
 
 VIRTUAL_KIND = "virtual CPU devices"
 BATCH_SIZE = "data.global_batch_size"
@@ -82,7 +82,7 @@ def fitting_mesh(
     whole = place.per_process < place.devices or any(getattr(config.mesh, axis) == -1 for axis in axes)
     for count in (place.devices,) if whole else range(place.devices, 0, -1):
         found = []
-        for mesh in (dict(zip(AXES, mesh, strict=True)) for mesh in fitting_meshes(count)):
+        for mesh in fitting_meshes(count):
             if not asked.items() <= mesh.items() or place.per_process % mesh[TP]:  # tp stays inside a process
                 continue
             run = with_batch(config, mesh) if any_batch else config
@@ -95,15 +95,8 @@ def fitting_mesh(
 
 
 def _bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:
-    """Bytes that a device sends in a step."""
-    moves = step_moves(
-        config.model,
-        mesh,
-        batch_size=config.data.global_batch_size,
-        sequence_length=config.data.sequence_length,
-        accumulation=config.train.accumulation,
-    )
-    return sum(move.bytes_sent for move in moves)
+    """Returns the bytes that a device sends in a step."""
+    return sum(costs_of_step(config, mesh).budget.values())
 
 
 def _has_bfloat16(device: jax.Device) -> bool:

@@ -122,8 +122,7 @@ def _describe_trained(blueprint: Blueprint) -> str:
 
 def _describe_model(model: ModelConfig) -> str:
     return (
-        f"{model.num_layers} layers, d_model {model.d_model}, {model.num_heads} heads ({model.num_kv_heads} kv) "
-        f"of {model.head_dim}, d_ff {model.d_ff}, vocabulary {model.vocab_size}; "
+        f"{model.num_layers} layers, {model.describe_block()}, vocabulary {model.vocab_size}; "
         f"{model.precision.compute} compute, {model.attention} attention"
     )
 

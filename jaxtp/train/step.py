@@ -18,7 +18,7 @@ from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.lora import trained
-from jaxtp.layers.precision import Precision
+from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import BATCH, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train.state import Blueprint

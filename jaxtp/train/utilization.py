@@ -5,12 +5,14 @@ import math
 import jax
 
 from jaxtp.hardware import of_kind
+from jaxtp.layers.costs import Share
+from jaxtp.mesh import AXES
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.work import adapter_parameters
+from jaxtp.models.costs import costs_of
 
 
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
-    """`6 (N - V D) + 6 L S (heads * head_dim)`: causal attention, no lookup of the embedding, no recomputation.
+    """Returns `6 (N - V D) + 6 L S (heads * head_dim)`: causal attention, no lookup of a table, no recomputation.
 
     Where there are adapters, what they leave frozen counts 4 instead of 6: it has no gradient of its own.
     Of a tied table the lookup is left out and the product of the head is counted. Kaplan et al., arXiv 2001.08361;
@@ -22,9 +24,13 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
       sequence_length: S.
     """
     lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model
-    attention = config.num_layers * sequence_length * config.num_heads * config.head_dim
-    trained = adapter_parameters(config) if config.lora.rank else parameters - lookup
-    return 6.0 * trained + 4.0 * (parameters - lookup - trained) + 6.0 * attention
+    lookup += (config.learned_positions or 0) * config.d_model
+    share = Share(sizes=dict.fromkeys(AXES, 1), rows=1, length=max(1, sequence_length), training=False)
+    costs = costs_of(config, share)
+    attention = sum(product.counted * product.flops for product in costs.attention) / share.length
+    trained = costs.adapters if config.lora.rank else parameters - lookup
+    passes = 3.0 if sequence_length else 0.0
+    return 6.0 * trained + 4.0 * (parameters - lookup - trained) + passes * attention
 
 
 def peak_flops(device: jax.Device) -> float:

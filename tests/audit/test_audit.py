@@ -15,7 +15,7 @@ import jaxtp
 from jaxtp.audit.audit import AuditError, audit, bytes_by_place
 from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import mesh_sizes
-from jaxtp.models.budget import step_budget
+from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
@@ -34,7 +34,7 @@ def audit_step(model, mesh, budget=True):
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), mesh)
     step = make_train_step(plan, optimizers.learning_rate(OptimizerConfig(), 10))
     batch = abstract_batch(mesh, B, T)
-    allowed = step_budget(model, mesh_sizes(mesh), batch_size=B, sequence_length=T) if budget else None
+    allowed = step_costs(model, mesh_sizes(mesh), batch_size=B, sequence_length=T).budget if budget else None
     return audit(step, plan.sharded, batch, mesh=mesh, budget=allowed, compiler_options=QUICK)
 
 

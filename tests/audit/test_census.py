@@ -6,7 +6,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.audit.census import Collective, count_collectives
+from jaxtp.audit.census import count_collectives
+from jaxtp.communication import Collective
 from jaxtp.mesh import mesh_sizes
 
 

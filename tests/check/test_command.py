@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import pytest
-from flax import nnx
 from hf_reference import FOLDER
 from runs import smol_lm
 
@@ -19,7 +18,8 @@ from jaxtp.config import from_yaml
 from jaxtp.hf.attributes import model_config
 from jaxtp.hf.folder import read_attributes
 from jaxtp.layers import linear
-from jaxtp.models import decoder
+from jaxtp.mesh import sized
+from jaxtp.models import config as models
 from jaxtp.train.config import MeshConfig
 from jaxtp.train.defaults import fit
 
@@ -117,8 +117,9 @@ def test_a_gradient_counted_twice_is_named(monkeypatch, capsys):
 def row_kernel_gradient_counted_twice(monkeypatch):
     project = linear.RowParallelLinear._project
 
-    def counted_twice(self, sequence, x, kernel, *biases):
-        return project(self, sequence, x, doubled_gradient(kernel) if axis_size(jaxtp.TP) > 1 else kernel, *biases)
+    def counted_twice(self, sequence, x, weights):
+        kernel = doubled_gradient(weights["kernel"]) if axis_size(jaxtp.TP) > 1 else weights["kernel"]
+        return project(self, sequence, x, {**weights, "kernel": kernel})
 
     monkeypatch.setattr(linear.RowParallelLinear, "_project", counted_twice)
 
@@ -129,14 +130,15 @@ def test_a_weight_gradient_counted_twice_is_named(capsys):
     assert "kernel: its own gradient, where outputs and their gradients agree" in run_broken(capsys)
 
 
-class Swapped(nnx.Module):
+class Swapped(jaxtp.MLP):
     """An MLP with row and column layers the wrong way round: right numbers, more communication."""
 
-    def __init__(self, d_model, d_ff, *, use_bias, **kwargs):
-        self.up = jaxtp.RowParallelLinear(d_model, d_ff, use_bias=use_bias, **kwargs)
-        self.down = jaxtp.ColumnParallelLinear(d_ff, d_model, use_bias=use_bias, **kwargs)
+    def __init__(self, d_model, config, **kwargs):
+        self.config, self.precision = config, kwargs["precision"]
+        self.up = jaxtp.RowParallelLinear(d_model, config.d_ff, use_bias=config.mlp_bias, **kwargs)
+        self.down = jaxtp.ColumnParallelLinear(config.d_ff, d_model, use_bias=config.mlp_bias, **kwargs)
 
-    def __call__(self, x):
+    def __call__(self, x, segments=None):
         return self.down(jax.nn.silu(self.up(x)))
 
 
@@ -150,7 +152,7 @@ def test_shared_kv_heads_are_not_taken_for_a_difference(capsys):
 
 @pytest.mark.wide
 def test_swapped_row_and_column_are_named(monkeypatch, capsys):
-    monkeypatch.setattr(decoder, "SwiGLU", Swapped)
+    monkeypatch.setattr(models, "MLP", Swapped)
     out = run_broken(capsys)
     assert "first difference" not in out, "the numbers are right"
     assert "mlp/row_parallel_linear sends" in out
@@ -214,8 +216,8 @@ def test_default_meshes_are_those_that_a_model_of_hugging_face_fits(tmp_path):
 
 def test_default_meshes_cover_the_axes():
     cases = default_cases(CheckConfig(), {"dp": 4, "fsdp": 16, "tp": 8})
-    assert cases[0] == Case((1, 2, 8), True), "its own mesh first, scaled down"
-    assert Case((1, 2, 8), False) in cases
+    assert cases[0] == Case(sized(fsdp=2, tp=8), True), "its own mesh first, scaled down"
+    assert Case(sized(fsdp=2, tp=8), False) in cases
     for axis in range(3):
         assert any(case.mesh[axis] == 8 and sum(case.mesh) == 10 for case in cases), "each axis alone"
     assert any(min(case.mesh) == 2 for case in cases), "and all together"
@@ -223,6 +225,6 @@ def test_default_meshes_cover_the_axes():
 
 def test_a_mesh_of_sixteen_with_eight_kv_heads():
     config = CheckConfig(model=jaxtp.ModelConfig(num_heads=32, num_kv_heads=8, vocab_size=128256))
-    (case, other) = cases_of(config, (1, 1, 16))
+    (case, other) = cases_of(config, sized(tp=16))
     small = shrink(config, [case, other])
     assert small.model.head_dim * 8 % 16 == 0

@@ -58,8 +58,8 @@ TP_MESHES = [
     *((1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 2), (1, 2, 4)),
     *((1, 4, 2), (2, 1, 2), (2, 1, 4), (4, 1, 2), (2, 2, 2)),
 ]
-CASES = [Case(mesh, False) for mesh in BATCH_MESHES]  # without tp, sequence parallelism is nothing
-CASES += [Case(mesh, split) for mesh in TP_MESHES for split in (True, False)]
+CASES = [Case(dict(zip(AXES, mesh, strict=True)), False) for mesh in BATCH_MESHES]  # without tp, sequence parallelism is nothing
+CASES += [Case(dict(zip(AXES, mesh, strict=True)), split) for mesh in TP_MESHES for split in (True, False)]
 SOME = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2)]
 """Meshes of every model but the plain one, which is tried on all: each axis alone, and together."""
 SPLIT = [(1, 1, 8), (2, 2, 2)]
@@ -79,7 +79,7 @@ def one_device(request):
     return config, initial, parity.run(config, ONE_DEVICE, initial)
 
 
-FIRST = {"llama": Case((2, 2, 2), True)}
+FIRST = {"llama": Case(sized(dp=2, fsdp=2, tp=2), True)}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_the_numbers_are_not_trivial(one_device):
 def test_bfloat16_within_its_tolerance(mesh):
     config = variant(precision=jaxtp.Precision(compute="bfloat16"))
     initial = parity.initial_arrays(config)
-    one, many = (parity.run(config, case, initial) for case in (ONE_DEVICE, Case(mesh, True)))
+    one, many = (parity.run(config, case, initial) for case in (ONE_DEVICE, Case(dict(zip(AXES, mesh, strict=True)), True)))
     assert parity.compare(many, one).within(parity.TOLERANCES["bfloat16"])
 
 

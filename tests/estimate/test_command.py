@@ -77,7 +77,9 @@ def test_compiled_too(tmp_path, capsys):
 @pytest.fixture
 def without_compiling(monkeypatch):
     """Tier 2 finds what tier 1 says."""
-    quick = lambda best: Partitioned(planned_bytes(best.moves), planned_bytes(best.moves), (), (), 1.0, (), False)
+    quick = lambda best: Partitioned(
+        planned_bytes(best.costs.traffic), planned_bytes(best.costs.traffic), (), (), 1.0, (), False
+    )
     monkeypatch.setattr(command, "compile_partitioned", quick)
 
 

@@ -5,13 +5,14 @@ import math
 
 import jax
 import pytest
+from flax import nnx
 
 import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.estimate.generation import cache_bytes, generations, table
 from jaxtp.estimate.search import Target, all_meshes, describe_model
 from jaxtp.hardware_file import find
-from jaxtp.layers.cache import STACK_SPEC, empty_cache
+from jaxtp.layers.cache import STACK_SPEC
 from jaxtp.mesh import make_mesh, mesh_sizes
 from jaxtp.train.config import TrainConfig
 
@@ -25,8 +26,10 @@ ROWS, LENGTH = 8, 40
 def test_the_cache_is_that_of_the_layers(sizes):
     mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
-        cache = jax.eval_shape(lambda: empty_cache(3, ROWS, LENGTH, 2, 8, "float32"))
-    shard = jax.sharding.NamedSharding(mesh, STACK_SPEC).shard_shape(cache.keys.shape)
+        cache = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)).empty_cache(ROWS, LENGTH))
+    keys, values = jax.tree.leaves(cache.memories)
+    assert keys.shape == values.shape
+    shard = jax.sharding.NamedSharding(mesh, STACK_SPEC).shard_shape(keys.shape)
     assert cache_bytes(MODEL, mesh_sizes(mesh), ROWS, LENGTH) == 2 * math.prod(shard) * 4
 
 

@@ -23,7 +23,7 @@ MODEL = jaxtp.ModelConfig(
     vocab_size=61, d_model=32, num_layers=2, num_heads=16, num_kv_heads=4, head_dim=8, d_ff=64, loss_chunk=8
 )
 CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=32, global_batch_size=32))
-MESHES = [*fitting_meshes(8), (1, 1, 16), (2, 1, 8), (1, 4, 4)]
+MESHES = [*(tuple(sizes.values()) for sizes in fitting_meshes(8)), (1, 1, 16), (2, 1, 8), (1, 4, 4)]
 FIRST = (1, 2, 4)
 VARIETY = [("none", 1, True), ("save_gathered", 2, None), ("save_dots", 1, None), ("full", 2, False)]
 """Remat, micro-batches, sequence-parallel: each mesh takes the next."""

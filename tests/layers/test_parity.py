@@ -15,6 +15,7 @@ import jaxtp
 
 B, T, D, F, V = 8, 5, 24, 40, 19
 HEADS = {"num_heads": 8, "num_kv_heads": 2, "head_dim": 12}
+ATTENTION = jaxtp.AttentionConfig(**HEADS, attention_bias=True, attention_out_bias=True)
 
 
 @dataclass(frozen=True)
@@ -69,17 +70,17 @@ CASES = {
         input_shape=(B, T, F),
     ),
     "norm": Case(
-        lambda rngs: jaxtp.RMSNorm(D, eps=1e-3),
+        lambda rngs: jaxtp.Norm(D, jaxtp.NormConfig(norm_eps=1e-3)),
         lambda layer, x: layer(x),
         lambda w, x: reference.rms_norm(x, w["scale"], 1e-3),
     ),
     "attention": Case(
-        lambda rngs: jaxtp.CausalSelfAttention(D, **HEADS, use_bias=True, use_out_bias=True, rngs=rngs),
+        lambda rngs: jaxtp.CausalSelfAttention(D, ATTENTION, rngs=rngs),
         lambda layer, x: layer(x),
         lambda w, x: reference.attention(x, reference.named(w, reference.ATTENTION), *HEADS.values(), 10_000.0),
     ),
     "swiglu": Case(
-        lambda rngs: jaxtp.SwiGLU(D, F, use_bias=True, rngs=rngs),
+        lambda rngs: jaxtp.MLP(D, jaxtp.MLPConfig(d_ff=F, mlp_bias=True), rngs=rngs),
         lambda layer, x: layer(x),
         lambda w, x: reference.swiglu(x, reference.named(w, reference.MLP)),
     ),

@@ -10,13 +10,13 @@ from flax import nnx
 from support import sweep, sweep_of
 
 import jaxtp
-from jaxtp.audit.audit import bytes_by_place
 from jaxtp.audit.census import count_collectives
+from jaxtp.communication import bytes_by_place
 from jaxtp.data.loader import abstract_batch
+from jaxtp.layers import remat
 from jaxtp.layers.lora import LoraConfig, trained
 from jaxtp.mesh import mesh_sizes
-from jaxtp.models import remat
-from jaxtp.models.budget import step_budget
+from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
@@ -131,7 +131,7 @@ def step_bytes(config, mesh, accumulation=1):
     with jax.set_mesh(mesh):
         jaxpr = step.trace(plan.abstract, abstract_batch(mesh, STEP_B, T)).jaxpr
     sizes = mesh_sizes(mesh)
-    budget = step_budget(config, sizes, batch_size=STEP_B, sequence_length=T, accumulation=accumulation)
+    budget = step_costs(config, sizes, batch_size=STEP_B, sequence_length=T, accumulation=accumulation).budget
     return bytes_by_place(count_collectives(jaxpr, sizes)), budget
 
 

@@ -99,8 +99,7 @@ def test_what_has_no_slot_is_dropped():
     ids = jnp.arange(2 * CHUNK, dtype=jnp.int32).reshape(2, CHUNK)
     full, _ = model.extend(model.empty_cache(2, CHUNK), ids, jnp.full(2, CHUNK))
     after, _ = model.extend(full, ids[:, :1], jnp.ones(2, jnp.int32))
-    np.testing.assert_array_equal(after.keys, full.keys)
-    np.testing.assert_array_equal(after.values, full.values)
+    jax.tree.map(np.testing.assert_array_equal, after.memories, full.memories)
 
 
 @pytest.mark.parametrize(("mesh", "heads"), [((1, 1, 8), 8), ((2, 2, 2), 2), ((8, 1, 1), 2)], ids=str)
@@ -111,8 +110,9 @@ def test_the_cache_is_split_over_rows_and_kv_heads(mesh, heads):
     with jax.set_mesh(mesh):
         cache = jax.jit(lambda state: nnx.merge(graph, state).empty_cache(B, T))(state)
     sizes = mesh_sizes(mesh)
-    assert cache.keys.shape == (2, B, T, heads, 4)
-    (shape,) = {shard.data.shape for array in (cache.keys, cache.values) for shard in array.addressable_shards}
+    keys_and_values = jax.tree.leaves(cache.memories)
+    assert [array.shape for array in keys_and_values] == [(2, B, T, heads, 4)] * 2
+    (shape,) = {shard.data.shape for array in keys_and_values for shard in array.addressable_shards}
     assert shape == (2, B // (sizes["dp"] * sizes["fsdp"]), T, heads // sizes["tp"], 4)
 
 

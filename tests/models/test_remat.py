@@ -7,11 +7,10 @@ import pytest
 from flax import nnx
 
 import jaxtp
+from jaxtp.layers import remat
 from jaxtp.layers.lora import LoraConfig, trained
 from jaxtp.mesh import AXES
-from jaxtp.models import remat
-from jaxtp.train.activations import kept_bytes, local_sizes
-from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.models.costs import step_costs
 
 B, T = 2, 16
 MODEL = jaxtp.ModelConfig(
@@ -35,9 +34,8 @@ ADAPTERS = {
 @pytest.mark.parametrize("policy", ["full", "save_gathered", "save_dots"])
 def test_a_block_keeps_the_activations_that_are_counted(policy, lora):
     config = dataclasses.replace(MODEL, remat=policy, lora=lora)
-    run = TrainConfig(model=config, data=DataConfig(sequence_length=T, global_batch_size=B))
     activations = sum(array.size * array.dtype.itemsize for array in kept(config) if array.ndim > 2)
-    assert activations == kept_bytes(local_sizes(run, dict.fromkeys(AXES, 1)))
+    assert activations == step_costs(config, dict.fromkeys(AXES, 1), batch_size=B, sequence_length=T).kept
 
 
 @pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)

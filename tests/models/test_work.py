@@ -11,7 +11,7 @@ from jaxtp.audit.hlo import count_flops_in_hlo
 from jaxtp.data.loader import abstract_batch
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_sizes
-from jaxtp.models.work import step_work
+from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
@@ -48,7 +48,7 @@ def compiled_flops(config, mesh, accumulation):
 def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation):
     config = dataclasses.replace(MODEL, remat=remat)
     sizes = mesh_sizes(jaxtp.make_mesh(*mesh))
-    work = step_work(config, sizes, **SHAPE, accumulation=accumulation)
+    work = step_costs(config, sizes, **SHAPE, accumulation=accumulation)
     assert work.flops == compiled_flops(config, mesh, accumulation)
 
 
@@ -57,13 +57,13 @@ def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation):
 def test_with_adapters_too(remat):
     mesh = (1, 2, 4)
     config = dataclasses.replace(MODEL, remat=remat, lora=LoraConfig(rank=4))
-    work = step_work(config, mesh_sizes(jaxtp.make_mesh(*mesh)), **SHAPE)
+    work = step_costs(config, mesh_sizes(jaxtp.make_mesh(*mesh)), **SHAPE)
     assert work.flops == compiled_flops(config, mesh, 1)
 
 
 def test_micro_batches_change_no_flops_but_how_often_weights_are_read():
     sizes = {"dp": 1, "fsdp": 2, "tp": 4}
-    whole, parts = (step_work(MODEL, sizes, **SHAPE, accumulation=n) for n in (1, 4))
+    whole, parts = (step_costs(MODEL, sizes, **SHAPE, accumulation=n) for n in (1, 4))
     assert whole.flops == parts.flops
     assert sum(p.bytes * p.count for p in whole.products) < sum(p.bytes * p.count for p in parts.products)
 
@@ -71,7 +71,7 @@ def test_micro_batches_change_no_flops_but_how_often_weights_are_read():
 def test_a_kernel_without_scores_makes_half_of_them_and_moves_none():
     sizes = {"dp": 1, "fsdp": 2, "tp": 4}
     fused = dataclasses.replace(MODEL, attention="cudnn")
-    squares, halves = (step_work(config, sizes, **SHAPE) for config in (MODEL, fused))
+    squares, halves = (step_costs(config, sizes, **SHAPE) for config in (MODEL, fused))
     assert squares.scores > halves.scores == 0
     scores = [sum(p.flops for p in work.attention if p.name == "scores") for work in (squares, halves)]
     assert scores[0] == 2 * scores[1]

@@ -26,8 +26,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxtp.collectives import GATHERED, REDUCED, is_tp_reduction, is_weight_gather
-from jaxtp.layers.linear import PROJECTED
+from jaxtp.collectives import GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
 
 RematPolicy = Literal["none", "save_dots", "save_gathered", "full", "offload"]
 

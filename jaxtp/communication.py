@@ -1,0 +1,103 @@
+"""One record for what moves between devices, whoever says it: a layer, a program, a compiler or a measurement."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PERMUTE = "all-reduce", "all-gather", "reduce-scatter", "permute"
+
+Axes = tuple[str, ...]
+
+Place = tuple[str, Axes]
+"""A module and mesh axes, as `Collective.module` and `Collective.axes` have them."""
+
+_WRAPPERS = re.compile(r"\b(?:jit|jvp|transpose|vmap|remat)\(|\)")
+_BRANCH = re.compile(r"branch_\d+_fun")
+PRIMITIVES = {
+    "psum": ALL_REDUCE,
+    "psum2": ALL_REDUCE,
+    "psum_invariant": ALL_REDUCE,
+    "pmax": "all-reduce-max",
+    "pmin": "all-reduce-min",
+    "all_gather": ALL_GATHER,
+    "all_gather_invariant": ALL_GATHER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": PERMUTE,
+    "pbroadcast": "broadcast",
+}
+"""Kinds of collectives by the primitive of a jaxpr."""
+_PLUMBING = set(PRIMITIVES) | {
+    *("while", "body", "cond", "branch", "scan", "closed_call", "eval_jaxpr", "core_call", "shard_map"),
+    *("checkpoint", "rematted_computation", "remat", "custom_vjp_call", "custom_jvp_call", "name", "pcast", "pvary"),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective, from the point of view of one device. How often it runs stands beside it: `Traffic`."""
+
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, ..."""
+
+    axes: Axes
+    """Mesh axes along which the devices talk; those of a single device are left out."""
+
+    group: int
+    """Number of devices that take part."""
+
+    bytes: float
+    """Size of the whole message: the larger of operand and result on one device."""
+
+    scope: str = ""
+    """The `jax.named_scope` it was written in, as JAX spells it, or the name of its module."""
+
+    shape: tuple[int, ...] = ()
+    """Shape of the message, where it is read from a program."""
+
+    dtype: str = ""
+    """Dtype of its elements, where it is read from a program."""
+
+    counted: str = ""
+    """How the count of it is meant; nothing where it is exact."""
+
+    source: str = field(default="", compare=False)
+    """`file:line` of Python that it comes from, where that is known."""
+
+    @property
+    def module(self) -> str:
+        """The module it belongs to: its scope without what JAX's transformations add, such as `mlp/rms_norm`."""
+        outside = re.sub(r"jit\([^()]*\)/?", "", self.scope)
+        parts = _WRAPPERS.sub("", outside).split("/")
+        return "/".join(part for part in parts if part and part not in _PLUMBING and not _BRANCH.fullmatch(part))
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes that each device sends, in a ring: `(n-1)/n` of it, twice for an all-reduce; all of it to permute."""
+        if self.kind == PERMUTE:
+            return float(self.bytes)
+        rounds = 2 if self.kind.startswith(ALL_REDUCE) else 1
+        return rounds * (self.group - 1) / self.group * self.bytes
+
+
+Traffic = Mapping[Collective, int]
+"""Collectives, and how often each runs in a step."""
+
+
+def bytes_by_place(moved: Traffic) -> dict[Place, float]:
+    """Returns the bytes that each device sends, by module and mesh axes."""
+    sent: dict[Place, float] = {}
+    for one, times in moved.items():
+        place = one.module, one.axes
+        sent[place] = sent.get(place, 0.0) + times * one.bytes_sent
+    return sent
+
+
+def bytes_by_kind(moved: Traffic) -> dict[tuple[str, Axes], tuple[int, float]]:
+    """Returns how often collectives run and the bytes that each device sends, by kind and mesh axes."""
+    totals: dict[tuple[str, Axes], tuple[int, float]] = {}
+    for one, times in moved.items():
+        count, sent = totals.get((one.kind, one.axes), (0, 0.0))
+        totals[one.kind, one.axes] = count + times, sent + times * one.bytes_sent
+    return totals

@@ -1,0 +1,97 @@
+"""A residual branch of a block, and what its settings know of themselves.
+
+A new kind of layer is a `Branch` and a `BranchConfig` in one file: whatever asks what a model computes, moves, holds or
+can be shrunk to walks over them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+from jax import Array
+
+from jaxtp.hints import Problem
+from jaxtp.layers.costs import Cost, Share
+
+Memory = tuple[Array, ...]
+"""What a branch remembers of the tokens of each row: arrays `[B, S, ...]`, a slot for each position."""
+
+
+class Branch(nnx.Module):
+    """What a block adds to the residual stream. Shapes: `[B, T, D] -> [B, T, D]`."""
+
+    def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
+        """Transforms `[B, T, D]`; segments tell apart the documents of a row (`layers/activations.py`)."""
+        raise NotImplementedError
+
+    def memory(self, num_rows: int, num_slots: int) -> Memory:
+        """Returns an empty memory for rows of up to `num_slots` tokens; nothing if each token is transformed alone."""
+        return ()
+
+    def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
+        """Transforms tokens that come after those of a memory (`layers/cache.py`).
+
+        Args:
+          x_BTD: the new tokens.
+          memory: what there is of all tokens before them.
+          positions_BT: positions of the new tokens, which are their slots too.
+
+        Returns:
+          The result `[B, T, D]`, and what to remember of the new tokens: arrays `[B, T, ...]`.
+        """
+        return self(x_BTD), ()
+
+    def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
+        """Yields what the branch costs (`layers/costs.py`).
+
+        Args:
+          share: of the device.
+          read: the backward pass reads its result, as it does unless the branch is the last of a block.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Small:
+    """What sizes are shrunk to, for a check on virtual CPU devices."""
+
+    tps: int
+    """A number that every tp of the check divides."""
+
+    shards: int
+    """A number that every fsdp of the check divides."""
+
+    length: int
+    """Tokens in a sequence of the check."""
+
+    before: int
+    """Tokens in a sequence of the run."""
+
+    fits: Callable[[Mapping[str, Any]], bool]
+    """Whether the model with some settings changed can run on every mesh of the check."""
+
+    def positions(self, count: int) -> int:
+        """Returns a number of positions, shrunk as much as the sequence is."""
+        return max(1, count * self.length // self.before)
+
+    def multiple(self, least: int) -> int:
+        """Returns the smallest size from `least` on that every tp divides."""
+        return like(0, self.tps, least)
+
+
+class BranchConfig:
+    """Settings of a branch; several are combined by inheritance, so that each method goes on with `super()`."""
+
+    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
+        """Yields why the branch cannot run on a mesh of those sizes."""
+        yield from ()
+
+    def smaller(self, small: Small) -> dict[str, Any]:
+        """Returns the settings to change so that the branch is small and keeps what can go wrong on a mesh."""
+        return {}
+
+
+def like(value: int, modulus: int, least: int) -> int:
+    """Returns the smallest number from `least` on with the same remainder as `value`."""
+    return least + (value - least) % modulus
