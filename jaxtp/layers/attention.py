@@ -90,6 +90,7 @@ class AttentionConfig(BranchConfig):
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Yields why attention, or another branch of the block, cannot run on a mesh of those sizes."""
+        yield from super().problems(sizes)
         tp, heads, kv_heads = sizes[TP], self.num_heads, self.num_kv_heads
         by_tp = {f"mesh.{TP}": heads}
         if heads % kv_heads:
@@ -109,7 +110,6 @@ class AttentionConfig(BranchConfig):
         yield from map(Problem, rope_problems(self.rope_theta, self.rope_scaling))
         if self.attention_softcap is not None and self.attention != "xla":
             yield Problem(f"model.attention={self.attention} has no model.attention_softcap; use xla")
-        yield from super().problems(sizes)
 
     def smaller(self, small: Small) -> dict[str, Any]:
         """Returns the settings of a small attention of the same structure, and those of the other branches."""

@@ -46,8 +46,8 @@ class MLPConfig(BranchConfig):
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Yields why the MLP, or another branch of the block, cannot run on a mesh of those sizes."""
-        yield from not_divisible("model.d_ff", self.d_ff, "mesh.tp", sizes[TP], {f"mesh.{TP}": self.d_ff})
         yield from super().problems(sizes)
+        yield from not_divisible("model.d_ff", self.d_ff, "mesh.tp", sizes[TP], {f"mesh.{TP}": self.d_ff})
 
     def smaller(self, small: Small) -> dict[str, Any]:
         """Returns the settings of a small MLP of the same structure, and those of the other branches."""

@@ -93,7 +93,7 @@ def test_branches_count_as_what_they_move_at_most():
     }.items(),
 )
 def test_module_is_the_scope_without_plumbing(scope, module):
-    assert Collective("all-reduce", ("tp",), 4, (2,), "float32", scope).module == module
+    assert Collective("all-reduce", ("tp",), 4, 8, scope).module == module
 
 
 def test_axes_of_one_device_are_left_out():

@@ -18,7 +18,7 @@ from jaxtp.config import from_yaml
 from jaxtp.hf.attributes import model_config
 from jaxtp.hf.folder import read_attributes
 from jaxtp.layers import linear
-from jaxtp.mesh import sized
+from jaxtp.mesh import AXES, sized
 from jaxtp.models import config as models
 from jaxtp.train.config import MeshConfig
 from jaxtp.train.defaults import fit
@@ -199,28 +199,28 @@ def fitted(model, *meshes):
 def test_with_a_mesh_of_its_own_a_check_does_not_ask_for_that_of_the_configuration(tmp_path):
     model = jaxtp.ModelConfig(num_heads=9, num_kv_heads=3)
     small, cases = plan(CheckConfig(model=model, meshes=("tp=3",)))
-    assert {case.mesh for case in cases} == {(1, 1, 3)}
+    assert {tuple(case.sizes.values()) for case in cases} == {(1, 1, 3)}
     assert dtypes(small) == ["float32"]
     small, cases = fitted(smol_lm(tmp_path / "model"), "tp=3", "fsdp=2,tp=3")
-    assert {case.mesh for case in cases} == {(1, 1, 3), (1, 2, 3)}
+    assert {tuple(case.sizes.values()) for case in cases} == {(1, 1, 3), (1, 2, 3)}
     assert dtypes(small) == ["float32", "bfloat16"], "the model's own dtype too"
 
 
 def test_default_meshes_are_those_that_a_model_of_hugging_face_fits(tmp_path):
     _, cases = fitted(smol_lm(tmp_path / "model"))
-    meshes = {case.mesh for case in cases}
+    meshes = {tuple(case.sizes.values()) for case in cases}
     assert {(1, 1, 3), (1, 2, 3), (2, 2, 3), (2, 1, 3), (1, 8, 1), (8, 1, 1)} <= meshes
     _, cases = plan(CheckConfig(model=jaxtp.ModelConfig(num_heads=11, num_kv_heads=11, d_ff=88), mesh=ONE))
-    assert {case.mesh for case in cases} == {(1, 1, 11), (1, 8, 1), (8, 1, 1)}
+    assert {tuple(case.sizes.values()) for case in cases} == {(1, 1, 11), (1, 8, 1), (8, 1, 1)}
 
 
 def test_default_meshes_cover_the_axes():
     cases = default_cases(CheckConfig(), {"dp": 4, "fsdp": 16, "tp": 8})
     assert cases[0] == Case(sized(fsdp=2, tp=8), True), "its own mesh first, scaled down"
     assert Case(sized(fsdp=2, tp=8), False) in cases
-    for axis in range(3):
-        assert any(case.mesh[axis] == 8 and sum(case.mesh) == 10 for case in cases), "each axis alone"
-    assert any(min(case.mesh) == 2 for case in cases), "and all together"
+    for axis in AXES:
+        assert any(case.sizes == sized(**{axis: 8}) for case in cases), "each axis alone"
+    assert any(min(case.sizes.values()) == 2 for case in cases), "and all together"
 
 
 def test_a_mesh_of_sixteen_with_eight_kv_heads():

@@ -11,6 +11,7 @@ from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.rope import RopeScaling
+from jaxtp.mesh import AXES
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 LLAMA = jaxtp.ModelConfig(
@@ -58,18 +59,19 @@ TP_MESHES = [
     *((1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 2), (1, 2, 4)),
     *((1, 4, 2), (2, 1, 2), (2, 1, 4), (4, 1, 2), (2, 2, 2)),
 ]
-CASES = [Case(dict(zip(AXES, mesh, strict=True)), False) for mesh in BATCH_MESHES]  # without tp, sequence parallelism is nothing
-CASES += [Case(dict(zip(AXES, mesh, strict=True)), split) for mesh in TP_MESHES for split in (True, False)]
-SOME = [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2)]
-"""Meshes of every model but the plain one, which is tried on all: each axis alone, and together."""
+
+
+def case(mesh, split):
+    return Case(dict(zip(AXES, mesh, strict=True)), split)
+
+
+CASES = [case(mesh, False) for mesh in BATCH_MESHES]  # without tp, sequence parallelism is nothing
+CASES += [case(mesh, split) for mesh in TP_MESHES for split in (True, False)]
 SPLIT = [(1, 1, 8), (2, 2, 2)]
-"""Those of them on which the sequence is divided."""
-TRIED = [
-    (name, case)
-    for name in CONFIGS
-    for case in CASES
-    if name == "llama" or (case.mesh in SOME and case.sequence_parallel == (case.mesh in SPLIT))
-]
+"""Meshes on which the sequence is divided, for every model but the plain one, which is tried on all, divided or not."""
+SOME = [case(mesh, mesh in SPLIT) for mesh in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2)]]
+"""Cases of every model: each axis alone, and together."""
+TRIED = [(name, tried) for name in CONFIGS for tried in CASES if name == "llama" or tried in SOME]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def one_device(request):
     return config, initial, parity.run(config, ONE_DEVICE, initial)
 
 
-FIRST = {"llama": Case(sized(dp=2, fsdp=2, tp=2), True)}
+FIRST = {"llama": case((2, 2, 2), True)}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_the_numbers_are_not_trivial(one_device):
 def test_bfloat16_within_its_tolerance(mesh):
     config = variant(precision=jaxtp.Precision(compute="bfloat16"))
     initial = parity.initial_arrays(config)
-    one, many = (parity.run(config, case, initial) for case in (ONE_DEVICE, Case(dict(zip(AXES, mesh, strict=True)), True)))
+    one, many = (parity.run(config, case, initial) for case in (ONE_DEVICE, case(mesh, True)))
     assert parity.compare(many, one).within(parity.TOLERANCES["bfloat16"])
 
 

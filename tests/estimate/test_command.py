@@ -77,9 +77,8 @@ def test_compiled_too(tmp_path, capsys):
 @pytest.fixture
 def without_compiling(monkeypatch):
     """Tier 2 finds what tier 1 says."""
-    quick = lambda best: Partitioned(
-        planned_bytes(best.costs.traffic), planned_bytes(best.costs.traffic), (), (), 1.0, (), False
-    )
+    planned = lambda best: planned_bytes(best.costs.traffic)
+    quick = lambda best: Partitioned(planned(best), planned(best), (), (), 1.0, (), False)
     monkeypatch.setattr(command, "compile_partitioned", quick)
 
 
