@@ -91,9 +91,9 @@ def most_devices() -> int | None:
     return None if any_number else len(devices)
 
 
-def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:
-    """The number of devices along each axis; all 1 for an empty mesh (no mesh in context)."""
-    return dict.fromkeys(AXES, 1) | dict(mesh.shape)
+def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh | None) -> dict[str, int]:
+    """Returns the number of devices along each axis; all 1 for an empty mesh (no mesh in context) or None."""
+    return dict.fromkeys(AXES, 1) | dict(() if mesh is None else mesh.shape)
 
 
 def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
