@@ -6,9 +6,9 @@ from jaxtp import entry as _entry  # noqa: F401 (first: it ends Ctrl-C while the
 from jaxtp.audit.audit import Audit, AuditError, audit
 from jaxtp.explain.explanation import explain
 from jaxtp.generate.engine import Generator
-from jaxtp.generate.row import Result
+from jaxtp.generate.loading import open_tokenizer
+from jaxtp.generate.request import Result
 from jaxtp.generate.settings import GenerationSettings
-from jaxtp.generate.tokenizer import open_tokenizer
 from jaxtp.hf.adapters import add_adapters, merge_adapters
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import HFError

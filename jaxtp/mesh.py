@@ -101,9 +101,9 @@ def batch_parts(sizes: Mapping[str, int]) -> int:
     return math.prod(sizes[axis] for axis in BATCH)
 
 
-def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh) -> dict[str, int]:
-    """The number of devices along each axis; all 1 for an empty mesh (no mesh in context)."""
-    return sized(**mesh.shape)
+def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh | None) -> dict[str, int]:
+    """Returns the number of devices along each axis; all 1 for an empty mesh (no mesh in context) or None."""
+    return sized() if mesh is None else sized(**mesh.shape)
 
 
 def memory_per_device(devices: Sequence[jax.Device]) -> int | None:

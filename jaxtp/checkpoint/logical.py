@@ -25,6 +25,12 @@ def named_variables(state: nnx.State) -> dict[str, nnx.Variable[Any]]:
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
+def filled(state: nnx.State, arrays: Arrays) -> nnx.State:
+    """Returns the variables of a state, real or abstract, with other arrays, which are given by dotted path."""
+    variables = zip(nnx.to_flat_state(state), named_variables(state), strict=True)
+    return nnx.from_flat_state([(path, variable.replace(arrays[name])) for (path, variable), name in variables])
+
+
 def logical_size(state: nnx.State) -> int:
     """Elements of a state, padding not counted."""
     return sum(math.prod(logical_shape(variable)) for variable in named_variables(state).values())
@@ -52,16 +58,11 @@ def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
       state: the state to fill, real or abstract; it is not changed.
       mesh: the mesh of the result.
     """
-    filled = [
-        (
-            path,
-            variable.replace(
-                _pad(arrays[".".join(map(str, path))], variable.shape, NamedSharding(mesh, spec(variable)))
-            ),
-        )
-        for path, variable in nnx.to_flat_state(state)
-    ]
-    return nnx.from_flat_state(filled)
+    padded = {
+        name: _pad(arrays[name], variable.shape, NamedSharding(mesh, spec(variable)))
+        for name, variable in named_variables(state).items()
+    }
+    return filled(state, padded)
 
 
 def spec(variable: nnx.Variable[Any]) -> PartitionSpec:

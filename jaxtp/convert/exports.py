@@ -14,10 +14,10 @@ from jaxtp.convert.imports import IMPORTED
 from jaxtp.convert.progress import progress
 from jaxtp.data.tokenizer_files import LONGEST
 from jaxtp.hf.folder import HFError
-from jaxtp.hf.kept import has_tokenizer, kept_files
 from jaxtp.hf.peft import save_peft
-from jaxtp.hf.runs import BASE, load_adapted, load_adapters, load_merged, model_of
+from jaxtp.hf.runs import BASE, kept_files, load_adapted, load_adapters, load_merged, model_of
 from jaxtp.hf.save import carried, save_hf
+from jaxtp.hf.writing import has_tokenizer
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.models.config import ModelConfig
 

@@ -12,9 +12,9 @@ from jaxtp.convert.config import Import
 from jaxtp.convert.progress import progress
 from jaxtp.hf.attributes import family_of
 from jaxtp.hf.folder import Folder, open_folder
-from jaxtp.hf.kept import keep_files
 from jaxtp.hf.load import import_config, load_folder
 from jaxtp.hf.names import dtypes
+from jaxtp.hf.runs import keep_files
 from jaxtp.hf.writing import appearing
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import mesh_sizes

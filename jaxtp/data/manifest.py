@@ -55,6 +55,11 @@ class TokenizerInfo:
         return self.sha256 or self.kind
 
     @property
+    def end_ids(self) -> frozenset[int]:
+        """The token that ends each document, as a set that is empty where none does."""
+        return frozenset() if self.eos_id is None else frozenset((self.eos_id,))
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """Of the tokens on disk: the smallest that holds every id."""
         size = self.vocab_size

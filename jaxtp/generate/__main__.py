@@ -13,7 +13,7 @@ from jaxtp.data.tokenizer_files import TokenizerFileError
 from jaxtp.generate.command import run
 from jaxtp.generate.config import GenerateConfig, check
 from jaxtp.generate.engine import GenerationError
-from jaxtp.generate.source import SourceError
+from jaxtp.generate.loading import SourceError
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError
 
@@ -44,7 +44,7 @@ MISTAKES = (
     ChatError,
     GenerationError,
 )
-"""What a user can put right: reported in one message, with exit code 2."""
+"""Errors that a user can put right; each is reported in one message, with exit code 2."""
 
 
 def main(argv: Sequence[str]) -> int:

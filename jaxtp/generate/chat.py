@@ -1,4 +1,4 @@
-"""A conversation: the loop that asks and answers."""
+"""A chat: each line of input is answered, with the conversation before it in mind."""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -9,24 +9,24 @@ from jaxtp.data.chat_tokenizer import SpecialTokens, rendered_tokenizer, without
 from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
 from jaxtp.data.tokenizer import Tokenizer, TokenizerError
 from jaxtp.generate.engine import GenerationError, Generator
-from jaxtp.generate.row import Piece
+from jaxtp.generate.request import Piece
 from jaxtp.generate.settings import GenerationSettings
 
 MAX_LINE = 2**24
-"""Characters of a line that is entered."""
+"""Number of characters that a line of input must stay below."""
 
 
 class Listener:
-    """Makes of a conversation what the model reads: the template's special tokens are tokens, and what anybody spells
-    is text, the model too.
+    """Turns a conversation into ids for the model: the template's special tokens are tokens, and a special token that a
+    message spells, also one of the model's, is text.
 
-    The answers before are read as they were generated, by their ids, for as long as the template writes them as they
-    were given. Where it writes one otherwise, such as without the reasoning in it, all is read from the text.
+    Earlier answers keep the ids that were generated, for as long as the template writes them as they were given. Where
+    it writes one otherwise, such as without its reasoning, the whole text is encoded anew.
 
     Args:
-      tokenizer: of the model.
-      template: makes a text of the conversation.
-      special_tokens: what others than the model spell becomes tokens too.
+      tokenizer: the tokenizer of the model.
+      template: writes the conversation as one text.
+      special_tokens: special tokens that messages spell become tokens too, but for those of the model's messages.
 
     Raises:
       TokenizerError: the tokenizer's special tokens cannot be told from text.
@@ -41,10 +41,10 @@ class Listener:
         self._known: tuple[str, list[int]] = "", []
 
     def ids(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation, up to where the model answers.
+        """Returns the ids of the conversation, up to where the model answers.
 
         Raises:
-          ChatError: the template refuses it, or a message holds what is no character.
+          ChatError: the template refuses it, or a message holds a code point that is no character.
         """
         escaped = [
             (self._answered if message["role"] == ASSISTANT else self._entered).escape(message) for message in messages
@@ -58,11 +58,11 @@ class Listener:
         return self._asked[1]
 
     def answered(self, answer: str, ids: Sequence[int]) -> None:
-        """Remembers how the answer to what `ids` gave was generated.
+        """Remembers the ids of the answer to the conversation that `ids` was last called with.
 
         Args:
-          answer: as it was given; it may be less than was generated, as before a stop text.
-          ids: its tokens.
+          answer: the text that was given; it may be shorter than the generated one, as before a stop text.
+          ids: the ids that were generated.
         """
         whole = self._tokenizer.decode(np.array(ids, np.int64)).decode(errors="replace") if ids else ""
         text, asked = self._asked
@@ -82,14 +82,14 @@ def converse(generator: Generator, listener: Listener, settings: GenerationSetti
     """Answers each line of standard input, knowing those before it, until there are no more.
 
     Args:
-      generator: answers.
-      listener: makes tokens of the conversation.
-      settings: of each answer; Ctrl-C stops one, and the conversation goes on from what there is of it.
-      system: what the model is told at the beginning.
+      generator: generates the answers.
+      listener: turns the conversation into ids.
+      settings: settings for each answer; Ctrl-C stops one, and the conversation goes on with the part there is.
+      system: the system message.
 
     Raises:
-      ChatError, TokenizerError, GenerationError: a line cannot be answered; in a terminal that is said, and the
-        conversation goes on without it.
+      ChatError, TokenizerError, GenerationError: a line cannot be answered; a terminal shows the error instead, and the
+        conversation goes on without the line.
     """
     messages = opening(system)
     while (line := _read_line()) is not None:
@@ -106,7 +106,7 @@ def converse(generator: Generator, listener: Listener, settings: GenerationSetti
 
 
 def _read_line() -> str | None:
-    """The next line that is not blank; asks for it in a terminal, where Ctrl-C forgets what was entered of it."""
+    """Returns the next line that is not blank; a terminal shows a prompt, and Ctrl-C discards an unfinished line."""
     if sys.stdin is None:  # closed by who started this
         return None
     terminal = sys.stdin.isatty()
@@ -134,7 +134,7 @@ def _read_line() -> str | None:
 
 
 def _print_as_it_comes(pieces: Iterator[Piece]) -> tuple[str, list[int]]:
-    """The answer, and its tokens."""
+    """Prints an answer piece by piece; returns its text and its tokens."""
     given, ids = [], []
     try:
         for piece in pieces:

@@ -1,6 +1,6 @@
-"""What `python -m jaxtp.generate` does: open and load a model, continue texts or talk, and say how fast that was.
+"""The work of `python -m jaxtp.generate`: it loads a model, continues texts or talks, and says how fast that was.
 
-What the model says goes to standard output, everything else to standard error.
+Generated text goes to standard output, everything else to standard error.
 """
 
 import json
@@ -20,10 +20,9 @@ from jaxtp.data.tokenizer_files import read_template
 from jaxtp.generate.chat import Listener, converse, opening
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
 from jaxtp.generate.engine import Generator
+from jaxtp.generate.loading import Options, Source, open_source
 from jaxtp.generate.prompts import read_prompts
-from jaxtp.generate.row import Piece, Result
-from jaxtp.generate.source import Options, Source
-from jaxtp.generate.sources import open_source
+from jaxtp.generate.request import Piece, Result
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -34,8 +33,8 @@ def run(config: GenerateConfig, folder: Path) -> None:
     """Carries out a configuration.
 
     Args:
-      config: what to do.
-      folder: of the model.
+      config: the configuration.
+      folder: the folder of the model.
 
     Raises:
       ValueError: a user's mistake, most of them before the weights are read.
@@ -86,7 +85,7 @@ def _template(config: GenerateConfig, source: Source) -> ChatTemplate:
 
 
 def _complete(generator: Generator, prompts: Sequence[str | None], config: GenerateConfig) -> None:
-    """One text as it comes, several each as a whole and in their order."""
+    """Prints one text as it comes, several each as a whole and in their order."""
     pieces = generator.stream(prompts, config.sampling)
     if len(prompts) == 1 and not config.json:
         for piece in pieces:
@@ -104,7 +103,7 @@ def _complete(generator: Generator, prompts: Sequence[str | None], config: Gener
 
 
 def in_order(pieces: Iterable[Piece], indices: Iterable[int]) -> Iterator[Result]:
-    """The results in the order of their prompts' indices, each as soon as it and those before it are there."""
+    """Yields results in the order of their prompts' indices, each as soon as it and those before it are there."""
     waiting: dict[int, Result] = {}
     following = iter(indices)
     index = next(following, None)
@@ -117,13 +116,13 @@ def in_order(pieces: Iterable[Piece], indices: Iterable[int]) -> Iterator[Result
 
 
 class Progress:
-    """Says every few seconds how far long prompts have been read."""
+    """Prints every few seconds how far long prompts have been read."""
 
     def __init__(self) -> None:
         self._said = time.monotonic()
 
     def __call__(self, read: int, longest: int) -> None:
-        """Takes how many tokens of each prompt have been read, and how many the longest has."""
+        """Takes the number of tokens of each prompt read so far, and that of the longest prompt."""
         now = time.monotonic()
         if read < longest and now - self._said >= PROGRESS_SECONDS:
             _say(f"reading {read:,} of {longest:,} tokens of the longest prompt")

@@ -1,10 +1,10 @@
-"""The command line of `python -m jaxtp.generate`."""
+"""The settings of `python -m jaxtp.generate`, and the mesh to generate on."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import jax
 import tyro
@@ -13,15 +13,16 @@ from jax.sharding import Mesh
 from jaxtp.config import ConfigError, Count, Keys, Switch, UserPath, flag
 from jaxtp.generate.prompts import is_jsonl
 from jaxtp.generate.settings import GenerationSettings, contradictions
+from jaxtp.layers.precision import DType
 from jaxtp.mesh import DP, FSDP, TP, make_mesh, mesh_sizes, request_virtual_devices
-from jaxtp.models.config import ModelConfig, violations
+from jaxtp.models.config import ModelConfig, checked, violations
 
 FIELD = "prompt"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Devices along each axis."""
+    """Number of devices along each axis."""
 
     dp: int = 1
     """Copies of the model; they and fsdp divide the batch."""
@@ -36,7 +37,7 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateConfig:
-    """Which model, what to continue, how, and where."""
+    """The model, the texts to continue, how tokens are chosen, and the devices."""
 
     model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """A run of jaxtp.train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
@@ -49,37 +50,37 @@ class GenerateConfig:
     counted: without --prompt, the index of what is on line n is n - 1."""
 
     field: str = FIELD
-    """Field of a line of JSONL that is the text."""
+    """Field that has the text in a line of JSONL."""
 
     chat: Switch = False
     """Talk to the model: each line that you enter is answered, Ctrl-C stops an answer, Ctrl-D ends."""
 
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
-    """What the model is told before a chat."""
+    """System message, which the model reads before a chat."""
 
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Chat template in Jinja, instead of the model's own."""
 
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
-    """A tokenizer.json, or a folder that has one, where it is not where the model was trained."""
+    """A tokenizer.json, or a folder that has one, if it is no longer where it was when the model was trained."""
 
     base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """Of a run that trained adapters: the model beside them, where it is not where the run found it."""
+    """For a run that trained adapters: the model beside them, if it is no longer where the run found it."""
 
     ignore_config: Keys = ()
     """Attributes of a config.json to pass over: such as are not understood, and that you know to say nothing of what
     the model computes. Can be given several times."""
 
     special_tokens: Switch = False
-    """What you enter and spells a special token, such as <|im_start|>, is that token; by default it is text. In a chat
-    the template's own are tokens in any case."""
+    """Text that you enter and that spells a special token, such as <|im_start|>, is that token; by default it is text.
+    In a chat the template's own are tokens in any case."""
 
     beyond_context: Switch = False
-    """Reads prompts and writes texts that are longer than the model was made for (max_position_embeddings in its
-    config.json), of which it may make no sense. By default such a prompt is refused, and a text ends there."""
+    """Accepts prompts and writes texts that are longer than the model was made for (max_position_embeddings in its
+    config.json), and may make no sense. By default such a prompt is refused, and a text ends there."""
 
-    dtype: Literal["float32", "bfloat16"] | None = None
-    """Of weights and computation; by default what a run computed in, and float32 for a model of Hugging Face."""
+    dtype: DType | None = None
+    """Dtype of weights and computation; by default a run's compute dtype, and float32 for a Hugging Face model."""
 
     batch_size: Count = 8
     """Prompts that are continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
@@ -92,10 +93,10 @@ class GenerateConfig:
 
 
 def check(config: GenerateConfig) -> Path:
-    """Checks what no single setting can; returns the folder of the model.
+    """Checks settings against each other; returns the folder of the model.
 
     Raises:
-      ConfigError: with every contradiction.
+      ConfigError: settings contradict each other; the message names all of them.
     """
     spelled = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
     problems = [*_contradictions(config), *contradictions(config.sampling, spelled)]
@@ -105,27 +106,25 @@ def check(config: GenerateConfig) -> Path:
 
 
 def request_devices(config: MeshConfig) -> None:
-    """Asks for the virtual devices that the mesh takes where there is no GPU; call before any other JAX."""
+    """Asks for as many virtual devices as the mesh takes, where there is no GPU; call it before any other JAX."""
     request_virtual_devices(math.prod(max(size or 1, 1) for size in (config.dp, config.fsdp, config.tp)))
 
 
 def open_mesh(config: MeshConfig, model: ModelConfig) -> Mesh:
-    """The mesh to generate on.
+    """Returns the mesh to generate on.
 
     Raises:
-      ConfigError: the model does not fit it; with the nearest values that do.
+      ConfigError: the model does not fit it; the message has the nearest sizes that it fits.
       MeshError: there are not so many devices.
     """
     tp = _most_tp(config, model) if config.tp is None else config.tp
     mesh = make_mesh(config.dp, config.fsdp, tp)
-    problems = list(violations(model, mesh_sizes(mesh), fixed=True))
-    if problems:
-        raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
+    checked(model, mesh_sizes(mesh), fixed=True)
     return mesh
 
 
 def _most_tp(config: MeshConfig, model: ModelConfig) -> int:
-    """The most devices over tp that the model can use, of those that dp and fsdp leave."""
+    """Returns the largest tp that the model can use, of the devices that dp and fsdp leave."""
     others = max(config.dp, 1) * max(config.fsdp, 1)
     left = 1 if -1 in (config.dp, config.fsdp) or jax.default_backend() == "cpu" else jax.device_count() // others
     sizes = ({DP: config.dp, FSDP: config.fsdp, TP: tp} for tp in range(left, 1, -1))

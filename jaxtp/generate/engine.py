@@ -1,4 +1,4 @@
-"""Prompts into texts: read in batches, continued a token at a time, and handed out as they come."""
+"""The generator: prompts are read in batches, continued a token at a time, and given out as they come."""
 
 import math
 import sys
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.generate.programs import Choice, Programs, Read, Shape, cache_bytes, mesh_of
-from jaxtp.generate.row import Piece, Result, Row, by_batch
+from jaxtp.generate.request import Piece, Request, Result
 from jaxtp.generate.settings import GenerationSettings, check
 from jaxtp.mesh import DP, FSDP, TP, memory_per_device, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -25,30 +25,30 @@ MAX_SEED = 2**32
 
 
 class GenerationError(ValueError):
-    """A prompt or a model that nothing can be generated from."""
+    """A prompt or a model from which nothing can be generated."""
 
 
 @dataclass
 class Speed:
-    """What a call did, and how long it took."""
+    """Number of tokens of a call, and how long they took."""
 
     shape: Shape | None = None
-    """Of the programs."""
+    """Shape of the programs."""
     cache_bytes: int = 0
-    """On each device."""
+    """Bytes of the cache on each device."""
     compile_seconds: float = 0.0
-    """None of it is in the other times."""
+    """Time to compile, which is in none of the other times."""
     prefill_tokens: int = 0
-    """Of the prompts."""
+    """Tokens of the prompts."""
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
-    """Those chosen, but for the first of each text, which is of its prompt's reading."""
+    """Tokens that were chosen, but for the first of each text, which belongs to prefill."""
     decode_seconds: float = 0.0
     cut_texts: int = 0
-    """Those that end because the model was made for no more tokens."""
+    """Texts that end because the model was made for no more tokens."""
 
     def lines(self) -> Iterator[str]:
-        """What a command says of it."""
+        """Yields the lines that the command prints."""
         yield f"prefill {_rate(self.prefill_tokens, self.prefill_seconds)}"
         yield f"decode  {_rate(self.decode_tokens, self.decode_seconds)}"
         if self.shape is not None:
@@ -69,13 +69,13 @@ class Generator:
 
     Args:
       model: built with `sequence_parallel=None` (or False), which a single token needs.
-      tokenizer: of the model.
-      end_ids: tokens that end a text; default, the tokenizer's end token if it has one.
-      prefix: ids before each prompt that is text; default, those that the tokenizer's own file asks for.
-      batch_size: prompts that are continued together, rounded up to a multiple of dp * fsdp.
-      chunk: tokens of a prompt that are read at a time.
+      tokenizer: the tokenizer of the model.
+      end_ids: tokens that end a text; by default the tokenizer's end token, if it has one.
+      prefix: ids to put before each prompt that is text; by default those that the tokenizer's own file asks for.
+      batch_size: number of prompts to continue together, rounded up to a multiple of dp * fsdp.
+      chunk: number of tokens of a prompt to read at a time.
       context: the most tokens of a prompt and its text together; None for any number.
-      progress: told after each chunk how many tokens of each prompt have been read, and how many the longest has.
+      progress: called after each chunk with the tokens of each prompt read so far, and those of the longest prompt.
 
     Raises:
       GenerationError: the model cannot read a single token.
@@ -93,19 +93,18 @@ class Generator:
         context: int | None = None,
         progress: Callable[[int, int], None] = lambda read, longest: None,
     ):
-        sizes = mesh_sizes(mesh) if (mesh := mesh_of(model)) else {DP: 1, FSDP: 1, TP: 1}
+        sizes = mesh_sizes(mesh_of(model))
         if model.config.sequence_parallel and sizes[TP] > 1:
             raise GenerationError(
                 "the model was built with sequence_parallel=True, and a single token cannot be split over tp; "
                 "build it with sequence_parallel=None"
             )
-        own_end = () if tokenizer.info.eos_id is None else (tokenizer.info.eos_id,)
         self.model = model
         self.tokenizer = tokenizer
-        self.end_ids = frozenset(own_end) if end_ids is None else end_ids
+        self.end_ids = tokenizer.info.end_ids if end_ids is None else end_ids
         self.prefix = tuple(getattr(tokenizer, "prefix", ()) if prefix is None else prefix)
         self.speed = Speed()
-        """Of the last call."""
+        """Speed of the last call."""
         self._num_ids = min(tokenizer.info.vocab_size, model.config.vocab_size)
         self._batch_parts = sizes[DP] * sizes[FSDP]
         self._batch_size = batch_size
@@ -117,39 +116,39 @@ class Generator:
     def generate(
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
     ) -> list[Result]:
-        """The continuation of each prompt, in their order; see `stream`."""
+        """Returns the continuation of each prompt, in their order; see `stream`."""
         results = [piece.result for piece in self.stream(prompts, settings) if piece.result is not None]
         return sorted(results, key=lambda result: result.index)
 
     def stream(
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
     ) -> Iterator[Piece]:
-        """The continuations as they come, a piece for each token.
+        """Yields the continuations as they come, a piece for each token.
 
         Args:
           prompts: texts, or lists of ids, which are taken as they are; None is counted and left out.
-          settings: how to choose tokens, and when to end.
+          settings: say how tokens are chosen, and when a text ends.
 
         Raises:
-          ConfigError: settings that cannot be.
-          GenerationError: a text in place of a list of them, a prompt without tokens or with such that the model lacks;
-            logits that are not finite.
+          ConfigError: a setting cannot be.
+          GenerationError: prompts is one text and no list; a prompt has no tokens, or one that the model lacks; or the
+            logits are not finite.
         """
         check(settings)
         if isinstance(prompts, str):
             raise GenerationError(f"prompts is one text; for one prompt give [{prompts[:20]!r}]")
-        rows = [
-            Row(index, ids, self.tokenizer, settings, self.end_ids, self._context)
+        requests = [
+            Request(index, ids, self.tokenizer, settings, self.end_ids, self._context)
             for index, ids in self._encode(prompts)
         ]
         self.speed = Speed()
-        if rows:
-            programs = self.programs([len(row.prompt) for row in rows], settings)
-            for group in by_batch(rows, programs.shape.rows):
-                yield from self._continue(programs, group, settings)
+        if requests:
+            programs = self.programs([len(request.prompt) for request in requests], settings)
+            for start in range(0, len(requests), programs.shape.rows):
+                yield from self._continue(programs, requests[start : start + programs.shape.rows], settings)
 
     def programs(self, lengths: Sequence[int], settings: GenerationSettings) -> Programs:
-        """The compiled programs for prompts of such lengths; sizes are powers of two, so that they are few."""
+        """Returns the compiled programs for prompts of some lengths; their sizes are powers of two, to be few."""
         parts = self._batch_parts
         rows = math.ceil(min(self._batch_size, len(lengths)) / parts) * parts
         longest = min(max(lengths) + settings.max_tokens, self._context or sys.maxsize)
@@ -164,7 +163,7 @@ class Generator:
         return self._programs[shape]
 
     def _encode(self, prompts: Sequence[Prompt | None]) -> Iterator[tuple[int, NDArray[np.int32]]]:
-        """The index and the ids of each prompt that is not left out."""
+        """Yields the index and the ids of each prompt that is not left out."""
         texts = [_valid(index, prompt) for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
         encoded = iter(self.tokenizer.encode_batch(texts))
         for index, prompt in enumerate(prompts):
@@ -183,7 +182,6 @@ class Generator:
                 f"prompt {index} has the token {wrong}, and the model has those from 0 to {vocab_size - 1}: the "
                 "tokenizer is not the model's"
             )
-
         if self._context is not None and len(ids) >= self._context:
             raise GenerationError(
                 f"prompt {index} has {len(ids):,} tokens, and the model was made for {self._context:,}, with the text "
@@ -192,10 +190,10 @@ class Generator:
             )
 
     def _require_memory(self, shape: Shape) -> None:
-        """Checks that a cache fits where it will be.
+        """Checks that the devices have memory for the cache.
 
         Raises:
-          GenerationError: it takes more than there is.
+          GenerationError: they have less than it takes.
         """
         needed, mesh = cache_bytes(self.model, shape), mesh_of(self.model)
         there = memory_per_device(jax.local_devices()[:1] if mesh is None else mesh.local_devices)
@@ -206,11 +204,13 @@ class Generator:
                 "prompts"
             )
 
-    def _continue(self, programs: Programs, rows: Sequence[Row], settings: GenerationSettings) -> Iterator[Piece]:
-        """Reads the prompts of a batch, and adds tokens until every text has ended."""
-        prompts = [row.prompt for row in rows]
+    def _continue(
+        self, programs: Programs, requests: Sequence[Request], settings: GenerationSettings
+    ) -> Iterator[Piece]:
+        """Reads the prompts of a batch, a row for each request, and yields pieces until every text has ended."""
+        prompts = [request.prompt for request in requests]
         seeds = np.zeros(programs.shape.rows, np.uint32)
-        seeds[: len(rows)] = [(settings.seed + row.index) % MAX_SEED for row in rows]
+        seeds[: len(requests)] = [(settings.seed + request.index) % MAX_SEED for request in requests]
         choose = programs.sampler(settings, self._num_ids)
         read = self._prefill(programs, prompts)
         started = time.perf_counter()
@@ -220,14 +220,14 @@ class Generator:
             if left:  # the devices are at the next token while the host hands out this one
                 read = programs.decode(read, current.tokens)
                 choice = choose(read, current.seen, seeds)
-            pieces = _pieces(rows, current)
+            pieces = _pieces(requests, current)
             self.speed.decode_tokens += len(pieces) if left + 1 < settings.max_tokens else 0
             self.speed.decode_seconds += time.perf_counter() - started
             yield from pieces
             self.speed.cut_texts += sum(
                 piece.result is not None and piece.result.finish == "context" for piece in pieces
             )
-            if all(row.finish is not None for row in rows):
+            if all(request.finish is not None for request in requests):
                 return
             started = time.perf_counter()
 
@@ -248,15 +248,17 @@ def _valid(index: int, prompt: str) -> str:
     return prompt
 
 
-def _pieces(rows: Sequence[Row], choice: Choice) -> list[Piece]:
-    """What the chosen tokens add to the texts that have not ended; waits until they are computed."""
+def _pieces(requests: Sequence[Request], choice: Choice) -> list[Piece]:
+    """Returns a piece for each text that has not ended; waits until the chosen tokens are computed."""
     tokens, logprobs = np.asarray(choice.tokens), np.asarray(choice.logprobs)
     pieces = []
-    for row, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=False):
-        if row.finish is None:
+    for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=False):
+        if request.finish is None:
             if not math.isfinite(logprob):
-                raise GenerationError(f"the logits after prompt {row.index} are not finite: the weights are damaged")
-            pieces.append(row.add(token, logprob))
+                raise GenerationError(
+                    f"the logits after prompt {request.index} are not finite: the weights are damaged"
+                )
+            pieces.append(request.add(token, logprob))
     return pieces
 
 

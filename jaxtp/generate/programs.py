@@ -1,7 +1,7 @@
-"""The compiled programs of a generator: reading a chunk of each prompt, reading a token of each row, choosing tokens.
+"""The compiled programs of a generator: they read a chunk of each prompt, read a token of each row, and choose tokens.
 
-Prompts are read in chunks of one size, so that those of any length need one program, and attention scores never exist
-for more than a chunk of queries. The cache is donated to each program, which writes into it in place.
+Prompts are read in chunks of one size, so that one program does for any length, and attention scores never exist for
+more than a chunk of queries. The cache is donated to each program, which writes into it in place.
 """
 
 import dataclasses
@@ -32,26 +32,26 @@ Ids = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Shape:
-    """What programs are compiled for."""
+    """The sizes that programs are compiled for."""
 
     rows: int
-    """Sequences, on all devices; divisible by dp * fsdp."""
+    """Number of sequences on all devices together; divisible by dp * fsdp."""
 
     slots: int
-    """The most tokens that a row can have."""
+    """Number of tokens that a row can have at most."""
 
     chunk: int
-    """Tokens of each prompt that are read at a time."""
+    """Number of tokens of each prompt to read at a time."""
 
 
 @dataclass(frozen=True)
 class Read:
-    """What has been read so far."""
+    """The state of the model after the tokens that have been read."""
 
     cache: Cache
 
     logits: Array
-    """`[rows, V]` after the last token of each row."""
+    """Logits `[rows, V]` after the last token of each row."""
 
 
 @dataclass(frozen=True)
@@ -59,17 +59,17 @@ class Choice:
     """The next token of each row, perhaps not computed yet."""
 
     tokens: Array
-    """`[rows]` int32."""
+    """Tokens `[rows]` int32."""
 
     logprobs: Array
-    """`[rows]` float32: of the tokens, under the model as it is."""
+    """Log-probabilities `[rows]` float32 of the tokens, under the model as it is."""
 
     seen: Array
-    """`[rows, V]`: which tokens a row has, with these."""
+    """Whether a row has a token, `[rows, V]`; these tokens are included."""
 
 
 Sampler = Callable[[Read, Array, NDArray[np.uint32]], Choice]
-"""From what was read, the tokens that each row has (taken over), and the seed of each row."""
+"""Chooses tokens from the logits, the tokens that each row has (a donated array), and the seed of each row."""
 
 
 def read_chunk(model: Decoder, cache: Cache, logits: Array, ids_BT: Array, counts_B: Array) -> tuple[Cache, Array]:
@@ -95,8 +95,8 @@ class Programs:
     """A model's programs for one shape, each compiled once.
 
     Args:
-      model: the mesh is the one that it was built on.
-      shape: what to compile for.
+      model: runs on the mesh that it was built on.
+      shape: the sizes to compile for.
     """
 
     def __init__(self, model: Decoder, shape: Shape):
@@ -118,15 +118,15 @@ class Programs:
         self._samplers: dict[tuple[GenerationSettings, int], Any] = {}
 
     def start(self) -> Read:
-        """An empty cache, and logits that mean nothing."""
+        """Returns an empty cache, and logits that mean nothing."""
         return Read(*self._create(self._state))
 
     def prefill(self, prompts: Sequence[Ids], progress: Callable[[int], None] = lambda read: None) -> Read:
         """Reads prompts, at most one for each row, none longer than the slots, and waits until they are read.
 
         Args:
-          prompts: their ids.
-          progress: told after each chunk how many tokens of each have been read.
+          prompts: the ids of each prompt.
+          progress: called after each chunk with the number of tokens of each prompt that have been read.
         """
         read = self.start()
         for start in range(0, max(map(len, prompts)), self.shape.chunk):
@@ -136,11 +136,11 @@ class Programs:
         return read
 
     def decode(self, read: Read, tokens: Array) -> Read:
-        """Reads a token of each row, and takes over the cache."""
+        """Reads a token of each row; the cache is donated."""
         return Read(*self._read_token(self._state, read.cache, tokens))
 
     def sampler(self, settings: GenerationSettings, num_ids: int) -> Sampler:
-        """`sampling.sample` for the filters of some settings, compiled when it is first asked for."""
+        """Returns `sampling.sample` for the filters of some settings, compiled when it is first asked for."""
         key = dataclasses.replace(settings, max_tokens=1, seed=0, stop=()), num_ids
         if key not in self._samplers:
             cache, logits = self._start
@@ -153,7 +153,7 @@ class Programs:
         return lambda read, seen, seeds: Choice(*compiled(read.logits, seen, seeds, read.cache.lengths))
 
     def seen(self, prompts: Sequence[Ids]) -> Array:
-        """`[rows, V]`: which tokens each prompt has."""
+        """Returns whether each prompt has a token, `[rows, V]`."""
         seen = np.zeros((self.shape.rows, self._config.vocab_size), np.bool_)
         for row, prompt in enumerate(prompts):
             seen[row, prompt] = True
@@ -164,7 +164,7 @@ class Programs:
         return model.empty_cache(self.shape.rows, self.shape.slots), constrain(logits, batch_spec(None))
 
     def _chunk(self, prompts: Sequence[Ids], start: int) -> tuple[Ids, Ids]:
-        """The next ids `[rows, chunk]` of the prompts, padded on the right, and how many each row has."""
+        """Returns the next ids `[rows, chunk]` of the prompts, padded on the right, and how many each row has."""
         ids = np.zeros((self.shape.rows, self.shape.chunk), np.int32)
         counts = np.zeros(self.shape.rows, np.int32)
         for row, prompt in enumerate(prompts):
@@ -173,7 +173,7 @@ class Programs:
         return ids, counts
 
     def _from_host(self, array: NDArray[Any]) -> jax.ShapeDtypeStruct:
-        """What to compile for where an array of the host comes in: it goes to every device."""
+        """Returns the type to compile with for an array of the host, which goes to every device."""
         return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding(P()))
 
     def _sharding(self, spec: P) -> NamedSharding | None:
@@ -184,7 +184,7 @@ class Programs:
 
 
 def cache_bytes(model: Decoder, shape: Shape) -> int:
-    """Bytes of keys and values on each device."""
+    """Returns the bytes of keys and values on each device."""
     mesh = mesh_of(model)
     with _within(mesh):
         cache = jax.eval_shape(lambda: model.empty_cache(shape.rows, shape.slots))
@@ -202,6 +202,6 @@ def _abstract(array: Array) -> jax.ShapeDtypeStruct:
 
 
 def mesh_of(model: Decoder) -> Mesh | None:
-    """The mesh that a model was built on, or None."""
+    """Returns the mesh that a model was built on, or None."""
     sharding = jnp.asarray(model.norm.scale[...]).sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) else None  # type: ignore[return-value]

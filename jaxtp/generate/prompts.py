@@ -1,4 +1,4 @@
-"""Files of prompts: one on each line, or JSONL."""
+"""Files of prompts, with one on each line, or in JSONL."""
 
 import difflib
 import json
@@ -8,23 +8,23 @@ from jaxtp.config import ConfigError, nearest_file
 
 
 def is_jsonl(path: Path) -> bool:
-    """Whether a file is JSONL, by its name."""
+    """Returns whether a file is JSONL, by its name."""
     return path.suffix in (".jsonl", ".ndjson")
 
 
 MAX_BYTES = 2**30
-"""Of a file of prompts."""
+"""Largest size of a file of prompts."""
 
 
 def read_prompts(path: Path, field: str) -> list[str | None]:
-    """The prompt on each line of a file; None for a line with nothing on it.
+    """Returns the prompt on each line of a file; None for a blank line.
 
     Args:
       path: the file.
-      field: of an object of JSONL, the text.
+      field: name of the field that has the text in an object of JSONL.
 
     Raises:
-      ConfigError: it cannot be read, with the line where that is one line's fault; or there are no prompts in it.
+      ConfigError: the file cannot be read, or has no prompts; the message names the line that is at fault.
     """
     try:
         with path.open("rb") as file:

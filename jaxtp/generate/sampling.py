@@ -1,7 +1,7 @@
-"""Logits into the next token: each filter a small function on the logits of one row.
+"""Chooses the next token from logits; each filter is a small function on the logits of one row.
 
-A filter sets what it leaves out to -inf, so that they compose in any order. Tokens of equal probability stay or go
-together, whatever the order they are sorted in.
+A filter sets the logits of tokens that it leaves out to -inf, so that filters compose in any order. Tokens of equal
+probability stay or go together, whatever the order they are sorted in.
 """
 
 from functools import partial
@@ -15,25 +15,25 @@ from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.generate.settings import GenerationSettings
 
 _LEAST = float(jnp.finfo(jnp.float32).tiny)
-"""What is smaller is 0 in the dtype of the logits."""
+"""The smallest normal float32; a smaller number is 0 on a device."""
 
 
 def sample(
     logits_BV: Array, seen_BV: Array, seeds_B: Array, positions_B: Array, *, settings: GenerationSettings, num_ids: int
 ) -> tuple[Array, Array, Array]:
-    """Chooses the next token of each row; each device those of its own rows.
+    """Chooses the next token of each row; each device does so for its own rows.
 
     Args:
-      logits_BV: of the model.
-      seen_BV: whether a token was in the row before, for the repetition penalty.
+      logits_BV: logits of the model.
+      seen_BV: whether the row has a token already, for the repetition penalty.
       seeds_B: the seed of each row.
-      positions_B: tokens in each row: with its seed they decide the row's random numbers, and nothing else does.
-      settings: which filters, and how strong.
-      num_ids: ids that have a meaning; those above are never chosen.
+      positions_B: number of tokens in each row; with its seed it alone decides the row's random numbers.
+      settings: the filters.
+      num_ids: number of ids that have a meaning; none from there on is chosen.
 
     Returns:
-      The tokens `[B]` int32; the logarithm of their probability `[B]` under the model as it is, without penalty,
-      temperature and filters; both on every device; and `seen_BV` with the tokens in it.
+      The tokens `[B]` int32; their log-probabilities `[B]` under the model as it is, without penalty, temperature and
+      filters; both are on every device; and `seen_BV` with the tokens in it.
     """
     row, rows = batch_spec(), batch_spec(None)
     choose = device_view(
@@ -49,7 +49,7 @@ def sample(
 def _choose(
     logits: Array, seen: Array, seed: Array, position: Array, *, settings: GenerationSettings, num_ids: int
 ) -> tuple[Array, Array, Array]:
-    """Of one row, `[V]`."""
+    """Chooses the next token of one row, from its logits `[V]`."""
     logits = jnp.where(jnp.arange(logits.size) < num_ids, logits.astype(jnp.float32), -jnp.inf)
     filtered = apply_filters(logits, seen, settings)
     if settings.temperature == 0:
@@ -60,7 +60,7 @@ def _choose(
 
 
 def apply_filters(logits: Array, seen: Array, settings: GenerationSettings) -> Array:
-    """The logits `[V]` to draw from; filters that are off cost nothing."""
+    """Returns the logits `[V]` to draw from; filters that are off cost nothing."""
     if settings.repetition_penalty != 1:
         logits = penalise(logits, seen, settings.repetition_penalty)
     if settings.temperature > 0:
@@ -75,12 +75,12 @@ def apply_filters(logits: Array, seen: Array, settings: GenerationSettings) -> A
 
 
 def penalise(logits: Array, seen: Array, penalty: float) -> Array:
-    """Makes the tokens that were seen less likely (Keskar et al., arXiv 1909.05858, section 4.1)."""
+    """Makes tokens that the row has less likely (Keskar et al., arXiv 1909.05858, section 4.1)."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep_top_k(logits: Array, k: int) -> Array:
-    """Keeps the k largest, and what equals the last of them."""
+    """Keeps the k largest logits, and those that equal the last of them."""
     return _at_least(logits, jnp.sort(logits)[-min(k, logits.size)])
 
 

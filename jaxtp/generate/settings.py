@@ -1,4 +1,4 @@
-"""How tokens are chosen, and when a text ends."""
+"""Settings of generation: how tokens are chosen, and when a text ends."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from jaxtp.config import ConfigError, Count, CountOrZero, allowed, to_plain, val
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings:
-    """Of one call; the filters work in the order of their fields, each on what the one before has left."""
+    """Settings of one call; the filters work in the order of their fields, each on what the one before has left."""
 
     max_tokens: Count = 128
     """Tokens after which a text ends, whatever it says."""
 
     seed: CountOrZero = 0
-    """Of the first prompt; each further one has the next. A prompt gives the same text whatever the batch it is in."""
+    """Seed of the first prompt; each further one has the next. A prompt gives the same text in any batch."""
 
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100), allowed("from 0.01 to 100")] = 1.0
-    """Divides the positive logits of tokens that the text or its prompt has, and multiplies the negative ones (CTRL); 1
-    is off."""
+    """Divides the positive logits of tokens that the text or its prompt has, and multiplies their negative ones (CTRL);
+    1 is off."""
 
     temperature: Annotated[float, Field(ge=0, le=1000), allowed("from 0 to 1000")] = 0.0
     """Divides the logits; 0 always takes the likeliest token."""
@@ -34,17 +34,17 @@ class GenerationSettings:
     """Keeps the likeliest tokens until their probabilities reach this sum; 1 is off."""
 
     min_p: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
-    """Keeps the tokens that are at least this times as probable as the likeliest; 0 is off."""
+    """Keeps the tokens that have at least this share of the likeliest token's probability; 0 is off."""
 
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """A text that ends the output, and is not part of it. Can be given several times."""
 
 
 def check(settings: GenerationSettings) -> None:
-    """Checks the settings of those who build them in Python.
+    """Checks settings that were built in Python.
 
     Raises:
-      ConfigError: with every value that cannot be, or that would have no effect.
+      ConfigError: a value cannot be, or would have no effect; the message names all of them.
     """
     validate(GenerationSettings, {**to_plain(settings), "stop": tuple(settings.stop)}, source="settings")
     problems = list(contradictions(settings))
@@ -55,11 +55,11 @@ def check(settings: GenerationSettings) -> None:
 def contradictions(
     settings: GenerationSettings, spelled: Callable[[str, object], str] = lambda name, value: f"{name}={value}"
 ) -> Iterator[str]:
-    """Yields each setting that would have no effect, or end everything.
+    """Yields a message for each setting that would have no effect, or end every text at once.
 
     Args:
-      settings: each of which can be.
-      spelled: a setting and its value, as they were written.
+      settings: settings, each of them valid by itself.
+      spelled: returns a setting and its value as the user would write them.
     """
     off = GenerationSettings()
     idle = [n for n in ("top_k", "top_p", "min_p") if getattr(settings, n) != getattr(off, n)]

@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax import Array
 
-from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.logical import filled, named_variables
 from jaxtp.config import ConfigError
 from jaxtp.layers.lora import TARGETS, LoraConfig, LoraParam, Target
 from jaxtp.mesh import current_mesh
@@ -85,8 +85,7 @@ def merge_adapters(model: Decoder) -> Decoder:
         kernel, a, b = (arrays[path] for path in (adapter.kernel, f"{adapter.lora}.a", f"{adapter.lora}.b"))
         arrays[adapter.kernel] = _add(config.lora.alpha / config.lora.rank, kernel, a, b)
     graph, abstract = abstract_decoder(replace(config, lora=LoraConfig()))
-    filled = [(path, v.replace(arrays[".".join(map(str, path))])) for path, v in nnx.to_flat_state(abstract)]
-    merged: Decoder = nnx.merge(graph, nnx.from_flat_state(filled))
+    merged: Decoder = nnx.merge(graph, filled(abstract, arrays))
     return merged
 
 

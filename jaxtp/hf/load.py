@@ -1,4 +1,4 @@
-"""A folder in Hugging Face format into a model on a mesh: every device's part straight from the bytes of the files."""
+"""Loads a folder in Hugging Face format onto a mesh: each device's part comes straight from the bytes of the files."""
 
 import dataclasses
 import difflib
@@ -16,25 +16,26 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxtp.checkpoint.logical import named_variables, spec
+from jaxtp.checkpoint.logical import filled, named_variables, spec
 from jaxtp.checkpoint.safetensors import Block, SafetensorsError, StoredTensor
+from jaxtp.config import ConfigError
 from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import CONFIG, Folder, HFError, open_folder
 from jaxtp.hf.names import HEAD, TABLE, Place, check_layers, check_tensors, dtypes, places
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import AXES, current_mesh, mesh_sizes
-from jaxtp.models.config import ModelConfig, architecture, violations
+from jaxtp.mesh import current_mesh, mesh_sizes
+from jaxtp.models.config import ModelConfig, architecture, checked
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 Progress = Callable[[int, int], None]
-"""Told the bytes read so far, and those there are."""
+"""Called with the number of bytes read so far, and that of all bytes."""
 
 _TILE = 64
-"""Rows and columns."""
+"""Rows, and columns, of a tile."""
 _ALIGNMENT = 64
-"""Bytes, of XLA's arrays on CPUs."""
+"""Alignment in bytes of XLA's arrays on CPUs."""
 _EXPONENTS = {"F32": (np.uint32, 0x7F800000), "BF16": (np.uint16, 0x7F80), "F16": (np.uint16, 0x7C00)}
-"""Bits that are all set in a number that is not finite."""
+"""The exponent's bits, which are all set in a number that is not finite."""
 
 
 def load_hf(
@@ -45,7 +46,7 @@ def load_hf(
     ignore_config: Collection[str] = (),
     **overrides: Any,
 ) -> Decoder:
-    """A model from a folder in Hugging Face format, on the mesh in context, or on one device without one.
+    """Returns a model from a folder in Hugging Face format, on the mesh in context, or on one device without one.
 
     Each parameter is initialised sharded, and each byte of the files is read once, in blocks: beside the model, memory
     holds one tensor of the files at most. The result is called on ids `[B, T]` and gives logits `[B, T, V]`.
@@ -63,13 +64,14 @@ def load_hf(
     """
     folder = open_folder(Path(path))
     config = import_config(folder, precision, overrides, ignore_config)
-    return load_folder(folder, config, _mesh_in_context(), progress)
+    mesh = None if current_mesh() is None else jax.sharding.get_mesh()
+    return load_folder(folder, config, mesh, progress)
 
 
 def import_config(
     folder: Folder, precision: Precision | None, overrides: Mapping[str, Any], ignore_config: Collection[str] = ()
 ) -> ModelConfig:
-    """The configuration of the model in a folder, as it will be loaded.
+    """Returns the configuration with which the model in a folder will be loaded.
 
     Raises:
       HFError: an override of the architecture, or as `load_hf`.
@@ -92,11 +94,13 @@ def import_config(
 
 
 def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress: Progress | None = None) -> Decoder:
-    """As `load_hf`, with the configuration of `import_config`."""
-    sizes = dict.fromkeys(AXES, 1) if mesh is None else mesh_sizes(mesh)
-    if problems := list(violations(config, sizes, fixed=True)):
-        raise HFError(f"{folder.path} does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
+    """Loads a model as `load_hf` does, with the configuration that `import_config` gives.
+
+    Raises:
+      HFError: the model does not fit the mesh, or its tensors are not those of the configuration.
+    """
     try:
+        checked(config, mesh_sizes(mesh), fixed=True)
         check_layers(folder.tensors, config.num_layers)
         graph, abstract = abstract_decoder(config)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
@@ -104,16 +108,11 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
         check_tensors(folder.tensors, needed, family, config.tie_embeddings)
         total = sum(folder.tensors[place.theirs].num_bytes for place in needed)
         arrays = _read(_Source(folder, config.tie_embeddings, progress, total), needed, abstract, mesh)
-    except (HFError, SafetensorsError) as error:
+    except (ConfigError, HFError, SafetensorsError) as error:
         named = str(error).startswith(str(folder.path))
         raise HFError(str(error) if named else f"{folder.path}: {error}") from None
-    filled = [(path, v.replace(arrays[".".join(map(str, path))])) for path, v in nnx.to_flat_state(abstract)]
-    model: Decoder = nnx.merge(graph, nnx.from_flat_state(filled))
+    model: Decoder = nnx.merge(graph, filled(abstract, arrays))
     return model
-
-
-def _mesh_in_context() -> Mesh | None:
-    return None if current_mesh() is None else jax.sharding.get_mesh()
 
 
 @dataclass
@@ -128,7 +127,7 @@ class _Source:
     done: int = 0
 
     def blocks(self, name: str, first: int, last: int) -> Iterator[tuple[int, Block]]:
-        """Rows of a tensor, each block checked.
+        """Yields the rows of a tensor in blocks, each of them checked.
 
         Raises:
           HFError: an element is not finite, or a tied head is not the embedding.
@@ -150,7 +149,7 @@ class _Source:
 
 
 def _read(source: _Source, needed: list[Place], abstract: nnx.State, mesh: Mesh | None) -> dict[str, Array]:
-    """All parameters by path, padded and split as the model declares."""
+    """Returns all parameters by path, padded and split as the model declares."""
     arrays: dict[str, Array] = {}
     variables = named_variables(abstract)
     for place in needed:
@@ -181,19 +180,19 @@ def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> Arra
 
 @partial(jax.jit, donate_argnums=0)
 def _with_layer(stacked: Array, layer: Array, index: Array) -> Array:
-    """In place: the memory of the stack is that of the result."""
+    """Writes a layer into the stack in place: the memory of the stack is that of the result."""
     return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
 
 
 def _place(source: _Source, place: Place, shape: tuple[int, ...], sharding: Sharding, dtype: Any) -> Array:
-    """One tensor of a file on its devices: read once, each block dealt out to the parts that it belongs to.
+    """Returns one tensor of a file on its devices: it is read once, and each block dealt out to the devices' parts.
 
     Args:
       source: the files.
-      place: which tensor.
-      shape: of the array, padding included.
-      sharding: of the array.
-      dtype: of the array.
+      place: the tensor's name, and its place in the model.
+      shape: shape of the array, padding included.
+      sharding: sharding of the array.
+      dtype: dtype of the array.
     """
     indices = sharding.addressable_devices_indices_map(shape)
     bounds = {device: _bounds(index, shape) for device, index in indices.items()}
@@ -209,7 +208,7 @@ def _place(source: _Source, place: Place, shape: tuple[int, ...], sharding: Shar
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Where a device's part begins and ends in each dim."""
+    """Returns where a device's part begins and ends in each dim."""
     whole = (slice(None),) * len(shape)
     return tuple((dim.indices(size)[0], dim.indices(size)[1]) for dim, size in zip(index or whole, shape, strict=True))
 
@@ -230,7 +229,7 @@ def _deal(block: Block, row: int, part: Block, where: tuple[tuple[int, int], ...
 
 
 def _copy_transposed(target: Block, source: Block) -> None:
-    """In tiles that stay in a core's cache, which takes a third of the time."""
+    """Copies in tiles that stay in a core's cache, which takes a third of the time."""
     for row in range(0, source.shape[0], _TILE):
         for column in range(0, source.shape[1], _TILE):
             tile = source[row : row + _TILE, column : column + _TILE]
@@ -238,7 +237,7 @@ def _copy_transposed(target: Block, source: Block) -> None:
 
 
 def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:
-    """Zeros that a CPU device takes as they are, without a copy."""
+    """Returns zeros that a CPU device takes as they are, without a copy."""
     num_bytes = math.prod(shape) * dtype.itemsize
     raw = np.zeros(num_bytes + _ALIGNMENT, np.uint8)
     begin = -raw.ctypes.data % _ALIGNMENT

@@ -1,4 +1,7 @@
-"""The model of a run of ours: its weights; or its adapters, and the model that they were trained beside."""
+"""Loads the model of a run of ours: its weights, or its adapters and the model that they were trained beside.
+
+A run that begins with a Hugging Face model also keeps the files that came with it.
+"""
 
 import hashlib
 import json
@@ -20,20 +23,23 @@ from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
 from jaxtp.config import expand, validate
 from jaxtp.hf.adapters import merge_adapters
-from jaxtp.hf.folder import CONFIG, open_folder
+from jaxtp.hf.folder import CONFIG, open_folder, read_files
 from jaxtp.hf.load import load_folder
+from jaxtp.hf.writing import TOKENIZER_FILES, appearing
 from jaxtp.layers.lora import LoraConfig, LoraParam
 from jaxtp.mesh import current_mesh, make_mesh
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 BASE = "base"
-"""In the info of a checkpoint of adapters: where the model beside them is from, and what it is."""
+"""Key in the info of a checkpoint of adapters: where the model beside them is from, and a hash of it."""
+KEPT = "hf"
+"""Folder in a run's folder for config.json and the tokenizer's files, as they came with its model."""
 
 
 @without_metadata_warning()
 def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
-    """The model of a run as it was trained, with its adapters if it has any, on the mesh in context.
+    """Returns the model of a run as it was trained, with its adapters if it has any, on the mesh in context.
 
     Args:
       path: the folder of a run (its newest checkpoint), or of one checkpoint.
@@ -54,13 +60,13 @@ def load_run(path: str | Path, *, base: str | Path | None = None) -> Decoder:
 def load_merged(
     checkpoint: Path, info: Mapping[str, Any], config: ModelConfig, mesh: Mesh, base: Path | None = None
 ) -> Decoder:
-    """The model of a checkpoint without adapters: if it has some, they are added to the kernels that they are beside.
+    """Returns the model of a checkpoint without adapters: if it has some, they are added to their kernels.
 
     Args:
       checkpoint: its folder.
-      info: what it stored beside the arrays.
-      config: how the model is to run: `model_of` it, but for dtypes and the like, and without adapters.
-      mesh: where to put it.
+      info: the info that is stored beside its arrays.
+      config: the configuration to run it with: `model_of` it, but for dtypes and the like, and without adapters.
+      mesh: the mesh to put it on.
       base: where the model beside the adapters is, if it is no longer where it was.
 
     Raises:
@@ -80,7 +86,7 @@ def load_merged(
 
 
 def load_adapted(checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Path | None = None) -> Decoder:
-    """The model of a checkpoint of adapters, with those and what they were trained beside; see `load_merged`."""
+    """Returns the model of a checkpoint of adapters, with them and the base weights; see `load_merged`."""
     if BASE not in info:
         raise CheckpointError(f"{checkpoint} does not say beside which model its adapters were trained")
     config = model_of(checkpoint, info)
@@ -92,7 +98,7 @@ def load_adapted(checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Pa
 
 
 def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
-    """The model of a checkpoint of adapters, whose other parameters are shapes.
+    """Returns the model of a checkpoint of adapters, whose other parameters are shapes.
 
     Raises:
       CheckpointError: it is damaged.
@@ -105,11 +111,11 @@ def load_adapters(checkpoint: Path, config: ModelConfig, mesh: Mesh) -> Decoder:
 
 
 def model_of(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
-    """What the model of a checkpoint is.
+    """Returns the configuration of the model of a checkpoint.
 
     Raises:
-      CheckpointError: it does not say.
-      ConfigError: it says something that is no model of ours.
+      CheckpointError: the checkpoint has none.
+      ConfigError: it is that of no model of ours.
     """
     stored = info.get("config", {})
     if "model" not in stored:
@@ -118,15 +124,12 @@ def model_of(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
 
 
 def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """All parameters of a model but its adapters.
+    """Returns all parameters of a model but its adapters, and the folder that they are from.
 
     Args:
       path: a folder in Hugging Face format, or a run of ours or one of its checkpoints.
       config: the model; it may have adapters.
-      mesh: where to put them.
-
-    Returns:
-      The parameters, and the folder that they are from.
+      mesh: the mesh to put them on.
 
     Raises:
       HFError, CheckpointError: they cannot be read, or are of another model.
@@ -147,9 +150,9 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
 
 
 def describe_base(weights: nnx.State, origin: Path, mesh: Mesh) -> dict[str, str]:
-    """What a checkpoint of adapters says of the model beside them: where it is, and a hash of its values.
+    """Returns what a checkpoint of adapters records of the model beside them: its folder, and a hash of its values.
 
-    The hash is of the values as float32, so parameters in bfloat16 or in float32 that have them are the same model.
+    The hash is of the values in float32, so the same values in bfloat16 and in float32 are the same model.
     """
     arrays = to_logical(weights, mesh)
     sums = {name: checksums({name: array.astype(jnp.float32)})[name] for name, array in sorted(arrays.items())}
@@ -157,12 +160,12 @@ def describe_base(weights: nnx.State, origin: Path, mesh: Mesh) -> dict[str, str
 
 
 def check_base(info: Mapping[str, Any], now: Mapping[str, str], origin: Path) -> None:
-    """Checks that adapters come beside the model that they were trained beside.
+    """Checks that adapters are put beside the model that they were trained beside.
 
     Args:
-      info: of the adapters' checkpoint.
-      now: as `describe_base` gives it of the model that is to be beside them.
-      origin: where that is from.
+      info: the info of the adapters' checkpoint.
+      now: what `describe_base` returns for the model to put them beside.
+      origin: the folder that it is from.
 
     Raises:
       CheckpointError: it is another model.
@@ -181,3 +184,26 @@ def _base_of(checkpoint: Path, info: Mapping[str, Any], given: Path | None) -> P
         where = f"--base {path}" if given is not None else f"{path}, beside which {checkpoint} was trained"
         raise CheckpointError(f"{where}: no such folder; name the model's by --base DIR")
     return path
+
+
+def keep_files(source: Path, run: Path) -> None:
+    """Copies config.json and the tokenizer's files into the folder of a run, if there are any and the run has none.
+
+    Args:
+      source: a folder in Hugging Face format, or one in which another run keeps such files.
+      run: the folder of the run.
+
+    Raises:
+      HFError: a file cannot be read, or is a link out of the folder; then none is copied.
+    """
+    if (run / KEPT).exists() or not (found := read_files(source, (CONFIG, *TOKENIZER_FILES))):
+        return
+    with appearing(run / KEPT) as folder:
+        for name, content in found.items():
+            (folder / name).write_bytes(content)
+
+
+def kept_files(checkpoint: Path) -> Path | None:
+    """Returns the folder of such files in the run of a checkpoint; None if it has none."""
+    folder = checkpoint.resolve().parent.parent / KEPT
+    return folder if folder.is_dir() else None

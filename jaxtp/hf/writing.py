@@ -1,4 +1,4 @@
-"""Pieces of writing a folder: tensors gathered one at a time, and a folder that appears when it is complete."""
+"""Helps to write a folder: tensors are gathered one at a time, and the folder appears when it is complete."""
 
 import json
 import shutil
@@ -26,12 +26,12 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
-"""Copied with a model, if they are there: also how it is prompted and sampled from."""
+"""Files to copy with a model, if they are there; they also say how it is prompted and sampled from."""
 SPELLED: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Gathered:
-    """Tensors as the file has them, each on the host when it is asked for."""
+    """Gathers tensors on the host, each as the file has it, when it is asked for."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Gathered:
         self.done, self.total = 0, sum(num_bytes(place, dtype) for place in tensors.values())
 
     def __call__(self, name: str) -> Block:
-        """The tensor of that name; called on every process."""
+        """Returns the tensor of that name; every process must call it."""
         place = self.tensors[name]
         variable = self.variables[place.ours]
         array, logical = variable[...], logical_shape(variable)
@@ -64,13 +64,13 @@ def _layer(stacked: Array, index: Array) -> Array:
 
 
 def num_bytes(place: Place, dtype: np.dtype) -> int:
-    """Of a tensor in the file."""
+    """Returns the bytes of a tensor in the file."""
     return int(np.prod(place.shape)) * dtype.itemsize
 
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """A folder to write into, which becomes `path` when the block ends well, and vanishes otherwise.
+    """Yields a folder to write into, which becomes `path` when the block ends well, and vanishes otherwise.
 
     Raises:
       HFError: there is something at `path`, or it cannot be written.
@@ -111,3 +111,8 @@ def tokenizer_files(source: Path) -> dict[str, bytes]:
     if not found:
         raise HFError(f"{source}: no tokenizer there: none of {', '.join(TOKENIZER_FILES)}")
     return found
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Returns whether a folder has files of a tokenizer."""
+    return any((folder / name).exists() for name in TOKENIZER_FILES)

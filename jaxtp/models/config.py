@@ -177,13 +177,14 @@ def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
         yield Stack((block,), len(list(equal)))
 
 
-def checked(config: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
+def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> ModelConfig:
     """Returns the configuration if a decoder can be made of it, also one that was built in Python, where no type or
     range is looked at.
 
     Args:
       config: the model.
       mesh: devices along each axis.
+      fixed: as `violations`.
 
     Raises:
       ConfigError: with every value that cannot be, or that does not fit the others and the mesh.
@@ -191,7 +192,7 @@ def checked(config: ModelConfig, mesh: Mapping[str, int]) -> ModelConfig:
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a decoder is made of a ModelConfig, not of {str(config)[:100]!r}")
     config = validate(type(config), dataclasses.asdict(config), source=type(config).__name__)
-    if problems := list(violations(config, mesh)):
+    if problems := list(violations(config, mesh, fixed=fixed)):
         raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
 

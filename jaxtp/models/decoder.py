@@ -19,7 +19,7 @@ from jaxtp.layers.costs import Cost, Kept, Share, Streamed, itemsize, within
 from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm
-from jaxtp.mesh import AXES, current_mesh, mesh_sizes
+from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
 
 BlockMemory = Mapping[str, Memory]
@@ -105,8 +105,7 @@ class Decoder(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        mesh = current_mesh()
-        self.config = config = checked(config, dict.fromkeys(AXES, 1) if mesh is None else mesh_sizes(mesh))
+        self.config = config = checked(config, mesh_sizes(current_mesh()))
         self.embedding = VocabParallelEmbedding(
             config.vocab_size,
             config.d_model,

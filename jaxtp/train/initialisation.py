@@ -14,8 +14,7 @@ from jaxtp.config import ConfigError, validate
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.files import sha256
 from jaxtp.hf.attributes import read_config
-from jaxtp.hf.kept import keep_files, kept_files
-from jaxtp.hf.runs import load_base
+from jaxtp.hf.runs import keep_files, kept_files, load_base
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
 

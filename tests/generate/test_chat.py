@@ -12,7 +12,7 @@ from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jaxtp.generate import chat
 from jaxtp.generate.chat import Listener, converse
 from jaxtp.generate.engine import GenerationError
-from jaxtp.generate.row import Piece
+from jaxtp.generate.request import Piece
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())
 TOKENIZER = HuggingFaceTokenizer(begins_texts(), "t", has_eos=False)

@@ -17,7 +17,8 @@ from support import sweep
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.__main__ import main
-from jaxtp.generate.sources import open_source
+from jaxtp.generate.loading import open_source
+from jaxtp.generate.request import Piece
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
 
@@ -128,7 +129,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_chat(places, tmp_path, monkeypa
 
     def interrupted_once(self, prompts, settings):
         made.append(bytes(prompts[0]).decode())
-        yield jaxtp.generate.row.Piece(0, 5, "some", None)
+        yield Piece(0, 5, "some", None)
         if len(made) == 1:
             raise KeyboardInterrupt
 

@@ -17,7 +17,7 @@ from jaxtp.checkpoint.safetensors import DTYPES, SafetensorsError, read_header, 
 from jaxtp.convert.__main__ import main
 from jaxtp.data.tokenizer_files import TokenizerFileError, chat_template, read
 from jaxtp.hf.folder import Folder, open_folder
-from jaxtp.hf.kept import keep_files
+from jaxtp.hf.runs import keep_files
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,7 +14,7 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.template import ChatTemplate
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.__main__ import main as generate
-from jaxtp.generate.sources import open_source
+from jaxtp.generate.loading import open_source
 from jaxtp.train.__main__ import main as train
 
 LIBRARY = Tokenizer.from_str(begins_texts().decode())

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from jaxtp.data.corpus import CorpusError, load_corpus
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import HuggingFaceTokenizer
-from jaxtp.generate.sources import open_source
+from jaxtp.generate.loading import open_source
 from jaxtp.prepare.__main__ import main
 from jaxtp.train.__main__ import main as train
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from small_tokenizers import TEXT, byte_fallback, byte_level
 
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from jaxtp.generate.text import StopTexts, TextStream
+from jaxtp.generate.detokenizer import Detokenizer, StopTexts
 
 TOKENIZERS = {
     "bytes": ByteTokenizer(),
@@ -17,7 +17,7 @@ TOKENIZERS = {
 
 
 def streamed(tokenizer, ids, prompt=()):
-    stream = TextStream(tokenizer, prompt)
+    stream = Detokenizer(tokenizer, prompt)
     return [*(stream.feed(token) for token in ids), stream.finish()]
 
 
@@ -38,7 +38,7 @@ def test_pieces_are_whole_characters_and_add_up(name, text):
 def test_a_character_comes_with_its_last_byte(name):
     tokenizer = TOKENIZERS[name]
     (ids,) = tokenizer.encode_batch(["🙃"])
-    stream = TextStream(tokenizer, [])
+    stream = Detokenizer(tokenizer, [])
     pieces = [stream.feed(token) for token in ids.tolist()]
     assert [piece for piece in pieces if piece] == ["🙃"]
     assert pieces[-1] == "🙃"

@@ -1,4 +1,4 @@
-"""Generation from a folder in Hugging Face's format, and what is read of it beside its weights."""
+"""What is read of a folder in Hugging Face's format beside its weights, and generation from it."""
 
 import json
 import sys
@@ -9,10 +9,10 @@ from small_tokenizers import byte_fallback
 
 import jaxtp
 from jaxtp.data.template import ChatError, ChatTemplate
+from jaxtp.data.tokenizer_files import TokenizerFileError
 from jaxtp.generate.__main__ import main
-from jaxtp.generate.row import Piece
-from jaxtp.generate.source import Options, SourceError
-from jaxtp.generate.sources import open_source
+from jaxtp.generate.loading import open_source
+from jaxtp.generate.request import Piece
 
 CONFIG = jaxtp.ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=16)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
@@ -46,6 +46,9 @@ def test_end_tokens_prefix_and_template(folder):
     several = [{"name": "tools", "template": "no"}, {"name": "default", "template": "yes"}]
     write(folder, "tokenizer_config.json", {"chat_template": several})
     assert open_source(folder).template == "yes"
+    write(folder, "tokenizer_config.json", {"bos_token": "<s>"})
+    source = open_source(folder)
+    assert (source.template, source.special_tokens) == (None, {"bos_token": "<s>"}), "a --template FILE may name them"
 
 
 @pytest.mark.parametrize(
@@ -126,8 +129,8 @@ def test_what_is_typed_or_spelled_by_the_model_is_text(flags, first_tokens, fold
 )
 def test_damaged_files_are_named(folder, name, content, message):
     (folder / name).write_text(content)
-    with pytest.raises(SourceError, match=message):
-        open_source(folder, Options())
+    with pytest.raises(TokenizerFileError, match=message):
+        open_source(folder)
 
 
 def test_templates():

@@ -1,4 +1,4 @@
-"""Text as it comes: whole characters only, and nothing that may yet turn out to begin a stop text."""
+"""Tokens into text as they come: whole characters only, and nothing that may yet turn out to begin a stop text."""
 
 import codecs
 from collections.abc import Sequence
@@ -8,20 +8,20 @@ import numpy as np
 from jaxtp.data.tokenizer import Tokenizer
 
 _CONTEXT = 8
-"""Tokens of the prompt that are decoded with the first one: what a token is spelled like depends on those before it."""
+"""Tokens of the prompt to decode together with the first token, whose spelling depends on those before it."""
 
 _HELD = 3
-"""Tokens that may be held back because of an unfinished character: one byte each, of the four that it has at most."""
+"""Tokens to hold back at most for an unfinished character, which has up to four bytes, one in each token."""
 
 _REPLACEMENT = "\ufffd".encode()
 
 
-class TextStream:
-    """Tokens into text, one at a time; what has been given out is never taken back.
+class Detokenizer:
+    """Turns tokens into text, one at a time; text that was given out is never taken back.
 
     Args:
-      tokenizer: whose tokens they are.
-      prompt: the tokens before the first.
+      tokenizer: decodes the tokens.
+      prompt: the tokens before the first one.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
@@ -31,7 +31,7 @@ class TextStream:
         self._start, self._given = 0, len(self._ids)
 
     def feed(self, token: int) -> str:
-        """The text that is certain now; may be empty."""
+        """Takes a token and returns the text that is certain now; it may be empty."""
         self._ids.append(token)
         new = self._new()
         if new.endswith(_REPLACEMENT) and len(self._ids) - self._given <= _HELD:
@@ -40,11 +40,11 @@ class TextStream:
         return self._utf8.decode(new)
 
     def finish(self) -> str:
-        """What was held back; an unfinished character becomes U+FFFD."""
+        """Returns the text that was held back; an unfinished character becomes U+FFFD."""
         return self._utf8.decode(self._new(), final=True)
 
     def _new(self) -> bytes:
-        """What the tokens that were not given out add to those that were, of which only the last matter."""
+        """Returns the bytes that the tokens not given out add to those that were, of which only the last matter."""
         before, now = (self._decode(self._ids[self._start : end]) for end in (self._given, len(self._ids)))
         return now[len(before) :]
 
@@ -53,10 +53,10 @@ class TextStream:
 
 
 class StopTexts:
-    """Ends a text before the one of several that is complete first, however the pieces of it are cut.
+    """Ends a text before whichever stop text is complete first, however the text is cut into pieces.
 
     Args:
-      stops: texts, none of them empty.
+      stops: the stop texts, none of them empty.
     """
 
     def __init__(self, stops: Sequence[str]):
@@ -64,7 +64,10 @@ class StopTexts:
         self._held = ""
 
     def feed(self, piece: str) -> tuple[str, bool]:
-        """What is certain not to be of a stop text; and whether one was found, after which nothing may follow."""
+        """Takes a piece; returns the text that is certain not to be of a stop text, and whether one was found.
+
+        No piece may follow a stop text.
+        """
         text = self._held + piece
         found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
@@ -75,11 +78,11 @@ class StopTexts:
         return text[:certain], False
 
     def finish(self) -> str:
-        """What was held back."""
+        """Returns the text that was held back."""
         held, self._held = self._held, ""
         return held
 
     @staticmethod
     def _beginning(text: str, stop: str) -> int:
-        """How much of the end of the text is the beginning of the stop text."""
+        """Returns how many characters at the end of the text are the beginning of the stop text."""
         return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,6 +1,5 @@
-"""One prompt on its way to a text."""
+"""A request: one prompt, and the text that is generated for it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -8,62 +7,62 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.tokenizer import Tokenizer
+from jaxtp.generate.detokenizer import Detokenizer, StopTexts
 from jaxtp.generate.settings import GenerationSettings
-from jaxtp.generate.text import StopTexts, TextStream
 
 Finish = Literal["end", "stop", "length", "context"]
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a prompt."""
+    """The text that was generated for a prompt."""
 
     index: int
-    """Of the prompt, from 0."""
+    """Index of the prompt, from 0."""
 
     text: str
-    """Up to the end token or the stop text."""
+    """The text before the end token or the stop text."""
 
     ids: tuple[int, ...]
     """Its tokens, without the end token, with those of the stop text."""
 
     logprobs: tuple[float, ...]
-    """Of each token, in nats, under the model as it is: without penalty, temperature and filters."""
+    """Log-probability of each token in nats, under the model as it is: without penalty, temperature and filters."""
 
     finish: Finish
-    """Why it ends: an end token, a stop text, the most tokens that were asked for, or all that the model was made for,
-    those of the prompt among them."""
+    """Why it ends: an end token, a stop text, the most tokens that were asked for, or the most that the model was made
+    for, prompt and text together."""
 
     prompt_tokens: int
-    """Tokens that the prompt has."""
+    """Number of tokens of the prompt."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a token adds to a text."""
+    """The text that one token adds."""
 
     index: int
-    """Of the prompt."""
+    """Index of the prompt."""
 
     token: int | None
-    """None for one that ends the text."""
+    """The token; None for an end token."""
 
     text: str
     """Whole characters; may be empty."""
 
     result: Result | None
-    """All of it, with the last piece."""
+    """The whole text, with its last piece."""
 
 
-class Row:
+class Request:
     """A prompt and the tokens that were chosen for it.
 
     Args:
-      index: of the prompt.
+      index: index of the prompt.
       prompt: its ids.
-      tokenizer: turns them into text.
-      settings: when to end.
-      end_ids: the tokens that end a text.
+      tokenizer: turns the ids into text.
+      settings: say when the text ends.
+      end_ids: tokens that end a text.
       context: the most tokens of prompt and text together; None for any number.
     """
 
@@ -82,7 +81,7 @@ class Row:
         self._text: list[str] = []
         self._ids: list[int] = []
         self._logprobs: list[float] = []
-        self._stream = TextStream(tokenizer, prompt.tolist())
+        self._detokenizer = Detokenizer(tokenizer, prompt.tolist())
         self._stops = StopTexts(settings.stop)
         room = settings.max_tokens if context is None else context - len(prompt)
         self._max_tokens = min(settings.max_tokens, room)
@@ -90,18 +89,18 @@ class Row:
         self._end_ids = end_ids
 
     def add(self, token: int, logprob: float) -> Piece:
-        """Takes the next token; `finish` says whether it was the last."""
+        """Takes the next token and returns its piece of text; if it was the last one, `finish` is then set."""
         text = ""
         if token in self._end_ids:
             self.finish = "end"
         else:
             self._ids.append(token)
             self._logprobs.append(logprob)
-            text = self._certain(self._stream.feed(token))
+            text = self._certain(self._detokenizer.feed(token))
             if self.finish is None and len(self._ids) == self._max_tokens:
                 self.finish = self._longest
         if self.finish in ("end", "length", "context"):
-            text += self._certain(self._stream.finish()) + self._stops.finish()
+            text += self._certain(self._detokenizer.finish()) + self._stops.finish()
         self._text.append(text)
         return Piece(self.index, None if self.finish == "end" else token, text, self._result())
 
@@ -116,8 +115,3 @@ class Row:
             return None
         ids, logprobs = tuple(self._ids), tuple(self._logprobs)
         return Result(self.index, "".join(self._text), ids, logprobs, self.finish, len(self.prompt))
-
-
-def by_batch(rows: Sequence[Row], size: int) -> list[Sequence[Row]]:
-    """Rows in groups of one size; the last may be smaller."""
-    return [rows[start : start + size] for start in range(0, len(rows), size)]

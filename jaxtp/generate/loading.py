@@ -1,0 +1,257 @@
+"""How a path becomes a model to generate from: its weights, tokenizer, chat template and defaults.
+
+The path is that of a run of `jaxtp.train`, of one of its checkpoints, or of a folder in Hugging Face format.
+"""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxtp.checkpoint.reader import Stored, open_checkpoint
+from jaxtp.checkpoint.stored import CheckpointError, newest
+from jaxtp.config import expand, nearest_file
+from jaxtp.data.corpus import PREFIX
+from jaxtp.data.manifest import BYTES, MANIFEST, TOKENIZER
+from jaxtp.data.tokenizer import (
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    Tokenizer,
+    TokenizerError,
+    load_tokenizer,
+    read_tokenizer,
+    tokenizer_file,
+)
+from jaxtp.data.tokenizer_files import GENERATION, MODEL_CONFIG, chat_template, context, end_ids, special_tokens
+from jaxtp.hf import peft
+from jaxtp.hf.attributes import read_config
+from jaxtp.hf.folder import CONFIG
+from jaxtp.hf.load import load_hf
+from jaxtp.hf.runs import kept_files, load_merged, model_of
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.precision import DType
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.decoder import Decoder
+
+
+class SourceError(ValueError):
+    """A path from which no model can be read, or a model without its tokenizer."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices that replace what a model has or says itself."""
+
+    dtype: DType | None = None
+    """Dtype of weights and computation; None for the model's own."""
+
+    tokenizer: Path | None = None
+    """A tokenizer.json, or a folder that has one, instead of the model's own."""
+
+    base: Path | None = None
+    """Folder of the model beside the adapters of a run, if it is no longer where the run found it."""
+
+    special_tokens: bool = False
+    """Whether text that spells a special token becomes that token."""
+
+    ignore_config: tuple[str, ...] = ()
+    """Attributes of a config.json to pass over although they are not understood."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk, of which everything but the weights has been read."""
+
+    name: str
+    """Its name in messages."""
+
+    config: ModelConfig
+    """The configuration to run it with."""
+
+    tokenizer: Tokenizer
+
+    load: Callable[[Mesh], Decoder]
+    """Reads the weights onto a mesh."""
+
+    end_ids: frozenset[int]
+    """Tokens that end a text."""
+
+    prefix: tuple[int, ...]
+    """Tokens that the model expects before a text."""
+
+    template: str | None
+    """Chat template, in Jinja."""
+
+    special_tokens: Mapping[str, str]
+    """The text of the special tokens that the template may name, such as bos_token."""
+
+    context: int | None
+    """The most tokens of a prompt and its text that the model was made for; None where nothing says so."""
+
+
+def open_source(path: Path, options: Options = Options()) -> Source:
+    """Returns the model at a path.
+
+    Raises:
+      SourceError: there is no model, or it has no tokenizer.
+      ValueError: it is damaged or not understood (`CheckpointError`, `DatasetError`, `TokenizerError`,
+        `TokenizerFileError`, `ConfigError`, `HFError`).
+    """
+    if not os.path.isdir(path):  # unlike Path's, it takes names of any length
+        what = "is no folder" if os.path.exists(path) else "no such folder"
+        raise SourceError(f"--model {path}: {what}{nearest_file(path)}")
+    if (path / CONFIG).is_file():
+        return _open_hf(path, options)
+    if _has_checkpoint(path):
+        return _open_run(path, options)
+    if (path / peft.CONFIG).is_file():
+        raise SourceError(
+            f"--model {path}: adapters in PEFT's format, without their model; give the run that trained them, or "
+            "export it with --merged"
+        )
+    raise SourceError(
+        f"--model {path}: no run with a finished checkpoint, and no model in Hugging Face's format (config.json)"
+    )
+
+
+def _open_hf(folder: Path, options: Options) -> Source:
+    config = _inference_config(read_config(folder, options.ignore_config), options.dtype)
+    if options.tokenizer is None and not (folder / TOKENIZER).is_file():
+        raise SourceError(f"{folder} has no {TOKENIZER}; name one by --tokenizer PATH")
+    tokenizer = open_tokenizer(options.tokenizer or folder, special_tokens=options.special_tokens)
+
+    def load(mesh: Mesh) -> Decoder:
+        with jax.set_mesh(mesh):
+            return load_hf(folder, precision=config.precision, ignore_config=options.ignore_config)
+
+    return Source(
+        name=str(folder),
+        config=config,
+        tokenizer=tokenizer,
+        load=load,
+        end_ids=_end_ids(folder) or tokenizer.info.end_ids,
+        prefix=tokenizer.prefix if isinstance(tokenizer, HuggingFaceTokenizer) else (),
+        template=chat_template(folder),
+        special_tokens=special_tokens(folder),
+        context=_context([folder], config),
+    )
+
+
+def _has_checkpoint(path: Path) -> bool:
+    try:
+        newest(path)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _open_run(path: Path, options: Options) -> Source:
+    """Returns the model of the newest checkpoint of a run, or of the checkpoint whose folder is given."""
+    if options.ignore_config:
+        raise SourceError(f"--ignore-config is of a model in Hugging Face's format, and {path} is a run")
+    checkpoint = open_checkpoint(path)
+    folder, info = checkpoint.folder, checkpoint.info
+    config = _inference_config(model_of(folder, info), options.dtype)
+    place = _tokenizer_place(checkpoint, options)
+    tokenizer = _tokenizer_of_run(checkpoint, place, options)
+    folders = [found for found in (place, kept_files(folder)) if found is not None and found.is_dir()]
+    template, names = _chat(folders)
+    return Source(
+        name=f"{path}, step {folder.name}",
+        config=config,
+        tokenizer=tokenizer,
+        load=lambda mesh: load_merged(folder, info, config, mesh, options.base),
+        end_ids=tokenizer.info.end_ids.union(*map(_end_ids, folders)),
+        prefix=tuple(info.get("corpus", {}).get(PREFIX, ())),
+        template=template,
+        special_tokens=names,
+        context=_context(folders, config),
+    )
+
+
+def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
+    """Returns a model's configuration without what only training needs.
+
+    Weights are stored in the dtype that they are multiplied in: layers cast to it anyway, before anything else.
+    """
+    compute = dtype or config.precision.compute
+    return replace(
+        config,
+        attention="xla",
+        dropout=0.0,
+        remat="none",
+        sequence_parallel=None,
+        lora=LoraConfig(),
+        precision=replace(config.precision, param=compute, compute=compute),
+    )
+
+
+def _tokenizer_place(checkpoint: Stored, options: Options) -> Path | None:
+    """Returns where the tokenizer of a run's data should be, and the chat template that they were made by."""
+    data = checkpoint.info["config"].get("data", {})
+    mixture = next(iter(data.get("mixture") or ()), None)
+    places = (options.tokenizer, data.get("path"), mixture, kept_files(checkpoint.folder))
+    return next((expand(Path(place)) for place in places if place is not None), None)
+
+
+def _tokenizer_of_run(checkpoint: Stored, place: Path | None, options: Options) -> Tokenizer:
+    """Returns the tokenizer that a run was trained with, which its checksum proves."""
+    folder, recorded = checkpoint.folder, checkpoint.info.get("corpus", {}).get("tokenizer")
+    if recorded == BYTES:
+        if options.tokenizer is not None:
+            raise SourceError(f"{folder} was trained on bytes; leave --tokenizer out")
+        return ByteTokenizer()
+    if place is None:
+        raise SourceError(f"{folder} does not say which tokenizer it needs; name it by --tokenizer PATH")
+    if not place.exists():
+        raise SourceError(
+            f"the tokenizer of {folder} was in {place}, and there is nothing; name it by --tokenizer PATH"
+        )
+    tokenizer = open_tokenizer(place, special_tokens=options.special_tokens)
+    if recorded is not None and tokenizer.info.sha256 != recorded:
+        raise SourceError(f"{place} is not the tokenizer that {folder} was trained with: its sha256 is another")
+    return tokenizer
+
+
+def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokenizer:
+    """Returns the tokenizer of a dataset, of a `tokenizer.json`, or of a folder that has one.
+
+    Args:
+      path: the folder or file.
+      special_tokens: whether text that spells a special token becomes that token.
+
+    Raises:
+      DatasetError: the dataset is unfinished or damaged.
+      TokenizerError: there is no tokenizer.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return load_tokenizer(path, special_tokens=special_tokens)
+    file = tokenizer_file(path)
+    content = read_tokenizer(file)
+    try:
+        return HuggingFaceTokenizer(content, str(file), special_tokens=special_tokens)
+    except TokenizerError:  # perhaps it is only that no token ends a document, which is no matter here
+        return HuggingFaceTokenizer(content, str(file), has_eos=False, special_tokens=special_tokens)
+
+
+def _chat(folders: Sequence[Path]) -> tuple[str | None, Mapping[str, str]]:
+    """Returns the first chat template in some folders, with the special tokens of its folder."""
+    found = ((chat_template(folder), folder) for folder in folders)
+    return next(((text, special_tokens(folder)) for text, folder in found if text is not None), (None, {}))
+
+
+def _end_ids(folder: Path) -> frozenset[int]:
+    return frozenset(end_ids(folder / GENERATION) or end_ids(folder / MODEL_CONFIG))  # the first may name several
+
+
+def _context(folders: Sequence[Path], config: ModelConfig) -> int | None:
+    """Returns the context that a config.json in some folders gives, stretched by the scaling of rotary embeddings."""
+    length = next((found for folder in folders if (found := context(folder / MODEL_CONFIG)) is not None), None)
+    scaling = config.rope_scaling
+    if length is None or scaling.kind == "none":
+        return length
+    return max(length, int((length if scaling.kind == "linear" else scaling.original_length) * scaling.factor))
