@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxtp.config import ConfigError, Count, Keys, Switch, UserPath, flag
 from jaxtp.generate.prompts import is_jsonl
 from jaxtp.generate.settings import GenerationSettings, contradictions
-from jaxtp.layers.precision import DType
+from jaxtp.layers.parameter import DType
 from jaxtp.mesh import DP, FSDP, TP, make_mesh, mesh_sizes, request_virtual_devices
 from jaxtp.models.config import ModelConfig, checked, violations
 

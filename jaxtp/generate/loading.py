@@ -32,7 +32,7 @@ from jaxtp.hf.folder import CONFIG
 from jaxtp.hf.load import load_hf
 from jaxtp.hf.runs import kept_files, load_merged, model_of
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.precision import DType
+from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 
