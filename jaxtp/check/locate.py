@@ -1,12 +1,12 @@
 """The first module whose output, or whose gradient, differs between two meshes.
 
-The model is run block by block with every module's `__call__` watched: its output is recorded, and a zero is added
-to it, whose gradient is that of the loss at this place.
+The model is run block by block with the calls of every module wrapped: the output is recorded, and a zero is added to
+it, whose gradient is that of the loss at this place.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.mesh import make_mesh
 from jaxtp.models.decoder import Decoder, abstract_decoder, split_keys
+from jaxtp.parallel.calls import Model, with_calls
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.step import dropout_key, row_keys
 
@@ -32,39 +33,22 @@ class _Watch:
     """Records what each module returns, by path, in the order in which they return."""
 
     taps: Taps
-    names: dict[int, str] = field(default_factory=dict)
     outputs: Taps = field(default_factory=dict)
     failed_in: str | None = None
 
-    @contextmanager
-    def on(self, module: nnx.Module, prefix: str) -> Iterator[None]:
-        """Watches a module and all those in it."""
-        inside = list(nnx.iter_modules(module))
-        self.names |= {id(m): ".".join(map(str, (prefix, *path))) for path, m in inside}
-        classes = {
-            cls for _, m in inside for cls in type(m).__mro__ if "__call__" in vars(cls) and cls is not nnx.Module
-        }
-        originals = {cls: vars(cls)["__call__"] for cls in classes}
-        for cls, call in originals.items():
-            setattr(cls, "__call__", self._watched(call))  # noqa: B010
+    def on(self, module: Model, prefix: str) -> Model:
+        """Watches a module and all those in it; returns the module."""
+        return with_calls(module, partial(self._called, prefix))
+
+    def _called(self, prefix: str, path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return method(*args, **kwargs)  # inside another module's view of one device
+        name = f"{prefix}.{path}" if path else prefix
         try:
-            yield
-        finally:
-            for cls, call in originals.items():
-                setattr(cls, "__call__", call)  # noqa: B010
-
-    def _watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-            if jax.sharding.get_abstract_mesh().manual_axes or id(module) not in self.names:
-                return call(module, *args, **kwargs)  # inside another module's view of one device
-            name = self.names[id(module)]
-            try:
-                return self.record(name, call(module, *args, **kwargs))
-            except Exception:
-                self.failed_in = self.failed_in or name
-                raise
-
-        return watched
+            return self.record(name, method(*args, **kwargs))
+        except Exception:
+            self.failed_in = self.failed_in or name
+            raise
 
     def record(self, name: str, output: Any) -> Any:
         """Keeps an output, and adds the tap of that name to it, if there is one."""
@@ -117,7 +101,7 @@ def _compare(expected: _Traces, actual: _Traces, tolerance: float) -> str | None
 
 
 def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> _Traces:
-    """Outputs and their gradients on one mesh; `watch` is told where it fails, if it does."""
+    """Returns the outputs and their gradients on one mesh; `watch` is told where it fails, if it does."""
     mesh = make_mesh(*case.sizes.values())
     batch = batches(config)[0]
     with jax.set_mesh(mesh):
@@ -141,32 +125,30 @@ def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> _
 
 
 def _run(model: Decoder, batch: dict[str, Any], seed: int, watch: _Watch) -> Array:
-    """The mean loss, block by block, without scan and remat, which would hide what is inside them."""
+    """Returns the mean loss, block by block, without scan and remat, which would hide what is inside them."""
     config, keys = model.config, None
     if config.dropout:
         rows = jnp.arange(len(batch["inputs"]))
         keys = split_keys(row_keys(dropout_key(seed, 0), rows), config.num_layers)
     segments = batch.get(SEGMENTS)
-    with watch.on(model.embedding, "embedding"):
-        x_BTD = model.embed(jnp.asarray(batch["inputs"]), segments)
+    watch.on(model.embedding, "embedding")
+    x_BTD = model.embed(jnp.asarray(batch["inputs"]), segments)
     for index, block in enumerate(model.in_order()):
         layer_keys = None if keys is None else keys[index]
-        with watch.on(block, f"blocks.{index}"):
-            x_BTD = block(x_BTD, layer_keys, segments)
-    with watch.on(model.norm, "norm"):
-        x_BTD = model.norm(x_BTD)
+        x_BTD = watch.on(block, f"blocks.{index}")(x_BTD, layer_keys, segments)
+    x_BTD = watch.on(model.norm, "norm")(x_BTD)
     total, count = model.loss_of_hidden(x_BTD, jnp.asarray(batch["labels"]))
     mean: Array = watch.record(LOSS, total / count)
     return mean
 
 
 def _error(actual: Any, expected: Any) -> float:
-    """The largest over the arrays of an output; a shared kv head is there once for each device, in other shapes."""
+    """Returns the largest over an output's arrays; a shared kv head is there once for each device, in other shapes."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     errors = [relative_error(a, e) for a, e in pairs if a.shape == e.shape]
     return max((float("inf") if np.isnan(error) else error for error in errors), default=0.0)
 
 
 def describe_error(error: Exception) -> str:
-    """Its kind and its first line."""
+    """Returns its kind and its first line."""
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

@@ -1,4 +1,4 @@
-"""What a plan moves that another one would not, in words."""
+"""Notes on what a plan moves that another one would not."""
 
 import re
 from collections import Counter
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 
 from flax import nnx
 
-from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.parallel.layouts import Replicate
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
 from jaxtp.propose.dataflow import walk
@@ -18,7 +17,7 @@ from jaxtp.propose.subject import Subject
 
 
 def advice(subject: Subject, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
-    """Notes on a plan; those that differ in the number of a layer only are one.
+    """Returns notes on a plan; those that differ in the number of a layer only are one.
 
     Args:
       subject: the model as it was written, and what is run.
@@ -26,7 +25,7 @@ def advice(subject: Subject, styles: Mapping[str, Style], sizes: Mapping[str, in
       sizes: devices along each axis.
     """
     traced = trace(subject)
-    group = Group(sizes[TP], sizes[DP] * sizes[FSDP])
+    group = Group.of(sizes)
     split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
     record = walk(traced, set(traced.modules) - split, tp=group.tp, parts=group.parts)
     found = [
@@ -39,10 +38,10 @@ def advice(subject: Subject, styles: Mapping[str, Style], sizes: Mapping[str, in
 
 
 def _needed_whole(record: Record, group: Group) -> Iterator[str]:
-    """Column layers whose output something needs whole."""
+    """Notes on column layers whose output something needs whole."""
     calls = {call.path: call for call in record.calls}
     for path, why in record.blocked.items():
-        sent = group.share * group.size(calls[path], 1) * calls[path].times
+        sent = group.sent(calls[path], 1)
         yield (
             f"{path} is Colwise(), and {why}: the compiler brings it together, at most {sent:,.0f} bytes sent by each "
             "device; Colwise(output_layouts=Replicate()) says so, a plan without it saves it"
@@ -52,12 +51,12 @@ def _needed_whole(record: Record, group: Group) -> Iterator[str]:
 def _fed_whole(
     record: Record, modules: Mapping[str, nnx.Module], styles: Mapping[str, Style], group: Group
 ) -> Iterator[str]:
-    """Row layers whose input is not split."""
+    """Notes on row layers whose input is not split."""
     for call in record.calls:
         style, ports = styles.get(call.path), ports_of(modules[call.path], call.method, call.shapes[0].ndim)
         splits_input = ports is not None and ports.row is not None
         if isinstance(style, Rowwise) and style.input_layouts is None and splits_input and not call.row:
-            sent = group.share * group.size(call, 0) * call.times
+            sent = group.sent(call, 0)
             cost = f"is gathered, {sent:,.0f} bytes sent by each device" if call.given.trained else "is not needed"
             yield (
                 f"{call.path} is Rowwise(), and its input is whole on every device: each cuts its part, and the "
@@ -67,7 +66,7 @@ def _fed_whole(
 
 
 def _reduced_apart(record: Record, styles: Mapping[str, Style], group: Group) -> Iterator[str]:
-    """Column layers that read one array, and each reduce its gradient."""
+    """Notes on column layers that read one array, and each reduce its gradient."""
     readers: dict[object, dict[str, Call]] = {}
     for call in record.calls:
         style = styles.get(call.path)
@@ -76,7 +75,7 @@ def _reduced_apart(record: Record, styles: Mapping[str, Style], group: Group) ->
     for calls in readers.values():
         first = next(iter(calls.values()))
         if len(calls) > 1 and not _is_shared(first, styles):
-            sent = (len(calls) - 1) * 2 * group.share * group.size(first, 0) * first.times
+            sent = (len(calls) - 1) * 2 * group.sent(first, 0)
             yield (
                 f"{', '.join(calls)} read one array, and each reduces its gradient over tp; PrepareInput(Replicate(), "
                 f"Replicate()) for {_where(first)} reduces it once: {sent:,.0f} bytes less sent by each device"

@@ -1,8 +1,9 @@
-"""`explain`: what became of a model, module by module."""
+"""`explain`: how a model is split and what it moves, module by module."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import jax
@@ -18,36 +19,36 @@ from jaxtp.audit.loops import A_TURN, AT_MOST
 from jaxtp.audit.tables import columns
 from jaxtp.explain.advice import advice
 from jaxtp.explain.moving import Move, moves, passes
-from jaxtp.explain.written import as_written
 from jaxtp.mesh import AXES, BATCH, DP, FSDP, TP, axes_of, describe_mesh, make_mesh
-from jaxtp.parallel.parallelize import parallelize
+from jaxtp.parallel.calls import original_class
+from jaxtp.parallel.parallelize import as_written, parallelize
 from jaxtp.parallel.plan import Plan, PlanError
 from jaxtp.parallel.spelling import patterns_for, spelled
 from jaxtp.parallel.styles import Style
-from jaxtp.parallel.swap import original_class, role_of
-from jaxtp.propose.meshes import Meant, abstract_mesh, sizes_of
-from jaxtp.propose.subject import Subject, subject_of
+from jaxtp.parallel.swap import role_of
+from jaxtp.propose.flows import ROOT
+from jaxtp.propose.subject import Meant, Subject, abstract_mesh, sizes_of, subject_of
 
 
 @dataclass(frozen=True)
 class Split:
-    """How a parameter is stored."""
+    """A parameter as it is stored."""
 
     name: str
-    """In its module."""
+    """The name of the parameter in its module."""
 
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
 
     def shard(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the part on a device."""
+        """Returns the shape of the part on a device."""
         entries = (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
         parts = (math.prod(sizes[axis] for axis in axes_of(entry)) for entry in entries)
         return tuple(size // n for size, n in zip(self.shape, parts, strict=True))
 
     def bytes(self, sizes: Mapping[str, int]) -> int:
-        """On a device."""
+        """Bytes on a device."""
         return math.prod(self.shard(sizes)) * jnp.dtype(self.dtype).itemsize
 
 
@@ -56,23 +57,23 @@ class Row:
     """A module that has parameters or a style."""
 
     path: str
-    """Dotted; the first one of a shared module."""
+    """The dotted path; the first one of a shared module."""
 
     kind: str
-    """Its class."""
+    """The name of its class."""
 
     style: Style | None
     parameters: tuple[Split, ...]
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """Equal for modules that one line can stand for."""
+        """Returns what is equal for modules that one line can stand for."""
         return self.kind, self.style, self.parameters
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found; `str` of it is a text of tables, and `plot` draws it."""
+    """The answer of `explain`; `str` of it is a text of tables, and `plot` draws it."""
 
     sizes: dict[str, int]
     """Devices along each axis."""
@@ -81,14 +82,27 @@ class Explanation:
     """The modules, in the model's order."""
 
     moves: tuple[Move, ...]
-    """What one forward and backward pass moves; empty without inputs."""
+    """The collectives of one forward and backward pass; empty without inputs."""
 
     notes: tuple[str, ...]
-    """What the plan costs that another one would not."""
+    """Notes on what the plan costs that another one would not."""
+
+    @cached_property
+    def patterns(self) -> dict[str, str]:
+        """Returns the pattern of each row's path."""
+        return patterns_for({row.path: row.alike for row in self.rows})
+
+    @property
+    def groups(self) -> dict[str, list[Row]]:
+        """Returns the rows by pattern; those of one pattern are alike."""
+        groups: dict[str, list[Row]] = {}
+        for row in self.rows:
+            groups.setdefault(self.patterns[row.path], []).append(row)
+        return groups
 
     @property
     def bytes_per_device(self) -> int:
-        """Of all parameters."""
+        """Bytes of all parameters."""
         return sum(split.bytes(self.sizes) for row in self.rows for split in row.parameters)
 
     def sent(self, axis: str) -> float:
@@ -107,7 +121,7 @@ def explain(
     call: Callable[..., Any] | None = None,
     compiled: bool = False,
 ) -> Explanation:
-    """How a model is split, and what it moves: nothing is computed, and no array is made.
+    """Returns how a model is split, and what it moves: nothing is computed, and no array is made.
 
     Args:
       model: what `parallelize` gave; or a model as it was written, real or abstract, or a function that makes it.
@@ -137,7 +151,7 @@ def explain(
 
 
 def _planned(model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, mesh: Mesh | AbstractMesh) -> nnx.Module:
-    """The abstract parallel model."""
+    """Returns the abstract parallel model."""
     written, made, fsdp = as_written(model)
     if made and plan:
         raise PlanError("the model is parallel already, by a plan of its own; give explain one or the other")
@@ -168,7 +182,7 @@ def _inexact(found: list[Move]) -> Iterator[str]:
         AT_MOST: "of a conditional every branch is counted, so that less may move",
     }
     for counted, meaning in meanings.items():
-        if modules := dict.fromkeys(move.module or "the model itself" for move in found if move.counted == counted):
+        if modules := dict.fromkeys(move.module or ROOT for move in found if move.counted == counted):
             yield f"{', '.join(modules)}: {meaning}"
 
 
@@ -189,7 +203,7 @@ def _rows(model: nnx.Module) -> Iterator[Row]:
 
 
 def _in_order(name: Any) -> tuple[bool, int, str]:
-    """Numbers by size, before names."""
+    """Returns a key that sorts numbers by size, before names."""
     return (False, name, "") if isinstance(name, int) else (True, 0, str(name))
 
 
@@ -204,30 +218,19 @@ def _sections(found: Explanation) -> Iterator[str]:
     yield (
         f"mesh {describe_mesh(found.sizes)}: {found.bytes_per_device:,} bytes of parameters on a device, of {whole:,}"
     )
-    patterns = patterns_for({row.path: row.alike for row in found.rows})
-    yield columns(
-        ("module", "of", "style", "parameter", "shape", "split", "bytes on a device"), _cells(found, patterns)
-    )
+    rows = [cells for pattern, rows in found.groups.items() for cells in _group(pattern, rows, found.sizes)]
+    yield columns(("module", "of", "style", "parameter", "shape", "split", "bytes on a device"), rows)
     if found.moves:
-        yield columns(
-            ("module", "pass", "collective", "over", "by", "count", "bytes sent"), _move_cells(found, patterns)
-        )
+        yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), _move_cells(found))
         totals = ", ".join(f"{found.sent(axis):,.0f} over {axis}" for axis in AXES if found.sizes[axis] > 1)
         yield f"a device sends, forward and backward, in bytes: {totals}"
     yield from (f"note: {note}" for note in found.notes)
 
 
-def _cells(found: Explanation, patterns: Mapping[str, str]) -> list[tuple[str, ...]]:
-    groups: dict[str, list[Row]] = {}
-    for row in found.rows:
-        groups.setdefault(patterns[row.path], []).append(row)
-    return [cells for pattern, rows in groups.items() for cells in _group(pattern, rows, found.sizes)]
-
-
 def _group(pattern: str, rows: list[Row], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
     row, times = rows[0], f" x {len(rows)}" if len(rows) > 1 else ""
     style = spelled(row.style) if row.style else ""
-    first = (f"{pattern or 'the model itself'}{times}", row.kind, style)
+    first = (f"{pattern or ROOT}{times}", row.kind, style)
     if not row.parameters:
         yield (*first, "", "", "", "")
     for i, split in enumerate(row.parameters):
@@ -241,11 +244,11 @@ def _written(spec: PartitionSpec) -> str:
     return " ".join(entries) if any(axes_of(entry) for entry in spec) else "whole"
 
 
-def _move_cells(found: Explanation, patterns: Mapping[str, str]) -> list[tuple[str, ...]]:
+def _move_cells(found: Explanation) -> list[tuple[str, ...]]:
     merged: dict[tuple[str, ...], tuple[int, float]] = {}
     for move in found.moves:
         direction, by = "backward" if move.backward else "forward", "the compiler" if move.added else "the program"
-        module = patterns.get(move.module, move.module) or "the model itself"
+        module = found.patterns.get(move.module, move.module) or ROOT
         key = (module, direction, move.kind, "+".join(move.axes), by, move.counted)
         count, sent = merged.get(key, (0, 0.0))
         merged[key] = (count + move.count, sent + move.bytes)

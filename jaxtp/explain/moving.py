@@ -1,7 +1,7 @@
-"""What one forward and one backward pass of a model move, by module."""
+"""What moves in one forward and one backward pass of a model, by module."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxtp.communication import Collective
-from jaxtp.propose.subject import Subject
+from jaxtp.propose.subject import Program, Subject
 
 _MARK = "module:"
 
@@ -20,53 +20,50 @@ class Move:
     """Collectives of one kind in one module."""
 
     module: str
-    """Its dotted path; empty for the model itself."""
+    """The dotted path of the module; empty for the model itself."""
 
     backward: bool
-    """In the backward pass; else in the forward pass."""
+    """Whether they run in the backward pass; else in the forward pass."""
 
     kind: str
     """all-reduce, all-gather, reduce-scatter, ..."""
 
     axes: tuple[str, ...]
-    """Of the mesh, along which they go."""
+    """The axes of the mesh along which they go."""
 
     count: int
     bytes: float
-    """That a device sends, of all of them together."""
+    """The bytes that a device sends in all of them together."""
 
     added: bool = False
-    """The program does not ask for it: the compiler's partitioner added it, between the layers."""
+    """Whether the compiler's partitioner added them, between the layers; the program does not ask for them."""
 
     counted: str = ""
-    """How the count is meant."""
+    """The meaning of the count."""
 
 
-def passes(model: nnx.Module, subject: Subject) -> tuple[Callable[..., Any], Any]:
-    """A forward and a backward pass of what a subject runs, with another model, as a function of arrays.
-
-    Returns:
-      `run(state, arrays)`, and the state.
+def passes(model: nnx.Module, subject: Subject) -> tuple[Program, nnx.State]:
+    """Returns a subject's program with another model, forward and backward, and its state (see `Subject.program`).
 
     The loss is the sum of all outputs. What a module does carries its path as its scope.
     """
-    graph, *state = nnx.split(model, nnx.Param, ...)
+    program, state = subject.program(model, _scoped)
 
-    def run(state: Any, arrays: list[Any]) -> Any:
-        def loss(params: Any) -> jax.Array:
-            copy = nnx.merge(graph, params, state[1], copy=True)  # its own variables: they may change
-            _scope_modules(copy)
-            outputs = subject.run(copy, arrays)
+    def run(state: nnx.State, arrays: list[Any]) -> Any:
+        params, rest = nnx.split_state(state, nnx.Param, ...)
+
+        def loss(params: nnx.State) -> jax.Array:
+            outputs = program(nnx.merge_state(params, rest), arrays)
             floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
             return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
 
-        return jax.grad(loss)(state[0])
+        return jax.grad(loss)(params)
 
-    return run, tuple(state)
+    return run, state
 
 
 def moves(collectives: Mapping[Collective, int], *, added: bool = False) -> list[Move]:
-    """Collectives by module, in the order of the modules' first."""
+    """Returns the collectives by module, in the order of the modules' first."""
     found: dict[tuple[str, bool, str, tuple[str, ...], str], Move] = {}
     for collective, times in collectives.items():
         place = module_of(collective.scope), "transpose(" in collective.scope, collective.kind, collective.axes
@@ -78,19 +75,11 @@ def moves(collectives: Mapping[Collective, int], *, added: bool = False) -> list
 
 
 def module_of(scope: str) -> str:
-    """The innermost module that a scope names."""
+    """Returns the innermost module that a scope names."""
     found = re.findall(rf"{_MARK}([\w.]*)", scope)
     return found[-1] if found else ""
 
 
-def _scope_modules(model: nnx.Module) -> None:
-    for path, module in nnx.iter_modules(model):
-        cls: Any = type(module)
-        body = {"__module__": cls.__module__, **dict(_scoped(cls, ".".join(map(str, path))))}
-        object.__setattr__(module, "__class__", type(cls)(cls.__name__, (cls,), body))
-
-
-def _scoped(cls: type, path: str) -> Iterator[tuple[str, Any]]:
-    for name in ("__call__", "attend"):
-        if hasattr(cls, name):
-            yield name, jax.named_scope(f"{_MARK}{path}")(getattr(cls, name))
+def _scoped(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with jax.named_scope(f"{_MARK}{path}"):
+        return method(*args, **kwargs)

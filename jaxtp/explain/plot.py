@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.config import ConfigError
-from jaxtp.explain.explanation import Explanation, Row, Split
+from jaxtp.explain.explanation import Explanation, Split
 from jaxtp.mesh import AXES, FSDP, TP, axes_of, describe_mesh
-from jaxtp.parallel.spelling import patterns_for
 
 _COLUMNS = 6
 _MOST_PARTS = 16
@@ -51,11 +50,7 @@ def plot(found: Explanation, path: Path) -> None:
 
 
 def _matrices(found: Explanation) -> Iterator[tuple[str, Split]]:
-    patterns = patterns_for({row.path: row.alike for row in found.rows})
-    first: dict[str, Row] = {}
-    for row in found.rows:
-        first.setdefault(patterns[row.path], row)
-    for pattern, row in first.items():
+    for pattern, (row, *_) in found.groups.items():
         for split in row.parameters:
             if len(split.shape) > 1:
                 style = f"\n{type(row.style).__name__}" if row.style else ""

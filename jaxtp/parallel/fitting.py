@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxtp.mesh import AXES, TP, axes_of
+from jaxtp.parallel.calls import has_method, original_class
 from jaxtp.parallel.layouts import Replicate, Shard
 from jaxtp.parallel.modules import Found
 from jaxtp.parallel.plan import Plan, PlanError, assign_styles
@@ -17,7 +18,7 @@ from jaxtp.parallel.running import cut_of
 from jaxtp.parallel.stock import fitting, hindrance
 from jaxtp.parallel.storage import stacked, stored_spec
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
-from jaxtp.parallel.swap import Role, original_class, role_of
+from jaxtp.parallel.swap import Role, role_of
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def _check_fits(found: Found, style: Style, declares: bool) -> None:
 
 
 def _is_called(found: Found) -> bool:
-    return any("__call__" in vars(cls) for cls in original_class(found.module).__mro__)
+    return has_method(original_class(found.module), "__call__")
 
 
 def _check_keywords(found: Found, style: PrepareInput | PrepareOutput) -> None:

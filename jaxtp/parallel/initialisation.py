@@ -64,7 +64,7 @@ class Creation:
                 "the function that makes the model needs the value of an array while it is traced; compute that with "
                 f"NumPy, or make the model first and give it to parallelize ({str(error).splitlines()[0]})"
             ) from error
-        return merge_abstract(made[-1], state)
+        return _merge_abstract(made[-1], state)
 
     def lower(self, shardings: tuple[NamedSharding, ...]) -> Any:
         """The `jax.stages.Lowered` of its creation: the arrays of its state in these shardings, captured `nnx.Rngs`."""
@@ -113,6 +113,15 @@ class Creation:
         return model, copies
 
 
+def abstract_model(model: nnx.Module | Build) -> nnx.Module:
+    """Returns a model without arrays: a copy of a model, real or abstract, or what a function makes.
+
+    Raises:
+      PlanError: as `Creation.abstract`.
+    """
+    return _merge_abstract(*nnx.split(model)) if isinstance(model, nnx.Module) else Creation(model).abstract()
+
+
 class Placeholder(np.ndarray):
     """Stands for an array of an abstract model that is no variable; of a shape and a dtype, without memory.
 
@@ -120,13 +129,8 @@ class Placeholder(np.ndarray):
     """
 
 
-def merge_abstract(graph: Any, state: nnx.State) -> nnx.Module:
-    """A model without arrays.
-
-    Args:
-      graph: of an `nnx.split`.
-      state: likewise, with arrays or `jax.ShapeDtypeStruct`s.
-    """
+def _merge_abstract(graph: Any, state: nnx.State) -> nnx.Module:
+    """Returns the model of an `nnx.split` without its arrays, or what stands for them."""
 
     def abstract(leaf: Any) -> Any:
         if isinstance(leaf, nnx.Variable) or jnp.issubdtype(leaf.dtype, jax.dtypes.extended):

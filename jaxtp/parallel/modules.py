@@ -1,4 +1,4 @@
-"""The modules of a model, with all the paths that lead to them, and what each of them owns."""
+"""The modules of a model, with all the paths that lead to them, and the parameters of each."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -6,8 +6,9 @@ from typing import Any
 
 from flax import nnx
 
+from jaxtp.parallel.calls import modules_of, original_class
 from jaxtp.parallel.stock import Signature, signature
-from jaxtp.parallel.swap import CONTAINERS, original_class
+from jaxtp.parallel.swap import CONTAINERS
 
 
 @dataclass(frozen=True)
@@ -22,29 +23,29 @@ class Found:
     """Its own, by their names in it; not those of modules in it."""
 
     signature: Signature | None
-    """Of a stock module."""
+    """Its signature, if it is a stock module."""
 
     stack: tuple[int, ...]
     """Sizes of the dims that its parameters have in front, where `nnx.vmap` stacked layers."""
 
     @property
     def path(self) -> str:
-        """The first one."""
+        """Returns the first path."""
         return self.paths[0]
 
     @property
     def kind(self) -> str:
-        """The name of its class."""
+        """Returns the name of its class."""
         return original_class(self.module).__name__
 
 
 def find_modules(model: nnx.Module) -> list[Found]:
-    """Every module once, outermost first; containers (`nnx.List`, `nnx.Dict`, lists, dicts) only lend their names."""
-    nodes = [(_join(path), node) for path, node in nnx.iter_graph(model) if _is_module(node)]
-    aliases = [[_join(path) for path in group] for group in nnx.find_duplicates(model)]
+    """Returns every module once, outermost first; containers (`nnx.List`, lists, dicts) only lend their names."""
+    nodes = [(path, node) for path, node in modules_of(model).items() if not isinstance(node, nnx.List | nnx.Dict)]
+    aliases = [[".".join(map(str, path)) for path in group] for group in nnx.find_duplicates(model)]
     signatures = {path: signature(node, original_class(node)) for path, node in nodes}
     stacks = {path: _stack(node, read) for path, node in nodes if (read := signatures[path])}
-    found = (
+    return [
         Found(
             node,
             _with_aliases(path, aliases),
@@ -53,20 +54,11 @@ def find_modules(model: nnx.Module) -> list[Found]:
             stacks[path] if path in stacks else _stack_around(path, stacks),
         )
         for path, node in nodes
-    )
-    return sorted(found, key=lambda f: f.path.count(".") + bool(f.path))
-
-
-def _is_module(node: Any) -> bool:
-    return isinstance(node, nnx.Module) and not isinstance(node, nnx.List | nnx.Dict)
-
-
-def _join(path: tuple[Any, ...]) -> str:
-    return ".".join(map(str, path))
+    ]
 
 
 def _with_aliases(path: str, aliases: list[list[str]]) -> tuple[str, ...]:
-    """A path, and those that lead to the same place by way of what is shared above it."""
+    """Returns a path, and those that lead to the same place by way of what is shared above it."""
     paths = [path]
     for group in aliases:
         for old in list(paths):
@@ -91,7 +83,7 @@ def _members(node: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _stack(module: nnx.Module, read: Signature) -> tuple[int, ...]:
-    """What its first parameter has in front of the dims that its type knows."""
+    """Returns the sizes that its first parameter has in front of the dims that its type knows."""
     for name, letters in read.params.items():
         if (parameter := getattr(module, name)) is not None:
             return tuple(parameter.shape[: len(parameter.shape) - len(letters)])
@@ -99,7 +91,7 @@ def _stack(module: nnx.Module, read: Signature) -> tuple[int, ...]:
 
 
 def _stack_around(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Of a module whose type says nothing: as the stock modules in it are stacked, or those beside it."""
+    """Returns the stack of a module whose type says nothing: as the stock modules in it are, or those beside it."""
     while path:
         inside = {stack for other, stack in stacks.items() if other == path or other.startswith(f"{path}.")}
         if inside:

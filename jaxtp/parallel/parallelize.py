@@ -1,23 +1,23 @@
-"""`parallelize`: any Flax NNX model on a mesh, by a plan.
+"""`parallelize`: any Flax NNX model on a mesh, by a plan; and back (`as_written`).
 
 Nothing is changed before all of the plan is known to fit.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
+from jaxtp.parallel.calls import Model, original_class, set_class
 from jaxtp.parallel.fitting import decide, declarations
-from jaxtp.parallel.initialisation import Creation, Placeholder
+from jaxtp.parallel.initialisation import Creation, Placeholder, abstract_model
 from jaxtp.parallel.modules import find_modules
 from jaxtp.parallel.plan import Plan
-from jaxtp.parallel.swap import swap_class
-
-Model = TypeVar("Model", bound=nnx.Module)
+from jaxtp.parallel.styles import Style
+from jaxtp.parallel.swap import role_of, swap_class
 
 
 def parallelize(
@@ -57,6 +57,26 @@ def parallelize(
     return cast(Model, model)
 
 
+def as_written(model: nnx.Module | Callable[[], nnx.Module]) -> tuple[nnx.Module, dict[str, Style], bool]:
+    """Returns an abstract copy of a model as its author wrote it, and the plan that `parallelize` was given for it.
+
+    Args:
+      model: parallel or not, real or abstract, or a function that makes one.
+
+    Returns:
+      The copy; the style of each module that has one, by its dotted path; and whether its parameters are split over
+      fsdp, which those of a model that is not parallel are to be.
+    """
+    copy = abstract_model(model)
+    parallel = [(found, role) for found in find_modules(copy) if (role := role_of(found.module)) is not None]
+    for found, _ in parallel:
+        set_class(found.module, original_class(found.module))
+        for parameter in found.parameters.values():
+            parameter.set_metadata(out_sharding=None)
+    styles = {found.path: role.style for found, role in parallel if role.style is not None}
+    return copy, styles, not parallel or any(role.fsdp for _, role in parallel)
+
+
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     if mesh is None:
         concrete = jax.sharding.get_mesh()
@@ -79,7 +99,7 @@ def _swap(model: nnx.Module, plan: Plan, sizes: Mapping[str, int], fsdp: bool) -
 
 
 def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
-    """Of every array: as its variable declares; whole, if it does not."""
+    """Returns the sharding of every array: as its variable declares; whole, if it does not."""
 
     def declared(leaf: Any) -> Any:
         metadata = leaf.get_metadata() if isinstance(leaf, nnx.Variable) else {}
@@ -90,7 +110,7 @@ def _shardings(state: nnx.State, mesh: Mesh | AbstractMesh) -> nnx.State:
 
 
 def _put(value: Any, sharding: NamedSharding) -> Any:
-    """An array, abstract or traced or real, in its parts."""
+    """Returns an array, abstract or traced or real, in its parts."""
     if isinstance(value, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     if isinstance(value, Placeholder):

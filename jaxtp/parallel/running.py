@@ -28,6 +28,7 @@ from jaxtp.collectives import (
     load_weight,
 )
 from jaxtp.mesh import AXES, FSDP, TP
+from jaxtp.parallel.calls import original_class, set_class
 from jaxtp.parallel.copies import Copies, copies_spec
 from jaxtp.parallel.layouts import Layout, Replicate, Shard, activation_spec, has_batch, same_layout
 from jaxtp.parallel.stock import Signature
@@ -88,11 +89,8 @@ class Run:
     module: Any
     """An `nnx.Module`."""
 
-    cls: type
-    """The class that its author gave it."""
-
     method: Callable[..., Array]
-    """Of that class, of the module and its input."""
+    """Called with a module of the class that its author gave it, and the input."""
 
     signature: Signature
     cut: Cut
@@ -190,7 +188,7 @@ class Run:
     def _local(self, weights: Mapping[str, Array]) -> nnx.Module:
         """The module as this device sees it."""
         local: Any = nnx.clone(self.module)
-        object.__setattr__(local, "__class__", self.cls)
+        set_class(local, original_class(self.module))
         for name, weight in weights.items():
             setattr(local, name, nnx.Param(weight))
         for name in self._late:

@@ -1,8 +1,6 @@
-"""The classes of parallel modules: each a subclass of the module's own, made for one style.
+"""The classes of parallel modules: each a subclass of the module's own (`calls.py`), made for one style.
 
-A module keeps its place, its attributes, its parameters and their paths; only its class changes, so that
-`isinstance`, tied weights, checkpoints and `nnx.split` find what they found before. Without a mesh in context it runs
-as it was written.
+Without a mesh in context a parallel module runs as it was written.
 """
 
 import functools
@@ -21,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.collectives import axis_size, gather_weight
 from jaxtp.mesh import DP, FSDP, current_mesh
+from jaxtp.parallel.calls import original_class, set_class, subclass
 from jaxtp.parallel.converting import constrained, convert, convert_all, prepare
 from jaxtp.parallel.copies import Copies
 from jaxtp.parallel.layouts import Shard, has_batch
@@ -30,59 +29,42 @@ from jaxtp.parallel.storage import dim_over, without
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
-"""What only lends its names to the paths of what is in it."""
+"""Types that only lend their names to the paths of what is in them."""
 
 
 @dataclass(frozen=True)
 class Role:
-    """What became of a module."""
+    """The part that a module has in a parallel model."""
 
     style: Style | None
     """None: it computes as it did, from parameters that are gathered over fsdp."""
 
     fsdp: bool
-    """Its parameters are stored split over fsdp."""
-
-
-def original_class(module: nnx.Module) -> type:
-    """The class that the author of a module gave it."""
-    return getattr(type(module), "_jaxtp_original", type(module))
+    """Whether its parameters are stored split over fsdp."""
 
 
 def role_of(module: nnx.Module) -> Role | None:
-    """What `parallelize` made of a module; None if nothing."""
+    """Returns the role that `parallelize` gave a module, or None."""
     return getattr(type(module), "_jaxtp_role", None)
 
 
 def swap_class(module: nnx.Module, role: Role) -> None:
     """Gives a module the class for its role."""
-    object.__setattr__(module, "__class__", _class_for(original_class(module), role))
+    set_class(module, _class_for(original_class(module), role))
 
 
 @functools.cache
 def _class_for(cls: type, role: Role) -> type:
-    members: dict[str, Any] = {
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-        "_jaxtp_original": cls,
-        "_jaxtp_role": role,
-        "__call__": _wrap(cls.__call__, functools.partial(_call, cls, role)),
-    }
-    if issubclass(cls, nnx.Embed):
-        members["attend"] = _wrap(cls.attend, functools.partial(_attend, cls, role))
-    return type(cls)(cls.__name__, (cls,), members)
+    runs = {"__call__": _call} | ({"attend": _attend} if issubclass(cls, nnx.Embed) else {})
+    wraps = {name: functools.partial(_run, functools.partial(run, cls, role)) for name, run in runs.items()}
+    return subclass(cls, wraps, _jaxtp_role=role)
 
 
-def _wrap(method: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-        return (method if current_mesh() is None else instead)(self, *args, **kwargs)
-
-    return call
+def _run(parallel: Callable[..., Any], written: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    return (written if current_mesh() is None else parallel)(*args, **kwargs)
 
 
-def _call(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+def _call(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
     style = role.style
     if isinstance(style, PrepareInput):
         args, kwargs = prepare(cls, style, args, kwargs)
@@ -94,8 +76,8 @@ def _call(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) 
     return result
 
 
-def _compute(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
-    """On shards if its rows can be told apart, else on global arrays."""
+def _compute(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Computes on shards if the rows of the input can be told apart, else on global arrays."""
     if not args and (name := _first_argument(cls)) in kwargs:
         args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
     read = signature(module, cls, **_static(kwargs)) if args and not _arrays((args[1:], kwargs)) else None
@@ -109,26 +91,26 @@ def _compute(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: An
     def method(local: nnx.Module, x: Any) -> Any:
         return cls.__call__(local, x, *args[1:], **kwargs)  # type: ignore[operator]
 
-    return Run(module, cls, method, read, cut, _name(cls, role.style))(args[0])
+    return Run(module, method, read, cut, _name(cls, role.style))(args[0])
 
 
 @functools.cache
 def _first_argument(cls: type) -> str:
-    """Its name; that of `self` where there is none."""
+    """Returns its name; that of `self` where there is none."""
     return list(inspect.signature(cls.__call__).parameters)[:2][-1]  # type: ignore[operator]
 
 
-def _attend(cls: type, role: Role, module: nnx.Embed, query: Any, **kwargs: Any) -> Any:
+def _attend(cls: type, role: Role, module: nnx.Embed, /, query: Any, **kwargs: Any) -> Any:
     lookup, read = signature(module, cls), attend_signature()
     if lookup is None or not (isinstance(role.style, Colwise | Rowwise) or _divides_batch(query, read.batch_ndim)):
         with _gathered(module, role):
             return cls.attend(module, jnp.asarray(query), **kwargs)  # type: ignore[attr-defined]
     cut = attend_cut(cut_of(role.style, lookup, fsdp=role.fsdp), read)
     attend = functools.partial(cls.attend, **kwargs)  # type: ignore[attr-defined]
-    return Run(module, cls, attend, read, cut, f"{_name(cls, role.style)}_attend")(query)
+    return Run(module, attend, read, cut, f"{_name(cls, role.style)}_attend")(query)
 
 
-def _on_global_arrays(cls: type, role: Role, module: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+def _on_global_arrays(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
     if isinstance(role.style, SequenceParallel):
         layout = Shard(role.style.sequence_dim)
         args = (constrained(args[0], layout), *args[1:])
@@ -139,7 +121,7 @@ def _on_global_arrays(cls: type, role: Role, module: nnx.Module, *args: Any, **k
 
 @contextmanager
 def _gathered(module: nnx.Module, role: Role) -> Iterator[None]:
-    """While it lasts, the module's own parameters are whole over fsdp, those in containers too."""
+    """Gathers the module's own parameters over fsdp while it lasts, those in containers too."""
     before = dict(vars(module)) if role.fsdp else {}
     whole = {name: _whole(value) for name, value in before.items()}
     changed = {name: value for name, value in whole.items() if value is not before[name]}
@@ -151,7 +133,7 @@ def _gathered(module: nnx.Module, role: Role) -> Iterator[None]:
 
 
 def _whole(value: Any) -> Any:
-    """An attribute with the parameters in it gathered; itself if there are none."""
+    """Returns an attribute with the parameters in it gathered; itself if there are none."""
     if isinstance(value, nnx.Param) and dim_over(FSDP, spec := _spec_here(value)) is not None:
         return value.replace(gather_weight(value[...], spec, without(FSDP, spec)))
     if not isinstance(value, CONTAINERS):
@@ -162,7 +144,7 @@ def _whole(value: Any) -> Any:
 
 
 def _spec_here(parameter: nnx.Param[Any]) -> PartitionSpec:
-    """How a parameter is stored; in a loop over stacked layers it has lost the dim in front."""
+    """Returns how a parameter is stored; in a loop over stacked layers it has lost the dim in front."""
     spec = tuple(parameter.get_metadata().get("out_sharding") or ())
     return PartitionSpec(*spec[max(len(spec) - parameter.ndim, 0) :])
 

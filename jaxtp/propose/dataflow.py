@@ -36,7 +36,7 @@ def walk(traced: Traced, closed: Iterable[str], *, tp: int, parts: int) -> Recor
       parts: devices among which the batch is.
     """
     walker = _Walk(traced.modules, frozenset(closed), tp, parts)
-    given = [Flow(trained=trained) for _, trained in traced.variables]
+    given = [Flow(trained=trained) for trained in traced.trained]
     jaxpr = traced.jaxpr.jaxpr
     given += [Flow(batched=True) for _ in jaxpr.invars[len(given) :]]
     for flow, variable in zip(walker.run(jaxpr, given, 1), jaxpr.outvars, strict=True):

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
+from jaxtp.mesh import DP, FSDP, TP
 from jaxtp.propose.dataflow import walk
 from jaxtp.propose.flows import Call, Labels, Record
 from jaxtp.propose.marking import Traced
@@ -23,50 +24,55 @@ class Region:
     columns: Labels
     rows: Labels
     open: bool
-    """What the columns make is an output of the model, too."""
+    """Whether the output of the columns is an output of the model, too."""
 
     inside: float
     """Bytes that a device sends because of what lies between: the gradients of whole operands of split ones, and the
     outputs of the model."""
 
     bytes: float
-    """That a device sends in all, in a forward and a backward pass, where each input of a column is reduced once."""
+    """Bytes that a device sends in all, in a forward and a backward pass; each input of a column is reduced once."""
 
     alone: float
-    """That it would send if each layer were split alone: a column layer whose output is gathered."""
+    """Bytes that it would send if each layer were split alone: a column layer whose output is gathered."""
 
     @property
     def layers(self) -> Labels:
-        """All of them."""
+        """Returns all of them."""
         return self.columns | self.rows
 
 
 @dataclass(frozen=True)
 class Group:
-    """How many devices share what: all that costs depend on."""
+    """The numbers of devices on which all costs depend."""
 
     tp: int
     parts: int
     """Devices among which the batch is divided."""
 
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> "Group":
+        """Returns the group of a mesh of these sizes."""
+        return cls(sizes[TP], sizes[DP] * sizes[FSDP])
+
     @property
     def share(self) -> float:
-        """Of a message, what a device sends in a ring: (tp-1)/tp."""
+        """Returns the part of a message that a device sends in a ring: (tp-1)/tp."""
         return (self.tp - 1) / self.tp
 
     def columns(self, calls: Iterable[Call]) -> float:
         """Bytes that a device sends to sum the gradients of the inputs of column layers, each input once."""
         read = {(call.given.key, call.times): call for call in calls if call.given.trained}
-        return sum(2 * self.share * call.times * self.size(call, 0) for call in read.values())
+        return sum(2 * self.sent(call, 0) for call in read.values())
 
     def rows(self, calls: Iterable[Call]) -> float:
         """Bytes that a device sends to sum the outputs of row layers."""
-        return sum(2 * self.share * call.times * self.size(call, 1) for call in calls)
+        return sum(2 * self.sent(call, 1) for call in calls)
 
-    def size(self, call: Call, which: int) -> float:
-        """Bytes of the input (0) or output (1) of a call on one device."""
+    def sent(self, call: Call, which: int) -> float:
+        """Bytes that a device sends to gather the inputs (0) or outputs (1) of a call; to sum them takes twice that."""
         aval = call.shapes[which]
-        return aval.size * aval.dtype.itemsize / self.parts
+        return self.share * call.times * aval.size * aval.dtype.itemsize / self.parts
 
 
 def find_regions(traced: Traced, group: Group) -> tuple[list[Region], Record, dict[str, str]]:
@@ -87,8 +93,8 @@ def find_regions(traced: Traced, group: Group) -> tuple[list[Region], Record, di
 
 
 def choose(regions: list[Region]) -> list[Region]:
-    """Of regions that move less than their layers would alone, those that exclude each other nowhere and split most
-    layers, at the least cost."""
+    """Returns, of the regions that move less than their layers would alone, those that exclude each other nowhere and
+    split most layers, at the least cost."""
     paired = [region for region in regions if region.rows and region.bytes < region.alone]
     chosen = [region for component in _components(paired) for region in _best(component)]
     return [region for region in paired if region in chosen]
@@ -100,7 +106,7 @@ def excludes(one: Region, other: Region) -> bool:
 
 
 def _unfit(traced: Traced, calls: Iterable[Call], tp: int) -> Iterable[tuple[str, str]]:
-    """Layers that can be no column layers whatever they feed."""
+    """Yields layers that can be no column layers whatever they feed, and why."""
     for call in calls:
         ports = ports_of(traced.modules[call.path], call.method, call.shapes[0].ndim)
         size = call.shapes[1].shape[ports.column] if ports and ports.column is not None else 0
@@ -117,7 +123,7 @@ def _unfit(traced: Traced, calls: Iterable[Call], tp: int) -> Iterable[tuple[str
 
 
 def _classes(record: Record, closed: Mapping[str, str]) -> list[Labels]:
-    """Column layers that are split together, in the model's order."""
+    """Returns the sets of column layers that are split together, in the model's order."""
     classes = {call.path: frozenset({call.path}) for call in record.calls if call.path not in closed}
     fed: dict[str, Labels] = {}
     for call in record.calls:
@@ -144,7 +150,7 @@ def _region(record: Record, members: Labels, group: Group) -> Region:
 
 
 def _refused(regions: Iterable[Region], record: Record) -> Iterable[tuple[str, str]]:
-    """Column layers of regions that cannot be."""
+    """Yields column layers of regions that cannot be, and why."""
     whole = {call.path for call in record.calls if not call.row}
     whole |= {call.path for call in record.norms if call.given.dim is None}
     for region in regions:
@@ -160,7 +166,7 @@ def _refused(regions: Iterable[Region], record: Record) -> Iterable[tuple[str, s
 
 
 def _components(regions: Iterable[Region]) -> list[list[Region]]:
-    """Regions that exclude each other, directly or by others between them."""
+    """Returns groups of regions that exclude each other, directly or by others between them."""
     components: list[list[Region]] = []
     for region in regions:
         near = [component for component in components if any(excludes(region, other) for other in component)]
@@ -170,7 +176,7 @@ def _components(regions: Iterable[Region]) -> list[list[Region]]:
 
 
 def _best(component: list[Region]) -> list[Region]:
-    """By trying the region that excludes most others, in and out; what is left falls apart."""
+    """Tries the region that excludes most others, in and out; what is left falls apart."""
 
     def value(chosen: list[Region]) -> tuple[int, float]:
         return sum(len(region.layers) for region in chosen), -sum(region.bytes for region in chosen)

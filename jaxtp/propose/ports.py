@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
+from jaxtp.parallel.calls import original_class
 from jaxtp.parallel.stock import Signature, signature
-from jaxtp.parallel.swap import original_class
 
 
 @dataclass(frozen=True)

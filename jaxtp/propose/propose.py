@@ -7,19 +7,21 @@ whole. What is left is split only where that saves more bytes of parameters than
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from flax import nnx
 
-from jaxtp.mesh import DP, FSDP, TP, MeshError
+from jaxtp.mesh import TP, MeshError
+from jaxtp.parallel.initialisation import abstract_model
+from jaxtp.parallel.parallelize import parallelize
+from jaxtp.parallel.plan import Plan
 from jaxtp.propose.draft import draft_plan
 from jaxtp.propose.flows import ROOT
 from jaxtp.propose.marking import Traced, trace
-from jaxtp.propose.meshes import Meant, sizes_of
 from jaxtp.propose.pairing import Group
 from jaxtp.propose.proposal import Proposal, Reason, merge_reasons
 from jaxtp.propose.reasons import in_order, reasons
 from jaxtp.propose.sharing import share_inputs
-from jaxtp.propose.subject import Subject, subject_of
-from jaxtp.propose.trial import try_plan
+from jaxtp.propose.subject import Meant, Subject, abstract_mesh, sizes_of, subject_of
 
 
 def propose_plan(
@@ -59,21 +61,29 @@ def propose_plan(
 
 
 def _propose(subject: Subject, traced: Traced, sizes: Mapping[str, int]) -> Proposal:
-    """A proposal that has been tried: user code that cannot work on shared inputs gets a plan without them."""
+    """Returns a proposal that has been tried: user code that cannot work on shared inputs gets a plan without them."""
     shared = _proposal(traced, sizes, share=True)
     try:
-        try_plan(subject, shared, sizes)
+        _try(subject, shared, sizes)
     except Exception as error:
         alone = _proposal(traced, sizes, share=False)
-        try_plan(subject, alone, sizes)
+        _try(subject, alone, sizes)
         problem = (str(error) or type(error).__name__).splitlines()[0]
         lost = f"inputs of column layers are not shared: {problem}"
         return Proposal(alone, (*alone.reasons, Reason(ROOT, "", lost, 0)), sizes)
     return shared
 
 
+def _try(subject: Subject, plan: Plan, sizes: Mapping[str, int]) -> None:
+    """Traces the call of a model under a plan, on an abstract mesh; raises whatever goes wrong in plan or model."""
+    mesh = abstract_mesh(sizes)
+    with jax.sharding.use_abstract_mesh(mesh):
+        program, state = subject.program(parallelize(abstract_model(subject.model), plan, mesh=mesh))
+        jax.eval_shape(program, state, subject.arrays)
+
+
 def _proposal(traced: Traced, sizes: Mapping[str, int], *, share: bool) -> Proposal:
-    draft = draft_plan(traced, Group(sizes[TP], sizes[DP] * sizes[FSDP]))
+    draft = draft_plan(traced, Group.of(sizes))
     share_inputs(draft, share=share)
     plan = {draft.patterns[path]: draft.styles[path] for path in in_order(draft) if path in draft.styles}
     return Proposal(plan, merge_reasons(reasons(draft)), sizes)

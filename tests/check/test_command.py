@@ -18,7 +18,7 @@ from jaxtp.config import from_yaml
 from jaxtp.hf.attributes import model_config
 from jaxtp.hf.folder import read_attributes
 from jaxtp.layers import linear
-from jaxtp.mesh import AXES, sized
+from jaxtp.mesh import AXES, batch_parts, sized
 from jaxtp.models import config as models
 from jaxtp.train.config import MeshConfig
 from jaxtp.train.defaults import fit
@@ -185,10 +185,10 @@ def test_shrinking_keeps_what_divides_what():
         small, cases = plan(config)
         assert (small.model.num_heads, small.model.num_kv_heads) == (config.model.num_heads, config.model.num_kv_heads)
         for case in cases:
-            tp = case.mesh[2]
+            tp = case.sizes["tp"]
             assert (small.model.vocab_size % tp == 0) == (config.model.vocab_size % tp == 0)
             assert (small.data.sequence_length % tp == 0) == (config.data.sequence_length % tp == 0)
-            assert small.data.global_batch_size % (case.mesh[0] * case.mesh[1] * small.train.accumulation) == 0
+            assert small.data.global_batch_size % (batch_parts(case.sizes) * small.train.accumulation) == 0
 
 
 def fitted(model, *meshes):

@@ -81,6 +81,23 @@ def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
             assert array.addressable_shards[0].data.nbytes == split.bytes(here.sizes)
 
 
+class Held(nnx.Module):
+    """Has parameters in a container."""
+
+    def __init__(self):
+        self.matrices = nnx.List([nnx.Param(jnp.ones((WIDTH, 6))), nnx.Param(jnp.ones((6, WIDTH)))])
+
+    def __call__(self, x):
+        return x @ self.matrices[0][...] @ self.matrices[1][...]
+
+
+def test_parameters_in_a_container_are_split_anew_for_another_mesh():
+    """fsdp 4 splits the dims of 16, and fsdp 3 those of 6."""
+    with jax.set_mesh(jaxtp.make_mesh(fsdp=4)):
+        model = jaxtp.parallelize(Held)
+    assert jaxtp.explain(model, X, mesh={"fsdp": 3}) == jaxtp.explain(Held, X, mesh={"fsdp": 3})
+
+
 class Tables(nnx.Module):
     """Has arrays that are no variables."""
 
