@@ -8,11 +8,10 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxtp.layers.branch import Small, like
 from jaxtp.mesh import DP, FSDP, TP, batch_parts, sized
-from jaxtp.models.config import shrunk, violations
+from jaxtp.models.config import padded_sizes, shrunk, violations
 from jaxtp.train.config import TrainConfig
 
 MAX_DEVICES = 16
@@ -46,13 +45,16 @@ ONE_DEVICE = Case(sized(), False)
 def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
     """Returns the configuration's own mesh, scaled down to 16 devices, and others for each axis alone and together."""
     own = _own_mesh(mesh)
-    tps = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, sized(tp=tp))] or [1]
+    able = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, sized(tp=tp))]
+    tps = [tp for tp in able if not padded_sizes(config.model, tp)] or [1]
+    padded = [tp for tp in (2, 4, COMMON_TP) if tp in able and tp not in tps][:1]
     few = [tp for tp in tps if tp <= COMMON_TP] or tps[:1]
     least, most = few[0], few[-1]
     tp = own[TP] if own[TP] > 1 else most
     half = tp // 2 if tp // 2 in tps else tp
     middle = max(tp for tp in few if tp <= max(COMMON_TP // 2, least))
     others = [{TP: tp}, {TP: half}, {FSDP: 2, TP: half}, {DP: 2, FSDP: 2, TP: least}, {DP: 2, TP: middle}, {TP: most}]
+    others += [{TP: tp} for tp in padded]
     meshes = [own, *(sized(**sizes) for sizes in (*others, {FSDP: 8}, {DP: 8}))]
     meshes = [sizes for sizes in meshes if math.prod(sizes.values()) <= MAX_DEVICES]
     cases = [case for sizes in meshes for case in cases_of(config, sizes)[:1]]
@@ -80,12 +82,12 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     accumulation = min(config.train.accumulation, 2)
     rows = like(0, math.lcm(*(batch_parts(case.sizes) for case in cases)) * accumulation, MIN_ROWS)
     sequence = like(config.data.sequence_length, tps, MIN_SEQUENCE)
-
-    def fits(changes: Mapping[str, Any]) -> bool:
-        changed = dataclasses.replace(config.model, **changes)
-        return not any(list(violations(changed, case.sizes)) for case in cases)
-
-    small = Small(tps, math.lcm(*(case.sizes[FSDP] for case in cases)), sequence, config.data.sequence_length, fits)
+    small = Small(
+        tps=frozenset(case.sizes[TP] for case in cases),
+        shards=math.lcm(*(case.sizes[FSDP] for case in cases)),
+        length=sequence,
+        before=config.data.sequence_length,
+    )
     model = shrunk(config.model, small)
     return dataclasses.replace(
         config,

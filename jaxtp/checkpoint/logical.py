@@ -1,20 +1,20 @@
 """Between the arrays of a mesh, which may be padded, and those of a checkpoint, which are not.
 
-A vocabulary that tp does not divide is padded on that mesh. Checkpoints hold the logical shape, so that any mesh
+A size that tp does not divide is padded on that mesh. Checkpoints hold the logical shape, so that any mesh
 can read them; no array is ever whole on one device, unless none of its other dims can be divided.
 """
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.layers.parameter import logical_shape
-from jaxtp.mesh import axes_of, mesh_sizes
+from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of
+from jaxtp.mesh import TP, axes_of, mesh_sizes
 
 Arrays = dict[str, Array]
 """Arrays by dotted path, such as `model.blocks.mlp.down.kernel`."""
@@ -37,17 +37,14 @@ def logical_size(state: nnx.State) -> int:
 
 
 def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
-    """The arrays of a state without padding, sharded as `abstract_logical` says."""
+    """Returns the arrays of a state without padding, sharded as `abstract_logical` says."""
     targets = abstract_logical(state, mesh)
-    return {name: _cut(variable[...], targets[name]) for name, variable in named_variables(state).items()}
+    return {name: without_padding(variable, targets[name]) for name, variable in named_variables(state).items()}
 
 
 def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shape, dtype and sharding of each array without padding; the state may be abstract."""
-    return {
-        name: jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=_logical_sharding(variable, mesh))
-        for name, variable in named_variables(state).items()
-    }
+    """Returns shape, dtype and sharding of each array without padding; the state may be abstract."""
+    return {name: _logical(variable, mesh) for name, variable in named_variables(state).items()}
 
 
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
@@ -58,46 +55,66 @@ def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
       state: the state to fill, real or abstract; it is not changed.
       mesh: the mesh of the result.
     """
-    padded = {
-        name: _pad(arrays[name], variable.shape, NamedSharding(mesh, spec(variable)))
-        for name, variable in named_variables(state).items()
-    }
-    return filled(state, padded)
+    variables = named_variables(state)
+    return filled(state, {name: with_padding(arrays[name], variables[name], mesh) for name in variables})
 
 
 def spec(variable: nnx.Variable[Any]) -> PartitionSpec:
-    """The `PartitionSpec` that a variable declares; replicated if it declares none."""
+    """Returns the `PartitionSpec` that a variable declares; replicated if it declares none."""
     return PartitionSpec(*(variable.get_metadata().get("out_sharding") or ()))
 
 
-def _logical_sharding(variable: nnx.Variable[Any], mesh: Mesh) -> NamedSharding:
-    """The variable's own sharding; the axes of a padded dim move to one that they divide."""
-    logical, stored = logical_shape(variable), tuple(variable.shape)
-    axes = [axes_of(entry) for entry in spec(variable)]
-    axes += [()] * (len(stored) - len(axes))
-    padded = [dim for dim in range(len(stored)) if logical[dim] != stored[dim]]
-    sizes = mesh_sizes(mesh)
-    for dim in padded:
-        moving, axes[dim] = axes[dim], ()
-        for other in set(range(len(stored))) - set(padded):
-            if logical[other] % math.prod(sizes[axis] for axis in axes[other] + moving) == 0:
-                axes[other] += moving
+def divided(
+    shape: Sequence[int], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
+) -> tuple[tuple[str, ...], ...]:
+    """Returns the axes of each dim of an array; those that do not divide theirs move to one that they divide, if any."""
+    over = [tuple(names) for names in axes]
+
+    def parts(names: tuple[str, ...]) -> int:
+        return math.prod(sizes[axis] for axis in names)
+
+    odd = [dim for dim, size in enumerate(shape) if size % parts(over[dim])]
+    for dim in odd:
+        moving, over[dim] = over[dim], ()
+        for other in (dim for dim in range(len(shape)) if dim not in odd):
+            if shape[other] % parts(over[other] + moving) == 0:
+                over[other] += moving
                 break
-    return NamedSharding(mesh, PartitionSpec(*axes))
+    return tuple(over)
+
+
+def logical_spec(variable: nnx.Variable[Any], sizes: Mapping[str, int]) -> PartitionSpec:
+    """Returns how a variable is split once it has no padding."""
+    shape = logical_shape(variable)
+    axes = [axes_of(entry) for entry in spec(variable)]
+    return PartitionSpec(*divided(shape, [*axes, *[()] * (len(shape) - len(axes))], sizes))
+
+
+def _logical(variable: nnx.Variable[Any], mesh: Mesh) -> jax.ShapeDtypeStruct:
+    sharding = NamedSharding(mesh, logical_spec(variable, mesh_sizes(mesh)))
+    return jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=sharding)
 
 
 # JAX keeps a program by its function: a lambda or a `partial` made here would be compiled anew at each call.
-def _cut(array: Array, target: jax.ShapeDtypeStruct) -> Array:
+def without_padding(variable: nnx.Variable[Any], target: jax.ShapeDtypeStruct) -> Array:
+    """Returns the array of a variable without padding, sharded as the target is."""
+    array: Array = variable[...]
     if array.shape == target.shape:
         return array
-    slice_to = jax.jit(jax.lax.slice, static_argnums=(1, 2), out_shardings=target.sharding)
-    cut: Array = slice_to(array, (0,) * array.ndim, target.shape)
-    return cut
+    cut_to = jax.jit(cut, static_argnums=(1, 2), out_shardings=target.sharding)
+    kept: Array = cut_to(array, padding_of(variable), mesh_sizes(target.sharding.mesh)[TP])
+    return kept
 
 
-def _pad(array: Array, shape: tuple[int, ...], sharding: NamedSharding) -> Array:
-    if array.shape == tuple(shape):
+def with_padding(array: Array, variable: nnx.Variable[Any], mesh: Mesh) -> Array:
+    """Returns a logical array as a variable of this mesh holds it."""
+    if array.shape == tuple(variable.shape):
         return array
-    widths = tuple((0, stored - logical) for stored, logical in zip(shape, array.shape, strict=True))
-    padded: Array = jax.jit(jnp.pad, static_argnums=1, out_shardings=sharding)(array, widths)
-    return padded
+    return padded(array, padding_of(variable), NamedSharding(mesh, spec(variable)))
+
+
+def padded(array: Array, padding: Padding, sharding: NamedSharding) -> Array:
+    """Returns a logical array with the padding of the mesh of a sharding, split by it."""
+    pad_to = jax.jit(pad, static_argnums=(1, 2), out_shardings=sharding)
+    with_zeros: Array = pad_to(array, padding, mesh_sizes(sharding.mesh)[TP])
+    return with_zeros

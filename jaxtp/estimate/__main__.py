@@ -30,7 +30,7 @@ from jaxtp.hardware import RANGES
 from jaxtp.hardware_file import MAX_DEVICES, parse
 from jaxtp.hf.folder import HFError
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
-from jaxtp.train.config import MeshConfig, TrainConfig, training_of, violations_on
+from jaxtp.train.config import TrainConfig, training_of, violations_on
 from jaxtp.train.defaults import RUN_DIR, fit
 from jaxtp.train.place import Place
 
@@ -183,7 +183,7 @@ def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | N
         return None
     if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):
         return None
-    return estimate(dataclasses.replace(config, mesh=MeshConfig(**sizes)), where, model)
+    return estimate(dataclasses.replace(config, mesh=config.mesh.of_sizes(sizes)), where, model)
 
 
 def _require_files(asked: EstimateConfig) -> None:

@@ -14,7 +14,7 @@ from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import AXES, TP, describe_mesh, divisors, fitting_meshes
 from jaxtp.models.costs import StepCosts
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
+from jaxtp.train.config import TrainConfig, violations_on
 from jaxtp.train.memory import MODEL, Memory, StoredArray, costs_of_step, memory_per_device, stored_arrays
 from jaxtp.train.utilization import flops_per_token
 
@@ -208,7 +208,7 @@ def runnable(
     able, refused = [], {}
     once = config if as_configured else _in_micro_batches(config, 1)
     for sizes in meshes:
-        on_mesh = dataclasses.replace(once, mesh=MeshConfig(**sizes))
+        on_mesh = dataclasses.replace(once, mesh=once.mesh.of_sizes(sizes))
         if (problem := next(violations_on(on_mesh, sizes), None)) is None:
             able.append(on_mesh)
         else:

@@ -15,7 +15,7 @@ from jaxtp.generate.prompts import is_jsonl
 from jaxtp.generate.settings import GenerationSettings, contradictions
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import DP, FSDP, TP, make_mesh, mesh_sizes, request_virtual_devices
-from jaxtp.models.config import ModelConfig, checked, violations
+from jaxtp.models.config import ModelConfig, checked, padded_sizes, violations
 
 FIELD = "prompt"
 
@@ -124,11 +124,11 @@ def open_mesh(config: MeshConfig, model: ModelConfig) -> Mesh:
 
 
 def _most_tp(config: MeshConfig, model: ModelConfig) -> int:
-    """Returns the largest tp that the model can use, of the devices that dp and fsdp leave."""
+    """Returns the largest tp that the model can use and that pads nothing, of the devices that dp and fsdp leave."""
     others = max(config.dp, 1) * max(config.fsdp, 1)
     left = 1 if -1 in (config.dp, config.fsdp) or jax.default_backend() == "cpu" else jax.device_count() // others
-    sizes = ({DP: config.dp, FSDP: config.fsdp, TP: tp} for tp in range(left, 1, -1))
-    return next((mesh[TP] for mesh in sizes if not list(violations(model, mesh))), 1)
+    able = (tp for tp in range(left, 1, -1) if not padded_sizes(model, tp))
+    return next((tp for tp in able if not list(violations(model, {DP: config.dp, FSDP: config.fsdp, TP: tp}))), 1)
 
 
 def _contradictions(config: GenerateConfig) -> Iterator[str]:

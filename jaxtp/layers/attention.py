@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Annotated, Any, Literal
 
 import jax
@@ -11,11 +11,11 @@ from flax import nnx
 from jax import Array
 from pydantic import Field
 
-from jaxtp.collectives import axis_size, batch_spec, constrain, device_view
+from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view
 from jaxtp.config import Count, Positive, allowed
-from jaxtp.hints import Problem, not_divisible
+from jaxtp.hints import Problem
 from jaxtp.layers.activations import SequenceParallel, segment_mask, segment_positions
-from jaxtp.layers.branch import Branch, BranchConfig, Memory, Small
+from jaxtp.layers.branch import Branch, BranchConfig, Memory, Padded, Small
 from jaxtp.layers.cache import LAYER_SPEC, insert, visible
 from jaxtp.layers.costs import (
     ELEMENTWISE_AGAIN,
@@ -32,7 +32,7 @@ from jaxtp.layers.costs import (
 )
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import Precision, Weights, own
+from jaxtp.layers.parameter import Precision, Split, Weights, own
 from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
 from jaxtp.mesh import TP
@@ -53,10 +53,10 @@ class AttentionConfig(BranchConfig):
     """Settings of a block's attention."""
 
     num_heads: Count = 8
-    """Query heads. Divisible by mesh.tp and by num_kv_heads."""
+    """Query heads. Divisible by num_kv_heads; padded inside the layer where mesh.tp needs more."""
 
     num_kv_heads: Count = 8
-    """Key and value heads. Divides mesh.tp or is divisible by it."""
+    """Key and value heads; padded inside the layer where they and mesh.tp do not divide one another."""
 
     head_dim: Annotated[int, Field(ge=2, multiple_of=2), allowed("even")] = 16
     """Width of a head; need not be d_model / num_heads."""
@@ -91,29 +91,37 @@ class AttentionConfig(BranchConfig):
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Yields why attention, or another branch of the block, cannot run on a mesh of those sizes."""
         yield from super().problems(sizes)
-        tp, heads, kv_heads = sizes[TP], self.num_heads, self.num_kv_heads
-        by_tp = {f"mesh.{TP}": heads}
-        if heads % kv_heads:
+        if self.num_heads % self.num_kv_heads:
             yield Problem(
-                f"model.num_heads={heads} is not divisible by model.num_kv_heads={kv_heads}",
-                among={"model.num_kv_heads": heads},
-            )
-        yield from not_divisible("model.num_heads", heads, "mesh.tp", tp, by_tp)
-        if kv_heads % tp and tp % kv_heads:
-            text = f"model.num_kv_heads={kv_heads} neither divides mesh.tp={tp} nor is divisible by it"
-            yield Problem(text, among=by_tp)
-        elif kv_heads * self.head_dim % tp:
-            width = kv_heads * self.head_dim
-            yield Problem(
-                f"model.num_kv_heads * model.head_dim = {width} is not divisible by mesh.tp={tp}", among=by_tp
+                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}",
+                among={"model.num_kv_heads": self.num_heads},
             )
         yield from map(Problem, rope_problems(self.rope_theta, self.rope_scaling))
         if self.attention_softcap is not None and self.attention != "xla":
             yield Problem(f"model.attention={self.attention} has no model.attention_softcap; use xla")
 
+    @property
+    def heads(self) -> "HeadSplit":
+        """How query heads are divided over tp."""
+        return HeadSplit((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
+
+    def padding(self, tp: int) -> Iterator[Padded]:
+        """Yields the numbers of heads that tp devices may have to pad."""
+        yield from super().padding(tp)
+        if self.num_heads % self.num_kv_heads == 0:
+            kv_heads, group, _ = self.heads.stored(tp)
+            yield "query heads", self.num_heads, kv_heads * group
+            yield "kv heads", self.num_kv_heads, kv_heads
+
     def smaller(self, small: Small) -> dict[str, Any]:
         """Returns the settings of a small attention of the same structure, and those of the other branches."""
-        head_dims = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and small.fits({"head_dim": size}))
+        heads = self.heads
+
+        def alike(width: int) -> bool:
+            other = replace(self, head_dim=width).heads
+            return all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
+
+        head_dims = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and alike(size))
         length = small.positions(self.rope_scaling.original_length)
         scaled = self.rope_scaling.kind != "none"
         return {
@@ -126,14 +134,59 @@ class AttentionConfig(BranchConfig):
         }
 
 
+@dataclass(frozen=True)
+class HeadSplit(Split):
+    """How query heads are divided over tp: kv heads K, the G query heads of each, and their width H.
+
+    Each device has the query heads of whole kv heads, or shares one kv head with others. Where that is impossible, kv
+    heads are added, or query heads to each group, whichever computes less.
+    """
+
+    @property
+    def keys(self) -> "KeySplit":
+        """How the kv heads are divided."""
+        kv_heads, group, width = self.factors
+        return KeySplit((kv_heads, width), group)
+
+    def stored(self, tp: int) -> tuple[int, ...]:
+        """Returns the factors over tp devices."""
+        return _padded_heads(*self.factors, tp)
+
+
+@dataclass(frozen=True)
+class KeySplit(Split):
+    """How kv heads are divided over tp: their number K, and their width H."""
+
+    group: int
+    """Query heads of each."""
+
+    def stored(self, tp: int) -> tuple[int, ...]:
+        """Returns the factors over tp devices."""
+        kv_heads, _, width = _padded_heads(self.factors[0], self.group, self.factors[1], tp)
+        return kv_heads, width
+
+
+@lru_cache(maxsize=1024)
+def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int, int]:
+    """Returns kv heads, query heads of each and width over tp devices: those of the fewest query heads."""
+    least = -(-kv_heads // tp) * tp
+    choices = [(least * group, least, group)]
+    for more in range(kv_heads, min(least, tp)):
+        if tp % more == 0 and more * width % tp == 0:  # tp / more devices share a head, each storing a part of it
+            padded = -(-group * more // tp) * tp // more
+            choices.append((more * padded, more, padded))
+    _, kv_heads, group = min(choices)
+    return kv_heads, group, width
+
+
 class CausalSelfAttention(Branch):
     """Grouped-query causal attention: each device computes `num_heads / tp` query heads.
 
     Args:
       d_model: D.
-      config: N query heads, divisible by tp and by the K key and value heads; H their width. K and tp divide one
-        another; where K < tp, a head is held and its gradient summed by the tp / K devices that share it. The kernel
-        cudnn runs on NVIDIA GPUs in bfloat16 without ever holding `[T, T]` scores; it raises where it cannot run.
+      config: N query heads, divisible by the K key and value heads; H their width. Where K < tp, a head is held and
+        its gradient summed by the tp / K devices that share it; what tp cannot divide so is padded. The kernel cudnn
+        runs on NVIDIA GPUs in bfloat16 without ever holding `[T, T]` scores; it raises where it cannot run.
       norm_eps: of the normalisation of queries and keys.
       norm_plus_one: its factor is 1 + scale.
       sequence_parallel: activations outside are split over tp along the sequence.
@@ -159,7 +212,7 @@ class CausalSelfAttention(Branch):
     ):
         self.config, self.precision = config, precision
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "precision": precision, "rngs": rngs}
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        queries, keys = config.heads, config.heads.keys
         self.qkv = ColumnParallelLinear(
             d_model,
             (queries, keys, keys),
@@ -170,7 +223,7 @@ class CausalSelfAttention(Branch):
             **shared,
         )
         norm = partial(QKNorm, config.qk_norm, eps=norm_eps, plus_one=norm_plus_one, precision=precision)
-        normalised = () if config.qk_norm == "none" else (config.num_heads, config.num_kv_heads)
+        normalised = () if config.qk_norm == "none" else (queries, keys)
         self.qk_norms = nnx.List(norm(heads, config.head_dim) for heads in normalised)
         self.out = RowParallelLinear(
             queries, d_model, use_bias=config.attention_out_bias, lora=lora.only("o_proj"), **shared
@@ -183,7 +236,8 @@ class CausalSelfAttention(Branch):
 
     def memory(self, num_rows: int, num_slots: int) -> Memory:
         """Returns keys and values `[B, S, K, H]` of no tokens; K is tp where that is more than the kv heads."""
-        shape = (num_rows, num_slots, max(self.config.num_kv_heads, axis_size(TP)), self.config.head_dim)
+        tp = axis_size(TP)
+        shape = (num_rows, num_slots, max(self.config.heads.stored(tp)[0], tp), self.config.head_dim)
         return tuple(constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2))
 
     def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
@@ -243,7 +297,17 @@ class CausalSelfAttention(Branch):
                 # From a cache xla, whatever trains: T is 1 or a chunk, so that the scores [T, S] are small.
                 implementation=config.attention if causal else "xla",
             )
-        return y.reshape(*y.shape[:2], -1)
+        return self._unpadded(y).reshape(*y.shape[:2], -1)
+
+    def _unpadded(self, y: Array) -> Array:
+        """Returns the heads of this device, padding set to zero, so that the output kernel has no gradient there."""
+        heads, tp = self.config.heads, axis_size(TP)
+        if heads.stored(tp) == heads.factors:
+            return y
+        kv_heads, group, _ = heads.factors
+        index = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
+        place, member = jnp.divmod(index, heads.stored(tp)[1])
+        return jnp.where(((place < kv_heads) & (member < group))[:, None], y, 0)
 
     def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
         """Yields what it costs: scores and weighted values as whole squares where scores are held (xla), else their
@@ -256,7 +320,8 @@ class CausalSelfAttention(Branch):
         takes it out of the loop over the blocks); the softmax, in the layouts of two products.
         """
         config, compute, length = self.config, itemsize(self.precision.compute), share.length
-        heads, kv_heads = config.num_heads // share.tp, max(1, config.num_kv_heads // share.tp)
+        stored_kv, group, _ = config.heads.stored(share.tp)
+        heads, kv_heads = stored_kv * group // share.tp, max(1, stored_kv // share.tp)
         queries, keys = (share.tokens * count * config.head_dim for count in (heads, kv_heads))
         held = share.rows * heads * length**2 if config.attention == "xla" else 0
         yield from self.qkv.costs(share, "q, k, v")
@@ -270,7 +335,7 @@ class CausalSelfAttention(Branch):
         yield Product("scores", length, config.head_dim, seen, count, through, attention=True, counted=counted)
         yield Product("weighted values", length, seen, config.head_dim, count, through, attention=True, counted=counted)
         yield Scores("scores", held * FLOAT32 * SCORE_PASSES)
-        rotated = (config.num_heads + config.num_kv_heads) * config.head_dim // share.tp
+        rotated = stored_kv * (group + 1) * config.head_dim // share.tp
         yield Streamed(share.tokens * 2 * rotated * compute)
         yield Working(held * 2 * (FLOAT32 + compute))
         if share.remat == "none":

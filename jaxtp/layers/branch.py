@@ -4,7 +4,8 @@ A new kind of layer is a `Branch` and a `BranchConfig` in one file: whatever ask
 can be shrunk to walks over them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,12 +53,16 @@ class Branch(nnx.Module):
         raise NotImplementedError
 
 
+Padded = tuple[str, int, int]
+"""A size's name, what it is, and what it is padded to."""
+
+
 @dataclass(frozen=True)
 class Small:
     """What sizes are shrunk to, for a check on virtual CPU devices."""
 
-    tps: int
-    """A number that every tp of the check divides."""
+    tps: frozenset[int]
+    """Every tp of the check."""
 
     shards: int
     """A number that every fsdp of the check divides."""
@@ -68,16 +73,13 @@ class Small:
     before: int
     """Tokens in a sequence of the run."""
 
-    fits: Callable[[Mapping[str, Any]], bool]
-    """Whether the model with some settings changed can run on every mesh of the check."""
-
     def positions(self, count: int) -> int:
         """Returns a number of positions, shrunk as much as the sequence is."""
         return max(1, count * self.length // self.before)
 
-    def multiple(self, least: int) -> int:
-        """Returns the smallest size from `least` on that every tp divides."""
-        return like(0, self.tps, least)
+    def size(self, value: int, least: int) -> int:
+        """Returns the smallest size from `least` on that every tp divides, or pads, as it does `value`."""
+        return like(value, math.lcm(*self.tps), least)
 
 
 class BranchConfig:
@@ -85,6 +87,10 @@ class BranchConfig:
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Yields why the branch cannot run on a mesh of those sizes."""
+        yield from ()
+
+    def padding(self, tp: int) -> Iterator[Padded]:
+        """Yields the sizes that tp devices may have to pad."""
         yield from ()
 
     def smaller(self, small: Small) -> dict[str, Any]:

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 
 from jaxtp.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
 from jaxtp.layers.activations import SequenceParallel, is_split
-from jaxtp.layers.parameter import Precision
+from jaxtp.layers.parameter import Precision, Split
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import DP, FSDP, TP
 
@@ -114,8 +114,10 @@ class Weight:
     module: str
     """Name of the layer, as `Collective.module` has it."""
     size: int
-    """Elements of the whole array, padding included."""
+    """Elements of the whole array, without padding."""
     precision: Precision
+    split: Split | None = None
+    """How the dim over tp is padded."""
     tp: bool = True
     """It is split over tp."""
     fsdp: bool = True
@@ -135,26 +137,29 @@ class Weight:
         """Returns whether it has no gradient."""
         return share.frozen and not self.adapter
 
-    def elements(self, sizes: Mapping[str, int]) -> float:
-        """Returns the elements on a device once it is loaded."""
-        return self.size / (sizes[TP] if self.tp else 1) * self.group
+    def padded(self, tp: int) -> int:
+        """Returns the elements of the whole array over tp devices, padding included."""
+        return self.size if self.split is None else self.size // self.split.size * self.split.padded(tp)
+
+    def over_tp(self, sizes: Mapping[str, int]) -> float:
+        """Returns the elements on a device, fsdp apart."""
+        return self.padded(sizes[TP]) / (sizes[TP] if self.tp else 1)
 
     def loaded_bytes(self, share: Share) -> float:
         """Returns the bytes on a device once it is loaded, with its gradient before that is reduced over fsdp."""
         reduced = share.sizes[FSDP] > 1 and not self.is_frozen(share)
         each = itemsize(self.precision.compute) + (itemsize(self.precision.reduce) if reduced else 0)
-        return self.elements(share.sizes) * each
+        return self.over_tp(share.sizes) * self.group * each
 
     def stored_bytes(self, sizes: Mapping[str, int]) -> float:
         """Returns the bytes that a device stores."""
-        elements = self.size / (sizes[TP] if self.tp else 1) / (sizes[FSDP] if self.fsdp else 1)
-        return elements * itemsize(self.precision.param)
+        return self.over_tp(sizes) / (sizes[FSDP] if self.fsdp else 1) * itemsize(self.precision.param)
 
     def moves(self, share: Share) -> Iterator[Moves]:
         """Yields gathers in the compute dtype, and reductions of the gradient in the reduction dtype."""
         sizes, trained = share.sizes, share.training and not self.is_frozen(share)
         compute, reduce = itemsize(self.precision.compute), itemsize(self.precision.reduce)
-        stored = self.size / (sizes[TP] if self.tp else 1)  # on a device, fsdp apart
+        stored = self.over_tp(sizes)
         shard = stored / (sizes[FSDP] if self.fsdp else 1)
         groups = [(TP, self.group, shard * self.group)]
         if self.fsdp:

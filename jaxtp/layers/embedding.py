@@ -2,7 +2,6 @@
 
 A vocabulary that tp does not divide is padded to the next multiple when the table is created. Padded rows are
 zero, are never looked up, and are masked out of the softmax, so that their gradient is zero and they stay zero.
-The table's metadata keeps the logical shape; `parameter.logical_shape` reads it.
 """
 
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import (
     axis_index,
-    axis_size,
     batch_spec,
     check_divides,
     device_view,
@@ -27,21 +25,17 @@ from jaxtp.collectives import (
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.layers.costs import Cost, Share, Weight, itemsize, leave
 from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.parameter import Precision, check_sizes, parameter
+from jaxtp.layers.parameter import Precision, Split, check_sizes, parameter
 from jaxtp.mesh import FSDP, TP
 
 TABLE_SPEC = P(TP, FSDP)
 EMBEDDING = "vocab_parallel_embedding"
 
 
-def padded(vocab_size: int, tp: int) -> int:
-    """Returns the rows of a table over tp devices: the next multiple of tp."""
-    return -(-vocab_size // tp) * tp
-
-
 def table_costs(module: str, vocab_size: int, features: int, share: Share, precision: Precision) -> Iterator[Cost]:
     """Yields what it costs to load a table once."""
-    yield Weight(module=module, size=padded(vocab_size, share.tp) * features, precision=precision, again=False)
+    split = Split((vocab_size,))
+    yield Weight(module=module, size=vocab_size * features, split=split, precision=precision, again=False)
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
@@ -55,9 +49,7 @@ def vocabulary_table(
     """A table `[V, D]`, padded to a multiple of tp in V, stored split by `P("tp", "fsdp")`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
     table = init(rngs.params(), (vocab_size, features), precision.param)
-    rows = padded(vocab_size, axis_size(TP))
-    table = jnp.pad(table, ((0, rows - vocab_size), (0, 0)))
-    return parameter("vocabulary table", table, TABLE_SPEC, logical_shape=(vocab_size, features))
+    return parameter("vocabulary table", table, TABLE_SPEC, padding=((-2, Split((vocab_size,))),))
 
 
 class VocabParallelEmbedding(nnx.Module):

@@ -10,6 +10,7 @@ Shapes below: `x_BTD [B, T, D]`, any number of dims between B and D. Megatron-LM
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -43,7 +44,7 @@ from jaxtp.layers.costs import (
     leave,
 )
 from jaxtp.layers.lora import Lora, LoraConfig
-from jaxtp.layers.parameter import Precision, Weights, check_sizes, own, parameter
+from jaxtp.layers.parameter import Precision, Split, Unpadded, Weights, check_sizes, own, parameter
 from jaxtp.mesh import FSDP, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
@@ -59,7 +60,7 @@ class ColumnParallelLinear(nnx.Module):
 
     Args:
       in_features: D.
-      features: F, or one F for each output.
+      features: F, or one F for each output; a `Split` where padding over tp is expected in the output.
       use_bias: adds a bias to every output.
       unit: columns that a device holds whole, such as the head dim. Where tp would cut an output finer than
         that (kv heads fewer than tp), the devices that share a unit gather it before use, and the output has
@@ -78,7 +79,7 @@ class ColumnParallelLinear(nnx.Module):
     def __init__(
         self,
         in_features: int,
-        features: int | Sequence[int],
+        features: int | Split | Sequence[int | Split],
         *,
         use_bias: bool = False,
         unit: int = 1,
@@ -89,25 +90,21 @@ class ColumnParallelLinear(nnx.Module):
         kernel_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
-        self.features = tuple(features) if isinstance(features, Sequence) else (features,)
+        outputs = tuple(features) if isinstance(features, Sequence) else (features,)
         self.single = not isinstance(features, Sequence)
-        for size in self.features:
-            check_sizes("ColumnParallelLinear", in_features=in_features, features=size)
+        self.features = tuple(_split("ColumnParallelLinear", each, in_features=in_features) for each in outputs)
         self.in_features = in_features
         self.unit = unit
         self.sequence_parallel = sequence_parallel
         self.precision = precision
-        self.kernels = nnx.List(
-            parameter("kernel", kernel_init(rngs.params(), (in_features, f), precision.param), P(FSDP, TP))
-            for f in self.features
-        )
-        self.biases = nnx.List(
-            parameter("bias", jnp.zeros(f, precision.param), P(TP)) for f in self.features if use_bias
-        )
+        kernels = ((f, kernel_init(rngs.params(), (in_features, f.size), precision.param)) for f in self.features)
+        self.kernels = nnx.List(parameter("kernel", k, P(FSDP, TP), padding=((-1, f),)) for f, k in kernels)
+        biases = ((f, jnp.zeros(f.size, precision.param)) for f in self.features if use_bias)
+        self.biases = nnx.List(parameter("bias", b, P(TP), padding=((-1, f),)) for f, b in biases)
         self.adapted = tuple(adapted)
+        specs = P(FSDP), P(None, TP)
         self.loras = nnx.List(
-            Lora((in_features, self.features[i]), lora, (P(FSDP), P(None, TP)), precision=precision, rngs=rngs)
-            for i in self.adapted
+            Lora((in_features, self.features[i]), lora, specs, precision=precision, rngs=rngs) for i in self.adapted
         )
 
     def __call__(self, x_BTD: Array) -> Array | tuple[Array, ...]:
@@ -133,25 +130,24 @@ class ColumnParallelLinear(nnx.Module):
             outputs[i] += lora.scale * (inner @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T, F/tp]
 
-    def _load(self, shard: Array, fsdp_dim: int | None, features: int) -> Array:
-        return self.precision.load(
-            shard, fsdp_dim, tp_dim=shard.ndim - 1, tp_group=self._sharing(features, axis_size(TP))
-        )
+    def _load(self, shard: Array, fsdp_dim: int | None, features: Split) -> Array:
+        group = self._sharing(features, axis_size(TP))
+        return self.precision.load(shard, fsdp_dim, tp_dim=shard.ndim - 1, tp_group=group)
 
-    def _sharing(self, features: int, tp: int) -> int:
+    def _sharing(self, features: Split, tp: int) -> int:
         """Returns the number of devices that share a unit of an output, each gathering the others' parts of it."""
-        return max(1, self.unit * tp // features)
+        return max(1, self.unit * tp // features.padded(tp))
 
     def costs(self, share: Share, name: str) -> Iterator[Cost]:
         """Yields what it costs to project; `name` says what, for reports."""
         tokens, compute = share.tokens, itemsize(self.precision.compute)
         again = share.remat in PROJECTIONS_AGAIN
-        local = [max(size // share.tp, self.unit) for size in self.features]
-        for size in self.features:
-            group = self._sharing(size, share.tp)
-            yield Weight(module=COLUMN, size=self.in_features * size, precision=self.precision, group=group)
+        local = [max(f.padded(share.tp) // share.tp, self.unit) for f in self.features]
+        for f in self.features:
+            over_tp: dict[str, Any] = {"split": f, "group": self._sharing(f, share.tp), "precision": self.precision}
+            yield Weight(module=COLUMN, size=self.in_features * f.size, **over_tp)
             if self.biases:
-                yield Weight(module=COLUMN, size=size, precision=self.precision, fsdp=False, group=group)
+                yield Weight(module=COLUMN, size=f.size, fsdp=False, **over_tp)
         hidden = tokens * self.in_features * compute
         split = share.is_split(self.sequence_parallel)
         yield from enter(COLUMN, share, hidden, split=split, again=share.remat in GATHERS_AGAIN)
@@ -161,29 +157,18 @@ class ColumnParallelLinear(nnx.Module):
             {"none": hidden, "save_gathered": hidden, "save_dots": tokens * sum(local) * compute}.get(share.remat, 0)
         )
         for i, lora in zip(self.adapted, self.loras, strict=True):
-            group = self._sharing(self.features[i], share.tp)
-            yield from lora.costs(
-                share,
-                (self.in_features, local[i]),
-                Weight(
-                    module=COLUMN,
-                    size=self.in_features * lora.rank,
-                    precision=self.precision,
-                    tp=False,
-                    used_by_all_tp=True,
-                ),
-                Weight(
-                    module=COLUMN, size=lora.rank * self.features[i], precision=self.precision, fsdp=False, group=group
-                ),
-                again=again,
-            )
+            f = self.features[i]
+            shared: dict[str, Any] = {"module": COLUMN, "precision": self.precision}
+            a = Weight(size=self.in_features * lora.rank, tp=False, used_by_all_tp=True, **shared)
+            b = Weight(size=lora.rank * f.size, split=f, fsdp=False, group=self._sharing(f, share.tp), **shared)
+            yield from lora.costs(share, (self.in_features, local[i]), a, b, again=again)
 
 
 class RowParallelLinear(nnx.Module):
     """A projection split by rows over tp: takes what a column layer leaves on each device, and sums.
 
     Args:
-      in_features: F.
+      in_features: F; a `Split` where the input is padded.
       features: D.
       use_bias: adds a bias, once, after the reduction.
       sequence_parallel: the result leaves split over tp along the sequence (reduce-scatter, not all-reduce).
@@ -198,7 +183,7 @@ class RowParallelLinear(nnx.Module):
 
     def __init__(
         self,
-        in_features: int,
+        in_features: int | Split,
         features: int,
         *,
         use_bias: bool = False,
@@ -208,14 +193,14 @@ class RowParallelLinear(nnx.Module):
         kernel_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
-        check_sizes("RowParallelLinear", in_features=in_features, features=features)
-        self.in_features, self.features = in_features, features
+        self.in_features, self.features = _split("RowParallelLinear", in_features, out_features=features), features
         self.sequence_parallel = sequence_parallel
         self.precision = precision
-        kernel = kernel_init(rngs.params(), (in_features, features), precision.param)
-        self.kernel = parameter("kernel", kernel, P(TP, FSDP))
+        kernel = kernel_init(rngs.params(), (self.in_features.size, features), precision.param)
+        self.kernel = parameter("kernel", kernel, P(TP, FSDP), padding=((-2, self.in_features),))
         self.bias = parameter("bias", jnp.zeros(features, precision.param), P(FSDP)) if use_bias else None
-        adapter = partial(Lora, (in_features, features), lora, (P(TP), P(None, FSDP)), precision=precision, rngs=rngs)
+        specs = P(TP), P(None, FSDP)
+        adapter = partial(Lora, (self.in_features, features), lora, specs, precision=precision, rngs=rngs)
         self.loras = nnx.List([adapter()] if lora.rank else [])
 
     def __call__(self, x_BTF: Array) -> Array:
@@ -249,25 +234,27 @@ class RowParallelLinear(nnx.Module):
         """
         compute, split = itemsize(self.precision.compute), share.is_split(self.sequence_parallel)
         again = read and share.remat in SUMS_AGAIN
-        local = self.in_features // share.tp
-        yield Weight(module=ROW, size=self.in_features * self.features, precision=self.precision, transposed=True)
+        rows = self.in_features
+        local = rows.padded(share.tp) // share.tp
+        shared: dict[str, Any] = {"module": ROW, "precision": self.precision}
+        yield Weight(size=rows.size * self.features, split=rows, transposed=True, **shared)
         if self.bias is not None:
-            yield Weight(module=ROW, size=self.features, precision=self.precision, tp=False, used_by_all_tp=split)
+            yield Weight(size=self.features, tp=False, used_by_all_tp=split, **shared)
         yield from leave(ROW, share, share.tokens * self.features * compute, split=split, again=again)
         shape = (share.tokens, local, self.features)
         yield Product.of(name, shape, compute, share.passes(again, share.gradients))
         if read and share.remat in ("save_dots", "save_gathered"):
             yield Kept(share.between(self.sequence_parallel) * self.features * compute)
         for lora in self.loras:
-            yield from lora.costs(
-                share,
-                (local, self.features),
-                Weight(module=ROW, size=self.in_features * lora.rank, precision=self.precision, fsdp=False),
-                Weight(
-                    module=ROW, size=lora.rank * self.features, precision=self.precision, tp=False, used_by_all_tp=True
-                ),
-                again=again,
-            )
+            a = Weight(size=rows.size * lora.rank, split=rows, fsdp=False, **shared)
+            b = Weight(size=lora.rank * self.features, tp=False, used_by_all_tp=True, **shared)
+            yield from lora.costs(share, (local, self.features), a, b, again=again)
+
+
+def _split(layer: str, features: int | Split, **others: int) -> Split:
+    """Returns the features that tp divides, those of an int as they are."""
+    check_sizes(layer, features=features.size if isinstance(features, Split) else features, **others)
+    return features if isinstance(features, Split) else Unpadded((features,))
 
 
 def _activation_specs(ndim: int, sequence: int | None) -> tuple[P, P]:

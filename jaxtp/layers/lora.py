@@ -16,7 +16,7 @@ from pydantic import Field
 
 from jaxtp.config import allowed
 from jaxtp.layers.costs import PROJECTIONS_AGAIN, Cost, Kept, Product, Share, Weight, itemsize
-from jaxtp.layers.parameter import Precision, parameter
+from jaxtp.layers.parameter import Precision, Split, parameter
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -57,7 +57,7 @@ class Lora(nnx.Module):
     """One adapter; the layer that it belongs to knows how to apply it.
 
     Args:
-      features: of the input and the output.
+      features: of the input and the output; a `Split` where tp divides them.
       config: rank and alpha.
       specs: of A and B.
       precision: the dtypes.
@@ -66,7 +66,7 @@ class Lora(nnx.Module):
 
     def __init__(
         self,
-        features: tuple[int, int],
+        features: tuple[int | Split, int | Split],
         config: LoraConfig,
         specs: tuple[PartitionSpec, PartitionSpec],
         *,
@@ -75,10 +75,13 @@ class Lora(nnx.Module):
     ):
         self.rank = config.rank
         self.scale = config.alpha / config.rank
-        bound = features[0] ** -0.5  # as PEFT begins: the default of a linear layer of PyTorch
-        a = jax.random.uniform(rngs.params(), (features[0], config.rank), precision.param, -bound, bound)
-        self.a = parameter("lora_a", a, specs[0], kind=LoraParam)
-        self.b = parameter("lora_b", jnp.zeros((config.rank, features[1]), precision.param), specs[1], kind=LoraParam)
+        inner, outer = (f.size if isinstance(f, Split) else f for f in features)
+        rows, columns = (((dim, f),) if isinstance(f, Split) else () for dim, f in zip((-2, -1), features, strict=True))
+        bound = inner**-0.5  # as PEFT begins: the default of a linear layer of PyTorch
+        a = jax.random.uniform(rngs.params(), (inner, config.rank), precision.param, -bound, bound)
+        b = jnp.zeros((config.rank, outer), precision.param)
+        self.a = parameter("lora_a", a, specs[0], kind=LoraParam, padding=rows)
+        self.b = parameter("lora_b", b, specs[1], kind=LoraParam, padding=columns)
 
     def costs(self, share: Share, features: tuple[int, int], a: Weight, b: Weight, *, again: bool) -> Iterator[Cost]:
         """Yields what it costs to apply.

@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, batch_spec, device_view, enter_parallel
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.layers.costs import FLOAT32, Cost, Product, Scores, Share, Working, enter, itemsize, sums_over
-from jaxtp.layers.embedding import TABLE_SPEC, padded, softcapped, table_costs
-from jaxtp.layers.parameter import Precision
+from jaxtp.layers.embedding import TABLE_SPEC, softcapped, table_costs
+from jaxtp.layers.parameter import Precision, Split
 from jaxtp.mesh import BATCH, FSDP, TP
 
 LOSS = "vocab_parallel_cross_entropy"
@@ -100,7 +100,8 @@ def loss_costs(
     compute dtype, and the logits of a chunk and their gradient in float32. A frozen head has no gradient: its table is
     there in float32 only if it is gathered over fsdp, for it is stored so otherwise.
     """
-    compute, tokens, local = itemsize(precision.compute), share.tokens, padded(vocab_size, share.tp) // share.tp
+    compute, tokens = itemsize(precision.compute), share.tokens
+    local = Split((vocab_size,)).padded(share.tp) // share.tp
     yield from table_costs(LOSS, vocab_size, features, share, precision)
     size = tokens * features * compute
     yield from enter(LOSS, share, size, split=share.is_split(setting), again=False)

@@ -10,14 +10,12 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.config import Count
-from jaxtp.hints import Problem, not_divisible
 from jaxtp.layers.activations import SequenceParallel
-from jaxtp.layers.branch import Branch, BranchConfig, Small
+from jaxtp.layers.branch import Branch, BranchConfig, Padded, Small
 from jaxtp.layers.costs import Cost, Kept, Share, Streamed, Working, itemsize
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import TP
+from jaxtp.layers.parameter import Precision, Split
 
 _MIN_FEATURES = 48
 Activation = Literal["silu", "gelu", "gelu_tanh"]
@@ -33,7 +31,7 @@ class MLPConfig(BranchConfig):
     """Settings of a block's MLP."""
 
     d_ff: Count = 384
-    """Hidden width of the MLP. Divisible by mesh.tp."""
+    """Hidden width of the MLP; padded inside the layer where mesh.tp does not divide it."""
 
     mlp: Literal["gated", "plain"] = "gated"
     """Kind of MLP: gated is down(activation(gate(x)) * up(x)), plain down(activation(up(x)))."""
@@ -44,14 +42,14 @@ class MLPConfig(BranchConfig):
     mlp_bias: bool = False
     """Biases on the MLP's projections."""
 
-    def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """Yields why the MLP, or another branch of the block, cannot run on a mesh of those sizes."""
-        yield from super().problems(sizes)
-        yield from not_divisible("model.d_ff", self.d_ff, "mesh.tp", sizes[TP], {f"mesh.{TP}": self.d_ff})
+    def padding(self, tp: int) -> Iterator[Padded]:
+        """Yields the sizes of the block that tp devices pad."""
+        yield from super().padding(tp)
+        yield "d_ff", self.d_ff, Split((self.d_ff,)).padded(tp)
 
     def smaller(self, small: Small) -> dict[str, Any]:
         """Returns the settings of a small MLP of the same structure, and those of the other branches."""
-        return {"d_ff": small.multiple(_MIN_FEATURES), **super().smaller(small)}
+        return {"d_ff": small.size(self.d_ff, _MIN_FEATURES), **super().smaller(small)}
 
 
 class MLP(Branch):
@@ -59,7 +57,7 @@ class MLP(Branch):
 
     Args:
       d_model: D.
-      config: hidden width F, kind, activation, biases.
+      config: hidden width F, padded where tp does not divide it, kind, activation, biases.
       sequence_parallel: activations outside are split over tp along the sequence.
       lora: adapters of the projections that it names.
       precision: the dtypes.
@@ -79,16 +77,16 @@ class MLP(Branch):
         precision: Precision = Precision(),
         rngs: nnx.Rngs,
     ):
-        self.config, self.precision = config, precision
+        self.config, self.precision, self.hidden = config, precision, Split((config.d_ff,))
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "precision": precision, "rngs": rngs}
         biased: dict[str, Any] = {"use_bias": config.mlp_bias, "lora": lora, **shared}
         if config.mlp == "gated":
             adapted = lora.adapted("gate_proj", "up_proj")
-            self.gate_up = ColumnParallelLinear(d_model, (config.d_ff, config.d_ff), adapted=adapted, **biased)
+            self.gate_up = ColumnParallelLinear(d_model, (self.hidden, self.hidden), adapted=adapted, **biased)
         else:
-            self.up = ColumnParallelLinear(d_model, (config.d_ff,), adapted=lora.adapted("up_proj"), **biased)
+            self.up = ColumnParallelLinear(d_model, (self.hidden,), adapted=lora.adapted("up_proj"), **biased)
         self.down = RowParallelLinear(
-            config.d_ff, d_model, use_bias=config.mlp_bias, lora=lora.only("down_proj"), **shared
+            self.hidden, d_model, use_bias=config.mlp_bias, lora=lora.only("down_proj"), **shared
         )
 
     def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
@@ -106,7 +104,7 @@ class MLP(Branch):
         Without remat a gated one keeps gate and up, sigmoid, silu, its derivative and the product, a plain one three.
         """
         gated = self.config.mlp == "gated"
-        features = share.tokens * (self.config.d_ff // share.tp) * itemsize(self.precision.compute)
+        features = share.tokens * (self.hidden.padded(share.tp) // share.tp) * itemsize(self.precision.compute)
         if gated:
             yield from self.gate_up.costs(share, "gate, up")
         else:

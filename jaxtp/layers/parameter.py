@@ -3,18 +3,20 @@
 A layer's body in `device_view` gets its weights by name: `own` gives a module's parameters and their specs.
 """
 
+import math
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import check_divides, load_weight
-from jaxtp.mesh import current_mesh
+from jaxtp.collectives import axis_size, check_divides, load_weight
+from jaxtp.mesh import TP, current_mesh
 
 Weights = dict[str, Array]
 """A layer's parameters by the path of the attribute that holds them, such as `kernels.0`."""
@@ -47,17 +49,108 @@ class Precision:
         return load_weight(shard, fsdp_dim, compute=self.compute, reduce=self.reduce, **kwargs)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Split:
+    """How tp divides a dim: into parts of equal size, for which it is padded with zeros where they are not.
+
+    Padding stays zero: what it is multiplied with is zero, and so are its gradients. Checkpoints, exports and counts
+    have none of it.
+    """
+
+    factors: tuple[int, ...]
+    """The dim as a product, such as heads times their width; the parts are of the first factor."""
+
+    @property
+    def size(self) -> int:
+        """Size of the dim without padding."""
+        return math.prod(self.factors)
+
+    def stored(self, tp: int) -> tuple[int, ...]:
+        """Returns the factors over tp devices, each at least as large."""
+        return (-(-self.factors[0] // tp) * tp, *self.factors[1:])
+
+    def padded(self, tp: int) -> int:
+        """Returns the size of the dim over tp devices."""
+        return math.prod(self.stored(tp))
+
+
+class Unpadded(Split):
+    """A dim that tp has to divide as it is."""
+
+    def stored(self, tp: int) -> tuple[int, ...]:
+        """Returns the factors as they are."""
+        return self.factors
+
+
+Padding = tuple[tuple[int, Split], ...]
+"""The dims of an array that are padded, counted from the last one: -1, -2, ..."""
+
+
 def parameter(
-    name: str, value: Array, spec: PartitionSpec, *, kind: type[nnx.Param[Any]] = nnx.Param, **metadata: Any
+    name: str,
+    value: Array,
+    spec: PartitionSpec,
+    *,
+    kind: type[nnx.Param[Any]] = nnx.Param,
+    padding: Padding = (),
 ) -> nnx.Param[Array]:
     """Returns a parameter that is initialised sharded by `spec` over the mesh in context; whole if there is none.
+
+    Args:
+      name: what it is, for errors.
+      value: its initial value, without padding.
+      spec: the axes of each dim.
+      kind: of variable.
+      padding: how dims are padded.
 
     Raises:
       ValueError: a dim cannot be divided over its mesh axes (JAX would replicate it without a word).
     """
+    value = pad(value, padding, axis_size(TP))
     check_divides(name, value.shape, spec)
     spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))  # an entry for each dim: `own` counts them
+    padded = tuple((dim, split) for dim, split in padding if not isinstance(split, Unpadded))
+    metadata: dict[str, Any] = {"padding": padded} if padded else {}
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
+
+
+def padding_of(variable: nnx.Variable[Any]) -> Padding:
+    """Returns how the dims of a variable are padded."""
+    return tuple(variable.get_metadata().get("padding", ()))
+
+
+def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:
+    """Returns the shape of a variable without padding, which does not depend on the mesh."""
+    shape = list(variable.shape)
+    for dim, split in padding_of(variable):
+        shape[dim] = split.size
+    return tuple(shape)
+
+
+def pad(array: Any, padding: Padding, tp: int) -> Any:
+    """Returns an array of JAX or NumPy with zeros where tp devices pad it."""
+    for dim, split in padding:
+        stored = split.stored(tp)
+        if stored != split.factors:
+            axis = array.ndim + dim
+            widths = [(0, 0)] * axis + [(0, more - less) for less, more in zip(split.factors, stored, strict=True)]
+            factored = array.reshape(*array.shape[:axis], *split.factors, *array.shape[axis + 1 :])
+            library = np if isinstance(array, np.ndarray) else jnp
+            zeros = library.pad(factored, widths + [(0, 0)] * (-dim - 1))
+            array = zeros.reshape(*array.shape[:axis], split.padded(tp), *array.shape[axis + 1 :])
+    return array
+
+
+def cut(array: Any, padding: Padding, tp: int) -> Any:
+    """Returns an array of JAX or NumPy without what tp devices pad it with."""
+    for dim, split in padding:
+        stored = split.stored(tp)
+        if stored != split.factors:
+            axis = array.ndim + dim
+            factored = array.reshape(*array.shape[:axis], *stored, *array.shape[axis + 1 :])
+            kept = factored[(slice(None),) * axis + tuple(slice(size) for size in split.factors)]
+            array = kept.reshape(*array.shape[:axis], split.size, *array.shape[axis + 1 :])
+    return array
 
 
 def own(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
@@ -85,8 +178,3 @@ def check_sizes(layer: str, **sizes: Any) -> None:
     bad = [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]
     if bad:
         raise ValueError(f"{layer}: {', '.join(bad)}: should be a whole number, 1 or more")
-
-
-def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:
-    """The shape of a variable without padding, which does not depend on the mesh."""
-    return tuple(variable.get_metadata().get("logical_shape", variable.shape))

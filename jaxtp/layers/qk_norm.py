@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import all_reduce, axis_size
 from jaxtp.layers.costs import FLOAT32, Cost, Share, Weight, sums_over
 from jaxtp.layers.norm import rms_normalise
-from jaxtp.layers.parameter import Precision, parameter
+from jaxtp.layers.parameter import Precision, Split, parameter
 from jaxtp.mesh import TP
 
 ATTEND = "attend"
@@ -27,7 +27,7 @@ class QKNorm(nnx.Module):
     Args:
       kind: "head" normalises each head, with one scale `[H]` for all of them (Qwen 3); "projection" normalises the
         whole projection, with a scale `[heads * H]` split like the heads (OLMo 2): its mean square is a sum over tp.
-      num_heads: heads of the projection (K for keys).
+      heads: heads of the projection, as tp divides them.
       head_dim: H.
       eps: added to the mean square.
       plus_one: the factor is 1 + scale (Gemma 3).
@@ -39,7 +39,7 @@ class QKNorm(nnx.Module):
     def __init__(
         self,
         kind: QKNormKind,
-        num_heads: int,
+        heads: Split,
         head_dim: int,
         *,
         eps: float,
@@ -47,12 +47,13 @@ class QKNorm(nnx.Module):
         precision: Precision = Precision(),
     ):
         self.per_head = kind == "head"
-        self.features = num_heads * head_dim
+        self.heads = heads
         self.head_dim = head_dim
         self.eps, self.plus_one = eps, plus_one
         self.precision = precision
-        size, spec = (head_dim, P()) if self.per_head else (self.features, P(TP))
-        self.scale = parameter("scale", (jnp.zeros if plus_one else jnp.ones)(size, precision.param), spec)
+        size, spec = (head_dim, P()) if self.per_head else (heads.size, P(TP))
+        initial = (jnp.zeros if plus_one else jnp.ones)(size, precision.param)
+        self.scale = parameter("scale", initial, spec, padding=() if self.per_head else ((-1, heads),))
 
     def __call__(self, x: Array, scale_shard: Array) -> Array:
         """Normalises `[b, T, heads of this device, H]`."""
@@ -66,12 +67,12 @@ class QKNorm(nnx.Module):
         scale = self.precision.load(scale_shard, None, tp_dim=0, tp_group=sharing)
         x32 = x.astype(jnp.float32)
         squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)
-        normalised = x32 * jax.lax.rsqrt(squares / (self.features * sharing) + self.eps)
+        normalised = x32 * jax.lax.rsqrt(squares / (self.heads.size * sharing) + self.eps)
         return normalised.astype(x.dtype) * scale.reshape(x.shape[-2:])
 
     def _sharing(self, tp: int) -> int:
         """Returns the number of devices that hold the same kv head."""
-        return max(1, self.head_dim * tp // self.features)
+        return max(1, self.head_dim * tp // self.heads.padded(tp))
 
     def costs(self, share: Share) -> Iterator[Cost]:
         """Yields what it costs: of a whole projection, also a sum of a float per token, forward, again and backward."""
@@ -79,7 +80,7 @@ class QKNorm(nnx.Module):
             size = self.head_dim
             kind: dict[str, Any] = {"tp": False, "used_by_all_tp": True}
         else:
-            size, kind = self.features, {"group": self._sharing(share.tp)}
+            size, kind = self.heads.size, {"group": self._sharing(share.tp), "split": self.heads}
             count = 3 if share.training else 1
             yield sums_over(ATTEND, (TP,), share.sizes, share.tokens * FLOAT32, count)
         yield Weight(module=ATTEND, size=size, precision=self.precision, fsdp=False, **kind)

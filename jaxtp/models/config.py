@@ -197,6 +197,13 @@ def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
     return config
 
 
+def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
+    """Returns the sizes that tp devices pad: what each is, and what it is padded to, by name."""
+    blocks = dict.fromkeys(block for stack in config.stacks() for block in stack.pattern)
+    found = (size for block in blocks for size in block.padding(tp))
+    return {name: (size, padded) for name, size, padded in found if padded != size}
+
+
 def shrunk(config: ModelConfig, small: Small) -> ModelConfig:
     """Returns a model of the same structure that virtual CPU devices can run: each kind of block is there."""
     pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
@@ -211,7 +218,7 @@ def shrunk(config: ModelConfig, small: Small) -> ModelConfig:
 
     return dataclasses.replace(
         config,
-        vocab_size=like(config.vocab_size, small.tps, _MIN_VOCAB),
+        vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
         d_model=like(0, small.shards, _MIN_D_MODEL),
         num_layers=first + pattern * min(turns, _MAX_TURNS) + rest,
         loss_chunk=small.positions(config.loss_chunk),

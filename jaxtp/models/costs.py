@@ -23,9 +23,12 @@ from jaxtp.layers.costs import (
     Working,
     itemsize,
 )
-from jaxtp.mesh import AXES, batch_parts
-from jaxtp.models.config import ModelConfig
+from jaxtp.mesh import AXES, TP, batch_parts
+from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder
+
+MUCH_PADDING = 0.25
+"""Share of a block's weights from which padding is warned of."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +76,9 @@ class StepCosts:
 
     adapters: int
     """Number of elements of all adapters."""
+
+    padding: float
+    """What padding adds to the weights of all blocks, as a share of them."""
 
     @property
     def flops(self) -> float:
@@ -123,6 +129,10 @@ def costs_of(config: ModelConfig, share: Share, accumulation: int = 1) -> StepCo
         return accumulation * sum(n * c.bytes for n, c in every if isinstance(c, Scores) and c.kind == kind)
 
     passes = (2.5 + (share.remat in ELEMENTWISE_AGAIN)) if share.training else 1.0  # backward as 1.5 times forward
+    stored, own = (
+        sum(n * size(c) for n, costs in blocks for c in costs if isinstance(c, Weight))
+        for size in (lambda weight: weight.padded(share.tp), lambda weight: weight.size)
+    )
     inside = [[(1, cost) for cost in costs] for _, costs in blocks]
     return StepCosts(
         traffic=_traffic(every, share, accumulation),
@@ -141,7 +151,23 @@ def costs_of(config: ModelConfig, share: Share, accumulation: int = 1) -> StepCo
         loss=int(total(Working, ((1, cost) for cost in outside))),
         cached=int(total(Cached, every)),
         adapters=sum(n * c.size for n, c in every if isinstance(c, Weight) and c.adapter),
+        padding=stored / own - 1,
     )
+
+
+def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:
+    """Returns what tp devices pad and what it costs, a warning where that is much; None where they pad nothing."""
+    tp = mesh[TP]
+    if not (padded := padded_sizes(config, tp)):
+        return None
+    added = costs_of(config, Share(sizes=mesh, rows=1, length=1, training=False)).padding
+    sizes = ", ".join(f"{size} {name} as {more}" for name, (size, more) in padded.items())
+    text = f"over tp {tp}: {sizes}, {added:.1%} more in a block"
+    if added <= MUCH_PADDING:
+        return text
+    without = [other for other in range(1, 2 * tp) if not padded_sizes(config, other)]
+    nearest = sorted(sorted(without, key=lambda other: abs(other - tp))[:2])
+    return f"{text}; WARNING: that is much, and nothing is padded over tp {' or '.join(map(str, nearest))}"
 
 
 def _traffic(costs: Iterable[tuple[int, Cost]], share: Share, accumulation: int) -> dict[Collective, int]:

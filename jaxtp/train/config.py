@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,7 +25,7 @@ from jaxtp.mesh import (
     most_devices,
     request_virtual_devices,
 )
-from jaxtp.models.config import ModelConfig, model_problems
+from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
 
@@ -66,6 +66,13 @@ class MeshConfig:
 
     tp: int = 4
     """Shards of each matrix product."""
+
+    allow_padding: bool = True
+    """Pad heads and d_ff where tp does not divide them; false refuses such a mesh."""
+
+    def of_sizes(self, sizes: Mapping[str, int]) -> "MeshConfig":
+        """Returns the section with those sizes of axes."""
+        return replace(self, **sizes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -350,7 +357,12 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
 
 def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields the problems of a configuration on a mesh, without suggestions."""
-    yield from model_problems(config.model, mesh)
+    problems = list(model_problems(config.model, mesh))
+    yield from problems
+    if not (problems or config.mesh.allow_padding):
+        for name, (size, padded) in padded_sizes(config.model, mesh[TP]).items():
+            text = f"mesh.tp={mesh[TP]} pads {size} {name} to {padded}, and mesh.allow_padding is false"
+            yield Problem(text, among={f"mesh.{TP}": size})
     batch, length = config.data.global_batch_size, config.data.sequence_length
     parts = batch_parts(mesh) * config.train.accumulation
     among = dict.fromkeys((f"mesh.{DP}", f"mesh.{FSDP}", "train.accumulation"), batch)

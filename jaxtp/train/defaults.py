@@ -177,7 +177,7 @@ def _of_devices(
     if any(violations_on(with_batch(config, alone) if any_batch else config, alone)):
         if _has_model(config):  # refused for what was given, and for no default beside it
             given_or_one = {axis: getattr(config.mesh, axis) if axis in axes else 1 for axis in AXES}
-            yield Choice("mesh", MeshConfig(**given_or_one))
+            yield Choice("mesh", config.mesh.of_sizes(given_or_one))
         return
     mesh = _first_mesh(config, axes, before)
     place = place or place_for(mesh)
@@ -226,7 +226,7 @@ def _mesh(
         reason = f"of {place.devices} {place.kind}, the mesh that fits the model and moves the least"
         if place.devices == 1:
             reason = f"{place.kind} share the cores, so one is enough" if place.is_virtual else "the only device"
-    mesh = MeshConfig(**{axis: getattr(config.mesh, axis) if axis in axes else first[axis] for axis in AXES})
+    mesh = config.mesh.of_sizes({axis: size for axis, size in first.items() if axis not in axes})
     if mesh != config.mesh:
         yield Choice("mesh", mesh, reason)
     if batch != config.data.global_batch_size:

@@ -22,10 +22,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.logical import divided, named_variables
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import trained
-from jaxtp.mesh import FSDP, axes_of, batch_parts
+from jaxtp.layers.parameter import Padding, padding_of
+from jaxtp.mesh import FSDP, TP, axes_of, batch_parts
 from jaxtp.models.costs import StepCosts, step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -58,12 +59,17 @@ class StoredArray:
     trained: bool
     """It has a gradient."""
 
+    padding: Padding
+    """Dims that are padded."""
+
     def bytes_per_device(self, sizes: Mapping[str, int], dtype: DTypeLike | None = None) -> int:
-        """Bytes on each device of a mesh, in its own dtype or another; a dim that its devices do not divide, such as a
-        vocabulary, is padded."""
-        parts = [math.prod(sizes[axis] for axis in axes) for axes in self.axes]
-        elements = math.prod(-(-dim // part) for dim, part in zip(self.shape, parts, strict=True))
-        return elements * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
+        """Returns the bytes on each device of a mesh, in its own dtype or another."""
+        dims = list(self.shape)
+        for dim, split in self.padding:
+            dims[dim] = split.padded(sizes[TP])
+        axes = divided(dims, self.axes, sizes)
+        parts = math.prod(sizes[axis] for over in axes for axis in over)
+        return math.prod(dims) // parts * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -228,4 +234,5 @@ def _stored(name: str, variable: nnx.Variable[Any], kind: type[nnx.Variable[Any]
     spec += (None,) * (len(variable.shape) - len(spec))
     axes = tuple(axes_of(entry) for entry in spec)
     shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
-    return StoredArray(name, shape, dtype, axes, name.startswith(MODEL) and isinstance(variable, kind))
+    own = name.startswith(MODEL) and isinstance(variable, kind)
+    return StoredArray(name, shape, dtype, axes, own, padding_of(variable))

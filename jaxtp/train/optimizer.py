@@ -12,6 +12,7 @@ import optax.contrib
 
 from jaxtp.config import ConfigError
 from jaxtp.train.config import GroupConfig, OptimizerConfig
+from jaxtp.train.optimizer_state import OnLogicalShapes
 
 _VECTORS = {"scale", "bias", "biases"}
 _TABLES = {"embedding", "head"}
@@ -48,13 +49,14 @@ def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
 
     Its parts, and so the paths of its state in a checkpoint, are the same whatever the settings beside the rule are.
     """
-    return optax.chain(
+    chain = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         _rule(config),
         _decayed(config),
         optax.scale_by_learning_rate(learning_rate(config, steps)),
         _scaled_by_group(config),
     )
+    return chain if is_elementwise(config) else OnLogicalShapes(*chain)
 
 
 def is_elementwise(config: OptimizerConfig) -> bool:

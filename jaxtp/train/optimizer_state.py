@@ -9,8 +9,10 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxtp.checkpoint.logical import named_variables
-from jaxtp.layers.parameter import logical_shape
+from jaxtp.checkpoint.logical import divided, logical_spec, named_variables, spec
+from jaxtp.collectives import axis_size, constrain
+from jaxtp.layers.parameter import cut, logical_shape, pad, padding_of
+from jaxtp.mesh import TP, axes_of, current_mesh, mesh_sizes
 
 Arrays = dict[str, Array]
 """Arrays by dotted path of the parameter; what the transformation sees as its parameters and gradients."""
@@ -18,6 +20,11 @@ Arrays = dict[str, Array]
 
 class OptimizerState(nnx.Variable[Any]):
     """An array of an Optax state."""
+
+
+class OnLogicalShapes(optax.GradientTransformationExtraArgs):
+    """A transformation whose results depend on shapes, such as one that averages over rows: it sees arrays without
+    padding, so that they are the same on every mesh."""
 
 
 class Optimizer(nnx.Module):
@@ -39,30 +46,46 @@ class Optimizer(nnx.Module):
         self.kind = kind
         self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
         params = _parameters(model, kind)
-        state = transformation.init(_arrays(params))
+        state = transformation.init(self._seen(params, params))
+        logical = isinstance(transformation, OnLogicalShapes)
         self.opt_state = nnx.data(
-            jax.tree_util.tree_map_with_path(lambda path, leaf: _variable(leaf, _owner(path, params)), state)
+            jax.tree_util.tree_map_with_path(lambda path, leaf: _variable(leaf, _owner(path, params), logical), state)
         )
 
     def update(self, model: nnx.Module, grads: nnx.State) -> None:
         """Applies gradients, a state like the model's parameters, to the model and to this state."""
         variables = _parameters(model, self.kind)
-        params = _arrays(variables)
+        params = self._seen(variables, variables)
         state = jax.tree.map(lambda v: v[...], self.opt_state, is_leaf=_is_variable)
-        updates, state = self.transformation.update(_arrays(named_variables(grads)), state, params)
+        updates, state = self.transformation.update(self._seen(named_variables(grads), variables), state, params)
         jax.tree.map(lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable)
         updated = optax.apply_updates(params, updates)
         for name, variable in variables.items():
-            variable.set_value(updated[name])
+            variable.set_value(self._stored(updated[name], variable))
         self.step.set_value(self.step[...] + 1)
+
+    def _seen(self, arrays: dict[str, nnx.Variable[Any]], owners: dict[str, nnx.Variable[Any]]) -> Arrays:
+        """Returns the arrays of parameters, or of their gradients, as the transformation sees them."""
+        found = {name: jnp.asarray(variable[...]) for name, variable in arrays.items()}
+        if not isinstance(self.transformation, OnLogicalShapes):
+            return found
+        tp, sizes = axis_size(TP), mesh_sizes(current_mesh())
+        return {
+            name: constrain(cut(array, padding, tp), logical_spec(owners[name], sizes))
+            if (padding := padding_of(owners[name])) and array.shape != logical_shape(owners[name])
+            else array
+            for name, array in found.items()
+        }
+
+    def _stored(self, array: Array, owner: nnx.Variable[Any]) -> Array:
+        """Returns an updated parameter as its variable holds it."""
+        if array.shape == tuple(owner.shape):
+            return array
+        return constrain(pad(array, padding_of(owner), axis_size(TP)), spec(owner))
 
 
 def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, OptimizerState)
-
-
-def _arrays(variables: dict[str, nnx.Variable[Any]]) -> Arrays:
-    return {name: jnp.asarray(variable[...]) for name, variable in variables.items()}
 
 
 def _parameters(model: nnx.Module, kind: type[nnx.Param[Any]]) -> dict[str, nnx.Variable[Any]]:
@@ -78,24 +101,28 @@ def _owner(path: tuple[Any, ...], params: dict[str, nnx.Variable[Any]]) -> nnx.V
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
 
 
-def _variable(leaf: Array, owner: nnx.Variable[Any] | None) -> OptimizerState:
-    metadata = {} if owner is None else _declaration(leaf.shape, owner)
+def _variable(leaf: Array, owner: nnx.Variable[Any] | None, logical: bool) -> OptimizerState:
+    metadata = {} if owner is None else _declaration(leaf.shape, owner, logical)
     return OptimizerState(leaf, **metadata)
 
 
-def _declaration(shape: tuple[int, ...], owner: nnx.Variable[Any]) -> dict[str, Any]:
-    """The parameter's spec and logical shape, without the dim that a factored moment has averaged away."""
-    stored, logical = tuple(owner.shape), logical_shape(owner)
-    spec = tuple(owner.get_metadata().get("out_sharding") or ())
-    spec += (None,) * (len(stored) - len(spec))
-    kept = [tuple(range(len(stored)))]
-    kept += [tuple(d for d in kept[0] if d != averaged) for averaged in kept[0]]
-    for dims in kept:
-        if tuple(stored[d] for d in dims) == shape:
-            eager = owner.get_metadata().get("eager_sharding", False)
+def _declaration(shape: tuple[int, ...], owner: nnx.Variable[Any], logical: bool) -> dict[str, Any]:
+    """Returns the parameter's spec and padding, without the dim that a factored moment has averaged away."""
+    whole = logical_shape(owner) if logical else tuple(owner.shape)
+    axes = [axes_of(entry) for entry in spec(owner)]
+    axes += [()] * (len(whole) - len(axes))
+    every = tuple(range(len(whole)))
+    for dims in (every, *(tuple(d for d in every if d != averaged) for averaged in every)):
+        if tuple(whole[d] for d in dims) == shape:
+            kept = [axes[d] for d in dims]
+            padding = tuple(
+                (dims.index(len(whole) + dim) - len(dims), split)
+                for dim, split in padding_of(owner)
+                if not logical and len(whole) + dim in dims
+            )
             return {
-                "out_sharding": PartitionSpec(*(spec[d] for d in dims)),
-                "logical_shape": tuple(logical[d] for d in dims),
-                "eager_sharding": eager,
+                "out_sharding": PartitionSpec(*divided(shape, kept, mesh_sizes(current_mesh()))),
+                "eager_sharding": owner.get_metadata().get("eager_sharding", False),
+                **({"padding": padding} if padding else {}),
             }
     return {}

@@ -8,6 +8,7 @@ import jax
 
 from jaxtp.config import changed
 from jaxtp.mesh import DP, FSDP, TP, fitting_meshes, request_virtual_devices
+from jaxtp.models.config import padded_sizes
 from jaxtp.train.config import TrainConfig, violations_on
 from jaxtp.train.memory import costs_of_step
 
@@ -70,7 +71,8 @@ def fitting_mesh(
 ) -> tuple[dict[str, int], int] | None:
     """The mesh of the most devices that the run can be on, and its batch size; None if there is none.
 
-    Of several the one that divides the parameters the most, and of those the one that moves the fewest bytes in a step.
+    Of several one that pads nothing, then the one that divides the parameters the most, and of those the one that moves
+    the fewest bytes in a step.
 
     Args:
       config: the run.
@@ -87,9 +89,10 @@ def fitting_mesh(
                 continue
             run = with_batch(config, mesh) if any_batch else config
             if fits(run, mesh, place):
-                found.append((mesh[DP], run.data.global_batch_size, _bytes(run, mesh), mesh))
+                pads = bool(padded_sizes(config.model, mesh[TP]))
+                found.append((pads, mesh[DP], run.data.global_batch_size, _bytes(run, mesh), mesh))
         if found:
-            _, batch, _, best = min(found, key=lambda each: each[:3])
+            *_, batch, _, best = min(found, key=lambda each: each[:4])
             return best, batch
     return None
 

@@ -15,6 +15,7 @@ from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import DP, FSDP, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
+from jaxtp.models.costs import describe_padding
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.optimizer import warmup_steps
@@ -65,7 +66,11 @@ def summary(config: TrainConfig, mesh: Mesh, data: Data, blueprint: Blueprint) -
         f"{_describe_epochs(data, config.train.steps * config.data.global_batch_size)}{_describe_cut(config)}",
         "folder": str(config.run.dir),
     }
-    optional = {"memory": describe_memory(config, mesh), "peak": describe_peak(device)}
+    optional = {
+        "padding": describe_padding(config.model, mesh_sizes(mesh)),
+        "memory": describe_memory(config, mesh),
+        "peak": describe_peak(device),
+    }
     rows |= {name: text for name, text in optional.items() if text is not None}
     lines = [f"{name:<8}{text}" for name, text in rows.items()]
     return "\n".join([*lines, "", *sharding_table(blueprint), ""])
