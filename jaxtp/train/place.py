@@ -5,11 +5,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import Mesh
 
 from jaxtp.config import changed
-from jaxtp.mesh import AXES, DP, FSDP, TP, fitting_meshes, request_virtual_devices
+from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes, fitting_meshes, make_mesh, mesh_sizes, request_virtual_devices
 from jaxtp.models.budget import step_moves
-from jaxtp.train.config import TrainConfig, violations_on
+from jaxtp.train.config import TrainConfig, check, check_devices, check_platform, violations_on
 
 VIRTUAL_KIND = "virtual CPU devices"
 BATCH_SIZE = "data.global_batch_size"
@@ -37,8 +38,27 @@ class Place:
         return self.kind == VIRTUAL_KIND
 
 
+def mesh_of(config: TrainConfig) -> Mesh:
+    """Returns the mesh of a run; what does not fit it is refused before JAX's backend starts, if no size is -1.
+
+    Raises:
+      ConfigError: with every violation, each with the nearest values that work; or a kernel that the platform lacks.
+      MeshError: there is no such mesh.
+      RematError: a remat policy that the platform cannot carry out.
+    """
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    check_sizes(sizes)
+    if -1 not in sizes.values():
+        check(config, sizes)
+        check_devices(config, sizes)
+    mesh = make_mesh(*sizes.values())
+    check(config, mesh_sizes(mesh))
+    check_platform(config.model, mesh.devices.flat[0].platform)
+    return mesh
+
+
 def place_for(mesh: Mapping[str, int]) -> Place:
-    """The devices that are there; starts JAX's backend.
+    """Describes the devices that are there; starts JAX's backend.
 
     Args:
       mesh: what is asked for, -1 for what is left; virtual CPU devices are as many as it needs.
@@ -53,14 +73,14 @@ def place_for(mesh: Mapping[str, int]) -> Place:
 
 
 def fits(config: TrainConfig, mesh: Mapping[str, int], place: Place) -> bool:
-    """Whether the run can be on that mesh of the devices."""
+    """Returns whether the run can be on that mesh of the devices."""
     count = math.prod(mesh.values())
     enough = count == place.devices or (count < place.devices and place.per_process == place.devices)
     return enough and not any(violations_on(config, mesh))
 
 
 def with_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
-    """The run with the smallest batch size, from the configured one on, that the mesh divides."""
+    """Returns the run with the smallest batch size, from the configured one on, that the mesh divides."""
     parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
     return changed(config, {BATCH_SIZE: -(-config.data.global_batch_size // parts) * parts})
 
@@ -68,9 +88,9 @@ def with_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
 def fitting_mesh(
     config: TrainConfig, axes: Set[str], place: Place, *, any_batch: bool
 ) -> tuple[dict[str, int], int] | None:
-    """The mesh of the most devices that the run can be on, and its batch size; None if there is none.
+    """Returns the mesh of the most devices that the run can be on, and its batch size; None if there is none.
 
-    Of several the one that divides the parameters the most, and of those the one that moves the fewest bytes in a step.
+    Of several it is the one that divides the parameters the most, and of those the one that moves the fewest bytes.
 
     Args:
       config: the run.
@@ -95,7 +115,7 @@ def fitting_mesh(
 
 
 def _bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:
-    """Bytes that a device sends in a step."""
+    """Number of bytes that a device sends in a step."""
     moves = step_moves(
         config.model,
         mesh,
@@ -107,7 +127,7 @@ def _bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:
 
 
 def _has_bfloat16(device: jax.Device) -> bool:
-    """TPUs have it, GPUs of NVIDIA from compute capability 8.0 on; CPUs emulate it."""
+    """Returns whether a device computes in bfloat16: TPUs do, GPUs from compute capability 8.0 on; CPUs emulate it."""
     if device.platform == "cpu":
         return False
     major, _, _ = str(getattr(device, "compute_capability", "")).partition(".")
