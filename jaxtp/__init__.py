@@ -1,98 +1,131 @@
-"""Tensor-parallel training of transformer models in JAX that you can trust."""
+"""Tensor-parallel training of transformer models in JAX that you can trust.
 
-from importlib.metadata import version as _version
+Each name of `__all__` is imported when it is first used: `import jaxtp` itself takes milliseconds.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from jaxtp import entry as _entry  # noqa: F401 (first: it ends Ctrl-C while the others are imported)
-from jaxtp.audit.audit import Audit, AuditError, audit
-from jaxtp.explain.explanation import explain
-from jaxtp.generate.engine import Generator
-from jaxtp.generate.loading import open_tokenizer
-from jaxtp.generate.request import Result
-from jaxtp.generate.settings import GenerationSettings
-from jaxtp.hf.adapters import add_adapters, merge_adapters
-from jaxtp.hf.attributes import read_config
-from jaxtp.hf.folder import HFError
-from jaxtp.hf.load import load_hf
-from jaxtp.hf.peft import save_peft
-from jaxtp.hf.runs import load_run
-from jaxtp.hf.save import save_hf
-from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
-from jaxtp.layers.embedding import VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
-from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.loss import vocab_parallel_cross_entropy
-from jaxtp.layers.mlp import MLP, MLPConfig
-from jaxtp.layers.norm import Norm, NormConfig
-from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import DP, FSDP, TP, MeshError, make_mesh
-from jaxtp.models.config import ModelConfig
-from jaxtp.models.decoder import Decoder, DecoderBlock
-from jaxtp.parallel.parallelize import parallelize
-from jaxtp.parallel.plan import PlanError
-from jaxtp.parallel.styles import (
-    Colwise,
-    PrepareInput,
-    PrepareInputOutput,
-    PrepareOutput,
-    Replicate,
-    Rowwise,
-    SequenceParallel,
-    Shard,
-)
-from jaxtp.propose.proposal import Proposal
-from jaxtp.propose.propose import propose_plan
 
-__version__ = _version("jaxtp")
+if TYPE_CHECKING:
+    from jaxtp.audit.audit import Audit as Audit
+    from jaxtp.audit.audit import AuditError as AuditError
+    from jaxtp.audit.audit import audit as audit
+    from jaxtp.explain.explanation import explain as explain
+    from jaxtp.generate.engine import Generator as Generator
+    from jaxtp.generate.loading import open_tokenizer as open_tokenizer
+    from jaxtp.generate.request import Result as Result
+    from jaxtp.generate.settings import GenerationSettings as GenerationSettings
+    from jaxtp.hf.adapters import add_adapters as add_adapters
+    from jaxtp.hf.adapters import merge_adapters as merge_adapters
+    from jaxtp.hf.attributes import read_config as read_config
+    from jaxtp.hf.folder import HFError as HFError
+    from jaxtp.hf.load import load_hf as load_hf
+    from jaxtp.hf.peft import save_peft as save_peft
+    from jaxtp.hf.runs import load_run as load_run
+    from jaxtp.hf.save import save_hf as save_hf
+    from jaxtp.layers.attention import AttentionConfig as AttentionConfig
+    from jaxtp.layers.attention import CausalSelfAttention as CausalSelfAttention
+    from jaxtp.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from jaxtp.layers.embedding import VocabParallelHead as VocabParallelHead
+    from jaxtp.layers.embedding import vocab_parallel_logits as vocab_parallel_logits
+    from jaxtp.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from jaxtp.layers.linear import RowParallelLinear as RowParallelLinear
+    from jaxtp.layers.lora import LoraConfig as LoraConfig
+    from jaxtp.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from jaxtp.layers.mlp import MLP as MLP
+    from jaxtp.layers.mlp import MLPConfig as MLPConfig
+    from jaxtp.layers.norm import Norm as Norm
+    from jaxtp.layers.norm import NormConfig as NormConfig
+    from jaxtp.layers.parameter import Precision as Precision
+    from jaxtp.mesh import DP as DP
+    from jaxtp.mesh import FSDP as FSDP
+    from jaxtp.mesh import TP as TP
+    from jaxtp.mesh import MeshError as MeshError
+    from jaxtp.mesh import make_mesh as make_mesh
+    from jaxtp.models.config import ModelConfig as ModelConfig
+    from jaxtp.models.decoder import Decoder as Decoder
+    from jaxtp.models.decoder import DecoderBlock as DecoderBlock
+    from jaxtp.parallel.parallelize import parallelize as parallelize
+    from jaxtp.parallel.plan import PlanError as PlanError
+    from jaxtp.parallel.styles import Colwise as Colwise
+    from jaxtp.parallel.styles import PrepareInput as PrepareInput
+    from jaxtp.parallel.styles import PrepareInputOutput as PrepareInputOutput
+    from jaxtp.parallel.styles import PrepareOutput as PrepareOutput
+    from jaxtp.parallel.styles import Replicate as Replicate
+    from jaxtp.parallel.styles import Rowwise as Rowwise
+    from jaxtp.parallel.styles import SequenceParallel as SequenceParallel
+    from jaxtp.parallel.styles import Shard as Shard
+    from jaxtp.propose.proposal import Proposal as Proposal
+    from jaxtp.propose.propose import propose_plan as propose_plan
 
-__all__ = [
-    "DP",
-    "FSDP",
-    "MLP",
-    "TP",
-    "AttentionConfig",
-    "Audit",
-    "AuditError",
-    "CausalSelfAttention",
-    "ColumnParallelLinear",
-    "Colwise",
-    "Decoder",
-    "DecoderBlock",
-    "GenerationSettings",
-    "Generator",
-    "HFError",
-    "LoraConfig",
-    "MLPConfig",
-    "MeshError",
-    "ModelConfig",
-    "Norm",
-    "NormConfig",
-    "PlanError",
-    "Precision",
-    "PrepareInput",
-    "PrepareInputOutput",
-    "PrepareOutput",
-    "Proposal",
-    "Replicate",
-    "Result",
-    "RowParallelLinear",
-    "Rowwise",
-    "SequenceParallel",
-    "Shard",
-    "VocabParallelEmbedding",
-    "VocabParallelHead",
-    "add_adapters",
-    "audit",
-    "explain",
-    "load_hf",
-    "load_run",
-    "make_mesh",
-    "merge_adapters",
-    "open_tokenizer",
-    "parallelize",
-    "propose_plan",
-    "read_config",
-    "save_hf",
-    "save_peft",
-    "vocab_parallel_cross_entropy",
-    "vocab_parallel_logits",
-]
+    __version__: str
+
+_MODULES = {
+    "audit.audit": "Audit AuditError audit",
+    "explain.explanation": "explain",
+    "generate.engine": "Generator",
+    "generate.loading": "open_tokenizer",
+    "generate.request": "Result",
+    "generate.settings": "GenerationSettings",
+    "hf.adapters": "add_adapters merge_adapters",
+    "hf.attributes": "read_config",
+    "hf.folder": "HFError",
+    "hf.load": "load_hf",
+    "hf.peft": "save_peft",
+    "hf.runs": "load_run",
+    "hf.save": "save_hf",
+    "layers.attention": "AttentionConfig CausalSelfAttention",
+    "layers.embedding": "VocabParallelEmbedding VocabParallelHead vocab_parallel_logits",
+    "layers.linear": "ColumnParallelLinear RowParallelLinear",
+    "layers.lora": "LoraConfig",
+    "layers.loss": "vocab_parallel_cross_entropy",
+    "layers.mlp": "MLP MLPConfig",
+    "layers.norm": "Norm NormConfig",
+    "layers.parameter": "Precision",
+    "mesh": "DP FSDP TP MeshError make_mesh",
+    "models.config": "ModelConfig",
+    "models.decoder": "Decoder DecoderBlock",
+    "parallel.parallelize": "parallelize",
+    "parallel.plan": "PlanError",
+    "parallel.styles": "Colwise PrepareInput PrepareInputOutput PrepareOutput Replicate Rowwise SequenceParallel Shard",
+    "propose.proposal": "Proposal",
+    "propose.propose": "propose_plan",
+}
+"""The names that each module gives the package."""
+_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+
+__all__ = sorted(_MODULE_OF)
+
+
+class _Package(ModuleType):
+    """Keeps `audit` and `explain` functions: Python would set them to the packages of these names, once imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _MODULE_OF or not isinstance(value, ModuleType):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package
+
+
+if not TYPE_CHECKING:  # which would take any name for one that is there
+
+    def __getattr__(name: str) -> Any:
+        """Imports a name of `__all__`, or reads the version, where it is first used."""
+        if name == "__version__":
+            value = import_module("importlib.metadata").version(__name__)
+        elif name in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[name]), name)
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    """Returns the names that the package has, imported or not."""
+    return sorted({*globals(), *__all__, "__version__"})

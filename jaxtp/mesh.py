@@ -106,11 +106,19 @@ def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh | None) -> dict[str, int]:
     return sized() if mesh is None else sized(**mesh.shape)
 
 
+def host_memory() -> int:
+    """Returns the bytes of memory of the machine, which its virtual CPU devices share."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def bytes_limit(device: jax.Device) -> int | None:
+    """Returns the bytes of a device that JAX may allocate; None where it does not say, as on CPUs."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
 def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes that each of some devices of this process has, or None; CPU devices share those of the machine."""
-    if devices[0].platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // len(devices)
-    return (devices[0].memory_stats() or {}).get("bytes_limit")
+    """Returns the bytes that each of some devices of this process has, or None; CPU devices share the machine's."""
+    return host_memory() // len(devices) if devices[0].platform == "cpu" else bytes_limit(devices[0])
 
 
 def current_mesh() -> jax.sharding.AbstractMesh | None:

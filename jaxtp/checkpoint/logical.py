@@ -67,7 +67,7 @@ def spec(variable: nnx.Variable[Any]) -> PartitionSpec:
 def divided(
     shape: Sequence[int], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of each dim of an array; those that do not divide theirs move to one that they divide, if any."""
+    """Returns the axes of each dim of an array; those that do not divide theirs move to one that they divide."""
     over = [tuple(names) for names in axes]
 
     def parts(names: tuple[str, ...]) -> int:

@@ -76,12 +76,13 @@ class Checkpoints:
             step that is not after the newest.
         """
         arrays = to_logical(state, mesh)
+        specs = {name: str(spec(variable)) for name, variable in named_variables(state).items()}
         try:
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(arrays),
-                    info=ocp.args.JsonSave(seal({**info, "specs": _specs(state), **describe_arrays(arrays)})),
+                    info=ocp.args.JsonSave(seal({**info, "specs": specs, **describe_arrays(arrays)})),
                 ),
                 metrics=None if eval_loss is None else {EVAL_LOSS: eval_loss},
             )
@@ -231,11 +232,6 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = read_verified(folder, target, stored_info(folder))
     return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder
-
-
-def _specs(state: nnx.State) -> dict[str, str]:
-    """How each array is split on the mesh that writes it."""
-    return {name: str(spec(variable)) for name, variable in named_variables(state).items()}
 
 
 def _policy(keep: int, keep_every: int, keep_best: bool) -> policies.PreservationPolicy:

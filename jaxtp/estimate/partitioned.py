@@ -18,8 +18,7 @@ from jaxtp.mesh import make_mesh, request_virtual_devices
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import OPTIMIZER_SCOPE
-from jaxtp.train.tracing import trace_step
+from jaxtp.train.step import OPTIMIZER_SCOPE, trace_step
 
 MAX_DEVICES = 1024
 """Virtual ones in a process: each has threads of its own, and XLA's CPU client refuses 4,096."""

@@ -25,7 +25,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
-from jaxtp.train.tracing import trace_step
+from jaxtp.train.step import trace_step
 
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}
 """There is none to time kernels on."""

@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from jaxtp import config as configuration
 from jaxtp import entry, launch
@@ -18,7 +19,8 @@ from jaxtp.mesh import MeshError
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.folder import RunFolderError
-from jaxtp.train.loop import NonFiniteError, train
+from jaxtp.train.loop import Loop, NonFiniteError
+from jaxtp.train.setup import start
 
 PROGRAM = "python -m jaxtp.train"
 DESCRIPTION = """Trains a tensor-parallel decoder.
@@ -42,7 +44,7 @@ MISTAKES = (
     RematError,
     launch.LaunchError,
 )
-"""What a user can put right: reported in one message, with exit code 2."""
+"""Errors that a user can put right: reported in one message, with exit code 2."""
 INTERRUPTED = "interrupted; the same command goes on from the newest checkpoint, if there is one"
 
 
@@ -60,7 +62,9 @@ def main(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     launch.join_processes()
     try:
-        train(*configuration.load_fitted(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit))
+        config, notes = configuration.load_fitted(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
+        with ExitStack() as held:
+            Loop(start(config, notes, held)).run_to_end()
     except NonFiniteError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1

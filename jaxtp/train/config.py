@@ -14,17 +14,7 @@ from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive,
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.hints import Problem, explained, not_divisible
 from jaxtp.layers import remat
-from jaxtp.mesh import (
-    AXES,
-    DP,
-    FSDP,
-    TP,
-    batch_parts,
-    check_sizes,
-    describe_mesh,
-    most_devices,
-    request_virtual_devices,
-)
+from jaxtp.mesh import AXES, DP, FSDP, TP, batch_parts, describe_mesh, most_devices, request_virtual_devices
 from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
@@ -192,6 +182,11 @@ class LoopConfig:
 
     stall_seconds: NonNegative = 1800.0
     """A step that takes longer prints the stacks of all Python threads; 0 never does."""
+
+    @property
+    def skips_allowed(self) -> int:
+        """Steps in a row that may be skipped."""
+        return self.max_skipped if self.non_finite == "skip" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -394,14 +389,3 @@ def _moment_violations(config: TrainConfig) -> Iterator[str]:
                 f"optimizer.{name}={beta} is as good as 1 in {dtype}, the dtype of its moments, which would never "
                 f"forget; at most {most}{instead}"
             )
-
-
-def planned_mesh(config: MeshConfig) -> dict[str, int] | None:
-    """The mesh's sizes, if they can be told before the devices are known: none is -1.
-
-    Raises:
-      MeshError: a size that no mesh can have.
-    """
-    sizes = {axis: getattr(config, axis) for axis in AXES}
-    check_sizes(sizes)
-    return None if -1 in sizes.values() else sizes

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 from jaxtp.checkpoint.stored import newest, newest_info, stored_info
 from jaxtp.config import changed
@@ -20,10 +20,8 @@ from jaxtp.layers.parameter import DType
 from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill
 from jaxtp.models.config import architecture
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
-from jaxtp.train.initialisation import with_model
+from jaxtp.train.initialisation import AnyConfig, with_model
 from jaxtp.train.place import BATCH_SIZE, Place, fits, fitting_mesh, place_for, with_batch
-
-AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
 
 RATE, ADAPTER_RATE = 1e-5, 2e-4
 """AdamW's learning rates that are usual for all weights of a trained model, and for adapters beside it."""

@@ -1,7 +1,6 @@
-"""The folder of a run: its configuration, its lock, and whether a checkpoint in it may be resumed."""
+"""The folder of a run: its lock, its configuration, and what its checkpoints say of it."""
 
 import fcntl
-import fnmatch
 import os
 import platform
 import shutil
@@ -18,7 +17,6 @@ from jax.experimental import multihost_utils
 
 from jaxtp import config as configuration
 from jaxtp.files import write_atomically
-from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
 
 CONFIG = "config.yaml"
@@ -26,20 +24,6 @@ CHECKPOINTS = "checkpoints"
 NON_FINITE = "non_finite"
 PROFILE = "profile"
 LOCK = ".lock"
-
-
-_HARMLESS = (
-    *("run.*", "mesh.*", "eval.*", "checkpoint.*", "metrics.*", "profile.*"),
-    *("model.remat", "model.sequence_parallel", "model.scan_layers", "model.loss_chunk", "model.attention"),
-    *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped", "train.stall_seconds"),
-    "train.allow_oversize",
-)
-"""Settings that leave the numbers as they are, up to the order of sums."""
-_FATAL = (
-    *(("run", "seed"), ("data", "sequence_length"), ("data", "packing"), ("data", "long_documents")),
-    *(("optimizer", "name"), ("optimizer", "groups")),
-)
-"""Beside the model, what decides the data, their order, and what the optimizer's state is."""
 
 
 class RunFolderError(ValueError):
@@ -61,7 +45,7 @@ def prepare(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around what opens or writes a file of the run.
+    """Surrounds what opens or writes a file of the run.
 
     Raises:
       RunFolderError: the file system does not let it: a full disk, a folder of that name.
@@ -136,7 +120,7 @@ def write_config(config: TrainConfig) -> None:
 def checkpoint_info(
     config: TrainConfig, corpus: Mapping[str, Any], next_sample: int, mesh: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What a checkpoint stores beside the arrays: the position in the data, what the run is, and who wrote it."""
+    """Returns what a checkpoint stores beside the arrays: the position in the data, the run, and who wrote it."""
     return {
         "next_sample": next_sample,
         "corpus": dict(corpus),
@@ -146,51 +130,3 @@ def checkpoint_info(
         "versions": {name: version(name) for name in ("jaxtp", "jax", "flax", "optax", "orbax-checkpoint")}
         | {"python": platform.python_version()},
     }
-
-
-def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
-    """Compares a checkpoint with the run that wants to continue it.
-
-    Args:
-      config: the run.
-      corpus: what `Corpus.describe` says of its data.
-      info: what the checkpoint stored.
-
-    Returns:
-      The settings that differ and may, for the log; those first that make the run go on otherwise than it would have.
-
-    Raises:
-      RunFolderError: the model, the data or its order is another.
-    """
-    stored = info["config"]
-    now = configuration.to_plain(config)
-    model = architecture(config.model)
-    before = architecture(ModelConfig()) | stored["model"]  # a setting that is newer than the checkpoint had no effect
-    fatal = configuration.differences({name: before[name] for name in model}, model, "model.")
-    fatal += configuration.differences(_contents(info["corpus"]), _contents(corpus), "data: ")
-    for section, field in _FATAL:
-        fatal += configuration.differences(
-            {field: stored[section].get(field)}, {field: now[section][field]}, f"{section}."
-        )
-    if fatal:
-        raise RunFolderError(
-            f"{config.run.dir} holds a checkpoint of another run (stored -> asked for):\n"
-            + "\n".join(f"  {line}" for line in fatal)
-            + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
-            "--run.init-from if the model is the same. Nothing was changed."
-        )
-    lines = [line for line in configuration.differences(stored, now) if not line.startswith("run.init_from")]
-    matter = [line for line in lines if not _is_harmless(line.partition(":")[0])]
-    return [
-        *(f"changed since: {line}" for line in matter),
-        *(f"changed since, without effect on the numbers: {line}" for line in lines if line not in matter),
-    ]
-
-
-def _contents(corpus: Mapping[str, Any]) -> dict[str, Any]:
-    """What is read, wherever it lies."""
-    return {name: value for name, value in corpus.items() if name != "source"}
-
-
-def _is_harmless(setting: str) -> bool:
-    return any(fnmatch.fnmatchcase(setting, pattern) for pattern in _HARMLESS)

@@ -1,34 +1,31 @@
-"""Where a run begins: at random, with the weights of another run, or with a model in Hugging Face format."""
+"""What a run begins with: random weights, those of another run, or a model in Hugging Face format."""
 
 import dataclasses
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TypeVar
 
 import jax
-from flax import nnx
-from jax.sharding import Mesh
 
 from jaxtp.checkpoint.stored import newest, newest_info, stored_info
 from jaxtp.config import ConfigError, validate
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.files import sha256
 from jaxtp.hf.attributes import read_config
-from jaxtp.hf.runs import keep_files, kept_files, load_base
+from jaxtp.hf.runs import keep_files, kept_files
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of a tokenizer that is not a tokenizer.json."""
+"""Files of a tokenizer without a tokenizer.json."""
 
 AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
 
 
 def with_model(config: AnyConfig) -> AnyConfig:
-    """The configuration with the sizes of the model that `model.from_hf` names, if it does.
+    """Returns the configuration with the sizes of the model that `model.from_hf` names, if it names one.
 
     Raises:
-      HFError: it names none that is understood.
+      HFError: the model cannot be read, or is not understood.
       ConfigError: settings that contradict it.
     """
     if config.model.from_hf is None and config.model.ignore_config:
@@ -91,18 +88,8 @@ def check_tokenizer(config: TrainConfig, made_by: TokenizerInfo) -> None:
         )
 
 
-def given_weights(config: TrainConfig, mesh: Mesh) -> tuple[nnx.State, Path] | None:
-    """The parameters that a run begins with, adapters not among them, and where they are from; None for random ones.
-
-    Raises:
-      HFError, CheckpointError: they cannot be read, or are of another model.
-    """
-    origin = config.model.from_hf or config.run.init_from
-    return None if origin is None else load_base(origin, config.model, mesh)
-
-
 def _goes_on_without(config: TrainConfig) -> bool:
-    """Whether the model's folder is gone and not needed: the run has its weights, and its configuration the sizes."""
+    """Returns whether the model's folder is gone and not needed, because the run has its weights and sizes."""
     if config.model.from_hf is None or config.model.from_hf.exists() or config.model.lora.rank:
         return False
     info = newest_info(config.run.dir)
@@ -121,7 +108,7 @@ def keep_files_of_origin(config: TrainConfig) -> None:
 
 
 def _contradictions(model: ModelConfig, there: dict[str, object]) -> Iterator[str]:
-    """Settings that are neither the default nor what the model has."""
+    """Names the settings that are neither the default nor what the model has."""
     default = architecture(ModelConfig())
     for name, value in architecture(model).items():
         if value not in (default[name], there[name]):

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,59 +13,17 @@ from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.loader import Batch, batches
+from jaxtp.data.rows import Samples
 from jaxtp.hf.runs import BASE
-from jaxtp.mesh import make_mesh, mesh_sizes
+from jaxtp.mesh import mesh_sizes
 from jaxtp.train import folder
-from jaxtp.train.config import TrainConfig, check, check_devices, check_platform, planned_mesh
-from jaxtp.train.initialisation import check_origin, with_model
-from jaxtp.train.interrupt import Interrupt
+from jaxtp.train.metrics import flops_per_token, memory_record, peak_flops
 from jaxtp.train.profiling import Profiler
-from jaxtp.train.report import Report
-from jaxtp.train.setup import Run, load_data, plan, prepare
+from jaxtp.train.setup import Run
 from jaxtp.train.state import parameter_count
-from jaxtp.train.step import EvalStep, Scalars, TrainStep
-from jaxtp.train.timing import Timing
-from jaxtp.train.tracing import eval_step, max_skipped, trace_step
-from jaxtp.train.trackers import Tracked, Trackers, check_installed
-from jaxtp.train.utilization import flops_per_token, memory_record, peak_flops
+from jaxtp.train.step import Scalars, TrainStep, trace_step
+from jaxtp.train.trackers import Tracked, Trackers
 from jaxtp.train.watchdog import Watchdog
-
-
-def train(config: TrainConfig, notes: Sequence[str] = ()) -> float | None:
-    """Trains until `config.train.steps`, from the newest whole checkpoint in `config.run.dir` if there is one.
-
-    Args:
-      config: the run.
-      notes: lines to begin with, on how the configuration came to be.
-
-    Returns:
-      The final validation loss, in nats per token; None if SIGTERM or SIGINT stopped the run before its end.
-
-    Raises:
-      NonFiniteError: a loss or gradient was not finite, and `config.train.non_finite` does not allow it.
-      ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `DatasetError`, `HFError`,
-        `RunFolderError`, `CheckpointError`), before anything in the folder is changed; a `TokenError` while it trains.
-    """
-    timing = Timing()
-    config = with_model(config)
-    check_origin(config)
-    if (planned := planned_mesh(config.mesh)) is not None:
-        check(config, planned)
-        check_devices(config, planned)
-    mesh = make_mesh(config.mesh.dp, config.mesh.fsdp, config.mesh.tp)
-    check(config, mesh_sizes(mesh))
-    check_platform(config.model, mesh.devices.flat[0].platform)
-    check_installed(config.metrics.trackers)
-    data = load_data(config)
-    blueprint = plan(config, mesh)
-    folder.prepare(config.run.dir)
-    with jax.set_mesh(mesh), folder.locked(config.run.dir), Report() as report, Interrupt() as interrupt:
-        for note in notes:
-            report.line(f"default {note}")
-        run = prepare(config, blueprint, data, report)
-        timing.begun()
-        with run.checkpoints:
-            return Loop(run, report, interrupt, timing).run_to_end()
 
 
 class NonFiniteError(ArithmeticError):
@@ -73,51 +31,50 @@ class NonFiniteError(ArithmeticError):
 
 
 class Loop:
-    """Steps a prepared run to its end.
-
-    Args:
-      run: what to train.
-      report: where to show it.
+    """Steps a run to its end.
 
     One step is in flight while the numbers of the step before it are read: the devices never wait for the host.
     """
 
-    def __init__(self, run: Run, report: Report, interrupt: Interrupt, timing: Timing):
+    def __init__(self, run: Run):
         self._run = run
-        self._config = run.config
-        self._report = report
-        self._interrupt = interrupt
-        self._timing = timing
-        config = run.config
+        self._config = config = run.config
+        self._mesh = run.blueprint.mesh
+        self._report, self._timing = run.report, run.timing
         tracked = Tracked(config.run.dir, run.step, config.metrics.project, configuration.to_plain(config))
-        self._trackers = Trackers(config.metrics.trackers, tracked, report.line)
+        self._trackers = Trackers(config.metrics.trackers, tracked, run.report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds)
         self._in_flight: tuple[int, int, Scalars] | None = None
         self._recent: dict[int, Batch] = {}
         self._saved_at = run.step if run.checkpoints.steps() else None
-        self._eval_step: EvalStep | None = None
 
-    def run_to_end(self) -> float | None:
-        """Trains, evaluates and saves; returns the final validation loss in nats per token, or None if stopped."""
+    def run_to_end(self) -> None:
+        """Trains, evaluates and saves, until `train.steps` or a signal.
+
+        Raises:
+          NonFiniteError: a loss or gradient was not finite, and `train.non_finite` does not allow it.
+          ValueError: a `CheckpointError` or `RunFolderError` where files cannot be written, a `TokenError` of the data.
+        """
         run, total = self._run, self._config.train.steps
         try:
             if run.step >= total:
                 self._report.line(f"already at step {run.step}, and train.steps={total}: raise it to go on")
-                return self._evaluate(log=False)
-            return self._train(total)
+                self._evaluate(log=False)
+            else:
+                self._train(total)
         finally:
             self._watchdog.stop()
             self._profiler.close()
             self._trackers.close()
 
-    def _train(self, total: int) -> float | None:
+    def _train(self, total: int) -> None:
         run = self._run
         if run.step == 0:
             self._evaluate()  # what the run improves on; a run that resumes has it in its log
         train_step = self._compile()
         self._report.begin(run.step, total)
-        batches = self._batches(total - run.step)
+        batches = self._batches(run.data.train, run.next_sample, total - run.step)
         while run.step < total:
             self._watchdog.feed()
             with self._timing.waiting_for_data():
@@ -138,11 +95,9 @@ class Loop:
                 self._between_steps()
                 if self._stop_asked():
                     self._stop()
-                    return None
+                    return
         self._finish_step()
-        loss = self._evaluate()
-        self._save(loss)
-        return loss
+        self._save(self._evaluate())
 
     def _between_steps(self) -> None:
         """Evaluates and saves where they are due; both wait for the step in flight."""
@@ -156,17 +111,17 @@ class Loop:
             self._save(loss)
 
     def _stop_asked(self) -> bool:
-        """Several processes ask each other, which is a collective, only where a step is logged."""
+        """Returns whether to stop; several processes ask each other, by a collective, only where a step is logged."""
         if jax.process_count() > 1 and self._run.step % self._config.train.log_every:
             return False
-        return self._interrupt.agreed()
+        return self._run.interrupt.agreed()
 
     def _stop(self) -> None:
         self._finish_step()
         if self._saved_at != self._run.step:
             self._save(None)
         self._run.checkpoints.wait()
-        why = self._interrupt.received or "a signal to another process"
+        why = self._run.interrupt.received or "a signal to another process"
         self._report.line(f"stopped by {why} at step {self._run.step} and saved; the same command goes on from here")
 
     def _finish_step(self) -> None:
@@ -187,26 +142,26 @@ class Loop:
                 **values,
                 "tokens": samples * self._config.data.sequence_length,
                 **self._speed(tokens_per_step),
-                **memory_record(self._run.mesh.local_devices[0]),
+                **memory_record(self._mesh.local_devices[0]),
             }
             self._trackers.write(record)
             self._report.logged(record, total)
 
     def _speed(self, tokens_per_step: int) -> dict[str, float]:
-        """Of the steps since the last record."""
-        run, timing = self._run, self._timing.record()
+        """Returns the speed and the times of the steps since the last record."""
+        timing, devices = self._timing.record(), self._mesh.size
         rate = tokens_per_step / timing["step_seconds"]
-        speed = {"tokens_per_second": rate, "tokens_per_second_per_device": rate / run.mesh.size, **timing}
-        peak = peak_flops(run.mesh.devices.flat[0])
+        speed = {"tokens_per_second": rate, "tokens_per_second_per_device": rate / devices, **timing}
+        peak = peak_flops(self._mesh.devices.flat[0])
         if math.isfinite(peak):
             model, length = self._config.model, self._config.data.sequence_length
-            needed = flops_per_token(model, parameter_count(run.blueprint), length)
-            speed["mfu"] = rate / run.mesh.size * needed / peak
+            needed = flops_per_token(model, parameter_count(self._run.blueprint), length)
+            speed["mfu"] = rate / devices * needed / peak
         return speed
 
     def _skipped(self, step: int, skipped: int, values: dict[str, float]) -> None:
         """Says that a step was not finite, or ends the run because of it."""
-        allowed = max_skipped(self._config.train)
+        allowed = self._config.train.skips_allowed
         what = (
             f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}, "
             f"norm of the weights that it would give {values['param_norm']:g}"
@@ -237,7 +192,7 @@ class Loop:
         return f"they and the batch are in {where}, from which a new run can start (--run.init-from)"
 
     def _keep_for_inspection(self, step: int) -> Path:
-        """The state, which later steps have left as it was before `step`, and the batch of `step`.
+        """Saves the state, which later steps have left as it was before `step`, and the batch of `step`; returns where.
 
         They take the place of what an earlier failure left, at whichever step it was.
         """
@@ -249,13 +204,13 @@ class Loop:
         }
         with folder.replacing(place) as new:
             kept = Checkpoints(new)
-            kept.save(step, run.blueprint.stored(run.state), run.mesh, self._info(run.next_sample))
+            kept.save(step, run.blueprint.stored(run.state), self._mesh, self._info())
             kept.close()
             np.savez(new / str(step) / f"batch_{jax.process_index()}.npz", **rows)  # type: ignore[arg-type]
         return place / str(step)
 
     def _evaluate(self, *, log: bool = True) -> float:
-        """The validation loss of the weights as they are: logged, shown and returned."""
+        """Logs, shows and returns the validation loss of the weights as they are."""
         self._watchdog.feed()
         with self._timing.lost_to("evaluate"):
             loss = self._validation_loss()
@@ -269,11 +224,8 @@ class Loop:
 
     def _validation_loss(self) -> float:
         run, size = self._run, self._config.data.global_batch_size
-        if self._eval_step is None:
-            self._eval_step = eval_step(self._config, run.blueprint)
         rows = run.data.validation(self._config.eval.batches, size)
-        read = batches(rows, run.mesh, global_batch_size=size, start=0, count=len(rows) // size)
-        sums = [self._eval_step(run.state, batch) for batch in read]
+        sums = [run.eval_step(run.state, batch) for batch in self._batches(rows, 0, len(rows) // size)]
         labels = sum(float(valid) for _, valid in sums)
         return sum(float(total) for total, _ in sums) / labels if labels else math.nan
 
@@ -284,27 +236,22 @@ class Loop:
             eval_loss = None  # no candidate for the best
         with self._timing.lost_to("save"):
             stored = run.blueprint.stored(run.state)
-            run.checkpoints.save(run.step, stored, run.mesh, self._info(run.next_sample), eval_loss=eval_loss)
+            run.checkpoints.save(run.step, stored, self._mesh, self._info(), eval_loss=eval_loss)
         self._saved_at = run.step
 
-    def _info(self, next_sample: int) -> dict[str, Any]:
-        run = self._run
-        info = folder.checkpoint_info(self._config, run.data.corpus.describe(), next_sample, mesh_sizes(run.mesh))
+    def _info(self) -> dict[str, Any]:
+        run, sizes = self._run, mesh_sizes(self._mesh)
+        info = folder.checkpoint_info(self._config, run.data.corpus.describe(), run.next_sample, sizes)
         return info if run.base is None else info | {BASE: run.base}
 
-    def _batches(self, count: int) -> Iterator[Batch]:
-        return batches(
-            self._run.data.train,
-            self._run.mesh,
-            global_batch_size=self._config.data.global_batch_size,
-            start=self._run.next_sample,
-            count=count,
-        )
+    def _batches(self, rows: Samples, start: int, count: int) -> Iterator[Batch]:
+        size = self._config.data.global_batch_size
+        return batches(rows, self._mesh, global_batch_size=size, start=start, count=count)
 
     def _compile(self) -> TrainStep:
         started = time.perf_counter()
         with self._timing.lost_to("compile"):
-            traced = trace_step(self._config, self._run.blueprint, self._run.state)
+            traced = trace_step(self._config, self._run.blueprint, self._run.train_step, self._run.state)
             compiled: TrainStep = traced.lower().compile()
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")
         return compiled

@@ -4,7 +4,7 @@ A step has two moments at which it may hold most. Between forward and backward p
 blocks (XLA makes room for them before the forward pass), what the blocks keep, and the working sets of the loss and of
 the last block. In the update there are all gradients and, because a step that is not finite must change nothing, the
 new parameters beside the old. The larger of the two is the peak. An evaluation stays below it: it is the forward pass
-alone, of the same micro-batches (`tracing.eval_step`).
+alone, of the same micro-batches (`step.eval_step`).
 
 What blocks and head hold is what their layers declare (`models/costs.py`): arrays that XLA's compiler for GPUs was seen
 to hold for dense Llama shapes, in the sizes that they have on one device.

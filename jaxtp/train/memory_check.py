@@ -1,15 +1,12 @@
-"""Whether a run fits its devices, told before anything is allocated."""
-
-import os
+"""Checks that a run fits the memory of its devices, before anything is allocated."""
 
 from jax.sharding import Mesh
 
 from jaxtp.config import ConfigError
-from jaxtp.mesh import mesh_sizes
+from jaxtp.mesh import bytes_limit, host_memory, mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory, memory_per_device
 from jaxtp.train.state import Blueprint, total_bytes
-from jaxtp.train.utilization import bytes_limit
 
 GB = 1e9
 
@@ -34,7 +31,7 @@ def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
 
 
 def describe_memory(config: TrainConfig, mesh: Mesh) -> str | None:
-    """What a step takes of each device; None where a device does not say what it has, as CPUs do not."""
+    """Says what a step takes of each device; None where a device does not say what it has, as CPUs do not."""
     limit = bytes_limit(mesh.local_devices[0])
     if limit is None:
         return None
@@ -48,8 +45,8 @@ def _account(memory: Memory) -> str:
 
 
 def _require_host_memory(blueprint: Blueprint) -> None:
-    """Virtual CPU devices share the machine's memory."""
-    needed, there = total_bytes(blueprint), os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Checks that the state fits the machine, whose memory virtual CPU devices share."""
+    needed, there = total_bytes(blueprint), host_memory()
     if needed > there:
         raise ConfigError(
             f"the state alone needs {needed / GB:,.0f} GB, and this machine has {there / GB:,.0f} GB and no GPU; "

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import Mesh
 
 from jaxtp.config import changed
-from jaxtp.mesh import DP, FSDP, TP, fitting_meshes, request_virtual_devices
+from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes, fitting_meshes, make_mesh, mesh_sizes, request_virtual_devices
 from jaxtp.models.config import padded_sizes
-from jaxtp.train.config import TrainConfig, violations_on
+from jaxtp.train.config import TrainConfig, check, check_devices, check_platform, violations_on
 from jaxtp.train.memory import costs_of_step
 
 VIRTUAL_KIND = "virtual CPU devices"
@@ -38,8 +39,27 @@ class Place:
         return self.kind == VIRTUAL_KIND
 
 
+def mesh_of(config: TrainConfig) -> Mesh:
+    """Returns the mesh of a run; what does not fit it is refused before JAX's backend starts, if no size is -1.
+
+    Raises:
+      ConfigError: with every violation, each with the nearest values that work; or a kernel that the platform lacks.
+      MeshError: there is no such mesh.
+      RematError: a remat policy that the platform cannot carry out.
+    """
+    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    check_sizes(sizes)
+    if -1 not in sizes.values():
+        check(config, sizes)
+        check_devices(config, sizes)
+    mesh = make_mesh(*sizes.values())
+    check(config, mesh_sizes(mesh))
+    check_platform(config.model, mesh.devices.flat[0].platform)
+    return mesh
+
+
 def place_for(mesh: Mapping[str, int]) -> Place:
-    """The devices that are there; starts JAX's backend.
+    """Describes the devices that are there; starts JAX's backend.
 
     Args:
       mesh: what is asked for, -1 for what is left; virtual CPU devices are as many as it needs.
@@ -54,14 +74,14 @@ def place_for(mesh: Mapping[str, int]) -> Place:
 
 
 def fits(config: TrainConfig, mesh: Mapping[str, int], place: Place) -> bool:
-    """Whether the run can be on that mesh of the devices."""
+    """Returns whether the run can be on that mesh of the devices."""
     count = math.prod(mesh.values())
     enough = count == place.devices or (count < place.devices and place.per_process == place.devices)
     return enough and not any(violations_on(config, mesh))
 
 
 def with_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
-    """The run with the smallest batch size, from the configured one on, that the mesh divides."""
+    """Returns the run with the smallest batch size, from the configured one on, that the mesh divides."""
     parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
     return changed(config, {BATCH_SIZE: -(-config.data.global_batch_size // parts) * parts})
 
@@ -69,16 +89,18 @@ def with_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
 def fitting_mesh(
     config: TrainConfig, axes: Set[str], place: Place, *, any_batch: bool
 ) -> tuple[dict[str, int], int] | None:
-    """The mesh of the most devices that the run can be on, and its batch size; None if there is none.
+    """Returns the mesh of the most devices that the run can be on, and its batch size; None if there is none.
 
-    Of several one that pads nothing, then the one that divides the parameters the most, and of those the one that moves
-    the fewest bytes in a step.
+    from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes, fitting_meshes, make_mesh, mesh_sizes, request_virtual_devices
+    from jaxtp.models.config import padded_sizes
+    from jaxtp.train.config import TrainConfig, check, check_devices, check_platform, violations_on
+    from jaxtp.train.memory import costs_of_step
 
-    Args:
-      config: the run.
-      axes: those whose size in the configuration stays; -1 is what is left.
-      place: the devices.
-      any_batch: whether the batch may be larger than configured.
+        Args:
+          config: the run.
+          axes: those whose size in the configuration stays; -1 is what is left.
+          place: the devices.
+          any_batch: whether the batch may be larger than configured.
     """
     asked = {axis: size for axis in axes if (size := getattr(config.mesh, axis)) != -1}
     whole = place.per_process < place.devices or any(getattr(config.mesh, axis) == -1 for axis in axes)
@@ -103,7 +125,7 @@ def _bytes(config: TrainConfig, mesh: Mapping[str, int]) -> float:
 
 
 def _has_bfloat16(device: jax.Device) -> bool:
-    """TPUs have it, GPUs of NVIDIA from compute capability 8.0 on; CPUs emulate it."""
+    """Returns whether a device computes in bfloat16: TPUs do, GPUs from compute capability 8.0 on; CPUs emulate it."""
     if device.platform == "cpu":
         return False
     major, _, _ = str(getattr(device, "compute_capability", "")).partition(".")

@@ -18,9 +18,9 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import describe_padding
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory_check import describe_memory
+from jaxtp.train.metrics import describe_peak
 from jaxtp.train.optimizer import warmup_steps
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
-from jaxtp.train.utilization import describe_peak
 
 
 class Report(Display):
@@ -47,9 +47,9 @@ class Report(Display):
         )
 
 
-def summary(config: TrainConfig, mesh: Mesh, data: Data, blueprint: Blueprint) -> str:
+def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
     """What is about to run: versions, mesh, sizes, bytes, and how each parameter is split."""
-    tokens = config.data.global_batch_size * config.data.sequence_length
+    mesh, tokens = blueprint.mesh, config.data.global_batch_size * config.data.sequence_length
     device = mesh.devices.flat[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
     rows = {

@@ -1,38 +1,46 @@
-"""From a configuration to a run that can be stepped: the state planned, created or restored."""
+"""How a run starts: `start` goes from a configuration to a state on its devices and the programs that step it."""
 
-import dataclasses
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import optax
+import jax
 from flax import nnx
-from jax.sharding import Mesh
 
-from jaxtp.checkpoint.manager import Checkpoints, restore_newest
-from jaxtp.data.corpus import Corpus, load_corpus
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
-from jaxtp.hf.runs import check_base, describe_base
+from jaxtp.hf.runs import check_base, describe_base, load_base
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check_vocabulary
-from jaxtp.train.initialisation import check_tokenizer, given_weights, keep_files_of_origin
+from jaxtp.train.initialisation import check_origin, check_tokenizer, keep_files_of_origin, with_model
+from jaxtp.train.interrupt import Interrupt
 from jaxtp.train.memory_check import require_memory
+from jaxtp.train.metrics import Timing
+from jaxtp.train.place import mesh_of
 from jaxtp.train.report import Report, summary
+from jaxtp.train.resume import restore, with_origin
 from jaxtp.train.state import Blueprint, plan_state, trained_parameters
+from jaxtp.train.step import EvalStep, JittedTrainStep, eval_step, train_step
+from jaxtp.train.trackers import check_installed
 
 
 @dataclass
 class Run:
-    """A prepared run: what the loop needs, with the state on its devices."""
+    """A run that has started: what the loop needs, with the state on its devices."""
 
     config: TrainConfig
-    mesh: Mesh
     data: Data
     blueprint: Blueprint
-    schedule: optax.Schedule
+    train_step: JittedTrainStep
+    """Not compiled yet."""
+    eval_step: EvalStep
     checkpoints: Checkpoints
+    report: Report
+    interrupt: Interrupt
+    timing: Timing
     state: nnx.State
     step: int
     """Updates made so far."""
@@ -42,20 +50,51 @@ class Run:
     """Describes the model beside the adapters, if adapters are all that is trained."""
 
 
-def plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
-    """Describes the state of a run; nothing is allocated or written.
+def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
+    """Starts a run, or goes on with it from the newest whole checkpoint in `config.run.dir`.
+
+    Args:
+      config: the run.
+      notes: lines to begin with, on how the configuration came to be.
+      held: takes what the run holds until it ends: the mesh in context, its folder, screen, signals and checkpoints.
 
     Raises:
-      ConfigError: a pattern that matches no trained parameter, or more memory than there is.
+      ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `DatasetError`, `HFError`,
+        `RunFolderError`, `CheckpointError`), before anything in the folder is changed.
     """
-    optimizer = optimizers.build(config.optimizer, config.train.steps)
-    blueprint = plan_state(config.model, optimizer, mesh)
-    paths = list(trained_parameters(blueprint))
-    optimizers.check_groups(config.optimizer, paths)
-    for pattern in config.metrics.norm_groups:
-        optimizers.matching("metrics.norm_groups", pattern, paths)
-    require_memory(config, blueprint)
-    return blueprint
+    timing = Timing()
+    config = with_model(config)
+    check_origin(config)
+    mesh = mesh_of(config)
+    check_installed(config.metrics.trackers)
+    data = load_data(config)
+    blueprint = plan(config, mesh)
+    folder.prepare(config.run.dir)
+
+    held.enter_context(jax.set_mesh(mesh))
+    held.enter_context(folder.locked(config.run.dir))
+    report, interrupt = held.enter_context(Report()), held.enter_context(Interrupt())
+    for line in (*(f"default {note}" for note in notes), summary(config, data, blueprint)):
+        report.line(line)
+
+    checkpoints = held.enter_context(_checkpoints(config))
+    found = restore(config, data.corpus, blueprint, checkpoints, report.line)
+    if found is None:
+        state, base = _begin(config, blueprint, report)
+    elif config.model.lora.rank:  # their checkpoint does not hold the model beside the adapters
+        state, base = _begin(config, blueprint, report, found.info)
+        state = nnx.merge_state(state, found.state)
+    else:
+        config, state, base = with_origin(config, found.info), found.state, None
+    if found is not None:
+        report.line("\n  ".join([f"resumed from the checkpoint at step {found.step}", *found.changed]))
+    step, next_sample = (0, 0) if found is None else (found.step, found.info["next_sample"])
+    if step < config.train.steps:
+        folder.write_config(config)
+
+    steps = train_step(config, blueprint), eval_step(config, blueprint)
+    timing.begun()
+    return Run(config, data, blueprint, *steps, checkpoints, report, interrupt, timing, state, step, next_sample, base)
 
 
 def load_data(config: TrainConfig) -> Data:
@@ -72,82 +111,47 @@ def load_data(config: TrainConfig) -> Data:
     return Data(corpus, settings, config.run.seed)
 
 
-def prepare(config: TrainConfig, blueprint: Blueprint, data: Data, report: Report) -> Run:
-    """Creates or restores the state."""
-    mesh = blueprint.mesh
-    report.line(summary(config, mesh, data, blueprint))
-    keep = config.checkpoint
-    checkpoints = Checkpoints(
-        config.run.dir / folder.CHECKPOINTS, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best
-    )
-    start = _start_or_resume(config, data.corpus, blueprint, checkpoints, report)
-    if start.step < config.train.steps:
-        folder.write_config(start.config)
-    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
-    return Run(
-        start.config,
-        mesh,
-        data,
-        blueprint,
-        schedule,
-        checkpoints,
-        start.state,
-        start.step,
-        start.next_sample,
-        start.base,
-    )
-
-
-@dataclass
-class _Start:
-    """Where a run is when it begins, or goes on; see `Run`."""
-
-    state: nnx.State
-    config: TrainConfig
-    """With the run's true origin."""
-    base: dict[str, str] | None
-    step: int = 0
-    next_sample: int = 0
-
-
-def _start_or_resume(
-    config: TrainConfig, corpus: Corpus, blueprint: Blueprint, checkpoints: Checkpoints, report: Report
-) -> _Start:
-    changed: list[str] = []
-
-    def accept(info: dict[str, Any]) -> None:
-        changed[:] = folder.check_resumable(config, corpus.describe(), info)
-
-    found = restore_newest(checkpoints, blueprint.stored(blueprint.abstract), blueprint.mesh, accept, report.line)
-    if found is None:
-        return _begin(config, blueprint, report, None)
-    step, state, info = found
-    base = None
-    if config.model.lora.rank:
-        start = _begin(config, blueprint, report, info)
-        state, base = nnx.merge_state(start.state, state), start.base
-    else:
-        config = _with_origin(config, info["config"]["run"]["init_from"])
-    # A row of skipped steps ends with the run that skipped them: this one may allow fewer.
-    skipped: Any = state["skipped"]
-    state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
-    report.line(f"resumed from the checkpoint at step {step}")
-    for line in changed:
-        report.line(f"  {line}")
-    return _Start(state, config, base, step, info["next_sample"])
-
-
-def _begin(config: TrainConfig, blueprint: Blueprint, report: Report, resumed: dict[str, Any] | None) -> _Start:
-    """A run that has not made a step; what adapters are beside must be as a resumed run's checkpoint says.
+def plan(config: TrainConfig, mesh: jax.sharding.Mesh) -> Blueprint:
+    """Describes the state of a run; nothing is allocated or written.
 
     Raises:
-      CheckpointError: it is not.
+      ConfigError: a pattern that matches no trained parameter, or more memory than there is.
     """
-    given = given_weights(config, blueprint.mesh)
-    if given is None:
-        return _Start(blueprint.create(config.run.seed), config, None)
-    weights, origin = given
-    base = None
+    blueprint = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
+    paths = list(trained_parameters(blueprint))
+    optimizers.check_groups(config.optimizer, paths)
+    for pattern in config.metrics.norm_groups:
+        optimizers.matching("metrics.norm_groups", pattern, paths)
+    require_memory(config, blueprint)
+    return blueprint
+
+
+def _checkpoints(config: TrainConfig) -> Checkpoints:
+    keep, place = config.checkpoint, config.run.dir / folder.CHECKPOINTS
+    return Checkpoints(place, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
+
+
+def _begin(
+    config: TrainConfig, blueprint: Blueprint, report: Report, resumed: Mapping[str, Any] | None = None
+) -> tuple[nnx.State, dict[str, str] | None]:
+    """Creates the state of a run before its first step, with the weights that it begins with, if it is given some.
+
+    Args:
+      config: the run.
+      blueprint: of its state.
+      report: told where weights are from.
+      resumed: what the checkpoint of adapters says of the model beside them.
+
+    Returns:
+      The state, and a description of the model beside the adapters, if there are any.
+
+    Raises:
+      HFError, CheckpointError: the weights cannot be read, or are of another model than the checkpoint says.
+    """
+    origin, base = config.model.from_hf or config.run.init_from, None
+    if origin is None:
+        return blueprint.create(config.run.seed), None
+    weights, origin = load_base(origin, config.model, blueprint.mesh)
     if config.model.lora.rank:
         base = describe_base(weights, origin, blueprint.mesh)
         if resumed is not None:
@@ -155,10 +159,4 @@ def _begin(config: TrainConfig, blueprint: Blueprint, report: Report, resumed: d
     state = blueprint.create(config.run.seed, weights)
     keep_files_of_origin(config)
     report.line(f"weights from {origin}")
-    return _Start(state, config, base)
-
-
-def _with_origin(config: TrainConfig, stored: str | None) -> TrainConfig:
-    """A run that resumes began where it began, whatever it is told to begin from now."""
-    init_from = None if stored is None else Path(stored)
-    return dataclasses.replace(config, run=dataclasses.replace(config.run, init_from=init_from))
+    return state, base

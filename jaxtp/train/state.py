@@ -116,9 +116,5 @@ def total_bytes(blueprint: Blueprint) -> int:
 
 def bytes_per_device(blueprint: Blueprint) -> int:
     """Bytes of parameters and optimizer state on each device."""
-    pairs = zip(jax.tree.leaves(blueprint.abstract), jax.tree.leaves(blueprint.shardings), strict=True)
-    total = 0
-    for array, sharding in pairs:
-        shard = sharding.shard_shape(array.shape)
-        total += jax.ShapeDtypeStruct(shard, array.dtype).size * array.dtype.itemsize
-    return total
+    arrays = jax.tree.leaves(blueprint.sharded)
+    return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)

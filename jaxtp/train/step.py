@@ -1,4 +1,4 @@
-"""One update, and one evaluation, compiled."""
+"""The two programs of a run: the training step and the evaluation."""
 
 import fnmatch
 from collections.abc import Callable
@@ -15,12 +15,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec, constrain
-from jaxtp.data.loader import Batch
+from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import BATCH, mesh_sizes
 from jaxtp.models.decoder import Decoder
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import Blueprint
 
 Scalars = dict[str, Array]
@@ -31,10 +33,10 @@ JittedTrainStep = Any
 
 
 _ZERO_SUMS = 0.0, 0.0
-"""Of losses and of valid tokens."""
+"""Sums of losses and of valid tokens."""
 
 OPTIMIZER_SCOPE = "optimizer"
-"""The module that the update's collectives belong to."""
+"""Name of the module that the update's collectives belong to."""
 
 
 @dataclass(frozen=True)
@@ -48,13 +50,47 @@ class StepSettings:
     """Weight of the squared log-normaliser of the softmax."""
 
     seed: int = 0
-    """Of dropout's masks, which differ from step to step."""
+    """Seed of dropout's masks, which differ from step to step."""
 
     max_skipped: int = 0
     """Steps in a row that may be skipped because they are not finite. After more of them nothing changes any more."""
 
     norm_groups: tuple[str, ...] = ()
     """Patterns of parameter path whose gradients' and parameters' norms are given too."""
+
+
+def train_step(config: TrainConfig, blueprint: Blueprint) -> JittedTrainStep:
+    """Returns the training step of a run; nothing is traced yet."""
+    settings = StepSettings(
+        accumulation=config.train.accumulation,
+        z_loss=config.train.z_loss,
+        seed=config.run.seed,
+        max_skipped=config.train.skips_allowed,
+        norm_groups=config.metrics.norm_groups,
+    )
+    return make_train_step(blueprint, optimizers.learning_rate(config.optimizer, config.train.steps), settings)
+
+
+def eval_step(config: TrainConfig, blueprint: Blueprint) -> EvalStep:
+    """Returns the evaluation of a run, in the micro-batches of its training step: what holds one holds the other."""
+    return make_eval_step(blueprint, config.train.accumulation)
+
+
+def trace_step(
+    config: TrainConfig, blueprint: Blueprint, step: JittedTrainStep | None = None, state: nnx.State | None = None
+) -> Any:
+    """Returns the `jax.stages.Traced` training step of a run on its mesh, whose devices need not be there.
+
+    Args:
+      config: the run.
+      blueprint: of its state.
+      step: what `train_step` returns, if it is there.
+      state: the state; by default its description.
+    """
+    data, mesh = config.data, blueprint.mesh
+    batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
+    with jax.set_mesh(mesh):
+        return (step or train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, batch)
 
 
 def make_train_step(
@@ -100,7 +136,7 @@ def make_train_step(
 
 
 def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> Scalars:
-    """The L2 norm of all of a state, and as `name/group` of what each pattern of parameter path matches; in float32."""
+    """Returns the L2 norm of a state, and as `name/group` that of what each pattern of path matches; in float32."""
     state = optax.tree.cast(state, "float32")
     variables = named_variables(state)
     parts = {f"{name}/{group}": [variables[path][...] for path in fnmatch.filter(variables, group)] for group in groups}
@@ -109,7 +145,7 @@ def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> Scalars:
 
 
 def _guarded(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) -> tuple[nnx.State, Array]:
-    """The new state, or the old one if the step was not finite or too many before it were not; and how many, now."""
+    """Returns the new state, or the old one if the step or too many before it were not finite; and how many are not."""
     before = jnp.asarray(old["skipped"][...])
     halted = before > max_skipped
     skipped = jnp.where(halted, before, jnp.where(finite, 0, before + 1))
@@ -139,7 +175,7 @@ def make_eval_step(blueprint: Blueprint, micro_batches: int = 1) -> EvalStep:
 
 
 def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, key: Array) -> tuple[Array, nnx.State]:
-    """The mean loss over the valid tokens of a batch, and its gradient with respect to every parameter that is trained.
+    """Returns the mean loss over the valid tokens of a batch, and its gradient in each parameter that is trained.
 
     With accumulation, sums of losses and gradients are added up over the micro-batches and divided once: it is the
     mean over all tokens, however the masked ones are spread, not the mean of the micro-batches' means. The sums are
@@ -180,17 +216,17 @@ def _sum_over_micro_batches(of_micro: Callable[[Any], Any], inputs: Any, count: 
 
 
 def _zero_gradient(precision: Precision, param: Array) -> Array:
-    """Where the gradients of micro-batches are added up: 16-bit parameters would lose the last digits of each."""
+    """Returns zeros to add gradients to, in a dtype that loses no digits of them, as a 16-bit parameter's own would."""
     return jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype))
 
 
 def dropout_key(seed: int, updates: Array | int) -> Array:
-    """The key of a step, after so many updates."""
+    """Returns the random key of a step, after so many updates."""
     return jax.random.fold_in(jax.random.key(seed), updates)
 
 
 def row_keys(key: Array, rows: Array) -> Array:
-    """A key for each row of the global batch `[B]`, by its index."""
+    """Returns a random key for each row of the global batch `[B]`, by its index."""
     return jax.vmap(partial(jax.random.fold_in, key))(rows)
 
 
@@ -204,5 +240,5 @@ def _split_rows(array: Array, steps: int) -> Array:
 
 
 def _replicated(blueprint: Blueprint) -> NamedSharding:
-    """For scalars: every process can read them."""
+    """Returns the sharding of scalars, which every process can read."""
     return NamedSharding(blueprint.mesh, PartitionSpec())

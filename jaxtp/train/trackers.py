@@ -186,18 +186,9 @@ class Aim:
         self._run.close()
 
 
-@dataclass(frozen=True)
-class _Kind:
-    make: Callable[[Tracked], Tracker]
-    extra: str | None = None
-    """Of pip; also the package that it installs."""
-
-
-_BY_NAME = {
-    "tensorboard": _Kind(TensorBoard),
-    "wandb": _Kind(WeightsAndBiases, "wandb"),
-    "aim": _Kind(Aim, "aim"),
-}
+_BY_NAME: dict[str, Callable[[Tracked], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "aim": Aim}
+_EXTRAS = {"wandb", "aim"}
+"""Trackers that are packages of their own, by names that are also pip's extras."""
 
 
 def check_installed(names: Sequence[str]) -> None:
@@ -206,8 +197,8 @@ def check_installed(names: Sequence[str]) -> None:
     Raises:
       ConfigError: one needs an extra.
     """
-    for extra in (_BY_NAME[name].extra for name in names):
-        if extra and importlib.util.find_spec(extra) is None:
+    for extra in (name for name in names if name in _EXTRAS):
+        if importlib.util.find_spec(extra) is None:
             raise ConfigError(f"metrics.trackers: {extra} is not installed; pip install 'jaxtp[{extra}]'")
 
 
@@ -231,7 +222,7 @@ class Trackers:
         try:
             for name in names if first else ():
                 with writing(run.folder / name):
-                    self._others[name] = _BY_NAME[name].make(run)
+                    self._others[name] = _BY_NAME[name](run)
         except BaseException:
             self.close()
             raise

@@ -18,7 +18,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, score_bytes, stored_arrays
 from jaxtp.train.state import bytes_per_device, plan_state
-from jaxtp.train.tracing import eval_step, trace_step
+from jaxtp.train.step import eval_step, trace_step
 
 RESULTS = Path(__file__).parents[2] / "scripts" / "results" / "estimate_accuracy.jsonl"
 MODEL = jaxtp.ModelConfig(

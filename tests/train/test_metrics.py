@@ -19,11 +19,10 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.folder import RunFolderError
+from jaxtp.train.metrics import Timing, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.profiling import Profiler
-from jaxtp.train.timing import Timing
 from jaxtp.train.trackers import Tracked, Trackers, _identity
-from jaxtp.train.utilization import describe_peak, flops_per_token, memory_record, peak_flops
 
 
 @pytest.fixture

@@ -1,0 +1,118 @@
+"""How a run goes on from its newest checkpoint, and whether it may."""
+
+import fnmatch
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtp import config as configuration
+from jaxtp.checkpoint.manager import Checkpoints, restore_newest
+from jaxtp.data.corpus import Corpus
+from jaxtp.models.config import ModelConfig, architecture
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.folder import RunFolderError
+from jaxtp.train.state import Blueprint
+
+_HARMLESS = (
+    *("run.*", "mesh.*", "eval.*", "checkpoint.*", "metrics.*", "profile.*"),
+    *("model.remat", "model.sequence_parallel", "model.scan_layers", "model.loss_chunk", "model.attention"),
+    *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped", "train.stall_seconds"),
+    "train.allow_oversize",
+)
+"""Settings that leave the numbers as they are, up to the order of sums."""
+_FATAL = (
+    *(("run", "seed"), ("data", "sequence_length"), ("data", "packing"), ("data", "long_documents")),
+    *(("optimizer", "name"), ("optimizer", "groups")),
+)
+"""Settings that, beside the model, decide the data, their order, and what the optimizer's state is."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A checkpoint that a run goes on from."""
+
+    step: int
+    """Updates made so far."""
+    state: nnx.State
+    """All of the state, or, of adapters, all but the model beside them."""
+    info: dict[str, Any]
+    """What it stored beside the arrays."""
+    changed: list[str]
+    """Settings that differ from those of the run that wrote it."""
+
+
+def restore(
+    config: TrainConfig, corpus: Corpus, blueprint: Blueprint, checkpoints: Checkpoints, warn: Callable[[str], None]
+) -> Restored | None:
+    """Reads the newest checkpoint that is whole; returns None if there is none at all.
+
+    Raises:
+      RunFolderError: it is one of another run.
+      CheckpointError: every checkpoint is damaged, or the newest whole one cannot be read.
+    """
+    changed: list[str] = []
+
+    def accept(info: dict[str, Any]) -> None:
+        changed[:] = _check_resumable(config, corpus.describe(), info)
+
+    found = restore_newest(checkpoints, blueprint.stored(blueprint.abstract), blueprint.mesh, accept, warn)
+    if found is None:
+        return None
+    step, state, info = found
+    # A row of skipped steps ends with the run that skipped them: this one may allow fewer.
+    skipped: Any = state["skipped"]
+    state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
+    return Restored(step, state, info, changed)
+
+
+def with_origin(config: TrainConfig, info: Mapping[str, Any]) -> TrainConfig:
+    """Returns the configuration with the origin that the checkpoint has: a run that goes on began where it began."""
+    stored = info["config"]["run"]["init_from"]
+    return configuration.changed(config, {"run.init_from": None if stored is None else Path(stored)})
+
+
+def _check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
+    """Compares what a checkpoint stored with the run that wants to continue it.
+
+    Returns:
+      The settings that differ and may, for the log; first those that make the run go on otherwise than it would have.
+
+    Raises:
+      RunFolderError: the model, the data or its order is another.
+    """
+    stored = info["config"]
+    now = configuration.to_plain(config)
+    model = architecture(config.model)
+    before = architecture(ModelConfig()) | stored["model"]  # a setting that is newer than the checkpoint had no effect
+    fatal = configuration.differences({name: before[name] for name in model}, model, "model.")
+    fatal += configuration.differences(_contents(info["corpus"]), _contents(corpus), "data: ")
+    for section, field in _FATAL:
+        fatal += configuration.differences(
+            {field: stored[section].get(field)}, {field: now[section][field]}, f"{section}."
+        )
+    if fatal:
+        raise RunFolderError(
+            f"{config.run.dir} holds a checkpoint of another run (stored -> asked for):\n"
+            + "\n".join(f"  {line}" for line in fatal)
+            + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
+            "--run.init-from if the model is the same. Nothing was changed."
+        )
+    lines = [line for line in configuration.differences(stored, now) if not line.startswith("run.init_from")]
+    matter = [line for line in lines if not _is_harmless(line.partition(":")[0])]
+    return [
+        *(f"changed since: {line}" for line in matter),
+        *(f"changed since, without effect on the numbers: {line}" for line in lines if line not in matter),
+    ]
+
+
+def _contents(corpus: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is read, wherever it lies."""
+    return {name: value for name, value in corpus.items() if name != "source"}
+
+
+def _is_harmless(setting: str) -> bool:
+    return any(fnmatch.fnmatchcase(setting, pattern) for pattern in _HARMLESS)
