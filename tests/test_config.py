@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxtp.config import ConfigError, changed, differences, flag, from_yaml, load, to_plain, to_yaml
 from jaxtp.generate.config import GenerateConfig
 from jaxtp.models.config import ModelConfig, violations
-from jaxtp.train.config import TrainConfig, check, violations_on
+from jaxtp.train.config import MeshConfig, TrainConfig, check, violations_on
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 ONE = {"dp": 1, "fsdp": 1, "tp": 1}
@@ -85,13 +85,13 @@ def test_missing_file_suggests_its_neighbour(tmp_path):
 
 
 def test_violations_come_together_with_values_that_work():
-    model = dataclasses.replace(TrainConfig().model, num_heads=12, num_kv_heads=3, d_ff=100, d_model=100)
+    model = dataclasses.replace(TrainConfig().model, num_heads=12, num_kv_heads=5, d_model=100)
     with pytest.raises(ConfigError) as error:
         check(TrainConfig(model=model), {"dp": 1, "fsdp": 3, "tp": 8})
     text = str(error.value)
-    assert "model.num_heads=12 is not divisible by mesh.tp=8; tp can be 1\n" in text
-    assert "model.num_kv_heads=3 neither divides mesh.tp=8 nor is divisible by it; tp can be 1\n" in text
-    assert "model.d_ff=100 is not divisible by mesh.tp=8; tp can be 1, or d_ff 96 or 104" in text
+    assert (
+        "model.num_heads=12 is not divisible by model.num_kv_heads=5; num_kv_heads can be 1, 2, 3, 4, 6, 12\n" in text
+    )
     assert "model.d_model=100 is not divisible by mesh.fsdp=3; fsdp can be 1, 2, or d_model 99 or 102" in text
     assert "data.global_batch_size=16 is not divisible by mesh.dp*fsdp * train.accumulation=3; fsdp can be 1, 2" in text
 
@@ -145,12 +145,13 @@ def problems_of(config, mesh):
 
 def test_a_model_that_is_there_keeps_its_sizes():
     model = dataclasses.replace(SMOL, from_hf=Path("a"))
-    (heads, kv_heads) = violations_on(TrainConfig(model=model), {"dp": 1, "fsdp": 2, "tp": 4}, devices=8)
-    assert heads == "model.num_heads=9 is not divisible by mesh.tp=4; tp can be 1, 3"
+    strict = TrainConfig(model=model, mesh=MeshConfig(allow_padding=False))
+    (heads, kv_heads) = violations_on(strict, {"dp": 1, "fsdp": 2, "tp": 4}, devices=8)
+    assert heads == "mesh.tp=4 pads 9 query heads to 12, and mesh.allow_padding is false; tp can be 1, 3"
     assert kv_heads.endswith("; tp can be 1, 3"), "of 8 devices, fsdp has 2"
     hints = violations(SMOL, {"dp": 1, "fsdp": 5, "tp": 1}, fixed=True)
     assert [line.partition("; ")[2].split(",")[0] for line in hints] == ["fsdp can be 1"]
-    assert "or d_ff" not in "".join(violations(SMOL, {"dp": 1, "fsdp": 1, "tp": 10**22})), "no such model can be"
+    assert "or d_model" not in "".join(violations(SMOL, {"dp": 1, "fsdp": 10**22, "tp": 1})), "no such model can be"
     assert "or d_model 575 or 580" in next(violations(SMOL, {"dp": 1, "fsdp": 5, "tp": 1}))
 
 

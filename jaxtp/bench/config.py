@@ -11,8 +11,8 @@ import tyro
 from jaxtp.config import ConfigError, Count
 from jaxtp.hardware import TABLE, Hardware, of_kind
 from jaxtp.hardware_file import find
-from jaxtp.mesh import DP, FSDP, TP
-from jaxtp.models.config import ModelConfig, violations
+from jaxtp.mesh import DP, FSDP, sized
+from jaxtp.models.config import ModelConfig, padded_sizes, violations
 from jaxtp.train.config import TrainConfig
 
 KIB = 2**10
@@ -61,15 +61,14 @@ def rows_on_a_device(config: TrainConfig, mesh: dict[str, int]) -> int:
 
 
 def usable_tps(model: ModelConfig, devices: int) -> list[int]:
-    """Powers of two, up to the number of devices, that can share a block of the model.
+    """Returns the powers of two, up to the number of devices, that divide a block of the model.
 
     Raises:
       ConfigError: not even one device can hold it.
     """
-    problems = {2**i: list(violations(model, {DP: 1, FSDP: 1, TP: 2**i})) for i in range(devices.bit_length())}
-    if problems[1]:
-        raise ConfigError("\n  ".join(("these settings do not fit each other:", *problems[1])))
-    return [tp for tp, found in problems.items() if not found]
+    if problems := list(violations(model, sized())):
+        raise ConfigError("\n  ".join(("these settings do not fit each other:", *problems)))
+    return [tp for i in range(devices.bit_length()) if not padded_sizes(model, tp := 2**i)]
 
 
 def hardware_of(asked: CommConfig, device: jax.Device) -> Hardware | None:

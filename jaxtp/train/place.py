@@ -91,16 +91,14 @@ def fitting_mesh(
 ) -> tuple[dict[str, int], int] | None:
     """Returns the mesh of the most devices that the run can be on, and its batch size; None if there is none.
 
-    from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes, fitting_meshes, make_mesh, mesh_sizes, request_virtual_devices
-    from jaxtp.models.config import padded_sizes
-    from jaxtp.train.config import TrainConfig, check, check_devices, check_platform, violations_on
-    from jaxtp.train.memory import costs_of_step
+    Of several one that pads nothing, then the one that divides the parameters the most, and of those the one that moves
+    the fewest bytes in a step.
 
-        Args:
-          config: the run.
-          axes: those whose size in the configuration stays; -1 is what is left.
-          place: the devices.
-          any_batch: whether the batch may be larger than configured.
+    Args:
+      config: the run.
+      axes: those whose size in the configuration stays; -1 is what is left.
+      place: the devices.
+      any_batch: whether the batch may be larger than configured.
     """
     asked = {axis: size for axis in axes if (size := getattr(config.mesh, axis)) != -1}
     whole = place.per_process < place.devices or any(getattr(config.mesh, axis) == -1 for axis in axes)

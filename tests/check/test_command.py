@@ -162,7 +162,7 @@ def test_swapped_row_and_column_are_named(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--mesh tp=3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
+        ("--mesh fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3; fsdp can be 1, 2, 4, 8"),
         ("--mesh pp=2", "'pp' is not an axis; they are dp, fsdp, tp, as in fsdp=2,tp=4"),
         ("--mesh tp=0", "tp=0 is not a number of devices"),
         ("--mesh fsdp=-1,tp=2", "fsdp=-1 is not a number of devices"),
@@ -170,7 +170,7 @@ def test_swapped_row_and_column_are_named(monkeypatch, capsys):
         ("--mesh tp=1", "that is the one device which meshes are compared with"),
         ("--mesh tp=2 --json /proc/nothing/check.json", "--json /proc/nothing/check.json: No such file"),
         ("--mesh dp=8,fsdp=8", "is 64 devices, and a check runs on at most 16 virtual ones"),
-        ("--mesh.tp 3", "model.num_heads=8 is not divisible by mesh.tp=3"),
+        ("--mesh.tp 3 --mesh.no-allow-padding", "mesh.tp=3 pads 8 query heads to 9"),
         ("--config nothing.yaml", "nothing.yaml: No such file"),
     ],
 )
@@ -211,7 +211,7 @@ def test_default_meshes_are_those_that_a_model_of_hugging_face_fits(tmp_path):
     meshes = {tuple(case.sizes.values()) for case in cases}
     assert {(1, 1, 3), (1, 2, 3), (2, 2, 3), (2, 1, 3), (1, 8, 1), (8, 1, 1)} <= meshes
     _, cases = plan(CheckConfig(model=jaxtp.ModelConfig(num_heads=11, num_kv_heads=11, d_ff=88), mesh=ONE))
-    assert {tuple(case.sizes.values()) for case in cases} == {(1, 1, 11), (1, 8, 1), (8, 1, 1)}
+    assert {tuple(case.sizes.values()) for case in cases} == {(1, 1, 11), (1, 8, 1), (8, 1, 1), (1, 1, 2)}
 
 
 def test_default_meshes_cover_the_axes():

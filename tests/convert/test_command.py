@@ -122,7 +122,7 @@ def test_mistakes(imported, tmp_path, capsys):
     for command, expected in {
         ("import", str(tmp_path / "none"), str(tmp_path / "run")): "no such folder",
         ("import", str(imported / "source"), str(imported / "run")): "is there already; name a new folder",
-        ("import", str(imported / "source"), str(tmp_path / "run"), "--mesh.tp", "3"): "tp can be 1, 2, 4, 8",
+        ("import", str(imported / "source"), str(tmp_path / "run"), "--mesh.fsdp", "3"): "fsdp can be 1, 2",
         ("export", str(tmp_path), str(tmp_path / "out")): "no finished checkpoint there",
         ("export", str(imported / "run"), str(tmp_path / "out"), "--family", "bert"): "supported are llama, mistral",
         ("export", str(imported / "run"), str(tmp_path / "out"), "--family", "llama"): "a llama cannot be this model",

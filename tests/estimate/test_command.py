@@ -199,7 +199,7 @@ def test_help_teaches(capsys):
         (f"--hardware h100x1{'0' * 5000}", "--hardware h100x10000000000000000000...: from 1 to 1,048,576 devices"),
         ("--hardware h100x8 --mesh tp=99999999999", "is 99,999,999,999 devices, and --hardware h100x8 is 8\n"),
         ("--hardware h100x8 --mesh pp=8", "'pp' is not an axis; they are dp, fsdp, tp"),
-        ("--hardware h100x3 --mesh tp=3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
+        ("--hardware h100x3 --mesh fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3; fsdp can be 1, 2"),
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
         ("--hardware h100x8 --plot plot.xyz", "--plot plot.xyz: pictures are "),
         ("--hardware h100x8 --memory-fraction 2", "--memory-fraction 2.0: should be"),

@@ -112,12 +112,11 @@ def test_those_that_fit_come_first_and_the_fastest_of_them():
 
 def test_what_cannot_run_is_refused_with_its_reason():
     refused = found(devices=16).refused
-    assert "model.num_heads=8 is not divisible by mesh.tp=16" in refused["dp 1 x fsdp 1 x tp 16"]
-    message = (
-        r"no mesh of 7 devices can run this configuration; 4 or 8 devices could:\n  dp 1 x fsdp 1 x tp 7: model.num"
-    )
+    assert "model.d_model=" in found(devices=48).refused["dp 1 x fsdp 48 x tp 1"]
+    assert not any("x tp 16" in mesh and "x fsdp 1 x" in mesh for mesh in refused), "16 devices pad 8 heads"
+    message = r"no mesh of 7 devices can run this configuration; 6 or 8 devices could:\n  dp 1 x fsdp 7 x tp 1: model.d"
     with pytest.raises(ConfigError, match=message):
-        search(CONFIG, Target(H100, 7, 1e12), MODEL_FACTS, [{"dp": 1, "fsdp": 1, "tp": 7}])
+        search(CONFIG, Target(H100, 7, 1e12), MODEL_FACTS, [{"dp": 1, "fsdp": 7, "tp": 1}])
 
 
 def test_as_configured_changes_the_mesh_alone():

@@ -117,8 +117,8 @@ def test_only_what_can_be_compiled_for_is():
         compile_for(CONFIG, SIZES, "h100", hosts=2, devices_per_host=8, timeout_s=1)
     with pytest.raises(TargetError, match=r"fsdp -1 .*: each axis takes a number of devices"):
         compile_for(CONFIG, {"dp": 1, "fsdp": -1, "tp": 8}, "h100", hosts=1, devices_per_host=8, timeout_s=1)
-    with pytest.raises(ConfigError, match=r"num_heads=8 is not divisible by mesh.tp=3"):
-        compile_for(CONFIG, {"dp": 1, "fsdp": 1, "tp": 3}, "h100", hosts=1, devices_per_host=3, timeout_s=1)
+    with pytest.raises(ConfigError, match=r"d_model=\d+ is not divisible by mesh.fsdp=3"):
+        compile_for(CONFIG, {"dp": 1, "fsdp": 3, "tp": 1}, "h100", hosts=1, devices_per_host=3, timeout_s=1)
 
 
 @pytest.mark.parametrize("dims", [2, 3])

@@ -174,9 +174,9 @@ REFUSED = {
     "field of text": (["--model", "{runs}/bytes", *PROMPT, "--field", "q"], "--field q is of JSONL"),
     "empty file": (["--model", "{runs}/bytes", "--prompt-file", "{empty}"], "no prompts in it"),
     "empty prompt": (["--model", "{runs}/bytes", "--prompt", ""], "prompt 0 is empty"),
-    "heads": (
-        ["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "3"],
-        "not divisible by mesh.tp=3; tp can be 1, 2, 4, 8",
+    "width": (
+        ["--model", "{runs}/bytes", *PROMPT, "--mesh.fsdp", "3"],
+        "not divisible by mesh.fsdp=3; fsdp can be 1, 2",
     ),
     "devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "8", "--mesh.dp", "4"], "needs 32 devices"),
     "many devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "1000000000"], "at most 1024 are made"),

@@ -404,7 +404,7 @@ def test_a_snapshot_of_the_hub_links_to_its_blobs(whole, tmp_path):
 
 
 def test_what_does_not_fit_the_mesh_is_said_before_anything_is_read(whole):
-    with jax.set_mesh(jaxtp.make_mesh(tp=4)), pytest.raises(jaxtp.HFError, match=r"tp can be 1, 2$"):
+    with jax.set_mesh(jaxtp.make_mesh(fsdp=3)), pytest.raises(jaxtp.HFError, match=r"fsdp can be 1, 2"):
         jaxtp.load_hf(whole)
 
 

@@ -131,6 +131,6 @@ def test_what_is_no_configuration_is_refused():
 
 
 def test_a_model_that_does_not_fit_the_mesh_is_refused_with_what_does():
-    message = r"num_heads=4 is not divisible by mesh.tp=8; tp can be 1, 2, 4"
-    with jax.set_mesh(jaxtp.make_mesh(tp=8)), pytest.raises(ConfigError, match=message):
+    message = r"d_model=\d+ is not divisible by mesh.fsdp=7; fsdp can be 1, 2, 4"
+    with jax.set_mesh(jaxtp.make_mesh(fsdp=7)), pytest.raises(ConfigError, match=message):
         jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))

@@ -93,10 +93,13 @@ MISTAKES = {
         "--optimizer.beta1 2 --optimizer.learning-rate -1",
         "--optimizer.learning-rate -1.0",
     ),
-    "heads": ("--mesh.tp 3", "model.num_heads=8 is not divisible by mesh.tp=3; tp can be 1, 2, 4, 8"),
+    "heads": (
+        "--mesh.tp 3 --mesh.no-allow-padding",
+        "mesh.tp=3 pads 8 query heads to 9, and mesh.allow_padding is false",
+    ),
     "ffn": (
-        "--model.d-ff 65 --mesh.tp 2",
-        "model.d_ff=65 is not divisible by mesh.tp=2; tp can be 1, or d_ff 64 or 66",
+        "--model.d-ff 65 --mesh.tp 2 --mesh.no-allow-padding",
+        "mesh.tp=2 pads 65 d_ff to 66, and mesh.allow_padding is false; tp can be 1",
     ),
     "batch": (
         "--data.global-batch-size 7",

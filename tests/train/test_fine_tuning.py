@@ -159,7 +159,10 @@ MISTAKES = {
     "another size": ("--model.d-model 64", "is another model: model.d_model=64, where it has 32"),
     "two beginnings": ("--run.init-from {run}", "--run.init-from and --model.from-hf are two beginnings"),
     "no such model": ("--model.from-hf nowhere", "nowhere: no such folder"),
-    "not on this mesh": ("--mesh.tp 8", "model.num_heads=4 is not divisible by mesh.tp=8"),
+    "not on this mesh": (
+        "--mesh.tp 8 --mesh.no-allow-padding",
+        "mesh.tp=8 pads 4 query heads to 8, and mesh.allow_padding is false",
+    ),
 }
 
 
