@@ -7,7 +7,7 @@ one NVLink domain) form a tensor-parallel group.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
 from jax.sharding import AxisType, Mesh
@@ -96,9 +96,14 @@ def sized(**sizes: int) -> dict[str, int]:
     return dict.fromkeys(AXES, 1) | sizes
 
 
+def parts(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Returns the number of parts into which the devices along some axes divide an array."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
 def batch_parts(sizes: Mapping[str, int]) -> int:
     """Returns the number of parts into which the devices divide a batch."""
-    return math.prod(sizes[axis] for axis in BATCH)
+    return parts(sizes, BATCH)
 
 
 def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh | None) -> dict[str, int]:

@@ -84,10 +84,7 @@ def _on(
     cache = cache_bytes(config, sizes, rows, length)
     hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency
     reading = (weights * sizes[FSDP] + cache) / speed
-    moving = sum(
-        times * collective_seconds(hardware, sizes, one.axes, one.kind, one.bytes_sent)
-        for one, times in token.traffic.items()
-    )
+    moving = sum(times * collective_seconds(hardware, sizes, one) for one, times in token.traffic.items())
     return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
 
 

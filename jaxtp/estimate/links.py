@@ -34,7 +34,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtp.communication import ALL_REDUCE
+from jaxtp.communication import ALL_REDUCE, Axes, Collective
 from jaxtp.hardware import Hardware, inside_domain, link_of
 
 
@@ -84,25 +84,18 @@ PAT_NETWORK = 1 / 3.5
 PAT_EACH_S = 2.8e-6
 
 
-def collective_seconds(
-    hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str], kind: str, bytes_sent: float
-) -> float:
+def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collective) -> float:
     """Seconds of one collective.
 
     Args:
       hardware: its links.
       sizes: devices along each axis.
-      axes: those along which the devices talk.
-      kind: all-reduce, all-gather or reduce-scatter.
-      bytes_sent: by each device, around a ring.
+      one: an all-reduce, all-gather or reduce-scatter.
     """
-    axes = tuple(axes)
-    return min(steps + bytes_sent / speed for steps, speed in _ways(hardware, sizes, axes, kind))
+    return min(steps + one.bytes_sent / speed for steps, speed in _ways(hardware, sizes, one.axes, one.kind))
 
 
-def _ways(
-    hardware: Hardware, sizes: Mapping[str, int], axes: tuple[str, ...], kind: str
-) -> Iterator[tuple[float, float]]:
+def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -> Iterator[tuple[float, float]]:
     """Seconds however little is sent, and bytes/s, of each way that there is."""
     devices = math.prod(sizes[axis] for axis in axes)
     hosts = devices // inside_domain(hardware, sizes, axes)

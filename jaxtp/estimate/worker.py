@@ -5,7 +5,6 @@
 A compiler that is asked for devices that are not there may end its process, so it gets one that nobody else needs.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -88,7 +87,7 @@ def _compile(lowered: Any, target: dict[str, Any], sizes: dict[str, int]) -> dic
     return {
         "seconds": time.perf_counter() - started,
         **_memory(compiled, target["platform"]),
-        "collectives": [dataclasses.asdict(moved) for moved in read_schedule(compiled.as_text(), sizes)],
+        "collectives": [one.record() for one in read_schedule(compiled.as_text(), sizes)],
     }
 
 
