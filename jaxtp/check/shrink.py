@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxtp.layers.branch import Small, like
-from jaxtp.mesh import DP, FSDP, TP, batch_parts, sized
+from jaxtp.mesh import DP, FSDP, STORAGE, TP, batch_parts, parts, sized
 from jaxtp.models.config import shrunk, violations
 from jaxtp.train.config import TrainConfig
 
@@ -85,7 +85,9 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
         changed = dataclasses.replace(config.model, **changes)
         return not any(list(violations(changed, case.sizes)) for case in cases)
 
-    small = Small(tps, math.lcm(*(case.sizes[FSDP] for case in cases)), sequence, config.data.sequence_length, fits)
+    small = Small(
+        tps, math.lcm(*(parts(case.sizes, STORAGE) for case in cases)), sequence, config.data.sequence_length, fits
+    )
     model = shrunk(config.model, small)
     return dataclasses.replace(
         config,

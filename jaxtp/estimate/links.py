@@ -36,6 +36,7 @@ from typing import NamedTuple
 
 from jaxtp.communication import ALL_REDUCE, Axes, Collective
 from jaxtp.hardware import Hardware, inside_domain, link_of
+from jaxtp.mesh import parts
 
 
 class Way(NamedTuple):
@@ -97,7 +98,7 @@ def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collec
 
 def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -> Iterator[tuple[float, float]]:
     """Seconds however little is sent, and bytes/s, of each way that there is."""
-    devices = math.prod(sizes[axis] for axis in axes)
+    devices = parts(sizes, axes)
     hosts = devices // inside_domain(hardware, sizes, axes)
     start, hop, network = hardware.latency, hardware.hop, hardware.network_hop
     full = link_speed(hardware, sizes, axes)
@@ -130,7 +131,7 @@ def _protocols(hardware: Hardware) -> Sequence[Protocol]:
 def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> bool:
     """Whether devices along these axes are in several domains."""
     axes = tuple(axes)
-    return inside_domain(hardware, sizes, axes) < math.prod(sizes[axis] for axis in axes)
+    return inside_domain(hardware, sizes, axes) < parts(sizes, axes)
 
 
 def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> float:

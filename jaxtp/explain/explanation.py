@@ -20,7 +20,7 @@ from jaxtp.audit.tables import columns
 from jaxtp.communication import Collective, Traffic, total_sent
 from jaxtp.explain.advice import advice
 from jaxtp.explain.moving import module_of, passes
-from jaxtp.mesh import AXES, BATCH, DP, FSDP, TP, axes_of, describe_mesh, make_mesh
+from jaxtp.mesh import AXES, BATCH, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
 from jaxtp.parallel.calls import original_class
 from jaxtp.parallel.parallelize import as_written, parallelize
 from jaxtp.parallel.plan import Plan, PlanError
@@ -28,7 +28,7 @@ from jaxtp.parallel.spelling import patterns_for, spelled
 from jaxtp.parallel.styles import Style
 from jaxtp.parallel.swap import role_of
 from jaxtp.propose.flows import ROOT
-from jaxtp.propose.subject import Meant, Subject, abstract_mesh, sizes_of, subject_of
+from jaxtp.propose.subject import Meant, Subject, sizes_of, subject_of
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,7 @@ class Split:
     def shard(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape of the part on a device."""
         entries = (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
-        parts = (math.prod(sizes[axis] for axis in axes_of(entry)) for entry in entries)
-        return tuple(size // n for size, n in zip(self.shape, parts, strict=True))
+        return tuple(size // parts(sizes, axes_of(entry)) for size, entry in zip(self.shape, entries, strict=True))
 
     def bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes on a device."""
@@ -168,7 +167,7 @@ def _traced(model: nnx.Module, subject: Subject, sizes: dict[str, int]) -> Traff
 
 
 def _added(model: Any, plan: Plan | None, subject: Subject, sizes: dict[str, int]) -> Traffic:
-    mesh = make_mesh(*sizes.values())
+    mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
         parallel = _planned(model, plan, mesh)
         run, state = passes(parallel, subject)
@@ -191,7 +190,7 @@ def _inexact(found: Iterable[Collective]) -> Iterator[str]:
 
 
 def _batch(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    divides = shape and shape[0] % (mesh.shape[DP] * mesh.shape[FSDP]) == 0
+    divides = shape and shape[0] % batch_parts(mesh.shape) == 0
     return NamedSharding(mesh, PartitionSpec(BATCH) if divides else PartitionSpec())
 
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,14 +16,15 @@ from jaxtp.hints import Problem, explained, not_divisible
 from jaxtp.layers import remat
 from jaxtp.mesh import (
     AXES,
-    DP,
-    FSDP,
-    TP,
+    BATCH,
+    SEQUENCE,
     batch_parts,
     check_sizes,
     describe_mesh,
     most_devices,
+    parts,
     request_virtual_devices,
+    settings_of,
 )
 from jaxtp.models.config import ModelConfig, model_problems
 
@@ -66,6 +67,11 @@ class MeshConfig:
 
     tp: int = 4
     """Shards of each matrix product."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -352,12 +358,12 @@ def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]
     """Yields the problems of a configuration on a mesh, without suggestions."""
     yield from model_problems(config.model, mesh)
     batch, length = config.data.global_batch_size, config.data.sequence_length
-    parts = batch_parts(mesh) * config.train.accumulation
-    among = dict.fromkeys((f"mesh.{DP}", f"mesh.{FSDP}", "train.accumulation"), batch)
-    yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp * train.accumulation", parts, among)
+    by, divided = f"mesh.{'*'.join(BATCH)} * train.accumulation", batch_parts(mesh) * config.train.accumulation
+    among = dict.fromkeys((*settings_of(BATCH), "train.accumulation"), batch)
+    yield from not_divisible("data.global_batch_size", batch, by, divided, among)
     if config.model.sequence_parallel:
-        by_tp = {f"mesh.{TP}": length}
-        yield from not_divisible("data.sequence_length", length, "mesh.tp", mesh[TP], by_tp)
+        among = dict.fromkeys(settings_of(SEQUENCE), length)
+        yield from not_divisible("data.sequence_length", length, " * ".join(among), parts(mesh, SEQUENCE), among)
     if (positions := config.model.learned_positions) is not None and length > positions:
         yield Problem(f"data.sequence_length={length} is more than model.learned_positions={positions}")
     yield from map(Problem, (*_moment_violations(config), *_contradictions(config)))
@@ -390,6 +396,5 @@ def planned_mesh(config: MeshConfig) -> dict[str, int] | None:
     Raises:
       MeshError: a size that no mesh can have.
     """
-    sizes = {axis: getattr(config, axis) for axis in AXES}
-    check_sizes(sizes)
-    return None if -1 in sizes.values() else sizes
+    check_sizes(config.sizes)
+    return None if -1 in config.sizes.values() else config.sizes

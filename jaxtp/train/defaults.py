@@ -6,7 +6,7 @@ fit. What a flag or a YAML file gives is never touched, and a run that goes on k
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -17,7 +17,7 @@ from jaxtp.hf.attributes import stored_dtype
 from jaxtp.hf.folder import read_attributes
 from jaxtp.hf.runs import model_of
 from jaxtp.layers.parameter import DType
-from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill
+from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill, sized
 from jaxtp.models.config import architecture
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
 from jaxtp.train.initialisation import with_model
@@ -71,7 +71,7 @@ def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple
       HFError, CheckpointError: the model cannot be read.
       ConfigError, MeshError: settings that contradict it, or sizes that no mesh has.
     """
-    check_sizes({axis: getattr(config.mesh, axis) for axis in AXES})
+    check_sizes(config.mesh.sizes)
     config = with_model(config)
     config, folder = _with(config, [c for c in _folder(config) if not _is_given(c.setting, given)])
     before = newest_info(config.run.dir) if _has_model(config) else None
@@ -173,10 +173,10 @@ def _of_devices(
     any_batch = _has_model(config) and before is None and BATCH_SIZE not in given
     if len(axes) == len(AXES) and not free_dtype and not any_batch:
         return
-    alone = {axis: max(getattr(config.mesh, axis), 1) if axis in axes else 1 for axis in AXES}
+    given_or_one = sized(**{axis: config.mesh.sizes[axis] for axis in axes})
+    alone = {axis: max(size, 1) for axis, size in given_or_one.items()}
     if any(violations_on(with_batch(config, alone) if any_batch else config, alone)):
         if _has_model(config):  # refused for what was given, and for no default beside it
-            given_or_one = {axis: getattr(config.mesh, axis) if axis in axes else 1 for axis in AXES}
             yield Choice("mesh", MeshConfig(**given_or_one))
         return
     mesh = _first_mesh(config, axes, before)
@@ -199,9 +199,9 @@ def _compute(config: TrainConfig, before: Mapping[str, Any] | None, place: Place
 
 def _first_mesh(config: TrainConfig, axes: Set[str], before: Mapping[str, Any] | None) -> dict[str, int]:
     """The mesh to try first: what is given, and of the other axes what the run has, or else the least."""
-    others = before["mesh"] if before is not None else dict.fromkeys(AXES, 1)
+    others = before["mesh"] if before is not None else sized()
     is_own = not _has_model(config)
-    return {axis: getattr(config.mesh, axis) if is_own or axis in axes else others[axis] for axis in AXES}
+    return {axis: size if is_own or axis in axes else others[axis] for axis, size in config.mesh.sizes.items()}
 
 
 def _mesh(
@@ -226,7 +226,7 @@ def _mesh(
         reason = f"of {place.devices} {place.kind}, the mesh that fits the model and moves the least"
         if place.devices == 1:
             reason = f"{place.kind} share the cores, so one is enough" if place.is_virtual else "the only device"
-    mesh = MeshConfig(**{axis: getattr(config.mesh, axis) if axis in axes else first[axis] for axis in AXES})
+    mesh = replace(config.mesh, **{axis: size for axis, size in first.items() if axis not in axes})
     if mesh != config.mesh:
         yield Choice("mesh", mesh, reason)
     if batch != config.data.global_batch_size:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import jax
 
 from jaxtp.config import changed
-from jaxtp.mesh import DP, FSDP, TP, fitting_meshes, request_virtual_devices
+from jaxtp.mesh import REPLICAS, TP, batch_parts, fitting_meshes, parts, request_virtual_devices
 from jaxtp.train.config import TrainConfig, violations_on
 from jaxtp.train.memory import costs_of_step
 
@@ -61,8 +61,8 @@ def fits(config: TrainConfig, mesh: Mapping[str, int], place: Place) -> bool:
 
 def with_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
     """The run with the smallest batch size, from the configured one on, that the mesh divides."""
-    parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
-    return changed(config, {BATCH_SIZE: -(-config.data.global_batch_size // parts) * parts})
+    divided = batch_parts(mesh) * config.train.accumulation
+    return changed(config, {BATCH_SIZE: -(-config.data.global_batch_size // divided) * divided})
 
 
 def fitting_mesh(
@@ -87,7 +87,7 @@ def fitting_mesh(
                 continue
             run = with_batch(config, mesh) if any_batch else config
             if fits(run, mesh, place):
-                found.append((mesh[DP], run.data.global_batch_size, _bytes(run, mesh), mesh))
+                found.append((parts(mesh, REPLICAS), run.data.global_batch_size, _bytes(run, mesh), mesh))
         if found:
             _, batch, _, best = min(found, key=lambda each: each[:3])
             return best, batch

@@ -6,7 +6,7 @@ import jax
 
 from jaxtp.hardware import of_kind
 from jaxtp.layers.costs import Share
-from jaxtp.mesh import AXES
+from jaxtp.mesh import sized
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import costs_of
 
@@ -25,7 +25,7 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
     """
     lookup = 0 if config.tie_embeddings else config.vocab_size * config.d_model
     lookup += (config.learned_positions or 0) * config.d_model
-    share = Share(sizes=dict.fromkeys(AXES, 1), rows=1, length=max(1, sequence_length), training=False)
+    share = Share(sizes=sized(), rows=1, length=max(1, sequence_length), training=False)
     costs = costs_of(config, share)
     attention = sum(product.counted * product.flops for product in costs.attention) / share.length
     trained = costs.adapters if config.lora.rank else parameters - lookup
