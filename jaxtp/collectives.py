@@ -16,7 +16,6 @@ default: a forgotten reduction is then a type error at trace time instead of a w
 Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequence-parallel forms.
 """
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -27,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.mesh import BATCH, DP, FSDP, TP, axes_of, current_mesh
+from jaxtp.mesh import BATCH, STORAGE, TP, axes_of, copies, current_mesh, parts
 
 GATHERED = "gathered"
 """`checkpoint_name` of what `enter_parallel` returns: the input of a column layer."""
@@ -88,8 +87,8 @@ class MissingReductionError(ValueError):
         )
 
 
-def batch_spec(*dims: str | None) -> PartitionSpec:
-    """The spec of an activation: the batch over dp and fsdp, then `dims`."""
+def batch_spec(*dims: str | tuple[str, ...] | None) -> PartitionSpec:
+    """Returns the spec of an activation: the batch over its axes, then `dims`."""
     return PartitionSpec(BATCH, *dims)
 
 
@@ -125,9 +124,9 @@ def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> Non
     """
     for dim, axes in enumerate(spec):
         names = axes_of(axes)
-        parts = math.prod(axis_size(axis) for axis in names)
-        if shape[dim] % parts:
-            nearest = sorted({max(shape[dim] // parts, 1) * parts, -(-shape[dim] // parts) * parts})
+        count = axis_size(*names)
+        if shape[dim] % count:
+            nearest = sorted({max(shape[dim] // count, 1) * count, -(-shape[dim] // count) * count})
             product = " x ".join(f"{axis}={axis_size(axis)}" for axis in names)
             raise ValueError(
                 f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by {product}; "
@@ -135,10 +134,10 @@ def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> Non
             )
 
 
-def axis_size(axis: str) -> int:
-    """Devices along `axis` of the mesh in context; 1 without a mesh."""
+def axis_size(*axes: str) -> int:
+    """Returns the number of devices along some axes of the mesh in context; 1 without a mesh."""
     mesh = current_mesh()
-    return 1 if mesh is None else mesh.shape[axis]
+    return 1 if mesh is None else parts(mesh.shape, axes)
 
 
 def axis_index(axis: str) -> Array | int:
@@ -233,23 +232,23 @@ def load_weight(
     """
     if current_mesh() is None:
         return shard.astype(compute)
-    copies = (DP,) + ((FSDP,) if fsdp_dim is None else ()) + ((TP,) if used_by_all_tp else ())
+    summed = copies(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
     groups = _groups(tp_group)
 
     def gather(shard: Array) -> Array:
-        # dp first: its gradient sum then runs on what the reduce-scatter has left.
-        w = vary(shard.astype(compute), *copies)
+        # The copies first: the sum of their gradients then runs on what the reduce-scatter has left.
+        w = vary(shard.astype(compute), *summed)
         if tp_group > 1:
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
-        return w if fsdp_dim is None else lax.all_gather(w, FSDP, axis=fsdp_dim, tiled=True)
+        return w if fsdp_dim is None else lax.all_gather(w, STORAGE, axis=fsdp_dim, tiled=True)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
         grad = grad.astype(reduce)
         if fsdp_dim is not None:
-            grad = lax.psum_scatter(grad, FSDP, scatter_dimension=fsdp_dim, tiled=True)
+            grad = lax.psum_scatter(grad, STORAGE, scatter_dimension=fsdp_dim, tiled=True)
         if tp_group > 1:
             grad = lax.psum_scatter(grad, TP, scatter_dimension=tp_dim, axis_index_groups=groups, tiled=True)
-        return (lax.psum(grad, copies).astype(shard.dtype),)
+        return (lax.psum(grad, summed).astype(shard.dtype),)
 
     load = jax.custom_vjp(gather)
     load.defvjp(lambda shard: (gather(shard), None), backward)  # not `load`: remat must see the gather itself
@@ -264,7 +263,8 @@ def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:
 
 def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether a primitive of a jaxpr is `load_weight`'s gather; remat policies never save its result."""
-    return primitive.name == "all_gather" and (FSDP in params["axis_name"] or params["axis_index_groups"] is not None)
+    over_storage = not set(STORAGE).isdisjoint(params.get("axis_name", ()))
+    return primitive.name == "all_gather" and (over_storage or params["axis_index_groups"] is not None)
 
 
 def _groups(size: int) -> list[list[int]]:

@@ -73,6 +73,11 @@ class Collective:
         return "/".join(part for part in parts if part and part not in _PLUMBING and not _BRANCH.fullmatch(part))
 
     @property
+    def backward(self) -> bool:
+        """Whether it is a part of a backward pass, where its scope says so."""
+        return "transpose(" in self.scope
+
+    @property
     def bytes_sent(self) -> float:
         """Bytes that each device sends, in a ring: `(n-1)/n` of it, twice for an all-reduce; all of it to permute."""
         if self.kind == PERMUTE:
@@ -83,6 +88,11 @@ class Collective:
 
 Traffic = Mapping[Collective, int]
 """Collectives, and how often each runs in a step."""
+
+
+def total_sent(moved: Traffic) -> float:
+    """Returns the bytes that each device sends."""
+    return sum(times * one.bytes_sent for one, times in moved.items())
 
 
 def bytes_by_place(moved: Traffic) -> dict[Place, float]:

@@ -7,10 +7,10 @@ one NVLink domain) form a tensor-parallel group.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxtp.launch import accept_absent_gpus
 
@@ -18,8 +18,19 @@ DP = "dp"
 FSDP = "fsdp"
 TP = "tp"
 AXES = (DP, FSDP, TP)
+"""The axes, the last of which varies fastest."""
+
 BATCH = (DP, FSDP)
-"""The axes that divide the batch."""
+"""Axes that divide the batch."""
+
+STORAGE = (FSDP,)
+"""Axes that divide what is stored of a weight, which is gathered before use; its gradient is reduce-scattered."""
+
+SEQUENCE = (TP,)
+"""Axes that divide activations between parallel layers along the sequence."""
+
+REPLICAS = tuple(axis for axis in AXES if axis not in (*STORAGE, TP))
+"""Axes along which every weight is held in copies, used on different tokens; its gradient is all-reduced."""
 
 MAX_VIRTUAL_DEVICES = 1024
 """So many take a second to make, and share the machine's cores."""
@@ -52,7 +63,11 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
     Raises:
       MeshError: a size is not positive, more than one is -1, or the devices are too few, or one is there twice.
     """
-    sizes = {DP: dp, FSDP: fsdp, TP: tp}
+    return mesh_of({DP: dp, FSDP: fsdp, TP: tp}, devices)
+
+
+def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Builds a mesh of these sizes, as `make_mesh` does."""
     check_sizes(sizes)
     if devices is None:
         request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
@@ -96,12 +111,32 @@ def sized(**sizes: int) -> dict[str, int]:
     return dict.fromkeys(AXES, 1) | sizes
 
 
+def parts(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Returns the number of parts into which the devices along some axes divide an array."""
+    return math.prod(sizes[axis] for axis in axes)
+
+
 def batch_parts(sizes: Mapping[str, int]) -> int:
     """Returns the number of parts into which the devices divide a batch."""
-    return math.prod(sizes[axis] for axis in BATCH)
+    return parts(sizes, BATCH)
 
 
-def mesh_sizes(mesh: Mesh | jax.sharding.AbstractMesh | None) -> dict[str, int]:
+def copies(*, stored_split: bool, used_by_all_tp: bool) -> tuple[str, ...]:
+    """Returns the axes along which copies of a weight are used on different tokens, so that its gradient is summed.
+
+    Args:
+      stored_split: a dim of it is divided over `STORAGE`.
+      used_by_all_tp: it is equal over tp, and used on different tokens there.
+    """
+    return REPLICAS + (() if stored_split else STORAGE) + ((TP,) if used_by_all_tp else ())
+
+
+def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
+    """Returns a mesh of these sizes without devices."""
+    return AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
     """Returns the number of devices along each axis; all 1 for an empty mesh (no mesh in context) or None."""
     return sized() if mesh is None else sized(**mesh.shape)
 
@@ -121,7 +156,7 @@ def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
     return host_memory() // len(devices) if devices[0].platform == "cpu" else bytes_limit(devices[0])
 
 
-def current_mesh() -> jax.sharding.AbstractMesh | None:
+def current_mesh() -> AbstractMesh | None:
     """The mesh set by `jax.set_mesh`, or None.
 
     Raises:
@@ -144,9 +179,14 @@ def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
-def describe_mesh(sizes: Mapping[str, int]) -> str:
-    """For messages: `dp 1 x fsdp 2 x tp 4`."""
-    return " x ".join(f"{axis} {sizes[axis]}" for axis in AXES)
+def describe_mesh(sizes: Mapping[str, int], axes: Iterable[str] = AXES) -> str:
+    """Returns the sizes of some axes for messages: `dp 1 x fsdp 2 x tp 4`."""
+    return " x ".join(f"{axis} {sizes[axis]}" for axis in axes)
+
+
+def settings_of(axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of the settings that size some axes: `mesh.fsdp`."""
+    return tuple(f"mesh.{axis}" for axis in axes)
 
 
 def fitting_meshes(num_devices: int) -> list[dict[str, int]]:
@@ -228,7 +268,7 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
             f"{problem}: JAX's backend had started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "
             f'other JAX operation, or jax.config.update("jax_num_cpu_devices", {needed}) at the start'
         )
-    raise MeshError(f"{problem}; meshes that fit (dp, fsdp, tp): {_list_meshes(len(devices))}")
+    raise MeshError(f"{problem}; meshes that fit ({', '.join(AXES)}): {_list_meshes(len(devices))}")
 
 
 def _list_meshes(num_devices: int) -> str:

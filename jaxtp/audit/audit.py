@@ -21,7 +21,7 @@ from jaxtp.audit.holding import Holding, read_holdings
 from jaxtp.audit.loops import A_TURN
 from jaxtp.audit.tables import columns
 from jaxtp.communication import Collective, Place, bytes_by_place
-from jaxtp.mesh import DP, TP, mesh_sizes
+from jaxtp.mesh import REPLICAS, TP, mesh_sizes, parts
 
 Budget = Mapping[Place, float]
 """Bytes that each device may send in a step, by place."""
@@ -99,7 +99,7 @@ class Audit:
 
     def _replicated_unasked(self, large: int) -> Iterator[str]:
         for holding in self.holdings:
-            axes = [axis for axis in holding.unasked if axis != DP]
+            axes = [axis for axis in holding.unasked if axis not in REPLICAS]
             if axes and holding.bytes > large:
                 yield (
                     f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, each device holds "
@@ -112,7 +112,7 @@ class Audit:
         With a budget, what it covers is an activation that happens to have a weight's shape.
         """
         for collective, times in self.written.items() if self.budget is None else ():
-            whole_group = collective.group == math.prod(self.sizes[axis] for axis in collective.axes)
+            whole_group = collective.group == parts(self.sizes, collective.axes)
             if whole_group and (weight := self._weight_like(collective)):
                 yield (
                     f"{times} x {_describe(collective)}, a weight moves (it has the shape of {weight}): what is split "

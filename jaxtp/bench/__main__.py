@@ -15,7 +15,7 @@ from jaxtp.bench.plot import draw
 from jaxtp.config import ConfigError
 from jaxtp.files import require_picture, require_writable, write_json, writing
 from jaxtp.hf.folder import HFError
-from jaxtp.mesh import AXES, MeshError, make_mesh
+from jaxtp.mesh import MeshError, mesh_of
 from jaxtp.train.config import training_of
 from jaxtp.train.defaults import fit
 
@@ -51,7 +51,7 @@ def _bench(argv: Sequence[str]) -> None:
     program = f"{PROGRAM} {COMM}"
     asked, _ = configuration.load_fitted(CommConfig, flags, prog=program, description=DESCRIPTION, fit=fit)
     config = training_of(asked)
-    mesh = make_mesh(**{axis: getattr(config.mesh, axis) for axis in AXES})
+    mesh = mesh_of(config.mesh.sizes)
     if jax.process_index() == 0:
         _require_files(asked)
         _write(asked, measure(asked, config, mesh))

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from jaxtp.bench.timing import Program, Repeats, medians
 from jaxtp.layers.activations import activation_spec, sequence_dim
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.mesh import AXES, TP, current_mesh, make_mesh
+from jaxtp.mesh import current_mesh, make_mesh, sized
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import step_costs
 
@@ -78,7 +78,7 @@ def measure_products(
       repeats: how often.
     """
     for tp in tps:
-        costs = step_costs(model, {**dict.fromkeys(AXES, 1), TP: tp}, batch_size=rows, sequence_length=length)
+        costs = step_costs(model, sized(tp=tp), batch_size=rows, sequence_length=length)
         shapes = {product.name: (product.m, product.k, product.n) for product in costs.products}
         del shapes["head"]  # no part of a block
         programs = {name: _product(*shape, model.precision.compute) for name, shape in shapes.items()}
@@ -110,7 +110,7 @@ def _product(m: int, k: int, n: int, dtype: str) -> Program:
 
 def hidden_width(model: ModelConfig) -> int:
     """Returns the number of features that the last row layer of a block takes."""
-    costs = step_costs(model, dict.fromkeys(AXES, 1), batch_size=1, sequence_length=1)
+    costs = step_costs(model, sized(), batch_size=1, sequence_length=1)
     return [product.k for product in costs.products if product.name == "down"][-1]
 
 

@@ -11,7 +11,7 @@ import tyro
 from jaxtp.config import ConfigError, Count
 from jaxtp.hardware import TABLE, Hardware, of_kind
 from jaxtp.hardware_file import find
-from jaxtp.mesh import DP, FSDP, sized
+from jaxtp.mesh import batch_parts, sized
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
 from jaxtp.train.config import TrainConfig
 
@@ -57,7 +57,7 @@ def message_sizes(asked: CommConfig, platform: str) -> Sequence[int]:
 
 def rows_on_a_device(config: TrainConfig, mesh: dict[str, int]) -> int:
     """Sequences of a micro-batch on each device of the mesh; at least 1."""
-    return max(1, config.data.global_batch_size // (mesh[DP] * mesh[FSDP] * config.train.accumulation))
+    return max(1, config.data.global_batch_size // (batch_parts(mesh) * config.train.accumulation))
 
 
 def usable_tps(model: ModelConfig, devices: int) -> list[int]:

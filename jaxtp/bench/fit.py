@@ -36,9 +36,9 @@ def fit(messages: Sequence[Message]) -> Line | None:
     Errors count relative to the times, so that short messages decide the latency and long ones the speed. Permutes,
     between neighbours, are left out: a step of training has none.
     """
-    taken = [message for message in messages if message.kind != PERMUTE]
+    taken = [message for message in messages if message.collective.kind != PERMUTE]
     seconds = np.array([message.seconds for message in taken])
-    sent = np.array([message.bytes_sent for message in taken])
+    sent = np.array([message.collective.bytes_sent for message in taken])
     per_byte = sent / seconds
     (latency, slope), *_ = np.linalg.lstsq(np.stack([1 / seconds, per_byte], axis=1), np.ones(len(taken)))
     if latency < 0:
@@ -46,7 +46,7 @@ def fit(messages: Sequence[Message]) -> Line | None:
     if slope <= 0:
         return None
     off = float(np.median(np.abs(latency + slope * sent - seconds) / seconds))
-    return Line(taken[0].axis, taken[0].devices, float(latency), float(1 / slope), off)
+    return Line(taken[0].axis, taken[0].collective.group, float(latency), float(1 / slope), off)
 
 
 def measured_fields(

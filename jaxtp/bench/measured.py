@@ -111,10 +111,6 @@ class Measured:
 
     def record(self) -> dict[str, Any]:
         """Every number, in seconds, bytes and FLOPs, as plain dicts and lists."""
-        plain = {field.name: _plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+        plain = dataclasses.asdict(self) | {"messages": [message.record() for message in self.messages]}
         note = {"note": VIRTUAL} if self.place.virtual else {}
         return {"jax": jax.__version__, **note, **plain, "matmul_efficiency": self.matmul_efficiency}
-
-
-def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else [dataclasses.asdict(one) for one in value]  # type: ignore[arg-type]

@@ -28,28 +28,28 @@ from jaxtp.mesh import AXES
 class Message:
     """A collective along one axis, and its time."""
 
-    axis: str
-    """Of the mesh."""
-
-    devices: int
-    """Along it."""
-
-    kind: str
-    """all-reduce, all-gather, reduce-scatter or permute."""
-
-    bytes: int
-    """Of the whole array: what each device ends with (all-reduce, all-gather, permute) or begins with."""
-
-    bytes_sent: float
-    """By each device around a ring, counted in the program's jaxpr."""
+    collective: Collective
+    """What moves: its bytes are those of the array that each device ends with (all-reduce, all-gather, permute) or
+    begins with."""
 
     seconds: float
     """Median."""
 
     @property
+    def axis(self) -> str:
+        """The axis of the mesh along which it goes."""
+        return self.collective.axes[0]
+
+    @property
     def speed(self) -> float:
-        """Bytes/s that each device sends."""
-        return self.bytes_sent / self.seconds
+        """Bytes/s that each device sends around a ring."""
+        return self.collective.bytes_sent / self.seconds
+
+    def record(self) -> dict[str, Any]:
+        """Returns every number, as plain values."""
+        one = self.collective
+        sizes = {"bytes": int(one.bytes), "bytes_sent": one.bytes_sent}
+        return {"axis": self.axis, "devices": one.group, "kind": one.kind, **sizes, "seconds": self.seconds}
 
 
 def _all_reduce(x: Array, axis: str) -> Array:
@@ -113,7 +113,7 @@ def _together(mesh: Mesh, axis: str, x: Array, repeats: Repeats) -> Iterator[Mes
             programs[kind] = partial(_compiled(traced), x)
     seconds = medians(programs, repeats.rounds)
     for kind, one in moved.items():
-        yield Message(axis, mesh.shape[axis], kind, int(one.bytes), one.bytes_sent, seconds[kind] / repeats.in_a_row)
+        yield Message(one, seconds[kind] / repeats.in_a_row)
 
 
 def _compiled(traced: Any) -> Callable[[Array], Array]:

@@ -30,10 +30,10 @@ def _moving(panel: Any, measured: Measured) -> None:
     axes = list(dict.fromkeys(message.axis for message in measured.messages))
     for number, axis in enumerate(axes):
         for kind, mark in MARKS.items():
-            shown = [one for one in measured.messages if (one.axis, one.kind) == (axis, kind)]
-            speeds = [one.speed / 1e9 for one in shown]
-            label = f"{kind} over {axis}, {shown[0].devices} devices"
-            panel.plot([one.bytes for one in shown], speeds, color=f"C{number}", marker=mark, label=label)
+            shown = [one for one in measured.messages if (one.axis, one.collective.kind) == (axis, kind)]
+            sizes, speeds = zip(*((one.collective.bytes, one.speed / 1e9) for one in shown), strict=True)
+            label = f"{kind} over {axis}, {shown[0].collective.group} devices"
+            panel.plot(sizes, speeds, color=f"C{number}", marker=mark, label=label)
     panel.set(xscale="log", yscale="log", xlabel="bytes of a message")
     panel.set_title("GB/s that each device sends", fontsize=10)
 

@@ -47,7 +47,7 @@ def _messages_table(messages: Sequence[Message]) -> str:
     header = ["over", "devices", "KiB"]
     for kind in KINDS:
         header += [f"{kind}, us", "GB/s"]
-    groups = itertools.groupby(messages, key=lambda message: (message.axis, message.devices, message.bytes))
+    groups = itertools.groupby(messages, key=lambda one: (one.axis, one.collective.group, one.collective.bytes))
     rows = []
     for (axis, devices, size), group in groups:
         row = [axis, f"{devices}", _digits(size / 1024)]

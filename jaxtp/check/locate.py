@@ -18,7 +18,7 @@ from jax import Array
 from jaxtp.check.parity import Arrays, batches, on_case, place, relative_error
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.data.rows import SEGMENTS
-from jaxtp.mesh import make_mesh
+from jaxtp.mesh import mesh_of
 from jaxtp.models.decoder import Decoder, abstract_decoder, split_keys
 from jaxtp.parallel.calls import Model, with_calls
 from jaxtp.train.config import TrainConfig
@@ -102,7 +102,7 @@ def _compare(expected: _Traces, actual: _Traces, tolerance: float) -> str | None
 
 def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> _Traces:
     """Returns the outputs and their gradients on one mesh; `watch` is told where it fails, if it does."""
-    mesh = make_mesh(*case.sizes.values())
+    mesh = mesh_of(case.sizes)
     batch = batches(config)[0]
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config.model)

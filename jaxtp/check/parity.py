@@ -18,7 +18,7 @@ from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.loss import IGNORE
-from jaxtp.mesh import make_mesh, mesh_sizes
+from jaxtp.mesh import make_mesh, mesh_of, mesh_sizes
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
@@ -133,7 +133,7 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
       audited: also audits the compiled step.
     """
     config = on_case(config, case)
-    mesh = make_mesh(*case.sizes.values())
+    mesh = mesh_of(case.sizes)
     blueprint = _plan(config, mesh)
     settings = StepSettings(config.train.accumulation, config.train.z_loss, config.run.seed)
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)

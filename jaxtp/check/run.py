@@ -10,7 +10,7 @@ from jaxtp.check.locate import describe_error, first_difference
 from jaxtp.check.report import Verdict
 from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
 from jaxtp.config import ConfigError
-from jaxtp.mesh import AXES, check_sizes, describe_mesh
+from jaxtp.mesh import check_sizes, describe_mesh
 from jaxtp.models.config import violations
 from jaxtp.train.config import TrainConfig, check
 
@@ -21,7 +21,7 @@ def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
     Raises:
       ConfigError: the configuration does not hold on its own mesh, or a chosen mesh cannot hold it.
     """
-    given = {axis: getattr(config.mesh, axis) for axis in AXES}
+    given = config.mesh.sizes
     check_sizes(given)
     own = {axis: 1 if config.meshes or size == -1 else size for axis, size in given.items()}  # -1 may be one
     check(config, own, lambda: None)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from jaxtp.layers.branch import Small, like
-from jaxtp.mesh import DP, FSDP, TP, batch_parts, sized
+from jaxtp.mesh import DP, FSDP, STORAGE, TP, batch_parts, parts, sized
 from jaxtp.models.config import padded_sizes, shrunk, violations
 from jaxtp.train.config import TrainConfig
 
@@ -84,7 +84,7 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     sequence = like(config.data.sequence_length, tps, MIN_SEQUENCE)
     small = Small(
         tps=frozenset(case.sizes[TP] for case in cases),
-        shards=math.lcm(*(case.sizes[FSDP] for case in cases)),
+        shards=math.lcm(*(parts(case.sizes, STORAGE) for case in cases)),
         length=sequence,
         before=config.data.sequence_length,
     )

@@ -1,6 +1,6 @@
 """The command line of `python -m jaxtp.convert`."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from jaxtp.config import Keys, Switch
 from jaxtp.layers.parameter import DType
-from jaxtp.mesh import make_mesh
+from jaxtp.mesh import mesh_of, sized
 
 Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
@@ -31,7 +31,7 @@ class MeshFlags:
         Raises:
           MeshError: there are not so many devices.
         """
-        return make_mesh(fsdp=self.fsdp, tp=self.tp)
+        return mesh_of(sized(**asdict(self)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 """Importing, as the command does it."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import jax
@@ -43,9 +44,7 @@ def import_run(command: Import) -> str:
         mesh = command.mesh.make()
         with jax.set_mesh(mesh):
             model = load_folder(source, model_config, mesh, progress("read"))
-        config = TrainConfig(
-            run=RunConfig(dir=target), mesh=MeshConfig(fsdp=command.mesh.fsdp, tp=command.mesh.tp), model=model_config
-        )
+        config = TrainConfig(run=RunConfig(dir=target), mesh=MeshConfig(**asdict(command.mesh)), model=model_config)
         family = family_of(source.attributes, str(source.path))
         _save(partial, config, model, mesh, {"from": str(source.path), "dtype": _dtype(source, family)})
         keep_files(source.path, partial)

@@ -22,14 +22,14 @@ from jaxtp.estimate.plot import draw
 from jaxtp.estimate.reasons import what_would_fit, why
 from jaxtp.estimate.record import record
 from jaxtp.estimate.report import details, heading, ranking
-from jaxtp.estimate.search import Model, Search, Setting, Target, all_meshes, describe_model, estimate, search, target
+from jaxtp.estimate.search import Model, Search, Setting, Target, describe_model, estimate, search, target
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.estimate.topology import topology
 from jaxtp.files import require_picture, require_writable, write_json, writing
 from jaxtp.hardware import RANGES
 from jaxtp.hardware_file import MAX_DEVICES, parse
 from jaxtp.hf.folder import HFError
-from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, parse_mesh
+from jaxtp.mesh import MeshError, describe_mesh, fill, fitting_meshes, parse_mesh
 from jaxtp.train.config import TrainConfig, training_of, violations_on
 from jaxtp.train.defaults import RUN_DIR, fit
 from jaxtp.train.place import Place
@@ -172,13 +172,13 @@ def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]
                 f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {asked.hardware} is "
                 f"{where.devices:,}{instead}"
             )
-    return meshes or all_meshes(where.devices)
+    return meshes or fitting_meshes(where.devices)
 
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:
     """The configuration as it is, if its own mesh can be made of the devices and can run it."""
     try:
-        sizes = fill({axis: getattr(config.mesh, axis) for axis in AXES}, where.devices)
+        sizes = fill(config.mesh.sizes, where.devices)
     except MeshError:
         return None
     if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):

@@ -13,7 +13,6 @@ from jaxtp.estimate.search import (
     Search,
     Setting,
     Target,
-    all_meshes,
     describe_model,
     estimate,
     leanest,
@@ -22,6 +21,7 @@ from jaxtp.estimate.search import (
     target,
 )
 from jaxtp.hardware_file import MAX_DEVICES
+from jaxtp.mesh import fitting_meshes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import with_attention
 
@@ -243,8 +243,8 @@ def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[
 
 def _fits(config: TrainConfig, where: Target, model: Model) -> Setting | None:
     """The best setting that fits with the margin, if one does; all are searched only where the leanest of one does."""
-    able, _ = runnable(config, all_meshes(where.devices))
+    able, _ = runnable(config, fitting_meshes(where.devices))
     if not any(estimate(leanest(on_mesh), where, model).has_margin for on_mesh in able):
         return None
-    best = search(config, where, model, [dataclasses.asdict(on_mesh.mesh) for on_mesh in able]).settings[0]
+    best = search(config, where, model, [on_mesh.mesh.sizes for on_mesh in able]).settings[0]
     return best if best.has_margin else None

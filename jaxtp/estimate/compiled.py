@@ -70,8 +70,16 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
     ]
     yield columns(("on each device", "GB", ""), rows)
     moved = [
-        (m.kind, "+".join(m.axes), f"{m.count:,}", f"{m.bytes / GB:,.3f}", f"{m.overlapped:,}", f"{m.computing:,}")
+        (
+            one.kind,
+            "+".join(one.axes),
+            f"{m.count:,}",
+            f"{one.bytes / GB:,.3f}",
+            f"{m.overlapped:,}",
+            f"{m.computing:,}",
+        )
         for m in found.collectives
+        for one in (m.collective,)
     ]
     yield ""
     yield columns(
@@ -91,6 +99,7 @@ def target_record(setting: Setting, found: Compiled) -> dict[str, Any]:
     return {
         "provenance": "compiled",
         **dataclasses.asdict(found),
+        "collectives": [one.record() for one in found.collectives],
         "fits": fits(setting, found),
         "tier_1_to_peak": setting.memory.total / found.needed_bytes,
     }

@@ -14,7 +14,7 @@ from jaxtp.config import ConfigError
 from jaxtp.estimate.links import collective_seconds
 from jaxtp.estimate.search import Model, Target
 from jaxtp.layers.costs import Share
-from jaxtp.mesh import AXES, FSDP, batch_parts, describe_mesh
+from jaxtp.mesh import STORAGE, batch_parts, describe_mesh, parts
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.models.costs import costs_of
 from jaxtp.train.memory import MODEL
@@ -83,11 +83,8 @@ def _on(
     weights = sum(array.bytes_per_device(sizes, config.precision.compute) for array in arrays)
     cache = cache_bytes(config, sizes, rows, length)
     hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency
-    reading = (weights * sizes[FSDP] + cache) / speed
-    moving = sum(
-        times * collective_seconds(hardware, sizes, one.axes, one.kind, one.bytes_sent)
-        for one, times in token.traffic.items()
-    )
+    reading = (weights * parts(sizes, STORAGE) + cache) / speed
+    moving = sum(times * collective_seconds(hardware, sizes, one) for one, times in token.traffic.items())
     return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
 
 
@@ -123,7 +120,7 @@ def records(found: Sequence[Generation]) -> list[dict[str, Any]]:
     """For machines."""
     return [
         {
-            **{axis: one.sizes[axis] for axis in AXES},
+            **one.sizes,
             "fits": one.fits,
             "bytes_per_device": {"weights": one.weights, "cache": one.cache, "total": one.weights + one.cache},
             "tokens_per_second": one.tokens_per_second,

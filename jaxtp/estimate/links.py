@@ -34,8 +34,9 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtp.communication import ALL_REDUCE
+from jaxtp.communication import ALL_REDUCE, Axes, Collective
 from jaxtp.hardware import Hardware, inside_domain, link_of
+from jaxtp.mesh import parts
 
 
 class Way(NamedTuple):
@@ -84,27 +85,20 @@ PAT_NETWORK = 1 / 3.5
 PAT_EACH_S = 2.8e-6
 
 
-def collective_seconds(
-    hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str], kind: str, bytes_sent: float
-) -> float:
+def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collective) -> float:
     """Seconds of one collective.
 
     Args:
       hardware: its links.
       sizes: devices along each axis.
-      axes: those along which the devices talk.
-      kind: all-reduce, all-gather or reduce-scatter.
-      bytes_sent: by each device, around a ring.
+      one: an all-reduce, all-gather or reduce-scatter.
     """
-    axes = tuple(axes)
-    return min(steps + bytes_sent / speed for steps, speed in _ways(hardware, sizes, axes, kind))
+    return min(steps + one.bytes_sent / speed for steps, speed in _ways(hardware, sizes, one.axes, one.kind))
 
 
-def _ways(
-    hardware: Hardware, sizes: Mapping[str, int], axes: tuple[str, ...], kind: str
-) -> Iterator[tuple[float, float]]:
+def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -> Iterator[tuple[float, float]]:
     """Seconds however little is sent, and bytes/s, of each way that there is."""
-    devices = math.prod(sizes[axis] for axis in axes)
+    devices = parts(sizes, axes)
     hosts = devices // inside_domain(hardware, sizes, axes)
     start, hop, network = hardware.latency, hardware.hop, hardware.network_hop
     full = link_speed(hardware, sizes, axes)
@@ -137,7 +131,7 @@ def _protocols(hardware: Hardware) -> Sequence[Protocol]:
 def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> bool:
     """Whether devices along these axes are in several domains."""
     axes = tuple(axes)
-    return inside_domain(hardware, sizes, axes) < math.prod(sizes[axis] for axis in axes)
+    return inside_domain(hardware, sizes, axes) < parts(sizes, axes)
 
 
 def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> float:

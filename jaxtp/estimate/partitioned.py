@@ -14,7 +14,7 @@ from jaxtp.communication import Traffic, bytes_by_kind
 from jaxtp.config import ConfigError
 from jaxtp.estimate.report import is_plain
 from jaxtp.estimate.search import Setting
-from jaxtp.mesh import make_mesh, request_virtual_devices
+from jaxtp.mesh import mesh_of, request_virtual_devices
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
@@ -89,7 +89,7 @@ def compile_partitioned(setting: Setting) -> Partitioned:
     """
     started = time.monotonic()
     config, notes = _for_cpu(setting.config)
-    mesh = make_mesh(*setting.sizes.values())
+    mesh = mesh_of(setting.sizes)
     blueprint = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
     with captured_stderr() as printed:
         found = audit_traced(

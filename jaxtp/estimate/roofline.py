@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
+from jaxtp.communication import Axes
 from jaxtp.estimate.links import collective_seconds, leaves_domain
 from jaxtp.hardware import Hardware
 from jaxtp.layers.costs import Product
 from jaxtp.models.costs import StepCosts
 from jaxtp.train.memory import Memory
-
-Axes = tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def step_time(
     speed = hardware.bandwidth * hardware.bandwidth_efficiency
     communication: dict[Axes, float] = {}
     for one, times in costs.traffic.items():
-        once = collective_seconds(hardware, sizes, one.axes, one.kind, one.bytes_sent)
+        once = collective_seconds(hardware, sizes, one)
         communication[one.axes] = communication.get(one.axes, 0.0) + times * once
     sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0  # two read, one written, each micro-batch
     return StepTime(

@@ -11,7 +11,7 @@ from jaxtp.estimate.links import leaves_domain
 from jaxtp.estimate.roofline import StepTime, step_time
 from jaxtp.hardware import Hardware
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import AXES, TP, describe_mesh, divisors, fitting_meshes
+from jaxtp.mesh import TP, batch_parts, describe_mesh, divisors, fitting_meshes
 from jaxtp.models.costs import StepCosts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, violations_on
@@ -91,13 +91,12 @@ class Setting:
     @property
     def sizes(self) -> dict[str, int]:
         """Devices along each axis."""
-        return {axis: getattr(self.config.mesh, axis) for axis in AXES}
+        return self.config.mesh.sizes
 
     @property
     def rows(self) -> int:
         """Sequences of a micro-batch on each device."""
-        mesh = self.config.mesh
-        return self.config.data.global_batch_size // (mesh.dp * mesh.fsdp * self.config.train.accumulation)
+        return self.config.data.global_batch_size // (batch_parts(self.sizes) * self.config.train.accumulation)
 
     @property
     def fits(self) -> bool:
@@ -239,7 +238,7 @@ def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> 
 
 
 def _can_run(config: TrainConfig, devices: int) -> bool:
-    return any(next(violations_on(config, sizes), None) is None for sizes in all_meshes(devices))
+    return any(next(violations_on(config, sizes), None) is None for sizes in fitting_meshes(devices))
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
@@ -250,15 +249,10 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
       where: the hardware.
       model: `describe_model(config)`.
     """
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    sizes = config.mesh.sizes
     memory, costs = memory_per_device(config, sizes, model.arrays), costs_of_step(config, sizes)
     time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation)
     return Setting(config, where, memory, costs, time, model.flops_per_token)
-
-
-def all_meshes(devices: int) -> list[dict[str, int]]:
-    """Every mesh of so many devices."""
-    return fitting_meshes(devices)
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:
@@ -298,7 +292,7 @@ def _in_micro_batches(config: TrainConfig, count: int) -> TrainConfig:
 
 def rows_of(config: TrainConfig) -> int:
     """Sequences of a step on each device."""
-    return max(1, config.data.global_batch_size // (config.mesh.dp * config.mesh.fsdp))
+    return max(1, config.data.global_batch_size // batch_parts(config.mesh.sizes))
 
 
 def _choices(config: TrainConfig, most: int) -> Iterator[TrainConfig]:

@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxtp.audit.schedule import Moved
+from jaxtp.audit.schedule import Scheduled
+from jaxtp.communication import Collective
 from jaxtp.config import to_plain
 from jaxtp.estimate import process
 from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.topology import Topology, this_machine, topology
 from jaxtp.files import write_atomically
 from jaxtp.launch import cache_folder, child_environment
-from jaxtp.mesh import describe_mesh
+from jaxtp.mesh import describe_mesh, parts
 from jaxtp.train.config import TrainConfig, check
 from jaxtp.train.memory import score_bytes, with_attention
 
@@ -55,7 +56,7 @@ class Compiled:
     score_bytes: int
     """Modelled, of the peak: scores of XLA's attention, which cuDNN's would not hold; 0 unless cudnn is asked for."""
 
-    collectives: tuple[Moved, ...]
+    collectives: tuple[Scheduled, ...]
     """What moves, by kind and axes, and what is computed beside it."""
 
     seconds: float
@@ -144,7 +145,7 @@ def ask(
     }
     environment = child_environment(**(_OWN | {"JAX_PLATFORMS": target.platform} if target.here else _ABSENT))
     done = process.run(worker or WORKER, json.dumps(request), environment=environment, timeout_s=timeout_s)
-    return _compiled(_answer(done), target)
+    return _compiled(_answer(done), target, sizes)
 
 
 def _answer(done: process.Output) -> dict[str, Any]:
@@ -164,8 +165,8 @@ def _answer(done: process.Output) -> dict[str, Any]:
     return answer
 
 
-def _compiled(answer: Mapping[str, Any], target: Topology) -> Compiled:
-    """What a worker answered.
+def _compiled(answer: Mapping[str, Any], target: Topology, mesh: Mapping[str, int]) -> Compiled:
+    """Returns what a worker answered.
 
     Raises:
       DoesNotFitError: it says so.
@@ -173,7 +174,11 @@ def _compiled(answer: Mapping[str, Any], target: Topology) -> Compiled:
     """
     if error := answer.get("error"):
         raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
-    moved = tuple(Moved(**{**one, "axes": tuple(one["axes"])}) for one in answer["collectives"])
+    moved = tuple(_scheduled(**one, mesh=mesh) for one in answer["collectives"])
     notes = (_HERE if target.here else _DIFFERENCES[target.platform], *answer["notes"])
     sizes = {name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds")}
     return Compiled(**sizes, score_bytes=0, collectives=moved, notes=notes)
+
+
+def _scheduled(kind: str, axes: list[str], bytes: float, mesh: Mapping[str, int], **counts: int) -> Scheduled:
+    return Scheduled(Collective(kind, tuple(axes), parts(mesh, axes), bytes), **counts)

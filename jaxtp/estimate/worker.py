@@ -5,7 +5,6 @@
 A compiler that is asked for devices that are not there may end its process, so it gets one that nobody else needs.
 """
 
-import dataclasses
 import hashlib
 import json
 import math
@@ -21,7 +20,7 @@ from jax.sharding import Mesh
 import jaxtp
 from jaxtp.audit.schedule import read_schedule
 from jaxtp.config import validate
-from jaxtp.mesh import make_mesh
+from jaxtp.mesh import mesh_of
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
@@ -50,9 +49,9 @@ def main() -> None:
 
 def _mesh(target: dict[str, Any], sizes: dict[str, int]) -> Mesh:
     if target["here"]:
-        return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
+        return mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
     described = topologies.get_topology_desc(target["name"], target["platform"], **_counted(target))
-    return make_mesh(**sizes, devices=described.devices)
+    return mesh_of(sizes, described.devices)
 
 
 def _counted(target: dict[str, Any]) -> dict[str, str]:
@@ -88,7 +87,7 @@ def _compile(lowered: Any, target: dict[str, Any], sizes: dict[str, int]) -> dic
     return {
         "seconds": time.perf_counter() - started,
         **_memory(compiled, target["platform"]),
-        "collectives": [dataclasses.asdict(moved) for moved in read_schedule(compiled.as_text(), sizes)],
+        "collectives": [one.record() for one in read_schedule(compiled.as_text(), sizes)],
     }
 
 

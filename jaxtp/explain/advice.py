@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from flax import nnx
 
+from jaxtp.communication import ALL_REDUCE
 from jaxtp.parallel.layouts import Replicate
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
 from jaxtp.propose.dataflow import walk
@@ -75,7 +76,7 @@ def _reduced_apart(record: Record, styles: Mapping[str, Style], group: Group) ->
     for calls in readers.values():
         first = next(iter(calls.values()))
         if len(calls) > 1 and not _is_shared(first, styles):
-            sent = (len(calls) - 1) * 2 * group.sent(first, 0)
+            sent = (len(calls) - 1) * group.sent(first, 0, ALL_REDUCE)
             yield (
                 f"{', '.join(calls)} read one array, and each reduces its gradient over tp; PrepareInput(Replicate(), "
                 f"Replicate()) for {_where(first)} reduces it once: {sent:,.0f} bytes less sent by each device"

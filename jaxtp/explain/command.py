@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -75,7 +76,7 @@ def run(command: Explain) -> None:
     if not command.input and (command.propose or command.compile) and not command.model.endswith((".yaml", ".yml")):
         raise ConfigError("--propose and --compile run the model: give the shapes of its inputs, --input 64x128:int32")
     if command.compile:
-        request_virtual_devices(sizes["dp"] * sizes["fsdp"] * sizes["tp"])
+        request_virtual_devices(math.prod(sizes.values()))
     model, inputs = _model(command)
     plan = None if command.plan is None else _named("--plan", command.plan)
     try:

@@ -1,7 +1,7 @@
 """`explain`: how a model is split and what it moves, module by module."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,10 @@ from jaxtp.audit.compiling import compile_with_spmd_text
 from jaxtp.audit.hlo import count_collectives_in_hlo
 from jaxtp.audit.loops import A_TURN, AT_MOST
 from jaxtp.audit.tables import columns
+from jaxtp.communication import Collective, Traffic, total_sent
 from jaxtp.explain.advice import advice
-from jaxtp.explain.moving import Move, moves, passes
-from jaxtp.mesh import AXES, BATCH, DP, FSDP, TP, axes_of, describe_mesh, make_mesh
+from jaxtp.explain.moving import module_of, passes
+from jaxtp.mesh import AXES, BATCH, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
 from jaxtp.parallel.calls import original_class
 from jaxtp.parallel.parallelize import as_written, parallelize
 from jaxtp.parallel.plan import Plan, PlanError
@@ -27,7 +28,7 @@ from jaxtp.parallel.spelling import patterns_for, spelled
 from jaxtp.parallel.styles import Style
 from jaxtp.parallel.swap import role_of
 from jaxtp.propose.flows import ROOT
-from jaxtp.propose.subject import Meant, Subject, abstract_mesh, sizes_of, subject_of
+from jaxtp.propose.subject import Meant, Subject, sizes_of, subject_of
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,7 @@ class Split:
     def shard(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Returns the shape of the part on a device."""
         entries = (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
-        parts = (math.prod(sizes[axis] for axis in axes_of(entry)) for entry in entries)
-        return tuple(size // n for size, n in zip(self.shape, parts, strict=True))
+        return tuple(size // parts(sizes, axes_of(entry)) for size, entry in zip(self.shape, entries, strict=True))
 
     def bytes(self, sizes: Mapping[str, int]) -> int:
         """Bytes on a device."""
@@ -81,8 +81,11 @@ class Explanation:
     rows: tuple[Row, ...]
     """The modules, in the model's order."""
 
-    moves: tuple[Move, ...]
-    """The collectives of one forward and backward pass; empty without inputs."""
+    traffic: Traffic
+    """The collectives of one forward and backward pass that the program asks for; empty without inputs."""
+
+    added: Traffic
+    """Those that the compiler's partitioner adds between the layers, where it was asked."""
 
     notes: tuple[str, ...]
     """Notes on what the plan costs that another one would not."""
@@ -107,7 +110,8 @@ class Explanation:
 
     def sent(self, axis: str) -> float:
         """Bytes that a device sends along an axis, alone or with others, in a forward and a backward pass."""
-        return sum(move.bytes for move in self.moves if axis in move.axes)
+        along = ({one: n for one, n in found.items() if axis in one.axes} for found in (self.traffic, self.added))
+        return sum(map(total_sent, along))
 
     def __str__(self) -> str:
         return "\n\n".join(_sections(self))
@@ -143,11 +147,10 @@ def explain(
         parallel = _planned(model, plan, abstract)
         written, styles, _ = as_written(parallel)
         subject = subject_of(written, inputs, call)
-        found = _traced(parallel, subject, sizes) if inputs else []
+        found = _traced(parallel, subject, sizes) if inputs else {}
         notes = advice(subject, styles, sizes) if inputs and sizes[TP] > 1 else []
-    if inputs and compiled:
-        found += _added(model, plan, subject, sizes)
-    return Explanation(sizes, tuple(_rows(parallel)), tuple(found), (*notes, *_inexact(found)))
+    added = _added(model, plan, subject, sizes) if inputs and compiled else {}
+    return Explanation(sizes, tuple(_rows(parallel)), found, added, (*notes, *_inexact((*found, *added))))
 
 
 def _planned(model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, mesh: Mesh | AbstractMesh) -> nnx.Module:
@@ -158,13 +161,13 @@ def _planned(model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, me
     return parallelize(written, plan or made, mesh=mesh, fsdp=fsdp)
 
 
-def _traced(model: nnx.Module, subject: Subject, sizes: dict[str, int]) -> list[Move]:
+def _traced(model: nnx.Module, subject: Subject, sizes: dict[str, int]) -> Traffic:
     run, state = passes(model, subject)
-    return moves(count_collectives(jax.make_jaxpr(run)(state, subject.arrays), sizes))
+    return count_collectives(jax.make_jaxpr(run)(state, subject.arrays), sizes)
 
 
-def _added(model: Any, plan: Plan | None, subject: Subject, sizes: dict[str, int]) -> list[Move]:
-    mesh = make_mesh(*sizes.values())
+def _added(model: Any, plan: Plan | None, subject: Subject, sizes: dict[str, int]) -> Traffic:
+    mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
         parallel = _planned(model, plan, mesh)
         run, state = passes(parallel, subject)
@@ -172,22 +175,22 @@ def _added(model: Any, plan: Plan | None, subject: Subject, sizes: dict[str, int
         traced = jax.jit(run).trace(state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
     written, realised = count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes)
-    return moves(added_by_compiler(written, realised), added=True)
+    return added_by_compiler(written, realised)
 
 
-def _inexact(found: list[Move]) -> Iterator[str]:
+def _inexact(found: Iterable[Collective]) -> Iterator[str]:
     """Notes on what is not counted exactly."""
     meanings = {
         A_TURN: "in a loop that turns as often as its data say, what moves is counted for one turn",
         AT_MOST: "of a conditional every branch is counted, so that less may move",
     }
     for counted, meaning in meanings.items():
-        if modules := dict.fromkeys(move.module or ROOT for move in found if move.counted == counted):
+        if modules := dict.fromkeys(module_of(one) or ROOT for one in found if one.counted == counted):
             yield f"{', '.join(modules)}: {meaning}"
 
 
 def _batch(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    divides = shape and shape[0] % (mesh.shape[DP] * mesh.shape[FSDP]) == 0
+    divides = shape and shape[0] % batch_parts(mesh.shape) == 0
     return NamedSharding(mesh, PartitionSpec(BATCH) if divides else PartitionSpec())
 
 
@@ -220,7 +223,7 @@ def _sections(found: Explanation) -> Iterator[str]:
     )
     rows = [cells for pattern, rows in found.groups.items() for cells in _group(pattern, rows, found.sizes)]
     yield columns(("module", "of", "style", "parameter", "shape", "split", "bytes on a device"), rows)
-    if found.moves:
+    if found.traffic or found.added:
         yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), _move_cells(found))
         totals = ", ".join(f"{found.sent(axis):,.0f} over {axis}" for axis in AXES if found.sizes[axis] > 1)
         yield f"a device sends, forward and backward, in bytes: {totals}"
@@ -246,10 +249,11 @@ def _written(spec: PartitionSpec) -> str:
 
 def _move_cells(found: Explanation) -> list[tuple[str, ...]]:
     merged: dict[tuple[str, ...], tuple[int, float]] = {}
-    for move in found.moves:
-        direction, by = "backward" if move.backward else "forward", "the compiler" if move.added else "the program"
-        module = found.patterns.get(move.module, move.module) or ROOT
-        key = (module, direction, move.kind, "+".join(move.axes), by, move.counted)
-        count, sent = merged.get(key, (0, 0.0))
-        merged[key] = (count + move.count, sent + move.bytes)
+    for traffic, by in ((found.traffic, "the program"), (found.added, "the compiler")):
+        for one, times in traffic.items():
+            module = found.patterns.get(module_of(one), module_of(one)) or ROOT
+            direction = "backward" if one.backward else "forward"
+            key = (module, direction, one.kind, "+".join(one.axes), by, one.counted)
+            count, sent = merged.get(key, (0, 0.0))
+            merged[key] = (count + times, sent + times * one.bytes_sent)
     return [(*key, f"{count:,} {counted}".strip(), f"{sent:,.0f}") for (*key, counted), (count, sent) in merged.items()]

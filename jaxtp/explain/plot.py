@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxtp.config import ConfigError
 from jaxtp.explain.explanation import Explanation, Split
-from jaxtp.mesh import AXES, FSDP, TP, axes_of, describe_mesh
+from jaxtp.mesh import STORAGE, TP, axes_of, describe_mesh, parts
+from jaxtp.parallel.storage import dim_over
 
 _COLUMNS = 6
 _MOST_PARTS = 16
@@ -80,16 +81,16 @@ def _rows(split: Split) -> int:
 
 def _colour(split: Split, sizes: Mapping[str, int], row: float, column: float) -> tuple[float, float, float]:
     """Hue, saturation and value at a point of the rectangle."""
-    place = {axis: _place(split, axis, sizes[axis], row, column) for axis in AXES}
-    tp, fsdp = place[TP], place[FSDP]
+    shards = parts(sizes, STORAGE)
+    tp, stored = _place(split, TP, sizes[TP], row, column), _place(split, STORAGE, shards, row, column)
     hue = 0.0 if tp is None else tp / sizes[TP]
-    shade = 0.0 if fsdp is None else fsdp / max(sizes[FSDP] - 1, 1)
+    shade = 0.0 if stored is None else stored / (shards - 1)
     return (hue, 0.0, 0.85 - 0.4 * shade) if tp is None else (hue, 0.55, 0.95 - 0.45 * shade)
 
 
-def _place(split: Split, axis: str, parts: int, row: float, column: float) -> int | None:
-    """Which part along an axis a point belongs to; None if the matrix is whole along it."""
-    dim = next((i for i, entry in enumerate(split.spec) if axis in axes_of(entry)), None)
-    if dim is None or parts == 1:
+def _place(split: Split, axes: str | tuple[str, ...], count: int, row: float, column: float) -> int | None:
+    """Returns which of `count` parts along some axes a point belongs to; None if the matrix is whole along them."""
+    dim = dim_over(axes, split.spec)
+    if dim is None or count == 1:
         return None
-    return int((row if dim < _rows(split) else column) * min(parts, _MOST_PARTS)) * parts // min(parts, _MOST_PARTS)
+    return int((row if dim < _rows(split) else column) * min(count, _MOST_PARTS)) * count // min(count, _MOST_PARTS)

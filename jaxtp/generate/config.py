@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from jaxtp.config import ConfigError, Count, Keys, Switch, UserPath, flag
 from jaxtp.generate.prompts import is_jsonl
 from jaxtp.generate.settings import GenerationSettings, contradictions
 from jaxtp.layers.parameter import DType
-from jaxtp.mesh import DP, FSDP, TP, make_mesh, mesh_sizes, request_virtual_devices
+from jaxtp.mesh import TP, mesh_of, mesh_sizes, request_virtual_devices
 from jaxtp.models.config import ModelConfig, checked, padded_sizes, violations
 
 FIELD = "prompt"
@@ -107,7 +107,7 @@ def check(config: GenerateConfig) -> Path:
 
 def request_devices(config: MeshConfig) -> None:
     """Asks for as many virtual devices as the mesh takes, where there is no GPU; call it before any other JAX."""
-    request_virtual_devices(math.prod(max(size or 1, 1) for size in (config.dp, config.fsdp, config.tp)))
+    request_virtual_devices(math.prod(max(size or 1, 1) for size in asdict(config).values()))
 
 
 def open_mesh(config: MeshConfig, model: ModelConfig) -> Mesh:
@@ -118,17 +118,18 @@ def open_mesh(config: MeshConfig, model: ModelConfig) -> Mesh:
       MeshError: there are not so many devices.
     """
     tp = _most_tp(config, model) if config.tp is None else config.tp
-    mesh = make_mesh(config.dp, config.fsdp, tp)
+    mesh = mesh_of(asdict(config) | {TP: tp})
     checked(model, mesh_sizes(mesh), fixed=True)
     return mesh
 
 
 def _most_tp(config: MeshConfig, model: ModelConfig) -> int:
-    """Returns the largest tp that the model can use and that pads nothing, of the devices that dp and fsdp leave."""
-    others = max(config.dp, 1) * max(config.fsdp, 1)
-    left = 1 if -1 in (config.dp, config.fsdp) or jax.default_backend() == "cpu" else jax.device_count() // others
+    """Returns the largest tp that the model can use and that pads nothing, of the devices that other axes leave."""
+    others = [size for axis, size in asdict(config).items() if axis != TP]
+    all_taken = -1 in others or jax.default_backend() == "cpu"
+    left = 1 if all_taken else jax.device_count() // math.prod(max(size, 1) for size in others)
     able = (tp for tp in range(left, 1, -1) if not padded_sizes(model, tp))
-    return next((tp for tp in able if not list(violations(model, {DP: config.dp, FSDP: config.fsdp, TP: tp}))), 1)
+    return next((tp for tp in able if not list(violations(model, asdict(config) | {TP: tp}))), 1)
 
 
 def _contradictions(config: GenerateConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.generate.programs import Choice, Programs, Read, Shape, cache_bytes, mesh_of
 from jaxtp.generate.request import Piece, Request, Result
 from jaxtp.generate.settings import GenerationSettings, check
-from jaxtp.mesh import DP, FSDP, TP, memory_per_device, mesh_sizes
+from jaxtp.mesh import TP, batch_parts, memory_per_device, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
 Prompt = str | Sequence[int]
@@ -106,7 +106,7 @@ class Generator:
         self.speed = Speed()
         """Speed of the last call."""
         self._num_ids = min(tokenizer.info.vocab_size, model.config.vocab_size)
-        self._batch_parts = sizes[DP] * sizes[FSDP]
+        self._batch_parts = batch_parts(sizes)
         self._batch_size = batch_size
         self._chunk = chunk
         self._context = context

@@ -15,7 +15,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from jaxtp.collectives import axis_size, batch_spec, constrain
-from jaxtp.mesh import TP
+from jaxtp.mesh import SEQUENCE
 
 SEQUENCE_DIM = 1
 
@@ -30,7 +30,7 @@ def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | Non
       setting: as the layer was told.
       shape: of the global activation or ids, `[B, T, ...]`.
     """
-    return SEQUENCE_DIM if is_split(setting, shape[SEQUENCE_DIM], axis_size(TP)) else None
+    return SEQUENCE_DIM if is_split(setting, shape[SEQUENCE_DIM], axis_size(*SEQUENCE)) else None
 
 
 def is_split(setting: SequenceParallel, length: int, tp: int) -> bool:
@@ -40,7 +40,7 @@ def is_split(setting: SequenceParallel, length: int, tp: int) -> bool:
 
 def activation_spec(sequence: int | None) -> PartitionSpec:
     """The spec of `[B, T, D]` between layers, of which `sequence_dim` says whether T is split over tp."""
-    return batch_spec(None if sequence is None else TP, None)
+    return batch_spec(None if sequence is None else SEQUENCE, None)
 
 
 def segment_positions(segments_BT: Array) -> Array:

@@ -21,17 +21,16 @@ again for the backward pass, in the compute dtype; its gradient is reduced over 
 dtype. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage 3 (arXiv 1910.02054).
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from jaxtp.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Collective
+from jaxtp.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Axes, Collective
 from jaxtp.layers.activations import SequenceParallel, is_split
 from jaxtp.layers.parameter import Precision, Split
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import DP, FSDP, TP
+from jaxtp.mesh import SEQUENCE, STORAGE, TP, copies, parts
 
 FLOAT32 = 4
 """Bytes of an element of float32."""
@@ -83,11 +82,11 @@ class Share:
 
     def is_split(self, setting: SequenceParallel) -> bool:
         """Returns whether activations between layers are split over tp along the sequence."""
-        return is_split(setting, self.length, self.tp)
+        return is_split(setting, self.length, parts(self.sizes, SEQUENCE))
 
     def between(self, setting: SequenceParallel) -> int:
         """Returns the number of tokens on the device between parallel layers."""
-        return self.rows * (self.length // self.tp if self.is_split(setting) else self.length)
+        return self.tokens // (parts(self.sizes, SEQUENCE) if self.is_split(setting) else 1)
 
     @property
     def gradients(self) -> int:
@@ -147,31 +146,31 @@ class Weight:
 
     def loaded_bytes(self, share: Share) -> float:
         """Returns the bytes on a device once it is loaded, with its gradient before that is reduced over fsdp."""
-        reduced = share.sizes[FSDP] > 1 and not self.is_frozen(share)
+        reduced = parts(share.sizes, STORAGE) > 1 and not self.is_frozen(share)
         each = itemsize(self.precision.compute) + (itemsize(self.precision.reduce) if reduced else 0)
         return self.over_tp(share.sizes) * self.group * each
 
     def stored_bytes(self, sizes: Mapping[str, int]) -> float:
         """Returns the bytes that a device stores."""
-        return self.over_tp(sizes) / (sizes[FSDP] if self.fsdp else 1) * itemsize(self.precision.param)
+        return self.over_tp(sizes) / (parts(sizes, STORAGE) if self.fsdp else 1) * itemsize(self.precision.param)
 
     def moves(self, share: Share) -> Iterator[Moves]:
         """Yields gathers in the compute dtype, and reductions of the gradient in the reduction dtype."""
         sizes, trained = share.sizes, share.training and not self.is_frozen(share)
         compute, reduce = itemsize(self.precision.compute), itemsize(self.precision.reduce)
         stored = self.over_tp(sizes)
-        shard = stored / (sizes[FSDP] if self.fsdp else 1)
-        groups = [(TP, self.group, shard * self.group)]
+        shard = stored / (parts(sizes, STORAGE) if self.fsdp else 1)
+        groups: list[tuple[Axes, int, float]] = [((TP,), self.group, shard * self.group)]
         if self.fsdp:
-            groups.append((FSDP, sizes[FSDP], stored * self.group))
-        for axis, devices, elements in groups:
+            groups.append((STORAGE, parts(sizes, STORAGE), stored * self.group))
+        for axes, devices, elements in groups:
             gathers = 1 + (self.again and share.training)
-            yield Moves(Collective(ALL_GATHER, (axis,), devices, elements * compute, self.module), gathers)
+            yield Moves(Collective(ALL_GATHER, axes, devices, elements * compute, self.module), gathers)
             if trained:
-                yield Moves(Collective(REDUCE_SCATTER, (axis,), devices, elements * reduce, self.module), 1)
+                yield Moves(Collective(REDUCE_SCATTER, axes, devices, elements * reduce, self.module), 1)
         if trained:
-            axes = (DP,) + (() if self.fsdp else (FSDP,)) + ((TP,) if self.used_by_all_tp else ())
-            yield sums_over(self.module, axes, sizes, shard * reduce)
+            summed = copies(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
+            yield sums_over(self.module, summed, sizes, shard * reduce)
 
 
 @dataclass(frozen=True)
@@ -287,10 +286,9 @@ def leave(module: str, share: Share, size: float, *, split: bool, again: bool) -
         yield Moves(Collective(ALL_REDUCE, (TP,), share.tp, size, module), 1 + again)
 
 
-def sums_over(module: str, axes: tuple[str, ...], sizes: Mapping[str, int], size: float, count: int = 1) -> Moves:
+def sums_over(module: str, axes: Axes, sizes: Mapping[str, int], size: float, count: int = 1) -> Moves:
     """Returns all-reduces of `size` bytes over those axes."""
-    group = math.prod(sizes[axis] for axis in axes)
-    return Moves(Collective(ALL_REDUCE, axes, group, size, module), count)
+    return Moves(Collective(ALL_REDUCE, axes, parts(sizes, axes), size, module), count)
 
 
 def itemsize(dtype: str) -> int:

@@ -21,7 +21,7 @@ from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence
 from jaxtp.layers.costs import FLOAT32, Cost, Product, Scores, Share, Working, enter, itemsize, sums_over
 from jaxtp.layers.embedding import TABLE_SPEC, softcapped, table_costs
 from jaxtp.layers.parameter import Precision, Split
-from jaxtp.mesh import BATCH, FSDP, TP
+from jaxtp.mesh import BATCH, STORAGE, TP, parts
 
 LOSS = "vocab_parallel_cross_entropy"
 
@@ -111,7 +111,7 @@ def loss_costs(
     moved = tokens * (features * compute + local * FLOAT32) + features * local * compute
     yield Product("head", tokens, features, local, share.passes(True, share.gradients), moved)
     yield Scores("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
-    whole = int(share.sizes[FSDP] > 1) if share.frozen else 2
+    whole = int(parts(share.sizes, STORAGE) > 1) if share.frozen else 2
     logits = share.rows * min(chunk_size, share.length) * local
     yield Working((whole * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
 

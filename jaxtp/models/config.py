@@ -20,7 +20,7 @@ from jaxtp.layers.mlp import MLP, MLPConfig
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import Precision
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import FSDP
+from jaxtp.mesh import STORAGE, parts, settings_of
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """The flag is called what commands without this section call it too."""
@@ -131,8 +131,10 @@ class ModelConfig(BlockConfig):
         return _stacks(self)
 
     def block(self) -> BlockConfig:
-        """Returns the settings of a block that nothing changes."""
-        return BlockConfig(**{field.name: getattr(self, field.name) for field in dataclasses.fields(BlockConfig)})
+        """Returns the settings of a block that nothing changes, as the class that the model inherits them from."""
+        bases = (base for base in type(self).__mro__ if not issubclass(base, ModelConfig))
+        kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
+        return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns the residual branches of a block, in the order in which they are added."""
@@ -156,8 +158,9 @@ class ModelConfig(BlockConfig):
 
     def changed_block(self, place: str, changes: BlockChanges) -> BlockConfig:
         """Returns the settings of a block with some changed; `place` names them in errors."""
-        values = {**dataclasses.asdict(self.block()), **_mapping(changes)}
-        return validate(BlockConfig, values, source=f"model.{place}")
+        block = self.block()
+        values = {**dataclasses.asdict(block), **_mapping(changes)}
+        return validate(type(block), values, source=f"model.{place}")
 
 
 @lru_cache(maxsize=256)
@@ -268,8 +271,8 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     blocks = dict.fromkeys(block for stack in config.stacks() for block in stack.pattern)
     found = (problem for block in blocks for problem in block.problems(mesh))
     yield from {problem.text: problem for problem in found}.values()
-    fsdp = mesh[FSDP]
-    yield from not_divisible("model.d_model", config.d_model, "mesh.fsdp", fsdp, {f"mesh.{FSDP}": config.d_model})
+    shards, among = parts(mesh, STORAGE), dict.fromkeys(settings_of(STORAGE), config.d_model)
+    yield from not_divisible("model.d_model", config.d_model, " * ".join(among), shards, among)
 
 
 def _inside(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:

@@ -23,7 +23,7 @@ from jaxtp.layers.costs import (
     Working,
     itemsize,
 )
-from jaxtp.mesh import AXES, TP, batch_parts
+from jaxtp.mesh import TP, abstract_mesh, batch_parts, sized
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -201,6 +201,6 @@ def _merged(products: Iterable[tuple[int, Product]]) -> Iterator[Product]:
 @lru_cache(maxsize=32)
 def _described(config: ModelConfig) -> Decoder:
     """Returns the model without arrays, on no mesh; what its layers declare depends on no mesh."""
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((1,) * len(AXES), AXES)):
+    with jax.sharding.use_abstract_mesh(abstract_mesh(sized())):
         model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return model

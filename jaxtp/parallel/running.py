@@ -27,12 +27,12 @@ from jaxtp.collectives import (
     leave_parallel,
     load_weight,
 )
-from jaxtp.mesh import AXES, FSDP, TP
+from jaxtp.mesh import STORAGE, TP, current_mesh, mesh_sizes
 from jaxtp.parallel.calls import original_class, set_class
 from jaxtp.parallel.copies import Copies, copies_spec
 from jaxtp.parallel.layouts import Layout, Replicate, Shard, activation_spec, has_batch, same_layout
 from jaxtp.parallel.stock import Signature
-from jaxtp.parallel.storage import dim_over, stored_spec, without
+from jaxtp.parallel.storage import dim_over, gathered, stored_spec
 from jaxtp.parallel.styles import Colwise, Rowwise, SequenceParallel, Style
 
 
@@ -137,9 +137,9 @@ class Run:
 
     def _spec(self, name: str, shape: tuple[int, ...], batched: bool) -> PartitionSpec:
         """As stored; without a batch to divide, every device computes all rows, from weights whole over fsdp."""
-        sizes = {axis: axis_size(axis) for axis in AXES}
+        sizes = mesh_sizes(current_mesh())
         spec = stored_spec(shape, self.cut.tp_dim(self.signature.params[name]), sizes, fsdp=self.cut.fsdp)
-        return spec if batched else without(FSDP, spec)
+        return spec if batched else gathered(spec)
 
     def _leave(self, y: Array, batched: bool) -> Array:
         if same_layout(self._body_leaves, self.cut.leaves, y.ndim):
@@ -174,7 +174,7 @@ class Run:
         data_split = isinstance(self.cut.leaves if name in self._late else self.cut.arrives, Shard)
         return load_weight(
             shard,
-            dim_over(FSDP, specs[name]),
+            dim_over(STORAGE, specs[name]),
             compute=self._compute_dtype(shard),
             reduce=jnp.promote_types(shard.dtype, jnp.float32),
             used_by_all_tp=dim_over(TP, specs[name]) is None and (self._splits_columns or data_split),

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from jaxtp.mesh import FSDP, TP, axes_of
+from jaxtp.mesh import STORAGE, TP, axes_of, parts
 
 
 def stored_spec(
@@ -18,23 +18,23 @@ def stored_spec(
       sizes: devices along each axis.
       fsdp: False keeps it whole over fsdp. So does a shape in which fsdp divides no other dim.
     """
-    dims: list[str | None] = [None] * len(shape)
+    dims: list[str | tuple[str, ...] | None] = [None] * len(shape)
     if tp_dim is not None:
         dims[tp_dim] = TP
-    free = [i for i, size in enumerate(shape) if i != tp_dim and size > 1 and size % sizes[FSDP] == 0]
+    free = [i for i, size in enumerate(shape) if i != tp_dim and size > 1 and size % parts(sizes, STORAGE) == 0]
     if fsdp and free:
-        dims[max(free, key=lambda i: (shape[i], -i))] = FSDP
+        dims[max(free, key=lambda i: (shape[i], -i))] = STORAGE
     return PartitionSpec(*dims)
 
 
-def dim_over(axis: str, spec: PartitionSpec) -> int | None:
-    """The dim that lies over an axis."""
-    return next((dim for dim, entry in enumerate(spec) if axis in axes_of(entry)), None)
+def dim_over(axes: str | tuple[str, ...], spec: PartitionSpec) -> int | None:
+    """Returns the dim that is split over these axes."""
+    return next((dim for dim, entry in enumerate(spec) if not set(axes_of(axes)).isdisjoint(axes_of(entry))), None)
 
 
-def without(axis: str, spec: PartitionSpec) -> PartitionSpec:
-    """The spec of the same array, whole over an axis."""
-    return PartitionSpec(*(None if axis in axes_of(entry) else entry for entry in spec))
+def gathered(spec: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of the same array gathered from where it is stored."""
+    return PartitionSpec(*(entry if set(STORAGE).isdisjoint(axes_of(entry)) else None for entry in spec))
 
 
 def stacked(spec: PartitionSpec, layers: int) -> PartitionSpec:

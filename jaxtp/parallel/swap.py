@@ -18,14 +18,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxtp.collectives import axis_size, gather_weight
-from jaxtp.mesh import DP, FSDP, current_mesh
+from jaxtp.mesh import BATCH, STORAGE, current_mesh
 from jaxtp.parallel.calls import original_class, set_class, subclass
 from jaxtp.parallel.converting import constrained, convert, convert_all, prepare
 from jaxtp.parallel.copies import Copies
 from jaxtp.parallel.layouts import Shard, has_batch
 from jaxtp.parallel.running import Run, attend_cut, cut_of
 from jaxtp.parallel.stock import attend_signature, signature
-from jaxtp.parallel.storage import dim_over, without
+from jaxtp.parallel.storage import dim_over, gathered
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
@@ -134,8 +134,8 @@ def _gathered(module: nnx.Module, role: Role) -> Iterator[None]:
 
 def _whole(value: Any) -> Any:
     """Returns an attribute with the parameters in it gathered; itself if there are none."""
-    if isinstance(value, nnx.Param) and dim_over(FSDP, spec := _spec_here(value)) is not None:
-        return value.replace(gather_weight(value[...], spec, without(FSDP, spec)))
+    if isinstance(value, nnx.Param) and dim_over(STORAGE, spec := _spec_here(value)) is not None:
+        return value.replace(gather_weight(value[...], spec, gathered(spec)))
     if not isinstance(value, CONTAINERS):
         return value
     leaves, tree = jax.tree.flatten(value, is_leaf=lambda leaf: leaf is not value)
@@ -151,7 +151,7 @@ def _spec_here(parameter: nnx.Param[Any]) -> PartitionSpec:
 
 def _divides_batch(x: Any, batch_ndim: int | None) -> bool:
     shape = jnp.shape(x) if not isinstance(x, Copies) else x.shape
-    rows = axis_size(DP) * axis_size(FSDP)
+    rows = axis_size(*BATCH)
     return batch_ndim is not None and has_batch(shape, batch_ndim) and shape[0] % rows == 0
 
 

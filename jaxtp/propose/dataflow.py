@@ -5,12 +5,15 @@ each split dim through the jaxpr (jit, remat, scans included) to whatever ends i
 be the row layer of the pair, or an operation that needs it whole, with the reason.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 
+from jaxtp.communication import ALL_GATHER, ALL_REDUCE, Collective
+from jaxtp.mesh import TP
 from jaxtp.propose.equations import (
     body_of,
     differentiable,
@@ -117,10 +120,11 @@ class _Walk:
         """
         given, (before, after) = call.given, call.shapes
         if is_norm(self.modules[call.path]):
-            self.move(given.labels, 2 * parameter_bytes(self.modules[call.path]))
+            self.move(given.labels, ALL_REDUCE, parameter_bytes(self.modules[call.path]), 1)
         else:
             whole = Flow(trained=True, batched=given.batched)
-            self.move(given.labels, call.times * (self.bytes(given, before) + self.bytes(whole, after)))
+            self.move(given.labels, ALL_GATHER, self.bytes(given, before), call.times)
+            self.move(given.labels, ALL_GATHER, self.bytes(whole, after), call.times)
         return Flow(ports.kept[given.dim or 0], given.labels, trained=True, batched=given.batched)
 
     def operation(self, equation: Any, flows: list[Flow], times: int) -> list[Flow]:
@@ -156,8 +160,8 @@ class _Walk:
         """A whole operand beside a split one: its gradient is gathered, or summed where it has no such dim."""
         for flow, operand in zip(flows, equation.invars, strict=True):
             if flow.dim is None and flow.trained:
-                factor = 1 if has_split_dim(equation, flows, flow, operand.aval) else 2
-                self.move(labels, factor * self.bytes(flow, operand.aval) * times)
+                kind = ALL_GATHER if has_split_dim(equation, flows, flow, operand.aval) else ALL_REDUCE
+                self.move(labels, kind, self.bytes(flow, operand.aval), times)
 
     def scan(self, equation: Any, flows: list[Flow], times: int) -> list[Flow]:
         """Walks the body until what its steps carry is known, then once for the record."""
@@ -196,9 +200,9 @@ class _Walk:
             return Flow(trained=trained, batched=batched)
         if labels:
             self.record.joined.append(labels)
-            whole = [flow for flow in flows if flow.dim is None and flow.trained]
-            if whole:
-                self.move(labels, sum(self.bytes(flow, aval) for flow in whole) * times)
+            for flow in flows:
+                if flow.dim is None and flow.trained:
+                    self.move(labels, ALL_GATHER, self.bytes(flow, aval), times)
         return Flow(dim, labels, trained, batched)
 
     def shift(self, flow: Flow, by: int) -> Flow:
@@ -219,8 +223,8 @@ class _Walk:
         for label in labels:
             self.record.through.setdefault(label, {})[operation] = None
 
-    def move(self, labels: Labels, size: float) -> None:
-        self.record.moved[labels] = self.record.moved.get(labels, 0) + size
+    def move(self, labels: Labels, kind: str, size: float, times: int) -> None:
+        self.record.moved.setdefault(labels, Counter())[Collective(kind, (TP,), self.tp, size)] += times
 
     def bytes(self, flow: Flow, aval: Any) -> float:
         size = flow.source[0] if flow.source else aval.size * aval.dtype.itemsize

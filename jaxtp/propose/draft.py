@@ -54,7 +54,7 @@ class Draft:
 
     def saved(self, *paths: str) -> float:
         """Bytes of parameters that a device does without where some layers are split."""
-        return self.group.share * sum(parameter_bytes(self.traced.modules[path]) for path in paths)
+        return (1 - 1 / self.group.tp) * sum(parameter_bytes(self.traced.modules[path]) for path in paths)
 
 
 def draft_plan(traced: Traced, group: Group) -> Draft:

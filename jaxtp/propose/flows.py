@@ -1,7 +1,10 @@
 """What is known of the arrays of a model, and what a walk through its jaxpr finds."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
+
+from jaxtp.communication import Collective
 
 ROOT = "the model itself"
 """For messages: the module whose path is empty."""
@@ -74,9 +77,8 @@ class Record:
     through: dict[str, dict[str, None]] = field(default_factory=dict)
     """By layer, the operations that its split output passes."""
 
-    moved: dict[Labels, float] = field(default_factory=dict)
-    """Bytes of the gradients that are summed (counted twice) or gathered because of a split between layers; times
-    (tp-1)/tp, that is what each device sends."""
+    moved: dict[Labels, Counter[Collective]] = field(default_factory=dict)
+    """The sums and gathers of gradients, over tp, because of a split between layers."""
 
     open: dict[Labels, Any] = field(default_factory=dict)
     """Layers whose split output is an output of the model, and its abstract value."""

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from jaxtp.mesh import DP, FSDP, TP
+from jaxtp.communication import ALL_GATHER, ALL_REDUCE, Collective, total_sent
+from jaxtp.mesh import TP, batch_parts
 from jaxtp.propose.dataflow import walk
 from jaxtp.propose.flows import Call, Labels, Record
 from jaxtp.propose.marking import Traced
@@ -53,26 +54,25 @@ class Group:
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "Group":
         """Returns the group of a mesh of these sizes."""
-        return cls(sizes[TP], sizes[DP] * sizes[FSDP])
-
-    @property
-    def share(self) -> float:
-        """Returns the part of a message that a device sends in a ring: (tp-1)/tp."""
-        return (self.tp - 1) / self.tp
+        return cls(sizes[TP], batch_parts(sizes))
 
     def columns(self, calls: Iterable[Call]) -> float:
         """Bytes that a device sends to sum the gradients of the inputs of column layers, each input once."""
         read = {(call.given.key, call.times): call for call in calls if call.given.trained}
-        return sum(2 * self.sent(call, 0) for call in read.values())
+        return sum(self.sent(call, 0, ALL_REDUCE) for call in read.values())
 
     def rows(self, calls: Iterable[Call]) -> float:
         """Bytes that a device sends to sum the outputs of row layers."""
-        return sum(2 * self.sent(call, 1) for call in calls)
+        return sum(self.sent(call, 1, ALL_REDUCE) for call in calls)
 
-    def sent(self, call: Call, which: int) -> float:
-        """Bytes that a device sends to gather the inputs (0) or outputs (1) of a call; to sum them takes twice that."""
+    def sent(self, call: Call, which: int, kind: str = ALL_GATHER) -> float:
+        """Bytes that a device sends to gather or to sum the inputs (0) or outputs (1) of a call."""
         aval = call.shapes[which]
-        return self.share * call.times * aval.size * aval.dtype.itemsize / self.parts
+        return call.times * self.over_tp(kind, aval.size * aval.dtype.itemsize)
+
+    def over_tp(self, kind: str, size: float) -> float:
+        """Bytes that a device sends for one collective, of `size` bytes in the whole batch."""
+        return Collective(kind, (TP,), self.tp, size / self.parts).bytes_sent
 
 
 def find_regions(traced: Traced, group: Group) -> tuple[list[Region], Record, dict[str, str]]:
@@ -138,10 +138,10 @@ def _classes(record: Record, closed: Mapping[str, str]) -> list[Labels]:
 def _region(record: Record, members: Labels, group: Group) -> Region:
     rows = frozenset(call.path for call in record.calls if call.row and call.given.labels & members)
     results = [aval for labels, aval in record.open.items() if labels & members]
-    inside = group.share * sum(size for labels, size in record.moved.items() if labels & members)
+    inside = sum(total_sent(moved) for labels, moved in record.moved.items() if labels & members)
     for aval in results:  # gathered; at the end of a model, three all-reduces of a softmax cross-entropy
-        numbers = aval.size if rows else 3 * 2 * aval.size / aval.shape[-1]
-        inside += group.share * numbers * aval.dtype.itemsize / group.parts
+        size = aval.size * aval.dtype.itemsize
+        inside += group.over_tp(ALL_GATHER, size) if rows else 3 * group.over_tp(ALL_REDUCE, size / aval.shape[-1])
     of_columns = [call for call in record.calls if call.path in members]
     of_rows = [call for call in record.calls if call.path in rows]
     sent = inside + group.columns(of_columns) + group.rows(of_rows)

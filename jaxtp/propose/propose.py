@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtp.mesh import TP, MeshError
+from jaxtp.mesh import TP, MeshError, abstract_mesh
 from jaxtp.parallel.initialisation import abstract_model
 from jaxtp.parallel.parallelize import parallelize
 from jaxtp.parallel.plan import Plan
@@ -21,7 +21,7 @@ from jaxtp.propose.pairing import Group
 from jaxtp.propose.proposal import Proposal, Reason, merge_reasons
 from jaxtp.propose.reasons import in_order, reasons
 from jaxtp.propose.sharing import share_inputs
-from jaxtp.propose.subject import Meant, Subject, abstract_mesh, sizes_of, subject_of
+from jaxtp.propose.subject import Meant, Subject, sizes_of, subject_of
 
 
 def propose_plan(

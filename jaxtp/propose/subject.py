@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, Mesh
 
-from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_sizes
+from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_sizes, sized
 from jaxtp.parallel.calls import with_calls
 from jaxtp.parallel.initialisation import abstract_model
 
@@ -88,7 +88,7 @@ def sizes_of(mesh: Meant, caller: str) -> dict[str, int]:
         raise MeshError(f'{caller} needs a mesh: call it under jax.set_mesh(...), or say mesh={{"tp": 8}}')
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
         raise MeshError(f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}')
-    sizes = dict.fromkeys(AXES, 1) | dict(mesh) if isinstance(mesh, Mapping) else mesh_sizes(mesh)
+    sizes = sized(**mesh) if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     if unknown := sorted(map(str, sizes.keys() - set(AXES))):
         raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; there are {', '.join(AXES)}")
     if odd := [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]:
@@ -97,8 +97,3 @@ def sizes_of(mesh: Meant, caller: str) -> dict[str, int]:
     if -1 in sizes.values():
         raise MeshError(f"{describe_mesh(sizes)}: -1 is what is left of some devices, and here there need be none")
     return sizes
-
-
-def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
-    """Returns a mesh of these sizes without devices."""
-    return AbstractMesh(tuple(sizes[axis] for axis in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -14,7 +14,18 @@ from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive,
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.hints import Problem, explained, not_divisible
 from jaxtp.layers import remat
-from jaxtp.mesh import AXES, DP, FSDP, TP, batch_parts, describe_mesh, most_devices, request_virtual_devices
+from jaxtp.mesh import (
+    AXES,
+    BATCH,
+    SEQUENCE,
+    TP,
+    batch_parts,
+    describe_mesh,
+    most_devices,
+    parts,
+    request_virtual_devices,
+    settings_of,
+)
 from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
@@ -59,6 +70,11 @@ class MeshConfig:
 
     allow_padding: bool = True
     """Pad heads and d_ff where tp does not divide them; false refuses such a mesh."""
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The size of every axis."""
+        return {axis: getattr(self, axis) for axis in AXES}
 
     def of_sizes(self, sizes: Mapping[str, int]) -> "MeshConfig":
         """Returns the section with those sizes of axes."""
@@ -359,12 +375,12 @@ def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]
             text = f"mesh.tp={mesh[TP]} pads {size} {name} to {padded}, and mesh.allow_padding is false"
             yield Problem(text, among={f"mesh.{TP}": size})
     batch, length = config.data.global_batch_size, config.data.sequence_length
-    parts = batch_parts(mesh) * config.train.accumulation
-    among = dict.fromkeys((f"mesh.{DP}", f"mesh.{FSDP}", "train.accumulation"), batch)
-    yield from not_divisible("data.global_batch_size", batch, "mesh.dp*fsdp * train.accumulation", parts, among)
+    by, divided = f"mesh.{'*'.join(BATCH)} * train.accumulation", batch_parts(mesh) * config.train.accumulation
+    among = dict.fromkeys((*settings_of(BATCH), "train.accumulation"), batch)
+    yield from not_divisible("data.global_batch_size", batch, by, divided, among)
     if config.model.sequence_parallel:
-        by_tp = {f"mesh.{TP}": length}
-        yield from not_divisible("data.sequence_length", length, "mesh.tp", mesh[TP], by_tp)
+        among = dict.fromkeys(settings_of(SEQUENCE), length)
+        yield from not_divisible("data.sequence_length", length, " * ".join(among), parts(mesh, SEQUENCE), among)
     if (positions := config.model.learned_positions) is not None and length > positions:
         yield Problem(f"data.sequence_length={length} is more than model.learned_positions={positions}")
     yield from map(Problem, (*_moment_violations(config), *_contradictions(config)))

@@ -17,7 +17,7 @@ from jaxtp.hf.attributes import stored_dtype
 from jaxtp.hf.folder import read_attributes
 from jaxtp.hf.runs import model_of
 from jaxtp.layers.parameter import DType
-from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill
+from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill, sized
 from jaxtp.models.config import architecture
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
 from jaxtp.train.initialisation import AnyConfig, with_model
@@ -69,7 +69,7 @@ def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple
       HFError, CheckpointError: the model cannot be read.
       ConfigError, MeshError: settings that contradict it, or sizes that no mesh has.
     """
-    check_sizes({axis: getattr(config.mesh, axis) for axis in AXES})
+    check_sizes(config.mesh.sizes)
     config = with_model(config)
     config, folder = _with(config, [c for c in _folder(config) if not _is_given(c.setting, given)])
     before = newest_info(config.run.dir) if _has_model(config) else None
@@ -171,10 +171,10 @@ def _of_devices(
     any_batch = _has_model(config) and before is None and BATCH_SIZE not in given
     if len(axes) == len(AXES) and not free_dtype and not any_batch:
         return
-    alone = {axis: max(getattr(config.mesh, axis), 1) if axis in axes else 1 for axis in AXES}
+    given_or_one = sized(**{axis: config.mesh.sizes[axis] for axis in axes})
+    alone = {axis: max(size, 1) for axis, size in given_or_one.items()}
     if any(violations_on(with_batch(config, alone) if any_batch else config, alone)):
         if _has_model(config):  # refused for what was given, and for no default beside it
-            given_or_one = {axis: getattr(config.mesh, axis) if axis in axes else 1 for axis in AXES}
             yield Choice("mesh", config.mesh.of_sizes(given_or_one))
         return
     mesh = _first_mesh(config, axes, before)
@@ -197,9 +197,9 @@ def _compute(config: TrainConfig, before: Mapping[str, Any] | None, place: Place
 
 def _first_mesh(config: TrainConfig, axes: Set[str], before: Mapping[str, Any] | None) -> dict[str, int]:
     """The mesh to try first: what is given, and of the other axes what the run has, or else the least."""
-    others = before["mesh"] if before is not None else dict.fromkeys(AXES, 1)
+    others = before["mesh"] if before is not None else sized()
     is_own = not _has_model(config)
-    return {axis: getattr(config.mesh, axis) if is_own or axis in axes else others[axis] for axis in AXES}
+    return {axis: size if is_own or axis in axes else others[axis] for axis, size in config.mesh.sizes.items()}
 
 
 def _mesh(

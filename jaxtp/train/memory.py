@@ -26,7 +26,7 @@ from jaxtp.checkpoint.logical import divided, named_variables
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import Padding, padding_of
-from jaxtp.mesh import FSDP, TP, axes_of, batch_parts
+from jaxtp.mesh import STORAGE, TP, axes_of, batch_parts, parts
 from jaxtp.models.costs import StepCosts, step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -202,7 +202,7 @@ def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Mem
         optimizer=held.optimizer,
         gradients=held.trained_blocks + held.summed,
         updates=0,
-        gathered_weights=weights + (costs.transposed if sizes[FSDP] > 1 else 0),
+        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
         activations=costs.kept + working,
         logits=logits,
         batch=_batch_bytes(config, sizes),

@@ -8,7 +8,18 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtp.config import changed
-from jaxtp.mesh import AXES, DP, FSDP, TP, check_sizes, fitting_meshes, make_mesh, mesh_sizes, request_virtual_devices
+from jaxtp.mesh import (
+    AXES,
+    REPLICAS,
+    TP,
+    batch_parts,
+    check_sizes,
+    fitting_meshes,
+    make_mesh,
+    mesh_sizes,
+    parts,
+    request_virtual_devices,
+)
 from jaxtp.models.config import padded_sizes
 from jaxtp.train.config import TrainConfig, check, check_devices, check_platform, violations_on
 from jaxtp.train.memory import costs_of_step
@@ -82,8 +93,8 @@ def fits(config: TrainConfig, mesh: Mapping[str, int], place: Place) -> bool:
 
 def with_batch(config: TrainConfig, mesh: Mapping[str, int]) -> TrainConfig:
     """Returns the run with the smallest batch size, from the configured one on, that the mesh divides."""
-    parts = mesh[DP] * mesh[FSDP] * config.train.accumulation
-    return changed(config, {BATCH_SIZE: -(-config.data.global_batch_size // parts) * parts})
+    divided = batch_parts(mesh) * config.train.accumulation
+    return changed(config, {BATCH_SIZE: -(-config.data.global_batch_size // divided) * divided})
 
 
 def fitting_mesh(
@@ -110,7 +121,7 @@ def fitting_mesh(
             run = with_batch(config, mesh) if any_batch else config
             if fits(run, mesh, place):
                 pads = bool(padded_sizes(config.model, mesh[TP]))
-                found.append((pads, mesh[DP], run.data.global_batch_size, _bytes(run, mesh), mesh))
+                found.append((pads, parts(mesh, REPLICAS), run.data.global_batch_size, _bytes(run, mesh), mesh))
         if found:
             *_, batch, _, best = min(found, key=lambda each: each[:4])
             return best, batch

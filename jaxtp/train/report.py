@@ -13,7 +13,7 @@ from jaxtp.data.corpus import Corpus
 from jaxtp.data.samples import Data
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import logical_shape
-from jaxtp.mesh import DP, FSDP, describe_mesh, mesh_sizes
+from jaxtp.mesh import BATCH, batch_parts, describe_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import describe_padding
 from jaxtp.train.config import TrainConfig
@@ -112,9 +112,9 @@ def _describe_cut(config: TrainConfig) -> str:
 
 def _describe_batch(config: TrainConfig, mesh: Mesh, unit: str) -> str:
     sizes, accumulation, batch = mesh_sizes(mesh), config.train.accumulation, config.data.global_batch_size
-    per_device = batch // (sizes[DP] * sizes[FSDP] * accumulation)
+    per_device = batch // (batch_parts(sizes) * accumulation)
     return (
-        f"{batch} sequences of {config.data.sequence_length} {unit} = dp {sizes[DP]} x fsdp {sizes[FSDP]} x "
+        f"{batch} sequences of {config.data.sequence_length} {unit} = {describe_mesh(sizes, BATCH)} x "
         f"accumulation {accumulation} x {per_device} per device"
     )
 

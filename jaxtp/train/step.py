@@ -19,7 +19,7 @@ from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import BATCH, mesh_sizes
+from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -233,7 +233,7 @@ def row_keys(key: Array, rows: Array) -> Array:
 def _split_rows(array: Array, steps: int) -> Array:
     """`[B, ...] -> [steps, B / steps, ...]`, each device's rows cut on that device: nothing moves."""
     sizes = mesh_sizes(jax.sharding.get_abstract_mesh())
-    devices = sizes[BATCH[0]] * sizes[BATCH[1]]
+    devices = batch_parts(sizes)
     rest = array.shape[1:]
     micro = array.reshape(devices, steps, -1, *rest).swapaxes(0, 1)
     return constrain(micro.reshape(steps, -1, *rest), PartitionSpec(None, *batch_spec()))

@@ -2,8 +2,9 @@
 
 import pytest
 
-from jaxtp.audit.schedule import Moved, read_schedule
+from jaxtp.audit.schedule import Scheduled, read_schedule
 from jaxtp.audit.text import HloError
+from jaxtp.communication import Collective
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 TP, FSDP = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups={{0,4},{1,5},{2,6},{3,7}}"
@@ -57,15 +58,15 @@ ENTRY %main (p: f32[8,4]) -> f32[4,4] {{
 def test_everything_that_moves_is_there_with_what_is_computed_beside_it():
     gathers = 3 * 2 * (8 * 4) + 3 * 2 * (8 * 4 + 8)
     assert set(read_schedule(TEXT, SIZES)) == {
-        Moved("all-gather", ("tp",), count=6, bytes=gathers, overlapped=3, computing=6),
-        Moved("reduce-scatter", ("fsdp",), count=1, bytes=4 * 8 * 4, overlapped=1, computing=1),
-        Moved("all-reduce", ("fsdp", "tp"), count=1, bytes=20, overlapped=0, computing=0),
-        Moved("all-reduce", ("tp",), count=1, bytes=64, overlapped=0, computing=0),
+        Scheduled(Collective("all-gather", ("tp",), 4, gathers), count=6, overlapped=3, computing=6),
+        Scheduled(Collective("reduce-scatter", ("fsdp",), 2, 4 * 8 * 4), count=1, overlapped=1, computing=1),
+        Scheduled(Collective("all-reduce", ("fsdp", "tp"), 8, 20), count=1, overlapped=0, computing=0),
+        Scheduled(Collective("all-reduce", ("tp",), 4, 64), count=1, overlapped=0, computing=0),
     }
 
 
 def test_the_most_bytes_come_first():
-    sizes = [moved.bytes for moved in read_schedule(TEXT, SIZES)]
+    sizes = [one.collective.bytes for one in read_schedule(TEXT, SIZES)]
     assert sizes == sorted(sizes, reverse=True)
 
 

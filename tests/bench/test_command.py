@@ -11,6 +11,7 @@ from jaxtp.bench.config import usable_tps
 from jaxtp.bench.fit import Line
 from jaxtp.bench.moving import KINDS, Message
 from jaxtp.bench.report import messages_lines, products_table
+from jaxtp.communication import Collective
 from jaxtp.estimate.__main__ import main as estimate
 from jaxtp.hardware_file import find, read
 
@@ -69,7 +70,7 @@ def test_small_numbers_are_shown(capsys):
     [(4.5e11, "450 GB"), (3.08e9, "3.08 GB"), (48_200.0, "48.2 kB"), (16.0, "16.0 B"), (1.5e12, "1.50 TB")],
 )
 def test_a_line_has_a_unit_that_shows_its_speed(speed, text):
-    messages = [Message("tp", 2, kind, 16, 16.0, 2e-5) for kind in KINDS]
+    messages = [Message(Collective(kind, ("tp",), 2, 16), 2e-5) for kind in KINDS]
     line = Line("tp", 2, 2e-5, speed, 0.1)
     assert f"20.0 us and a second for every {text} sent" in messages_lines(messages, [line])
 

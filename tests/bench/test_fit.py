@@ -10,6 +10,7 @@ from jaxtp.bench.computing import Pair, TimedProduct
 from jaxtp.bench.fit import fit
 from jaxtp.bench.measured import Measured, Place
 from jaxtp.bench.moving import Message
+from jaxtp.communication import Collective
 from jaxtp.config import ConfigError
 from jaxtp.estimate.links import leaves_domain, link_speed
 from jaxtp.hardware_file import find, read
@@ -24,8 +25,8 @@ def messages(axis, devices, latency, speed, noise=lambda i: 1.0, permute=1.0):
     for i, size in enumerate(SIZES):
         for kind, share in SHARES.items():
             sent = share * (devices - 1) / devices * size
-            found.append(Message(axis, devices, kind, size, sent, (latency + sent / speed) * noise(i)))
-        found.append(Message(axis, devices, "permute", size, size, permute))
+            found.append(Message(Collective(kind, (axis,), devices, size), (latency + sent / speed) * noise(i)))
+        found.append(Message(Collective("permute", (axis,), devices, size), permute))
     return found
 
 

@@ -67,11 +67,14 @@ def test_each_is_the_collective_that_it_is_called(kind, axis, mesh):
 
 def test_bytes_and_speeds(mesh):
     messages = list(measure_messages(mesh, "float32", (64, 1000), Repeats(1, 2), axes=("tp",)))
-    assert [(one.kind, one.bytes) for one in messages] == [(kind, size) for size in (64, 992) for kind in KINDS]
+    assert [(one.collective.kind, one.collective.bytes) for one in messages] == [
+        (kind, size) for size in (64, 992) for kind in KINDS
+    ]
     for one in messages:
-        share = {"all-reduce": 2 * 3 / 4, "permute": 1}.get(one.kind, 3 / 4)
-        assert (one.axis, one.devices, one.bytes_sent) == ("tp", 4, share * one.bytes)
-        assert one.speed * one.seconds == pytest.approx(one.bytes_sent)
+        moved, record = one.collective, one.record()
+        share = {"all-reduce": 2 * 3 / 4, "permute": 1}.get(moved.kind, 3 / 4)
+        assert (record["axis"], record["devices"], record["bytes_sent"]) == ("tp", 4, share * moved.bytes)
+        assert one.speed * one.seconds == pytest.approx(moved.bytes_sent)
         assert 0 < one.seconds < 10
 
 

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from support import sweep
 
-from jaxtp.audit.schedule import Moved
+from jaxtp.audit.schedule import Scheduled
+from jaxtp.communication import Collective
 from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
 from jaxtp.estimate.errors import DoesNotFitError, TargetError
@@ -112,7 +113,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     def compiled(*args, **kwargs):
         asked.append((*args[1:], kwargs))
         sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak), "score_bytes": 0}
-        moved = Moved(kind="all-gather", axes=("tp",), count=3, bytes=4 * 10**9, overlapped=2, computing=7)
+        moved = Scheduled(Collective("all-gather", ("tp",), 4, 4 * 10**9), count=3, overlapped=2, computing=7)
         return Compiled(**sizes, collectives=(moved,), seconds=5.0, notes=("a note",))
 
     monkeypatch.setattr(command, "compile_for", compiled)
@@ -122,7 +123,8 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     assert asked == [(sizes, "h100", {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0})]
     tier_3 = json.loads(file.read_text())["tier_3"]
     assert tier_3["fits"] == (verdict == "fits")
-    assert tier_3["collectives"][0]["computing"] == 7
+    numbers = {"bytes": 4 * 10**9, "count": 3, "overlapped": 2, "computing": 7}
+    assert tier_3["collectives"] == [{"kind": "all-gather", "axes": ["tp"], **numbers}]
     out = capsys.readouterr().out
     assert f"of 63.70 for JAX: {verdict}\n" in out
     assert "(a note)" in out

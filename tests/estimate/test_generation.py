@@ -10,10 +10,10 @@ from flax import nnx
 import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.estimate.generation import cache_bytes, generations, table
-from jaxtp.estimate.search import Target, all_meshes, describe_model
+from jaxtp.estimate.search import Target, describe_model
 from jaxtp.hardware_file import find
 from jaxtp.layers.cache import STACK_SPEC
-from jaxtp.mesh import make_mesh, mesh_sizes
+from jaxtp.mesh import fitting_meshes, make_mesh, mesh_sizes
 from jaxtp.train.config import TrainConfig
 
 MODEL = jaxtp.ModelConfig(d_model=64, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64)
@@ -34,7 +34,7 @@ def test_the_cache_is_that_of_the_layers(sizes):
 
 
 def found(room=1e12, rows=ROWS):
-    return generations(MODEL, Target(find("h100"), 8, room), FACTS, all_meshes(8), rows, LENGTH)
+    return generations(MODEL, Target(find("h100"), 8, room), FACTS, fitting_meshes(8), rows, LENGTH)
 
 
 def test_meshes_are_ranked_and_divide_the_rows():
@@ -58,7 +58,7 @@ def test_weights_are_split_by_fsdp_and_tp():
     assert by_mesh[8, 1, 1] == 8 * by_mesh[1, 8, 1]
     halves = dataclasses.replace(MODEL, precision=jaxtp.Precision(compute="bfloat16"))
     target = Target(find("h100"), 8, 1e12)
-    half = generations(halves, target, FACTS, all_meshes(8), ROWS, LENGTH)
+    half = generations(halves, target, FACTS, fitting_meshes(8), ROWS, LENGTH)
     assert {tuple(one.sizes.values()): 2 * one.weights for one in half} == by_mesh
 
 

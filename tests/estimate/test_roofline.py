@@ -2,12 +2,14 @@
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxtp
+from jaxtp.communication import Collective
 from jaxtp.estimate.links import collective_seconds, leaves_domain, link_speed
 from jaxtp.estimate.search import Target, describe_model, estimate
 from jaxtp.hardware import TABLE
@@ -63,6 +65,15 @@ def test_where_links_join_pairs_a_ring_has_its_own(mesh, axes, speed):
 US = 1e-6
 WAITING = dataclasses.replace(find("h100"), latency=8.4 * US, hop=3.4 * US, network_hop=14 * US)
 HUGE = 1e12
+
+
+def seconds_of(hardware, mesh, axes, kind, sent):
+    """Of a collective of which each device sends so many bytes; none where it is alone."""
+    group = math.prod(mesh[axis] for axis in axes)
+    whole = sent / (Collective(kind, axes, group, 1).bytes_sent or 1)
+    return collective_seconds(hardware, mesh, Collective(kind, axes, group, whole))
+
+
 ONE_HOST, HOSTS, ALONE = sizes(1, 1, 8), sizes(64, 1, 1), sizes(1, 4, 8)
 """Over tp; over dp, eight hosts of eight; over fsdp, one device on each of four hosts."""
 
@@ -79,7 +90,7 @@ ONE_HOST, HOSTS, ALONE = sizes(1, 1, 8), sizes(64, 1, 1), sizes(1, 4, 8)
     ],
 )
 def test_a_collective_that_sends_nothing_waits_for_the_steps_of_ll(mesh, axes, kind, us):
-    assert collective_seconds(WAITING, mesh, axes, kind, 0.0) == pytest.approx(us * US)
+    assert seconds_of(WAITING, mesh, axes, kind, 0.0) == pytest.approx(us * US)
 
 
 @pytest.mark.parametrize(
@@ -93,19 +104,19 @@ def test_a_collective_that_sends_nothing_waits_for_the_steps_of_ll(mesh, axes, k
     ],
 )
 def test_a_large_collective_is_a_ring_by_simple(mesh, axes, kind, us):
-    seconds = collective_seconds(WAITING, mesh, axes, kind, HUGE) - HUGE / link_speed(WAITING, mesh, axes)
+    seconds = seconds_of(WAITING, mesh, axes, kind, HUGE) - HUGE / link_speed(WAITING, mesh, axes)
     assert seconds == pytest.approx(us * US)
 
 
 def test_between_them_nvlink_has_ll128_and_pcie_has_not():
     sent, axes = 2**23, ("tp",)
-    seconds = collective_seconds(WAITING, ONE_HOST, axes, "all-gather", sent)
+    seconds = seconds_of(WAITING, ONE_HOST, axes, "all-gather", sent)
     assert seconds == pytest.approx((14 + 7 * 1.9) * US + sent / 0.92 / link_speed(WAITING, ONE_HOST, axes))
     slow = find("l40s")
     waits = [(8.4 * US + 7 * slow.hop, 1.0), (6.6 * US + 7 * slow.hop * 0.6 / 3.4, 0.38)]
     for sent in (2.0**i for i in range(10, 30)):
         fastest = min(wait + sent / share / link_speed(slow, ONE_HOST, axes) for wait, share in waits)
-        assert collective_seconds(slow, ONE_HOST, axes, "all-gather", sent) == pytest.approx(fastest)
+        assert seconds_of(slow, ONE_HOST, axes, "all-gather", sent) == pytest.approx(fastest)
 
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter")
@@ -121,29 +132,29 @@ KINDS = ("all-reduce", "all-gather", "reduce-scatter")
 )
 def test_time_grows_with_bytes_and_never_with_a_faster_link(name, mesh, axes, kind, sent, more):
     hardware = find(name)
-    seconds = collective_seconds(hardware, mesh, axes, kind, sent)
-    assert collective_seconds(hardware, mesh, axes, kind, more * sent) >= seconds
+    seconds = seconds_of(hardware, mesh, axes, kind, sent)
+    assert seconds_of(hardware, mesh, axes, kind, more * sent) >= seconds
     for key in ("link", "network"):
         faster = dataclasses.replace(hardware, **{key: more * getattr(hardware, key)})
-        assert collective_seconds(faster, mesh, axes, kind, sent) <= seconds * (1 + 1e-9)
+        assert seconds_of(faster, mesh, axes, kind, sent) <= seconds * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("changed", ["hop", "network_hop"])
 def test_a_measured_latency_has_the_protocols_already(changed):
     hardware = dataclasses.replace(WAITING, **{changed: 0.0})
     wait = 8.4 + (0 if changed == "hop" else 7 * 3.4)
-    assert collective_seconds(hardware, ONE_HOST, ("tp",), "all-gather", 0.0) == pytest.approx(wait * US)
+    assert seconds_of(hardware, ONE_HOST, ("tp",), "all-gather", 0.0) == pytest.approx(wait * US)
 
 
 def test_tpus_have_no_protocols_and_amds_have_those_of_rccl():
     v5e, mi300x = find("v5e"), find("mi300x")
     wait = v5e.latency + 2 * 7 * v5e.hop
-    assert collective_seconds(v5e, ONE_HOST, ("tp",), "all-reduce", 0.0) == pytest.approx(wait)
-    assert collective_seconds(mi300x, ONE_HOST, ("tp",), "all-gather", 0.0) == pytest.approx((12 + 7 * 0.8) * US)
+    assert seconds_of(v5e, ONE_HOST, ("tp",), "all-reduce", 0.0) == pytest.approx(wait)
+    assert seconds_of(mi300x, ONE_HOST, ("tp",), "all-gather", 0.0) == pytest.approx((12 + 7 * 0.8) * US)
 
 
 def test_each_host_more_waits_longer():
-    waits = [collective_seconds(find("h100"), sizes(1, n, 8), ("fsdp",), "all-gather", 1e6) for n in (2, 8, 64)]
+    waits = [seconds_of(find("h100"), sizes(1, n, 8), ("fsdp",), "all-gather", 1e6) for n in (2, 8, 64)]
     assert waits == sorted(waits)
     assert waits[-1] > 3 * waits[0]
 

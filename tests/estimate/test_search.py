@@ -16,7 +16,6 @@ from jaxtp.estimate.search import (
     NEAR,
     REMATS,
     Target,
-    all_meshes,
     describe_model,
     estimate,
     leanest,
@@ -24,7 +23,7 @@ from jaxtp.estimate.search import (
     target,
 )
 from jaxtp.hardware_file import find
-from jaxtp.mesh import make_mesh
+from jaxtp.mesh import fitting_meshes, make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
@@ -45,18 +44,18 @@ MODEL_FACTS = describe_model(CONFIG)
 
 
 def found(room=1e12, devices=8, config=CONFIG, **options):
-    return search(config, Target(H100, devices, room), MODEL_FACTS, all_meshes(devices), **options)
+    return search(config, Target(H100, devices, room), MODEL_FACTS, fitting_meshes(devices), **options)
 
 
 def test_every_mesh_of_the_devices():
-    meshes = all_meshes(12)
+    meshes = fitting_meshes(12)
     assert len({tuple(mesh.values()) for mesh in meshes}) == len(meshes) == 18
     assert all(mesh["dp"] * mesh["fsdp"] * mesh["tp"] == 12 for mesh in meshes)
 
 
 @pytest.mark.parametrize(("devices", "count"), [(1, 1), (2**20, 231), (1048573, 3), (720720, 7290)])
 def test_meshes_of_many_devices_are_listed_at_once(devices, count):
-    assert len(all_meshes(devices)) == count
+    assert len(fitting_meshes(devices)) == count
 
 
 def test_of_a_batch_with_many_divisors_some_are_tried_and_that_is_said():
@@ -192,7 +191,7 @@ def test_what_adds_nothing_is_not_told_of():
 
 def room_for(config, devices=8):
     """Bytes that the leanest setting needs to fit with the margin."""
-    settings = search(config, Target(H100, devices, 1e12), describe_model(config), all_meshes(devices)).all
+    settings = search(config, Target(H100, devices, 1e12), describe_model(config), fitting_meshes(devices)).all
     return min(s.memory.total + MEMORY_ERROR * (s.memory.total - s.memory.state) for s in settings)
 
 
@@ -216,7 +215,7 @@ def test_where_no_single_thing_would_do_all_go_together():
     lora = dataclasses.replace(FUSED, model=dataclasses.replace(FUSED.model, lora=jaxtp.LoraConfig(rank=16)))
     room = 1.01 * room_for(lora, devices=256)
     small = dataclasses.replace(H100, memory=room / 0.9, reserved=0)
-    tight = search(with_precision(compute="float32"), target(small, 256, 0.75), MODEL_FACTS, all_meshes(256))
+    tight = search(with_precision(compute="float32"), target(small, 256, 0.75), MODEL_FACTS, fitting_meshes(256))
     remedy = next(other for other in remedies(tight, MODEL_FACTS) if "--model.lora.rank 16" in other.change)
     assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention cudnn XLA_PYTHON")
     assert remedy.setting.has_margin
@@ -245,7 +244,7 @@ def test_where_nothing_fits_it_says_what_would():
     assert words[0].startswith("Nothing fits. The least is ")
     more = next(sentence for sentence in words if " x h100 would do: " in sentence)
     devices = int(more.split()[0])
-    again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, all_meshes(devices))
+    again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, fitting_meshes(devices))
     assert again.settings[0].has_margin
     assert str(again.settings[0]) in more
 
@@ -253,7 +252,7 @@ def test_where_nothing_fits_it_says_what_would():
 @pytest.mark.wide
 def test_what_would_fit_says_what_it_leaves_out():
     config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="muon"))
-    facts, meshes = describe_model(config), all_meshes(8)
+    facts, meshes = describe_model(config), fitting_meshes(8)
     least = min(setting.memory.total for setting in search(config, Target(H100, 8, 1e12), facts, meshes).all)
     tight = search(config, Target(H100, 8, least * 0.7), facts, meshes)
     assert what_would_fit(tight, remedies(tight, facts))[1].startswith(
@@ -282,7 +281,7 @@ def test_what_is_faster_but_less_sure_is_not_called_as_fast():
 
 def test_more_memory_for_jax_is_told_where_it_helps():
     where = target(dataclasses.replace(H100, memory=4.2e9, reserved=0.0), 8, 0.5)
-    result = search(CONFIG, where, MODEL_FACTS, all_meshes(8))
+    result = search(CONFIG, where, MODEL_FACTS, fitting_meshes(8))
     (more,) = (other for other in faster(result, MODEL_FACTS) if "MEM_FRACTION" in other.change)
     assert more.setting.target.room == 0.9 * 4.2e9
     assert more.setting.time.expected * NEAR < result.settings[0].time.expected

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 import jaxtp
+from jaxtp.communication import Collective
 from jaxtp.config import ConfigError
 from jaxtp.estimate import target as target_module
 from jaxtp.estimate.errors import DoesNotFitError, TargetError
@@ -51,7 +52,11 @@ def test_an_answer_is_read(tmp_path):
     assert (compiled.argument_bytes, compiled.peak_bytes, compiled.seconds) == (3, 7, 1.5)
     assert compiled.notes[-1] == "a warning"
     (moved,) = compiled.collectives
-    assert (moved.kind, moved.axes, moved.count, moved.overlapped) == ("all-gather", ("tp",), 2, 1)
+    assert (moved.collective, moved.count, moved.overlapped) == (
+        Collective("all-gather", ("tp",), SIZES["tp"], 8),
+        2,
+        1,
+    )
 
 
 def test_a_new_answer_is_kept_with_the_compiler_s_warnings(tmp_path):
@@ -171,7 +176,7 @@ def test_a_step_is_compiled_for_the_devices_of_this_machine(tmp_path, monkeypatc
     memory = memory_per_device(CONFIG, SIZES)
     assert compiled.argument_bytes == memory.state + memory.batch
     assert compiled.notes[0] == "compiled for the devices of this machine, as it runs on them"
-    assert {moved.axes for moved in compiled.collectives} >= {("fsdp",), ("tp",)}
+    assert {moved.collective.axes for moved in compiled.collectives} >= {("fsdp",), ("tp",)}
 
 
 @pytest.mark.parametrize("failure", ["raise RuntimeError('no driver')", "print('noise')"])
@@ -200,7 +205,7 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there(tmp_path, monkeypatch):
     memory = memory_per_device(CONFIG, SIZES)
     assert first.argument_bytes == memory.state + memory.batch
     assert first.argument_bytes + first.temp_bytes <= first.peak_bytes < 2**30
-    moved = {(m.kind, m.axes): m for m in first.collectives}
+    moved = {(m.collective.kind, m.collective.axes): m for m in first.collectives}
     layers = CONFIG.model.num_layers
     gathered, scattered = moved["all-gather", ("fsdp",)], moved["reduce-scatter", ("fsdp",)]
     assert scattered.count > layers

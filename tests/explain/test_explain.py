@@ -149,16 +149,15 @@ def test_a_row_layer_whose_input_is_whole():
 def test_what_the_compiler_adds_is_told_from_what_the_layers_do():
     plan = {"blocks.*.down": Colwise()}
     found = jaxtp.explain(build, X, plan=plan, mesh={"tp": 4}, compiled=True)
-    added = [move for move in found.moves if move.added]
-    assert added, "the residual stream has to be brought together"
-    assert all(move.axes == ("tp",) for move in added)
+    assert found.added, "the residual stream has to be brought together"
+    assert all(one.axes == ("tp",) for one in found.added)
     clean = jaxtp.explain(build, X, plan=SHARED, mesh={"fsdp": 2, "tp": 4}, compiled=True)
-    assert not [move for move in clean.moves if move.added]
+    assert not clean.added
 
 
 def test_without_inputs_there_is_what_is_stored():
     found = jaxtp.explain(build, plan=SHARED, mesh={"tp": 4})
-    assert not found.moves
+    assert not found.traffic
     assert found.rows == jaxtp.explain(build, X, plan=SHARED, mesh={"tp": 4}).rows
 
 
@@ -210,7 +209,7 @@ class Settles(nnx.Module):
 
 def test_what_is_not_counted_exactly_is_noted():
     found = jaxtp.explain(Settles, X, mesh={"fsdp": 2})
-    assert {move.counted for move in found.moves} == {"a turn", "at most"}
+    assert {one.counted for one in found.traffic} == {"a turn", "at most"}
     assert [note.partition(": ")[0] for note in found.notes] == ["layer", "layer"]
     assert "1 a turn" in str(found)
 
@@ -221,7 +220,7 @@ def test_what_the_compiler_adds_is_asked_of_the_model_as_it_is():
     with jax.set_mesh(jaxtp.make_mesh(**sizes)):
         model = jaxtp.parallelize(Settles, fsdp=False)
         found = jaxtp.explain(model, X, compiled=True)
-    assert not [move for move in found.moves if move.kind == "all-gather"]
+    assert not [one for one in (*found.traffic, *found.added) if one.kind == "all-gather"]
 
 
 def test_shared_inputs_by_the_module_around_them():

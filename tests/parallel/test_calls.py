@@ -72,4 +72,4 @@ def test_keywords_may_have_any_name(run):
     plan = {"inner.up": Colwise(), "inner.down": Rowwise()}
     given = {"plan": plan} if run is jaxtp.explain else {"report": None}
     found = run(lambda: Caller(nnx.Rngs(0)), X, mesh={"fsdp": 2, "tp": 2}, **given)
-    assert found == plan if run is jaxtp.propose_plan else found.moves
+    assert found == plan if run is jaxtp.propose_plan else found.traffic

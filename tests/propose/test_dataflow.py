@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from jaxtp.communication import Collective
 from jaxtp.propose.dataflow import walk
 from jaxtp.propose.marking import trace
 from jaxtp.propose.subject import subject_of
@@ -105,7 +106,8 @@ def test_whole_operands_have_gradients_to_sum():
             self.pair.between = lambda h: h * self.scale[...] * self.gain[...] + jnp.ones(16)
             return self.pair(x)
 
-    assert look(lambda: Gated(nnx.Rngs(0))).moved == {frozenset({"pair.up"}): 16 * 4 + 2 * 4}
+    moved = {Collective("all-gather", ("tp",), 4, 16 * 4): 1, Collective("all-reduce", ("tp",), 4, 4): 1}
+    assert look(lambda: Gated(nnx.Rngs(0))).moved == {frozenset({"pair.up"}): moved}
 
 
 def test_a_whole_array_of_the_batch_is_counted_by_its_part():
@@ -122,7 +124,8 @@ def test_a_whole_array_of_the_batch_is_counted_by_its_part():
             return self.pair(x)
 
     record = look(lambda: Residual(nnx.Rngs(0)), closed={"first"}, parts=2)
-    assert record.moved == {frozenset({"pair.up"}): 4 * 6 * 8 * 4 / 2}
+    gather = Collective("all-gather", ("tp",), 4, 4 * 6 * 8 * 4 / 2)
+    assert record.moved == {frozenset({"pair.up"}): {gather: 1}}
 
 
 def test_projections_that_meet_are_joined():
