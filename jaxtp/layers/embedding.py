@@ -149,13 +149,13 @@ class LearnedPositions(nnx.Module):
         self.table = parameter("positions", table, P(None, FSDP))
 
     def __call__(self, positions_BT: Array) -> Array:
-        """Looks up `[B, T]` positions: `[B, T, D]` in the compute dtype."""
+        """Looks up `[B, T]` positions: `[B, T, D]` in the compute dtype; padding may be at those without a vector."""
         sequence = sequence_dim(self.sequence_parallel, positions_BT.shape)
         activation = activation_spec(sequence)
 
         def look_up(positions: Array, shard: Array) -> Array:
             table = self.precision.load(shard, 1, used_by_all_tp=sequence is not None).astype(jnp.float32)
-            return jnp.take(table, positions, axis=0).astype(self.precision.compute)
+            return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
 
         in_specs = (P(*activation[:2]), P(None, FSDP))
         view = device_view(look_up, "learned_positions", in_specs=in_specs, out_specs=activation)

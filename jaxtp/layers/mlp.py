@@ -20,11 +20,12 @@ from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import TP
 
 _MIN_FEATURES = 48
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 _ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
 }
 
 
