@@ -54,7 +54,7 @@ def read_layers(attributes: Mapping[str, Any], family: Family, fields: Mapping[s
 
 
 def composed(base: Settings, layers: Sequence[Settings]) -> dict[str, Any]:
-    """Returns `base`, and the `pattern` or the `first_blocks` that give each layer its settings: what compiles fewer."""
+    """Returns `base`, and the `pattern` or `first_blocks` that give each layer its settings, with fewer to compile."""
     changes = [
         {name: value for name, value in layer.items() if name not in base or base[name] != value} for layer in layers
     ]

@@ -11,6 +11,7 @@ Shapes below: `x_BTD [B, T, D]`, any number of dims between B and D. Megatron-LM
 from collections.abc import Iterator, Sequence
 from functools import partial
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -61,6 +62,7 @@ class ColumnParallelLinear(nnx.Module):
       in_features: D.
       features: F, or one F for each output.
       use_bias: adds a bias to every output.
+      fixed_biases: indices of outputs whose bias has no gradient.
       unit: columns that a device holds whole, such as the head dim. Where tp would cut an output finer than
         that (kv heads fewer than tp), the devices that share a unit gather it before use, and the output has
         one unit on each device: `[B, T, max(F, tp * unit)]`.
@@ -81,6 +83,7 @@ class ColumnParallelLinear(nnx.Module):
         features: int | Sequence[int],
         *,
         use_bias: bool = False,
+        fixed_biases: Sequence[int] = (),
         unit: int = 1,
         sequence_parallel: SequenceParallel = False,
         lora: LoraConfig = LoraConfig(),
@@ -95,6 +98,7 @@ class ColumnParallelLinear(nnx.Module):
             check_sizes("ColumnParallelLinear", in_features=in_features, features=size)
         self.in_features = in_features
         self.unit = unit
+        self.fixed_biases = tuple(fixed_biases)
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         self.kernels = nnx.List(
@@ -125,7 +129,9 @@ class ColumnParallelLinear(nnx.Module):
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [B/(dp*fsdp), T, D]
         outputs = [x @ self._load(weights[f"kernels.{i}"], 0, f) for i, f in enumerate(self.features)]
         if self.biases:
-            loaded = (self._load(weights[f"biases.{i}"], None, f) for i, f in enumerate(self.features))
+            shards = {i: weights[f"biases.{i}"] for i in range(len(self.features))}
+            shards |= {i: jax.lax.stop_gradient(shards[i]) for i in self.fixed_biases}
+            loaded = (self._load(shards[i], None, f) for i, f in enumerate(self.features))
             outputs = [y + bias for y, bias in zip(outputs, loaded, strict=True)]
         for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
             a = self.precision.load(weights[f"loras.{at}.a"], 0, used_by_all_tp=True)
@@ -147,11 +153,19 @@ class ColumnParallelLinear(nnx.Module):
         tokens, compute = share.tokens, itemsize(self.precision.compute)
         again = share.remat in PROJECTIONS_AGAIN
         local = [max(size // share.tp, self.unit) for size in self.features]
-        for size in self.features:
+        for i, size in enumerate(self.features):
             group = self._sharing(size, share.tp)
             yield Weight(module=COLUMN, size=self.in_features * size, precision=self.precision, group=group)
             if self.biases:
-                yield Weight(module=COLUMN, size=size, precision=self.precision, fsdp=False, group=group)
+                yield Weight(
+                    module=COLUMN,
+                    size=size,
+                    precision=self.precision,
+                    fsdp=False,
+                    group=group,
+                    again=again,
+                    fixed=i in self.fixed_biases,
+                )
         hidden = tokens * self.in_features * compute
         split = share.is_split(self.sequence_parallel)
         yield from enter(COLUMN, share, hidden, split=split, again=share.remat in GATHERS_AGAIN)
@@ -252,7 +266,14 @@ class RowParallelLinear(nnx.Module):
         local = self.in_features // share.tp
         yield Weight(module=ROW, size=self.in_features * self.features, precision=self.precision, transposed=True)
         if self.bias is not None:
-            yield Weight(module=ROW, size=self.features, precision=self.precision, tp=False, used_by_all_tp=split)
+            yield Weight(
+                module=ROW,
+                size=self.features,
+                precision=self.precision,
+                tp=False,
+                used_by_all_tp=split,
+                again=read and share.remat != "none",
+            )
         yield from leave(ROW, share, share.tokens * self.features * compute, split=split, again=again)
         shape = (share.tokens, local, self.features)
         yield Product.of(name, shape, compute, share.passes(again, share.gradients))
