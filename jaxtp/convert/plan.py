@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 from jaxtp.checkpoint.logical import named_variables, spec
 from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import CONFIG, HFError, read_attributes
+from jaxtp.hf.names import HEAD, TABLE, split_path
 from jaxtp.mesh import TP, axes_of
 from jaxtp.models.decoder import abstract_decoder
 from jaxtp.models.families.family import LAYER, Family, Tensor
@@ -49,9 +50,10 @@ def our_plan(parameters: nnx.State, family: Family) -> dict[str, str]:
     tensors = {tensor.ours: tensor for tensor in family.tensors}
     plan: dict[str, str] = {}
     for path, variable in named_variables(parameters).items():
-        module, _, kind = tensors[path].theirs.removeprefix("model.").rpartition(".")
+        tensor = tensors[split_path(path)[1]]
+        module, _, kind = tensor.theirs.removeprefix(family.prefix).rpartition(".")
         if kind == "weight":
-            plan[module.replace(LAYER, "*")] = _style(tensors[path], spec(variable))
+            plan[module.replace(LAYER, "*")] = _style(tensor, spec(variable))
     return plan
 
 
@@ -60,9 +62,9 @@ def _style(tensor: Tensor, declared: PartitionSpec) -> str:
     split = [dim for dim, axes in enumerate(dims) if TP in axes_of(axes)]
     if not split:
         return "replicated"
-    if tensor.theirs.endswith("embed_tokens.weight"):
+    if tensor.ours == TABLE:
         return "embedding_rowwise"
-    outputs = len(dims) - 1 if tensor.transposed else 0
+    outputs = 0 if tensor.ours == HEAD else len(dims) - 1
     return "colwise" if split == [outputs] else "rowwise"
 
 

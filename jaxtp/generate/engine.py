@@ -109,7 +109,8 @@ class Generator:
         self._batch_parts = batch_parts(sizes)
         self._batch_size = batch_size
         self._chunk = chunk
-        self._context = context
+        limits = [limit for limit in (context, model.config.learned_positions) if limit is not None]
+        self._context = min(limits, default=None)
         self._progress = progress
         self._programs: dict[Shape, Programs] = {}
 
@@ -183,10 +184,14 @@ class Generator:
                 "tokenizer is not the model's"
             )
         if self._context is not None and len(ids) >= self._context:
+            end = (
+                "shorten it: there are no vectors for later positions (model.learned_positions)"
+                if self._context == self.model.config.learned_positions
+                else "shorten it, or have it read all the same by --beyond-context"
+            )
             raise GenerationError(
                 f"prompt {index} has {len(ids):,} tokens, and the model was made for {self._context:,}, with the text "
-                "that follows (max_position_embeddings in its config.json); shorten it, or have it read all the same "
-                "by --beyond-context"
+                f"that follows (max_position_embeddings in its config.json); {end}"
             )
 
     def _require_memory(self, shape: Shape) -> None:

@@ -16,34 +16,40 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 _KERNELS: Mapping[Target, str] = {
-    "q_proj": "blocks.attention.qkv.kernels.0",
-    "k_proj": "blocks.attention.qkv.kernels.1",
-    "v_proj": "blocks.attention.qkv.kernels.2",
-    "o_proj": "blocks.attention.out.kernel",
-    "gate_proj": "blocks.mlp.gate_up.kernels.0",
-    "up_proj": "blocks.mlp.gate_up.kernels.1",
-    "down_proj": "blocks.mlp.down.kernel",
+    "q_proj": "attention.qkv.kernels.0",
+    "k_proj": "attention.qkv.kernels.1",
+    "v_proj": "attention.qkv.kernels.2",
+    "o_proj": "attention.out.kernel",
+    "gate_proj": "mlp.gate_up.kernels.0",
+    "up_proj": "mlp.gate_up.kernels.1",
+    "down_proj": "mlp.down.kernel",
 }
+_PLAIN: Mapping[Target, str | None] = {"gate_proj": None, "up_proj": "mlp.up.kernels.0"}
+"""Of an MLP that has no gate."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of every layer, and the kernel that it is beside, by their dotted paths."""
+    """An adapter of stacked layers, and the kernel that it is beside, by their dotted paths."""
 
     target: Target
     kernel: str
     lora: str
     """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`."""
+    layers: range
+    """Numbers of the layers."""
 
 
 def adapters(config: ModelConfig) -> Iterator[Adapter]:
-    """Those of a model."""
+    """Yields the adapters of a model."""
     before: Counter[str] = Counter()
-    for target in TARGETS:
-        if config.lora.adapted(target):
-            layer = _KERNELS[target].partition(".kernel")[0]
-            yield Adapter(target, _KERNELS[target], f"{layer}.loras.{before[layer]}")
-            before[layer] += 1
+    for target in filter(config.lora.adapted, TARGETS):
+        for stack, layers, block in config.kinds():
+            kernel = {**_KERNELS, **(_PLAIN if block.mlp == "plain" else {})}[target]
+            if kernel is not None:
+                module = f"{stack}.{kernel.partition('.kernel')[0]}"
+                yield Adapter(target, f"{stack}.{kernel}", f"{module}.loras.{before[module]}", layers)
+                before[module] += 1
 
 
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp import config as configuration
-from jaxtp.hf import rope, window
+from jaxtp.hf import layers, rope
 from jaxtp.hf.folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.names import dtypes
-from jaxtp.hf.values import READ, said, whole
+from jaxtp.hf.values import READ, choice, said, whole
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.models.families import FAMILIES
 from jaxtp.models.families.family import Attribute, Family, says_nothing
@@ -18,6 +18,8 @@ from jaxtp.reading import shown
 
 _LISTED = 10
 """Attributes in a message."""
+_TOLD = ("hidden_act", "attention_dropout")
+"""Attributes that can have one value, and are written."""
 
 
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
@@ -77,6 +79,10 @@ def model_config(attributes: Mapping[str, Any], source: str, ignore_config: Coll
       HFError: as `read_config`.
     """
     family = family_of(attributes, source)
+    try:
+        attributes = _by_their_names(attributes, family)
+    except HFError as error:
+        raise HFError(f"{source}: {error}") from None
     problems = [*_not_ignored(attributes, family, ignore_config), *_not_understood(attributes, family, ignore_config)]
     if problems:
         more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
@@ -105,18 +111,39 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     written = {
         "architectures": [family.architecture],
         "model_type": family.model_type,
-        **{attribute.name: getattr(config, attribute.fields[0]) for attribute in family.attributes},
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "attention_dropout": 0.0,
-        **rope.write_rope(config.rope_theta or 10_000.0, config.rope_scaling),
-        **window.write_window(config.sliding_window, family),
+        **dict(_written(config, family)),
+        **({"head_dim": config.head_dim} if family.head_dim else {}),
+        **{name: family.required[name] for name in _TOLD if name in family.required},
+        **layers.write_layers(config, family),
         "torch_dtype": dtype,
     }
-    read = architecture(model_config(written, family.model_type))
-    if lost := configuration.differences(architecture(config), read, "model."):
+    read = _described(model_config(written, family.model_type))
+    if lost := configuration.differences(_described(config), read, "model."):
         raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {'; '.join(lost)}")
     return written
+
+
+def _written(config: ModelConfig, family: Family) -> Iterator[tuple[str, Any]]:
+    """Yields the attributes that are read one by one; one that cannot say what the model is says its default."""
+    for attribute in reversed(family.attributes):  # the first of a name holds
+        value = getattr(config, attribute.fields[0])
+        if isinstance(attribute.kind, Mapping):
+            spelled = (theirs for theirs, ours in attribute.kind.items() if ours == value)
+            yield attribute.name, next(spelled, attribute.default)
+        elif value is not None and attribute.power != 1:
+            number = round(value ** (1 / attribute.power), 6)
+            yield attribute.name, int(number) if number.is_integer() else number
+        elif value is not None or attribute.can_be_null:
+            yield attribute.name, value
+
+
+def _described(config: ModelConfig) -> dict[str, Any]:
+    """Returns what a model is as plain values: equal for two that list the settings of their blocks in other ways."""
+    found = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
+    plain = {block: configuration.to_plain(block) for _, _, block in config.kinds()}
+    (first, *others), layers = plain.values(), [plain[block] for block in config.layers()] if len(plain) > 1 else []
+    own = {name: [layer[name] for layer in layers] if others else value for name, value in first.items()}
+    return found | {name: value for name, value in own.items() if name in found}
 
 
 def choose_family(config: ModelConfig, name: str | None) -> Family:
@@ -143,8 +170,8 @@ def _not_understood(attributes: Mapping[str, Any], family: Family, ignored: Coll
     known = _read_attributes(family)
     for name, value in attributes.items():
         if name in family.required:
-            if value != family.required[name]:
-                only = family.required[name]
+            only = family.required[name]
+            if value != only and not (value is None and only is False):
                 yield f"{name} = {said(value)} is not supported, only {only!r}: it is known to change the model"
         elif not (name in known or name in ignored or says_nothing(name, value, family)):
             yield (
@@ -169,31 +196,52 @@ def _not_ignored(attributes: Mapping[str, Any], family: Family, ignored: Collect
 
 def _read_attributes(family: Family) -> frozenset[str]:
     """Names of the attributes that a model of a family follows from."""
-    own = {attribute.name for attribute in family.attributes}
-    return rope.ATTRIBUTES | window.ATTRIBUTES[family.window] | own | {"head_dim", "model_type"}
+    own = {attribute.name for attribute in family.attributes} | ({"head_dim"} if family.head_dim else set())
+    by_layer = {family.scale_by_layer} if family.scale_by_layer is not None else set()
+    return rope.ATTRIBUTES[family.rope] | layers.ATTRIBUTES[family.window] | own | by_layer | {"model_type"}
+
+
+def _by_their_names(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Returns the attributes without other names for them.
+
+    Raises:
+      HFError: one is there by two names, with two values.
+    """
+    found = dict(attributes)
+    for alias, name in family.aliases.items():
+        if alias in found and found.setdefault(name, found[alias]) != found.pop(alias):
+            raise HFError(
+                f"{alias} = {said(attributes[alias])} and {name} = {said(attributes[name])} are one attribute of a "
+                f"{family.model_type}"
+            )
+    return found
 
 
 def _fields(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """What `ModelConfig` is made of."""
     fields = dict(family.always)
     for attribute in family.attributes:
-        value = READ[attribute.kind](attribute.name, _value(attributes, attribute))
-        fields |= dict.fromkeys(attribute.fields, value)
+        fields |= dict.fromkeys(attribute.fields, _read(attributes, attribute))
     fields["head_dim"] = _head_dim(attributes, family, fields)
-    fields["sliding_window"] = window.read_window(attributes, family)
-    return fields | rope.read_rope(attributes)
+    return fields | layers.read_layers(attributes, family, fields)
 
 
-def _value(attributes: Mapping[str, Any], attribute: Attribute) -> Any:
-    if attribute.name not in attributes:
-        default = attribute.default
-        return attributes.get(default) if isinstance(default, str) else default
-    value = attributes[attribute.name]
-    return attributes.get(attribute.if_null) if value is None and attribute.if_null is not None else value
+def _read(attributes: Mapping[str, Any], attribute: Attribute) -> Any:
+    """Returns what fields have by an attribute."""
+    name, value = attribute.name, attributes.get(attribute.name, attribute.default)
+    if value is None and attribute.other is not None:
+        value = attributes.get(attribute.other)
+        value = value * attribute.times if type(value) is int else value
+    if isinstance(attribute.kind, Mapping):
+        return choice(name, value, attribute.kind)
+    if value is None and attribute.can_be_null:
+        return None
+    number = READ[attribute.kind](name, value)
+    return number if attribute.power == 1 else number**attribute.power
 
 
 def _head_dim(attributes: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> int:
-    given = attributes.get("head_dim")
+    given = attributes.get("head_dim") if family.head_dim else None
     if given is not None or family.default_head_dim is not None:
         return whole("head_dim", family.default_head_dim if given is None else given)
     if fields["d_model"] % fields["num_heads"]:

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,19 @@ from jaxtp.checkpoint.safetensors import Block, SafetensorsError, StoredTensor
 from jaxtp.config import ConfigError
 from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import CONFIG, Folder, HFError, open_folder
-from jaxtp.hf.names import HEAD, TABLE, Place, check_layers, check_tensors, dtypes, places
-from jaxtp.layers.parameter import Precision
+from jaxtp.hf.names import (
+    HEAD,
+    TABLE,
+    Place,
+    by_tensor,
+    check_layers,
+    check_tensors,
+    dtypes,
+    full_names,
+    name_of,
+    places,
+)
+from jaxtp.layers.parameter import Precision, logical_shape
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, checked
 from jaxtp.models.decoder import Decoder, abstract_decoder
@@ -101,13 +112,15 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
     """
     try:
         checked(config, mesh_sizes(mesh), fixed=True)
-        check_layers(folder.tensors, config.num_layers)
-        graph, abstract = abstract_decoder(config)
         family = family_of(folder.attributes, str(folder.path / CONFIG))
-        needed = list(places(named_variables(abstract), family))
-        check_tensors(folder.tensors, needed, family, config.tie_embeddings)
-        total = sum(folder.tensors[place.theirs].num_bytes for place in needed)
-        arrays = _read(_Source(folder, config.tie_embeddings, progress, total), needed, abstract, mesh)
+        stored = full_names(folder.tensors, family)
+        check_layers(stored, config.num_layers, family)
+        graph, abstract = abstract_decoder(config)
+        needed = by_tensor(places(named_variables(abstract), config, family))
+        check_tensors(stored, needed, family, config.tie_embeddings)
+        copies = {name_of(TABLE, family): stored.get(name_of(HEAD, family))} if config.tie_embeddings else {}
+        total = sum(stored[name].num_bytes for name in needed)
+        arrays = _read(_Source(stored, copies, progress, total), needed, abstract, mesh)
     except (ConfigError, HFError, SafetensorsError) as error:
         named = str(error).startswith(str(folder.path))
         raise HFError(str(error) if named else f"{folder.path}: {error}") from None
@@ -119,8 +132,9 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
 class _Source:
     """The files, and how far they have been read."""
 
-    folder: Folder
-    tied: bool
+    tensors: Mapping[str, StoredTensor]
+    copies: Mapping[str, StoredTensor | None]
+    """A tensor that, where it is there too, must be the same as that of a name: a head that is tied."""
     progress: Progress | None
     total: int
     """Bytes to read."""
@@ -132,13 +146,14 @@ class _Source:
         Raises:
           HFError: an element is not finite, or a tied head is not the embedding.
         """
-        tensor = self.folder.tensors[name]
-        head = self.folder.tensors.get(HEAD) if self.tied and name == TABLE else None
-        heads = iter(head.blocks(first, last)) if head is not None else None
+        tensor, copy = self.tensors[name], self.copies.get(name)
+        copied = None if copy is None else iter(copy.blocks(first, last))
         for row, block in tensor.blocks(first, last):
             _check_finite(tensor, row, block)
-            if heads is not None and not np.array_equal(next(heads)[1], block):
-                raise HFError(f"tie_word_embeddings is true, and {HEAD} is not {TABLE}; one of them is wrong")
+            if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
+                raise HFError(
+                    f"tie_word_embeddings is true, and {copy.name} is not {tensor.name}; one of them is wrong"
+                )
             self._note(block.nbytes)
             yield row, block
 
@@ -148,24 +163,28 @@ class _Source:
             self.progress(self.done, self.total)
 
 
-def _read(source: _Source, needed: list[Place], abstract: nnx.State, mesh: Mesh | None) -> dict[str, Array]:
+def _read(
+    source: _Source, needed: Mapping[str, list[Place]], abstract: nnx.State, mesh: Mesh | None
+) -> dict[str, Array]:
     """Returns all parameters by path, padded and split as the model declares."""
     arrays: dict[str, Array] = {}
     variables = named_variables(abstract)
-    for place in needed:
-        variable = variables[place.ours]
-        shape, declared = tuple(variable.shape), spec(variable)
-        if place.layer is None:
-            arrays[place.ours] = _place(source, place, shape, _sharding(mesh, declared), variable.dtype)
-            continue
-        if place.layer == 0:
-            arrays[place.ours] = _zeros(shape, jnp.dtype(variable.dtype), _sharding(mesh, declared))
-        one = PartitionSpec(*declared[1:])  # layers are not split
-        layer = _place(source, place, shape[1:], _sharding(mesh, one), variable.dtype)
-        stacked = _with_layer(arrays[place.ours], layer, np.int32(place.layer))
-        arrays[place.ours] = jax.block_until_ready(
-            stacked
-        )  # or layers would pile up in memory, each waiting for its turn
+    for name, found in needed.items():
+        parts = [_Part(place, variables[place.ours], mesh) for place in found]
+        _fill(source, name, parts)
+        for part in parts:
+            place, variable = part.place, variables[part.place.ours]
+            if place.index is None:
+                arrays[place.ours] = part.placed()
+                continue
+            if place.ours not in arrays:
+                arrays[place.ours] = _zeros(
+                    tuple(variable.shape), jnp.dtype(variable.dtype), _sharding(mesh, spec(variable))
+                )
+            stacked = _with_layer(arrays[place.ours], part.placed(), np.int32(place.index))
+            arrays[place.ours] = jax.block_until_ready(
+                stacked
+            )  # or layers would pile up in memory, each waiting for its turn
     return arrays
 
 
@@ -184,48 +203,71 @@ def _with_layer(stacked: Array, layer: Array, index: Array) -> Array:
     return jax.lax.dynamic_update_index_in_dim(stacked, layer, index, 0)
 
 
-def _place(source: _Source, place: Place, shape: tuple[int, ...], sharding: Sharding, dtype: Any) -> Array:
-    """Returns one tensor of a file on its devices: it is read once, and each block dealt out to the devices' parts.
+_Bounds = tuple[tuple[int, int], ...]
+"""Begin and end in each dim."""
+
+
+class _Part:
+    """A parameter, or one of its layers, on its way from a tensor of a file to the devices.
 
     Args:
-      source: the files.
-      place: the tensor's name, and its place in the model.
-      shape: shape of the array, padding included.
-      sharding: sharding of the array.
-      dtype: dtype of the array.
+      place: where it is in the file.
+      variable: the parameter.
+      mesh: where it is to be.
     """
-    indices = sharding.addressable_devices_indices_map(shape)
-    bounds = {device: _bounds(index, shape) for device, index in indices.items()}
-    parts = {where: _aligned_zeros(tuple(b - a for a, b in where), np.dtype(dtype)) for where in set(bounds.values())}
-    dim = 1 if place.transposed else 0  # of ours that is the rows of theirs
-    rows = place.shape[0]
-    first, last = min(where[dim][0] for where in parts), min(rows, max(where[dim][1] for where in parts))
-    for row, block in source.blocks(place.theirs, first, max(first, last)):
-        for where, part in parts.items():
-            _deal(block, row, part, where, place.transposed)
-    placed = [jax.device_put(parts[where], device) for device, where in bounds.items()]
-    return jax.make_array_from_single_device_arrays(shape, sharding, placed)
+
+    def __init__(self, place: Place, variable: nnx.Variable[Any], mesh: Mesh | None):
+        own = slice(0 if place.index is None else 1, None)  # layers are not split
+        self.place = place
+        self.shape, self.logical = tuple(variable.shape)[own], logical_shape(variable)[own]
+        self.sharding = _sharding(mesh, PartitionSpec(*tuple(spec(variable))[own]))
+        indices = self.sharding.addressable_devices_indices_map(self.shape)
+        self.bounds = {device: _bounds(index, self.shape) for device, index in indices.items()}
+        dtype = np.dtype(variable.dtype)
+        self.blocks = {where: _aligned_zeros(tuple(b - a for a, b in where), dtype) for where in self.bounds.values()}
+        self.in_file = {where: self._in_file(where) for where in self.blocks}
+
+    def _in_file(self, where: _Bounds) -> _Bounds:
+        """Returns where a device's block is in the file's tensor; what is padding is in none."""
+        ends = [min(end, size) for (_, end), size in zip(where, self.logical, strict=True)]
+        begins = [min(begin, end) for (begin, _), end in zip(where, ends, strict=True)]
+        begins[-1], ends[-1] = begins[-1] + self.place.first, ends[-1] + self.place.first
+        found = tuple(zip(begins, ends, strict=True))
+        return found[::-1] if self.place.transposed else found
+
+    def take(self, row: int, rows: Block) -> None:
+        """Copies what rows of the file's tensor, from `row` on, and each device's block have in common."""
+        for where, block in self.blocks.items():
+            (start, stop), *columns = self.in_file[where]
+            low, high = max(row, start), min(row + len(rows), stop)
+            if low >= high:
+                continue
+            source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in columns))]
+            at = (slice(low - start, high - start), *(slice(end - begin) for begin, end in columns))
+            if self.place.transposed:
+                _copy_transposed(block[at[::-1]], source)
+            else:
+                block[at] = source
+
+    def placed(self) -> Array:
+        """Returns the array, each device's block on its device."""
+        placed = [jax.device_put(self.blocks[where], device) for device, where in self.bounds.items()]
+        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
 
 
-def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+def _fill(source: _Source, name: str, parts: Sequence[_Part]) -> None:
+    """Reads a tensor of a file, each row once, and deals it out to its parts."""
+    needed = [rows for part in parts for rows, *_ in part.in_file.values() if rows[0] < rows[1]]
+    first, last = min((a for a, _ in needed), default=0), max((b for _, b in needed), default=0)
+    for row, rows in source.blocks(name, first, last):
+        for part in parts:
+            part.take(row, rows)
+
+
+def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
     """Returns where a device's part begins and ends in each dim."""
     whole = (slice(None),) * len(shape)
     return tuple((dim.indices(size)[0], dim.indices(size)[1]) for dim, size in zip(index or whole, shape, strict=True))
-
-
-def _deal(block: Block, row: int, part: Block, where: tuple[tuple[int, int], ...], transposed: bool) -> None:
-    """Copies what a block of rows and a part of the array have in common."""
-    start, stop = where[1 if transposed else 0]
-    low, high = max(row, start), min(row + len(block), stop)
-    if low >= high:
-        return
-    mine, target = block[low - row : high - row], slice(low - start, high - start)
-    if transposed:
-        _copy_transposed(part[:, target], mine[:, slice(*where[0])])
-    elif part.ndim > 1:
-        part[target] = mine[:, slice(*where[1])]
-    else:
-        part[target] = mine
 
 
 def _copy_transposed(target: Block, source: Block) -> None:

@@ -1,7 +1,7 @@
 """Which tensor of a file is which parameter, or which layer of one."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,57 +10,102 @@ from flax import nnx
 from jaxtp.checkpoint.safetensors import DTYPES, StoredTensor
 from jaxtp.hf.folder import HFError
 from jaxtp.layers.parameter import logical_shape
-from jaxtp.models.families.family import LAYER, Family
+from jaxtp.models.config import BLOCKS, ModelConfig
+from jaxtp.models.families.family import LAYER, Family, Tensor
 from jaxtp.reading import shown
 
-HEAD, TABLE = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, TABLE = "head.kernel", "embedding.embedding"
 _LISTED = 3
 
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor of a file that a model needs."""
+    """Where a parameter is in a file: it, or one of the layers that are stacked in it, is a tensor or a part of one."""
 
     ours: str
     """Dotted path of the parameter."""
     theirs: str
-    layer: int | None
+    index: int | None
     """Which of the stacked layers it is; None for a parameter of which there is one."""
     transposed: bool
     shape: tuple[int, ...]
-    """In the file."""
+    """Of the tensor in the file, with all its parts."""
+    first: int = 0
+    """Where the part begins along our last dim."""
 
 
 Parameters = Mapping[str, nnx.Variable[Any]]
 """By dotted path, abstract or real."""
 
 
-def places(parameters: Parameters, family: Family) -> Iterator[Place]:
-    """Every tensor of a model, by parameter.
+def places(parameters: Parameters, config: ModelConfig, family: Family) -> Iterator[Place]:
+    """Yields where every parameter of a model is, in the order of the parameters.
 
     Raises:
       HFError: the family has no name for a parameter.
     """
+    layers = {stack: numbers for stack, numbers, _ in config.kinds()}
     tensors = {tensor.ours: tensor for tensor in family.tensors}
     for path, variable in parameters.items():
-        if path not in tensors:
-            raise HFError(f"a {family.model_type} has no {path}")
-        tensor, shape = tensors[path], logical_shape(variable)
-        stacked = LAYER in tensor.theirs
-        one = shape[1:] if stacked else shape
+        stack, general = split_path(path)
+        if general not in tensors:
+            raise HFError(f"a {family.model_type} has no {general}")
+        tensor, shape = tensors[general], logical_shape(variable)
+        first, width = _extent(tensor, path, parameters, family)
+        one = (*shape[1 if stack else 0 : -1], width)
         theirs = one[::-1] if tensor.transposed else one
-        for layer in range(shape[0]) if stacked else (None,):
-            name = tensor.theirs if layer is None else tensor.theirs.replace(LAYER, str(layer))
-            yield Place(path, name, layer, tensor.transposed, theirs)
+        if stack is None:
+            yield Place(path, tensor.theirs, None, tensor.transposed, theirs, first)
+        for index, layer in enumerate(layers[stack] if stack else ()):
+            yield Place(path, tensor.theirs.replace(LAYER, str(layer)), index, tensor.transposed, theirs, first)
 
 
-def check_layers(stored: Mapping[str, StoredTensor], num_layers: int) -> None:
+def split_path(path: str) -> tuple[str | None, str]:
+    """Returns the path of the stack that a parameter is in, or None, and the path that a family's table has."""
+    match = re.match(rf"({BLOCKS}(?:\.\d+)?)\.(.*)", path)
+    return (None, path) if match is None else (match[1], f"{BLOCKS}.{match[2]}")
+
+
+def _extent(tensor: Tensor, path: str, parameters: Parameters, family: Family) -> tuple[int, int]:
+    """Returns where a parameter begins in the tensor that it is a part of, and the width of all parts."""
+    stack, general = split_path(path)
+    parts = [part.ours for part in family.tensors if part.theirs == tensor.theirs]
+    paths = [part if stack is None else part.replace(BLOCKS, stack, 1) for part in parts]
+    widths = [logical_shape(parameters[part])[-1] for part in paths]
+    before = parts.index(general)
+    return sum(widths[:before]), sum(widths)
+
+
+def by_tensor(found: Iterable[Place]) -> dict[str, list[Place]]:
+    """Returns the parts of each tensor of a file, in their order."""
+    tensors: dict[str, list[Place]] = {}
+    for place in found:
+        tensors.setdefault(place.theirs, []).append(place)
+    return {name: sorted(parts, key=lambda part: part.first) for name, parts in tensors.items()}
+
+
+def name_of(ours: str, family: Family) -> str:
+    """Returns the name in the file of a parameter that every family has once."""
+    return next(tensor.theirs for tensor in family.tensors if tensor.ours == ours)
+
+
+def full_names(stored: Mapping[str, StoredTensor], family: Family) -> Mapping[str, StoredTensor]:
+    """Returns a file's tensors by the names that a family's table has, where they lack its prefix too."""
+    if name_of(TABLE, family) in stored or name_of(TABLE, family).removeprefix(family.prefix) not in stored:
+        return stored
+    head = name_of(HEAD, family)
+    return {name if name == head else family.prefix + name: tensor for name, tensor in stored.items()}
+
+
+def check_layers(stored: Mapping[str, StoredTensor], num_layers: int, family: Family) -> None:
     """Checks the number of layers, before anything is made for each.
 
     Raises:
       HFError: it is not that of the tensors.
     """
-    layers = {int(match[1]) for name in stored if (match := re.match(r"model\.layers\.(\d{1,9})\.", name))}
+    before = next(tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs)
+    numbered = re.compile(rf"{re.escape(before)}(\d{{1,9}})\.")
+    layers = {int(match[1]) for name in stored if (match := numbered.match(name))}
     if num_layers != max(layers, default=-1) + 1 or num_layers > len(stored):
         raise HFError(
             f"num_hidden_layers = {num_layers}, and the tensors are those of {len(layers)} layers"
@@ -69,16 +114,18 @@ def check_layers(stored: Mapping[str, StoredTensor], num_layers: int) -> None:
 
 
 def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
-    """In which a model's tensors are stored, as the format spells them."""
-    return {tensor.dtype for name, tensor in stored.items() if not _is_ignored(name, family)}
+    """Returns the dtypes in which a model's tensors are stored, as the format spells them."""
+    return {tensor.dtype for name, tensor in full_names(stored, family).items() if not _is_ignored(name, family)}
 
 
-def check_tensors(stored: Mapping[str, StoredTensor], needed: list[Place], family: Family, tied: bool) -> None:
+def check_tensors(
+    stored: Mapping[str, StoredTensor], needed: Mapping[str, list[Place]], family: Family, tied: bool
+) -> None:
     """Checks that a file's tensors are those that a model needs, in shape and dtype too, and no others.
 
     Args:
       stored: the file's.
-      needed: the model's.
+      needed: the model's, with their parts.
       family: says what else may be there.
       tied: a head may be there as well; that it is the embedding is checked when it is read.
 
@@ -86,18 +133,20 @@ def check_tensors(stored: Mapping[str, StoredTensor], needed: list[Place], famil
       HFError: naming what is missing, left over, or otherwise than needed.
     """
     problems = [
-        _listed("missing", [place.theirs for place in needed if place.theirs not in stored]),
+        _listed("missing", [name for name in needed if name not in stored]),
         _listed("left over", _left_over(stored, needed, family, tied)),
         _listed("of another shape", list(_misshapen(stored, needed))),
         _listed("not of float32, bfloat16 or float16", list(_mistyped(stored, needed))),
-        _tied_head(stored) if tied else "",
+        _tied_head(stored, family) if tied else "",
     ]
     if any(problems):
         raise HFError("; ".join(filter(None, problems)))
 
 
-def _left_over(stored: Mapping[str, StoredTensor], needed: list[Place], family: Family, tied: bool) -> list[str]:
-    known = {place.theirs for place in needed} | ({HEAD} if tied else set())
+def _left_over(
+    stored: Mapping[str, StoredTensor], needed: Mapping[str, list[Place]], family: Family, tied: bool
+) -> list[str]:
+    known = needed.keys() | ({name_of(HEAD, family)} if tied else set())
     return [name for name in stored if name not in known and not _is_ignored(name, family)]
 
 
@@ -105,26 +154,26 @@ def _is_ignored(name: str, family: Family) -> bool:
     return re.sub(r"\.\d+\.", f".{LAYER}.", name) in family.ignored
 
 
-def _tied_head(stored: Mapping[str, StoredTensor]) -> str:
-    """Why a head that is stored cannot be the embedding, if its header says so."""
-    head, table = stored.get(HEAD), stored.get(TABLE)
+def _tied_head(stored: Mapping[str, StoredTensor], family: Family) -> str:
+    """Returns why a head that is stored cannot be the embedding, if its header says so."""
+    head, table = (stored.get(name_of(ours, family)) for ours in (HEAD, TABLE))
     if head is None or table is None or (head.shape, head.dtype) == (table.shape, table.dtype):
         return ""
-    return f"tie_word_embeddings is true, and {HEAD} is {head.dtype} {_dims(head.shape)}, not as {TABLE}"
+    return f"tie_word_embeddings is true, and {head.name} is {head.dtype} {_dims(head.shape)}, not as {table.name}"
 
 
-def _misshapen(stored: Mapping[str, StoredTensor], needed: list[Place]) -> Iterator[str]:
-    for place in needed:
-        found = stored.get(place.theirs)
-        if found is not None and found.shape != place.shape:
-            yield f"{place.theirs} is {_dims(found.shape)}, not {_dims(place.shape)}"
+def _misshapen(stored: Mapping[str, StoredTensor], needed: Mapping[str, list[Place]]) -> Iterator[str]:
+    for name, (part, *_) in needed.items():
+        found = stored.get(name)
+        if found is not None and found.shape != part.shape:
+            yield f"{name} is {_dims(found.shape)}, not {_dims(part.shape)}"
 
 
-def _mistyped(stored: Mapping[str, StoredTensor], needed: list[Place]) -> Iterator[str]:
-    for place in needed:
-        found = stored.get(place.theirs)
+def _mistyped(stored: Mapping[str, StoredTensor], needed: Mapping[str, list[Place]]) -> Iterator[str]:
+    for name in needed:
+        found = stored.get(name)
         if found is not None and found.dtype not in DTYPES:
-            yield f"{place.theirs} is {found.dtype}"
+            yield f"{name} is {found.dtype}"
 
 
 def _dims(shape: tuple[int, ...]) -> str:

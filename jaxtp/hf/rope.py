@@ -2,16 +2,25 @@
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.values import positive, said, switch, whole
-from jaxtp.layers.rope import RopeScaling
+from jaxtp.layers.rope import UNSCALED, RopeScaling
+from jaxtp.models.families.family import Family
 from jaxtp.reading import shown
 
-ATTRIBUTES = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"})
-_THETA = 10_000.0
-"""Of all the families, if config.json says nothing."""
+_FLAT = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"})
+ATTRIBUTES: Mapping[str, frozenset[str]] = {
+    "never": frozenset(),
+    "one": _FLAT,
+    "by_window": _FLAT | {"rope_local_base_freq"},
+}
+"""Read, by the family's kind of rotary embedding."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+_LOCAL_THETA = 10_000.0
+"""Base in layers with a window, if config.json says nothing."""
 _BY_KIND: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -24,22 +33,33 @@ _BY_KIND: Mapping[str, frozenset[str]] = {
 _ALWAYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 
-def read_rope(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of `ModelConfig` that say how positions are rotated.
+def read_rope(attributes: Mapping[str, Any], family: Family, *, windowed: bool) -> dict[str, Any]:
+    """Returns the fields of a block that say how positions are rotated, as plain values.
+
+    Args:
+      attributes: of config.json.
+      family: how they are spelled.
+      windowed: of layers that have a window, which may rotate otherwise.
 
     Raises:
       HFError: a kind or parameter that is not known, or two spellings that contradict each other.
     """
+    if family.rope == "by_window":
+        attributes = _of_layers(attributes, windowed=windowed)
     parameters = _parameters(attributes)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if not isinstance(kind, str) or kind not in _BY_KIND:
-        raise HFError(f"rope_type = {said(kind)} is not supported; {', '.join(_BY_KIND)} are")
+    if not isinstance(kind, str) or kind not in family.rope_kinds:
+        supported = ", ".join(known for known in _BY_KIND if known in family.rope_kinds)
+        raise HFError(f"rope_type = {said(kind)} is not supported; of a {family.model_type}, {supported} can be")
     for key in parameters:
         if key not in _BY_KIND[kind] | _ALWAYS:
             raise HFError(f"{shown(key)} of the rotary embedding {kind!r} is not understood; it may change the model")
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise HFError(f"partial_rotary_factor = {said(parameters['partial_rotary_factor'])}: only 1.0 is supported")
-    return {"rope_theta": _theta(attributes, parameters), "rope_scaling": _scaling(kind, parameters, attributes)}
+    default = _LOCAL_THETA if windowed and family.rope == "by_window" else family.rope_theta
+    scaling = asdict(_scaling(kind, parameters, attributes))
+    told = {name: value for name, value in scaling.items() if name == "kind" or value != getattr(UNSCALED, name)}
+    return {"rope_theta": _theta(attributes, parameters, default), "rope_scaling": told}
 
 
 def write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
@@ -59,6 +79,15 @@ def write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": written, "max_position_embeddings": longest}
 
 
+def _of_layers(attributes: Mapping[str, Any], *, windowed: bool) -> dict[str, Any]:
+    """Returns the attributes as they would be if all layers rotated as those with a window do, or those without."""
+    nested = attributes.get("rope_parameters") or {}
+    if not isinstance(nested, dict) or not set(nested) <= {FULL, SLIDING}:
+        raise HFError(f"rope_parameters = {said(nested)}: should hold {FULL} and {SLIDING}")
+    own = {**attributes, "rope_parameters": nested.get(SLIDING if windowed else FULL)}
+    return own | {"rope_theta": attributes.get("rope_local_base_freq"), "rope_scaling": None} if windowed else own
+
+
 def _parameters(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """Of whichever spelling is there."""
     spelled = {}
@@ -74,7 +103,7 @@ def _parameters(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return dict(next(iter(spelled.values()), {}))
 
 
-def _theta(attributes: Mapping[str, Any], parameters: Mapping[str, Any]) -> float:
+def _theta(attributes: Mapping[str, Any], parameters: Mapping[str, Any], default: float) -> float:
     given = {
         positive("rope_theta", value)
         for value in (parameters.get("rope_theta"), attributes.get("rope_theta"))
@@ -82,7 +111,7 @@ def _theta(attributes: Mapping[str, Any], parameters: Mapping[str, Any]) -> floa
     }
     if len(given) > 1:
         raise HFError(f"rope_theta is there twice, as {' and as '.join(map(str, sorted(given)))}")
-    return given.pop() if given else _THETA
+    return given.pop() if given else default
 
 
 def _scaling(kind: str, parameters: Mapping[str, Any], attributes: Mapping[str, Any]) -> RopeScaling:

@@ -15,7 +15,7 @@ from jaxtp.checkpoint.safetensors import DTYPES, write_file
 from jaxtp.hf.attributes import choose_family, write_attributes
 from jaxtp.hf.folder import CONFIG, INDEX, WEIGHTS, HFError, read_attributes
 from jaxtp.hf.load import Progress
-from jaxtp.hf.names import Place, places
+from jaxtp.hf.names import Place, by_tensor, places
 from jaxtp.hf.writing import SPELLED, DType, Gathered, appearing, num_bytes, tokenizer_files, write_json
 from jaxtp.models.decoder import Decoder
 
@@ -59,7 +59,7 @@ def save_hf(
     described = {**(attributes or {}), **write_attributes(config, chosen, stored_as), **carried(tokenizer_from)}
     copied = {} if tokenizer_from is None else tokenizer_files(Path(tokenizer_from))
     variables = named_variables(nnx.state(model, nnx.Param))
-    tensors = {place.theirs: place for place in places(variables, chosen)}
+    tensors = by_tensor(places(variables, config, chosen))
     shards = _shards(tensors, SPELLED[stored_as], _parse_size(max_shard_size))
     gather = Gathered(variables, tensors, DTYPES[SPELLED[stored_as]], progress)
     if jax.process_index() != 0:
@@ -79,11 +79,11 @@ def save_hf(
 _Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]
 
 
-def _shards(tensors: Mapping[str, Place], dtype: str, most: int) -> _Layouts:
+def _shards(tensors: Mapping[str, list[Place]], dtype: str, most: int) -> _Layouts:
     """What each file holds: as many tensors as fit, in their order."""
     groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     size = 0
-    for name, place in tensors.items():
+    for name, (place, *_) in tensors.items():
         needed = num_bytes(place, DTYPES[dtype])
         if groups[-1] and size + needed > most:
             groups.append({})

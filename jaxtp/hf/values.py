@@ -1,6 +1,7 @@
 """Values of config.json, each of the type that it should have."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtp.hf.folder import HFError
@@ -42,6 +43,18 @@ def switch(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise HFError(f"{name} = {said(value)}: should be true or false")
     return value
+
+
+def choice(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
+    """Returns what one of some values stands for.
+
+    Raises:
+      HFError: it is none of them.
+    """
+    for known, ours in choices.items():
+        if type(value) is type(known) and value == known:
+            return ours
+    raise HFError(f"{name} = {said(value)} is not supported; {', '.join(map(str, choices))} are")
 
 
 READ = {int: whole, float: positive, bool: switch}

@@ -3,7 +3,7 @@
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -36,26 +36,30 @@ class Gathered:
     def __init__(
         self,
         variables: Mapping[str, nnx.Variable[Any]],
-        tensors: Mapping[str, Place],
+        tensors: Mapping[str, Sequence[Place]],
         dtype: np.dtype,
         progress: Progress | None,
     ):
         self.variables, self.tensors, self.dtype, self.progress = variables, tensors, dtype, progress
-        self.done, self.total = 0, sum(num_bytes(place, dtype) for place in tensors.values())
+        self.done, self.total = 0, sum(num_bytes(parts[0], dtype) for parts in tensors.values())
 
     def __call__(self, name: str) -> Block:
         """Returns the tensor of that name; every process must call it."""
-        place = self.tensors[name]
-        variable = self.variables[place.ours]
-        array, logical = variable[...], logical_shape(variable)
-        if place.layer is not None:
-            array, logical = _layer(array, np.int32(place.layer)), logical[1:]
-        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
-        host = np.asarray(whole)[tuple(slice(size) for size in logical)].astype(self.dtype, copy=False)
-        self.done += num_bytes(place, self.dtype)
+        parts = self.tensors[name]
+        hosts = [self._part(place) for place in parts]
+        host = hosts[0] if len(hosts) == 1 else np.concatenate(hosts, axis=-1)
+        self.done += num_bytes(parts[0], self.dtype)
         if self.progress is not None:
             self.progress(self.done, self.total)
-        return host.T if place.transposed else host
+        return host.T if parts[0].transposed else host
+
+    def _part(self, place: Place) -> Block:
+        variable = self.variables[place.ours]
+        array, logical = variable[...], logical_shape(variable)
+        if place.index is not None:
+            array, logical = _layer(array, np.int32(place.index)), logical[1:]
+        whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
+        return np.asarray(whole)[tuple(slice(size) for size in logical)].astype(self.dtype, copy=False)
 
 
 @jax.jit

@@ -213,10 +213,14 @@ class CausalSelfAttention(Branch):
         self.config, self.precision = config, precision
         shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "precision": precision, "rngs": rngs}
         queries, keys = config.heads, config.heads.keys
+        plain = config.rope_theta is None and config.qk_norm == "none" and config.attention_softcap is None
         self.qkv = ColumnParallelLinear(
             d_model,
             (queries, keys, keys),
             use_bias=config.attention_bias,
+            # It then adds the same to all scores of a query, which changes nothing: its gradient is rounding noise, of
+            # which Adam would make updates.
+            fixed_biases=(1,) if plain and config.attention_bias else (),
             unit=config.head_dim,
             lora=lora,
             adapted=lora.adapted("q_proj", "k_proj", "v_proj"),

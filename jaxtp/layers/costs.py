@@ -129,12 +129,14 @@ class Weight:
     """It is loaded again for the backward pass."""
     adapter: bool = False
     """It is trained where there are adapters, and other weights are not."""
+    fixed: bool = False
+    """It is never trained."""
     transposed: bool = False
     """It is gathered along its last dim, which XLA then brings to the front, for all layers at once."""
 
     def is_frozen(self, share: Share) -> bool:
         """Returns whether it has no gradient."""
-        return share.frozen and not self.adapter
+        return self.fixed or (share.frozen and not self.adapter)
 
     def padded(self, tp: int) -> int:
         """Returns the elements of the whole array over tp devices, padding included."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import chex
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import (
     axis_index,
+    axis_size,
     batch_spec,
     check_divides,
     device_view,
@@ -141,15 +143,18 @@ class LearnedPositions(nnx.Module):
         self.table = parameter("positions", table, P(None, FSDP))
 
     def __call__(self, positions_BT: Array) -> Array:
-        """Looks up `[B, T]` positions: `[B, T, D]` in the compute dtype."""
+        """Looks up `[B, T]` positions: `[B, T, D]` in the compute dtype; padding may be at those without a vector."""
         sequence = sequence_dim(self.sequence_parallel, positions_BT.shape)
         activation = activation_spec(sequence)
 
         def look_up(positions: Array, shard: Array) -> Array:
             table = self.precision.load(shard, 1, used_by_all_tp=sequence is not None).astype(jnp.float32)
-            return jnp.take(table, positions, axis=0).astype(self.precision.compute)
+            if sequence is not None:  # here, or XLA would split the way in which positions are counted
+                length = positions.shape[sequence] // axis_size(TP)
+                positions = jax.lax.dynamic_slice_in_dim(positions, axis_index(TP) * length, length, sequence)
+            return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
 
-        in_specs = (P(*activation[:2]), P(None, FSDP))
+        in_specs = (batch_spec(None), P(None, FSDP))
         view = device_view(look_up, "learned_positions", in_specs=in_specs, out_specs=activation)
         return view(positions_BT, self.table[...])
 

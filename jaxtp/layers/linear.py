@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -62,6 +63,7 @@ class ColumnParallelLinear(nnx.Module):
       in_features: D.
       features: F, or one F for each output; a `Split` where padding over tp is expected in the output.
       use_bias: adds a bias to every output.
+      fixed_biases: indices of outputs whose bias has no gradient.
       unit: columns that a device holds whole, such as the head dim. Where tp would cut an output finer than
         that (kv heads fewer than tp), the devices that share a unit gather it before use, and the output has
         one unit on each device: `[B, T, max(F, tp * unit)]`.
@@ -82,6 +84,7 @@ class ColumnParallelLinear(nnx.Module):
         features: int | Split | Sequence[int | Split],
         *,
         use_bias: bool = False,
+        fixed_biases: Sequence[int] = (),
         unit: int = 1,
         sequence_parallel: SequenceParallel = False,
         lora: LoraConfig = LoraConfig(),
@@ -95,6 +98,7 @@ class ColumnParallelLinear(nnx.Module):
         self.features = tuple(_split("ColumnParallelLinear", each, in_features=in_features) for each in outputs)
         self.in_features = in_features
         self.unit = unit
+        self.fixed_biases = tuple(fixed_biases)
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         kernels = ((f, kernel_init(rngs.params(), (in_features, f.size), precision.param)) for f in self.features)
@@ -122,7 +126,9 @@ class ColumnParallelLinear(nnx.Module):
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [B/(dp*fsdp), T, D]
         outputs = [x @ self._load(weights[f"kernels.{i}"], 0, f) for i, f in enumerate(self.features)]
         if self.biases:
-            loaded = (self._load(weights[f"biases.{i}"], None, f) for i, f in enumerate(self.features))
+            shards = {i: weights[f"biases.{i}"] for i in range(len(self.features))}
+            shards |= {i: jax.lax.stop_gradient(shards[i]) for i in self.fixed_biases}
+            loaded = (self._load(shards[i], None, f) for i, f in enumerate(self.features))
             outputs = [y + bias for y, bias in zip(outputs, loaded, strict=True)]
         for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
             a = self.precision.load(weights[f"loras.{at}.a"], 0, used_by_all_tp=True)
@@ -143,11 +149,12 @@ class ColumnParallelLinear(nnx.Module):
         tokens, compute = share.tokens, itemsize(self.precision.compute)
         again = share.remat in PROJECTIONS_AGAIN
         local = [max(f.padded(share.tp) // share.tp, self.unit) for f in self.features]
-        for f in self.features:
+        for i, f in enumerate(self.features):
             over_tp: dict[str, Any] = {"split": f, "group": self._sharing(f, share.tp), "precision": self.precision}
             yield Weight(module=COLUMN, size=self.in_features * f.size, **over_tp)
             if self.biases:
-                yield Weight(module=COLUMN, size=f.size, fsdp=False, **over_tp)
+                fixed = i in self.fixed_biases
+                yield Weight(module=COLUMN, size=f.size, fsdp=False, again=again, fixed=fixed, **over_tp)
         hidden = tokens * self.in_features * compute
         split = share.is_split(self.sequence_parallel)
         yield from enter(COLUMN, share, hidden, split=split, again=share.remat in GATHERS_AGAIN)
@@ -239,7 +246,8 @@ class RowParallelLinear(nnx.Module):
         shared: dict[str, Any] = {"module": ROW, "precision": self.precision}
         yield Weight(size=rows.size * self.features, split=rows, transposed=True, **shared)
         if self.bias is not None:
-            yield Weight(size=self.features, tp=False, used_by_all_tp=split, **shared)
+            again_loaded = read and share.remat != "none"
+            yield Weight(size=self.features, tp=False, used_by_all_tp=split, again=again_loaded, **shared)
         yield from leave(ROW, share, share.tokens * self.features * compute, split=split, again=again)
         shape = (share.tokens, local, self.features)
         yield Product.of(name, shape, compute, share.passes(again, share.gradients))

@@ -18,11 +18,12 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision, Split
 
 _MIN_FEATURES = 48
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 _ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
+    "relu": jax.nn.relu,
 }
 
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import device_view
 from jaxtp.config import Positive
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.costs import FLOAT32, Cost, Kept, Share, Streamed, Weight, itemsize
+from jaxtp.layers.costs import FLOAT32, GATHERS_AGAIN, Cost, Kept, Share, Streamed, Weight, itemsize
 from jaxtp.layers.parameter import Precision, Weights, check_sizes, own, parameter
 from jaxtp.mesh import FSDP
 
@@ -81,21 +81,23 @@ class Norm(nnx.Module):
             return rms_normalise(x, self.eps) * loaded["scale"]
         x32 = x.astype(jnp.float32)
         if self.kind == "rms_plus_one":
-            return (rms_normalise(x32, self.eps) * (1 + loaded["scale"].astype(jnp.float32))).astype(x.dtype)
+            normalised = rms_normalise(x32, self.eps)  # by 1 + scale, which would be kept for the backward pass
+            return (normalised + normalised * loaded["scale"].astype(jnp.float32)).astype(x.dtype)
         centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         return (rms_normalise(centred, self.eps) * loaded["scale"] + loaded["bias"]).astype(x.dtype)
 
     def costs(self, share: Share, *, inside: bool = True) -> Iterator[Cost]:
         """Yields what it costs to normalise; `inside` a block, where its backward pass loads the scale again."""
         used_by_all = share.is_split(self.sequence_parallel)
-        for _ in range(1 if self.bias is None else 2):
+        bias = [] if self.bias is None else [inside and share.remat in GATHERS_AGAIN]
+        for again in (inside, *bias):
             yield Weight(
                 module=self.name,
                 size=self.features,
                 precision=self.precision,
                 tp=False,
                 used_by_all_tp=used_by_all,
-                again=inside,
+                again=again,
             )
         if inside:
             residual = share.between(self.sequence_parallel) * self.features

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import groupby
+from itertools import count, groupby
 from typing import Annotated, Any
 
 import tyro
@@ -38,6 +38,10 @@ def _mapping(value: Any) -> Any:
 
 BlockChanges = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_pairs), PlainSerializer(_mapping)]
 """Settings in which a block differs from the model's: a mapping, kept as pairs, which have a hash."""
+
+
+BLOCKS = "blocks"
+"""Path of the decoder's parameters that are stacked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +133,24 @@ class ModelConfig(BlockConfig):
           ConfigError: a block has a setting that is none, or a value that cannot be.
         """
         return _stacks(self)
+
+    def kinds(self) -> Iterator[tuple[str, range, BlockConfig]]:
+        """Yields for blocks that are stacked the path of their parameters, the numbers of their layers, and their
+        settings."""
+        stacks = self.stacks()
+        one, first, kind = len(stacks) == len(stacks[0].pattern) == 1, 0, count()
+        for stack in stacks:
+            last = first + stack.repeats * len(stack.pattern)
+            for place, block in enumerate(stack.pattern, start=first):
+                path = BLOCKS if one else f"{BLOCKS}.{next(kind)}"
+                yield path, range(place, last, len(stack.pattern)), block
+            first = last
+
+    def layers(self) -> Iterator[BlockConfig]:
+        """Yields the settings of every block, first to last."""
+        for stack in self.stacks():
+            for _ in range(stack.repeats):
+                yield from stack.pattern
 
     def block(self) -> BlockConfig:
         """Returns the settings of a block that nothing changes, as the class that the model inherits them from."""

@@ -11,6 +11,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import batch_spec, constrain
+from jaxtp.config import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.activations import activation_spec, dropout, segment_positions, sequence_dim
 from jaxtp.layers.branch import Branch, Memory
@@ -203,6 +204,11 @@ class Decoder(nnx.Module):
         if self.positions is None:
             return x_BTD
         if positions_BT is None:
+            if ids_BT.shape[1] > self.positions.num_positions:
+                raise ConfigError(
+                    f"a sequence of {ids_BT.shape[1]} tokens is longer than the "
+                    f"{self.positions.num_positions} positions of the model (model.learned_positions)"
+                )
             from_start = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
             positions_BT = from_start if segments_BT is None else segment_positions(segments_BT)
         return x_BTD + self.positions(positions_BT)

@@ -6,14 +6,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE
+from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, TRAINED
 from support import sweep
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.hf.attributes import choose_family, model_config
+from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import read_attributes
-from jaxtp.hf.names import places
+from jaxtp.hf.names import by_tensor, places
+from jaxtp.hf.writing import Gathered
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
@@ -23,10 +24,13 @@ ONE = ((1, 1, 1), False)
 MIXED = [((1, 2, 2), True), ((1, 1, 8), False)]
 TP = [((1, 1, 2), True), *(((1, 1, tp), split) for tp in (4, 8) for split in (True, False))]
 CASES = [(name, *case) for name in COPIED for case in (ONE, *TP)] + [(name, *case) for name in MADE for case in MIXED]
+CASES += [(name, *case) for name in TRAINED for case in (ONE, *TP[:3])]
 FIRST = [
     ("llama_tied_bias", *ONE),
     ("qwen3", (1, 1, 8), False),
     ("mistral", (1, 2, 2), True),
+    ("gemma2", (1, 1, 4), True),
+    ("gpt2", (1, 2, 2), True),
 ]
 
 
@@ -35,15 +39,12 @@ def shifted(labels):
     return np.concatenate([labels[:, 1:], np.full((len(labels), 1), -100)], axis=1).astype(np.int32)
 
 
-def by_their_names(state, config, mesh):
+def by_their_names(state, config, name):
     """Arrays of a state like the model's as a file would have them."""
-    variables = named_variables(state)
-    arrays = {name: np.asarray(variable[...]) for name, variable in variables.items()}
-    found = {}
-    for place in places(variables, choose_family(config, None)):
-        array = arrays[place.ours] if place.layer is None else arrays[place.ours][place.layer]
-        found[place.theirs] = array.T if place.transposed else array
-    return found
+    variables, family = named_variables(state), family_of(read_attributes(FOLDER / name), name)
+    tensors = by_tensor(places(variables, config, family))
+    gathered = Gathered(variables, tensors, np.dtype(np.float32), None)
+    return {theirs: gathered(theirs) for theirs in tensors}
 
 
 @pytest.mark.parametrize("case", sweep(CASES, *FIRST), ids=str)
@@ -66,7 +67,7 @@ def test_logits_losses_and_gradients(case):
     assert np.abs(np.asarray(logits) - reference["logits"]).max() < LOGITS
     assert abs(loss - reference["loss64"]) < LOSS
     assert abs(masked - reference["loss_masked64"]) < LOSS
-    grads, masked_grads = (by_their_names(g, model.config, mesh) for g in (grads, masked_grads))
+    grads, masked_grads = (by_their_names(g, model.config, name) for g in (grads, masked_grads))
     for found, norm in ((grads, "grad_norm64"), (masked_grads, "grad_norm_masked64")):
         total = np.sqrt(sum(np.sum(np.float64(grad) ** 2) for grad in found.values()))
         assert total == pytest.approx(float(reference[norm]), rel=GRAD_NORM)
@@ -99,11 +100,13 @@ def test_greedy_tokens(name):
 
 
 @pytest.mark.wide
-def test_ten_updates_of_adamw():
-    reference, mesh = hf_reference.load("llama_gqa_adamw"), jaxtp.make_mesh(1, 2, 2)
-    settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0)
+@pytest.mark.parametrize("name", ["llama_gqa", *TRAINED])
+def test_updates_of_adamw(name):
+    reference, mesh = hf_reference.load(f"{name}_adamw"), jaxtp.make_mesh(1, 2, 2)
+    eps = float(reference.get("eps", 1e-8))
+    settings = OptimizerConfig(learning_rate=1e-3, schedule="constant", warmup_steps=0, eps=eps)
     with jax.set_mesh(mesh):
-        model = jaxtp.load_hf(FOLDER / "llama_gqa")
+        model = jaxtp.load_hf(FOLDER / name)
     blueprint = plan_state(model.config, optimizers.build(settings, 10), mesh)
     state = blueprint.create(0)
     state["model"] = nnx.state(model)
@@ -116,7 +119,7 @@ def test_ten_updates_of_adamw():
             norms.append(float(scalars["grad_norm"]))
     np.testing.assert_allclose(losses, reference["losses64"], atol=1e-5, rtol=0)
     np.testing.assert_allclose(norms, reference["grad_norms64"], rtol=5e-6)
-    final = by_their_names(state["model"], model.config, mesh)
+    final = by_their_names(state["model"], model.config, name)
     errors = hf_reference.sketched_errors(final, reference, "final")
     assert max(errors.values()) < 5e-5, errors
 

@@ -107,16 +107,21 @@ def test_frozen_weights_are_gathered_again_too(policy):
 
 STEP_B, V = 16, 61
 PLAIN = jaxtp.ModelConfig(vocab_size=64, num_layers=3, loss_chunk=5, **CONFIG)
+BIASED = dataclasses.replace(
+    PLAIN, vocab_size=V, tie_embeddings=True, attention_bias=True, attention_out_bias=True, mlp_bias=True
+)
 EXACT = {
     "llama": PLAIN,
     "bfloat16": dataclasses.replace(PLAIN, precision=jaxtp.Precision(compute="bfloat16")),
     "odd vocabulary": dataclasses.replace(PLAIN, vocab_size=V),
     "shared kv heads": dataclasses.replace(PLAIN, num_kv_heads=2),
+    "biases and tied": BIASED,
+    "layer norms": dataclasses.replace(BIASED, norm="layer", mlp="plain", rope_theta=None, learned_positions=T),
+    "norms on both sides": dataclasses.replace(
+        PLAIN, norm_placement="both", norm="rms_plus_one", pattern=({"sliding_window": 4}, {})
+    ),
 }
 BOUNDED = {
-    "biases and tied": dataclasses.replace(
-        PLAIN, vocab_size=V, tie_embeddings=True, attention_bias=True, attention_out_bias=True, mlp_bias=True
-    ),
     "head norms": dataclasses.replace(PLAIN, num_kv_heads=2, qk_norm="head"),
     "projection norms": dataclasses.replace(PLAIN, num_kv_heads=2, qk_norm="projection"),
 }
@@ -151,9 +156,14 @@ def test_a_step_moves_its_budget(mesh, policy, sequence_parallel):
     assert counted == pytest.approx(budget)
 
 
-@pytest.mark.parametrize("name", EXACT)
-def test_the_budget_is_exact(name):
-    counted, budget = step_bytes(EXACT[name], (1, 2, 4), accumulation=2)
+@pytest.mark.parametrize(
+    "case",
+    sweep([(name, policy) for name in EXACT for policy in ALL_REDUCE], *((name, "full") for name in EXACT)),
+    ids=str,
+)
+def test_the_budget_is_exact(case):
+    name, policy = case
+    counted, budget = step_bytes(dataclasses.replace(EXACT[name], remat=policy), (1, 2, 4), accumulation=2)
     assert counted == pytest.approx(budget)
 
 
@@ -161,11 +171,11 @@ def test_the_budget_is_exact(name):
     ("name", "mesh", "policy"),
     sweep_of(
         [BOUNDED, [(1, 1, 8), (2, 2, 2)], ALL_REDUCE],
-        ("biases and tied", (2, 2, 2), "save_dots"),
+        ("head norms", (2, 2, 2), "save_dots"),
     ),
     ids=str,
 )
-def test_biases_and_norms_stay_within_the_budget(name, mesh, policy):
+def test_norms_of_queries_and_keys_stay_within_the_budget(name, mesh, policy):
     counted, budget = step_bytes(dataclasses.replace(BOUNDED[name], remat=policy), mesh)
     assert counted.keys() <= budget.keys()
     assert all(sent <= budget[place] * (1 + 1e-9) for place, sent in counted.items())

@@ -14,10 +14,13 @@ LAYER = "{layer}"
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor of a checkpoint, and the parameter that it is."""
+    """A tensor of a checkpoint, and the parameter that it is.
+
+    Where several have one name in the file, they are its parts, in the order of the table, joined along their outputs.
+    """
 
     ours: str
-    """Dotted path of the parameter."""
+    """Dotted path of the parameter, without the number of a kind of block."""
 
     theirs: str
     """Name in the file."""
@@ -32,13 +35,23 @@ class Attribute:
 
     name: str
     fields: tuple[str, ...]
-    kind: type
-    """int, float or bool."""
-    default: Any = None
-    """If config.json lacks it, as transformers has it; a string names another attribute. None: it must be there."""
+    kind: type | Mapping[Any, Any]
+    """int, float or bool; or the values that it can have, each with that of the fields."""
 
-    if_null: str | None = None
-    """Another attribute, which holds if this one is null."""
+    default: Any = None
+    """Its value where config.json lacks it, as in transformers. None: it must be there."""
+
+    other: str | None = None
+    """Another attribute, which holds if this one is null, or if it is missing and has no default."""
+
+    times: int = 1
+    """Multiplies that other attribute."""
+
+    power: float = 1.0
+    """The fields have the attribute raised to this."""
+
+    can_be_null: bool = False
+    """Null is a value: it switches off what the fields are of."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +66,36 @@ class Family:
     """All that a model of the family can have; those are expected whose parameter the model has."""
 
     attributes: tuple[Attribute, ...]
-    """Read one by one. Rotary embedding and windows are spelled in several: see `jaxtp/hf/rope.py`, `window.py`."""
+    """Read one by one; the first of a name is the one that is written. Rotary embedding and what differs by layer are
+    spelled in several: see `jaxtp/hf/rope.py`, `layers.py`."""
+
+    prefix: str = "model."
+    """Begins the names of all tensors but the head's; a file may lack it in all of them."""
 
     ignored: tuple[str, ...] = ("model.layers.{layer}.self_attn.rotary_emb.inv_freq",)
-    """Tensors that old versions also stored, and that nothing needs."""
+    """Tensors that are also stored, and that nothing needs."""
 
-    window: Literal["never", "always", "switched"] = "never"
-    """Whether sliding_window is unknown, holds, or holds if use_sliding_window says so."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of attributes."""
+
+    window: Literal["never", "always", "switched", "alternate", "periodic"] = "never"
+    """Where sliding_window holds: it is unknown; in all layers; in those that use_sliding_window and max_window_layers
+    say; in every second one; or in all but each one that ends a period of sliding_window_pattern."""
+
+    rope: Literal["never", "one", "by_window"] = "one"
+    """Whether positions are rotated: not at all, alike in all layers, or otherwise in layers that have a window."""
+
+    rope_theta: float = 10_000.0
+    """Base of the frequencies where config.json says nothing; that of layers with a window is always 10,000."""
+
+    rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn"})
+    """Kinds of rotary embedding that its models can have."""
+
+    scale_by_layer: str | None = None
+    """An attribute by which, if it is true, the i-th layer divides its scores by i."""
+
+    head_dim: bool = True
+    """There is an attribute head_dim; without it, it is hidden_size / num_attention_heads."""
 
     default_head_dim: int | None = None
     """If config.json has none; None is hidden_size / num_attention_heads."""
@@ -77,20 +113,30 @@ class Family:
     """How transformers splits the model over tp: `base_model_tp_plan`, and the head's."""
 
 
-BODY = (
+OUTER = (
     Tensor("embedding.embedding", "model.embed_tokens.weight"),
-    Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
-    Tensor("blocks.attention.qkv.kernels.0", "model.layers.{layer}.self_attn.q_proj.weight", transposed=True),
-    Tensor("blocks.attention.qkv.kernels.1", "model.layers.{layer}.self_attn.k_proj.weight", transposed=True),
-    Tensor("blocks.attention.qkv.kernels.2", "model.layers.{layer}.self_attn.v_proj.weight", transposed=True),
-    Tensor("blocks.attention.out.kernel", "model.layers.{layer}.self_attn.o_proj.weight", transposed=True),
-    Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
-    Tensor("blocks.mlp.gate_up.kernels.0", "model.layers.{layer}.mlp.gate_proj.weight", transposed=True),
-    Tensor("blocks.mlp.gate_up.kernels.1", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),
-    Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.down_proj.weight", transposed=True),
     Tensor("norm.scale", "model.norm.weight"),
     Tensor("head.kernel", "lm_head.weight"),
 )
+"""What is outside of the blocks."""
+
+NORMS = (
+    Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
+    Tensor("blocks.mlp_norm.scale", "model.layers.{layer}.post_attention_layernorm.weight"),
+)
+QKV = (
+    Tensor("blocks.attention.qkv.kernels.0", "model.layers.{layer}.self_attn.q_proj.weight", transposed=True),
+    Tensor("blocks.attention.qkv.kernels.1", "model.layers.{layer}.self_attn.k_proj.weight", transposed=True),
+    Tensor("blocks.attention.qkv.kernels.2", "model.layers.{layer}.self_attn.v_proj.weight", transposed=True),
+)
+OUT = (Tensor("blocks.attention.out.kernel", "model.layers.{layer}.self_attn.o_proj.weight", transposed=True),)
+GATE_UP = (
+    Tensor("blocks.mlp.gate_up.kernels.0", "model.layers.{layer}.mlp.gate_proj.weight", transposed=True),
+    Tensor("blocks.mlp.gate_up.kernels.1", "model.layers.{layer}.mlp.up_proj.weight", transposed=True),
+)
+DOWN = (Tensor("blocks.mlp.down.kernel", "model.layers.{layer}.mlp.down_proj.weight", transposed=True),)
+PROJECTIONS = QKV + OUT + GATE_UP + DOWN
+BODY = OUTER + NORMS + PROJECTIONS
 QKV_BIASES = (
     Tensor("blocks.attention.qkv.biases.0", "model.layers.{layer}.self_attn.q_proj.bias"),
     Tensor("blocks.attention.qkv.biases.1", "model.layers.{layer}.self_attn.k_proj.bias"),
@@ -102,20 +148,11 @@ MLP_BIASES = (
     Tensor("blocks.mlp.gate_up.biases.1", "model.layers.{layer}.mlp.up_proj.bias"),
     Tensor("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias"),
 )
-HEAD_NORMS = (
+QK_NORMS = (
     Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
     Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.k_norm.weight"),
 )
 
-SIZES = (
-    Attribute("vocab_size", ("vocab_size",), int),
-    Attribute("hidden_size", ("d_model",), int),
-    Attribute("intermediate_size", ("d_ff",), int),
-    Attribute("num_hidden_layers", ("num_layers",), int),
-    Attribute("num_attention_heads", ("num_heads",), int),
-    Attribute("rms_norm_eps", ("norm_eps",), float, 1e-6),
-    Attribute("tie_word_embeddings", ("tie_embeddings",), bool, False),
-)
 ATTENTION_BIAS = Attribute("attention_bias", ("attention_bias", "attention_out_bias"), bool, False)
 """One switch for the biases of q, k, v and o."""
 
@@ -143,6 +180,7 @@ UNREAD = frozenset(
         *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task", "task_specific_params", "prefix"),
         *("torchscript", "tf_legacy_loss", "use_bfloat16", "tie_encoder_decoder", "chunk_size_feed_forward"),
         *("cross_attention_hidden_size", "gradient_checkpointing", "transformers.js_config"),
+        *("cache_implementation",),
         # Of generation, which older versions kept here:
         *("max_length", "min_length", "max_new_tokens", "do_sample", "early_stopping", "num_beams", "num_beam_groups"),
         *("diversity_penalty", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
@@ -182,7 +220,34 @@ TP_PLAN: Mapping[str, str] = {
 }
 """Of transformers 5."""
 
+REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
+"""What the plan adds for norms of queries and keys by head."""
 
-def kv_heads(default: int | str) -> Attribute:
-    """`num_key_value_heads`, which families default to different things."""
-    return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, if_null="num_attention_heads")
+ACTIVATIONS: Mapping[str, str] = {
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""As transformers calls them; the first name of one is written."""
+
+
+def kv_heads(default: int | None = None) -> Attribute:
+    """Returns `num_key_value_heads`, which is num_attention_heads unless a family has another default."""
+    return Attribute("num_key_value_heads", ("num_kv_heads",), int, default, other="num_attention_heads")
+
+
+def sizes(eps: float = 1e-6, *, tied: bool = False) -> tuple[Attribute, ...]:
+    """Returns what most families call alike, with their defaults of the norms' epsilon and of a tied head."""
+    return (
+        Attribute("vocab_size", ("vocab_size",), int),
+        Attribute("hidden_size", ("d_model",), int),
+        Attribute("intermediate_size", ("d_ff",), int),
+        Attribute("num_hidden_layers", ("num_layers",), int),
+        Attribute("num_attention_heads", ("num_heads",), int),
+        Attribute("rms_norm_eps", ("norm_eps",), float, eps),
+        Attribute("tie_word_embeddings", ("tie_embeddings",), bool, tied),
+    )

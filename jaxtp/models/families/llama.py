@@ -7,12 +7,12 @@ from jaxtp.models.families.family import (
     OUT_BIAS,
     PLAIN,
     QKV_BIASES,
-    SIZES,
     TP_PLAN,
     UNREAD,
     Attribute,
     Family,
     kv_heads,
+    sizes,
 )
 
 LLAMA = Family(
@@ -20,8 +20,8 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     tensors=BODY + QKV_BIASES + OUT_BIAS + MLP_BIASES,
     attributes=(
-        *SIZES,
-        kv_heads("num_attention_heads"),
+        *sizes(),
+        kv_heads(),
         ATTENTION_BIAS,
         Attribute("mlp_bias", ("mlp_bias",), bool, False),
     ),
