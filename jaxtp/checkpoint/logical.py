@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import Array
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of
 from jaxtp.mesh import TP, axes_of, mesh_sizes
@@ -113,8 +113,9 @@ def with_padding(array: Array, variable: nnx.Variable[Any], mesh: Mesh) -> Array
     return padded(array, padding_of(variable), NamedSharding(mesh, spec(variable)))
 
 
-def padded(array: Array, padding: Padding, sharding: NamedSharding) -> Array:
+def padded(array: Array, padding: Padding, sharding: Sharding) -> Array:
     """Returns a logical array with the padding of the mesh of a sharding, split by it."""
+    assert isinstance(sharding, NamedSharding), "without a mesh nothing is padded"
     pad_to = jax.jit(pad, static_argnums=(1, 2), out_shardings=sharding)
     with_zeros: Array = pad_to(array, padding, mesh_sizes(sharding.mesh)[TP])
     return with_zeros

@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxtp.checkpoint.logical import filled, named_variables, spec
+from jaxtp.checkpoint.logical import filled, logical_spec, named_variables, padded, spec
 from jaxtp.checkpoint.safetensors import Block, SafetensorsError, StoredTensor
 from jaxtp.config import ConfigError
 from jaxtp.hf.attributes import family_of, model_config
@@ -33,7 +33,7 @@ from jaxtp.hf.names import (
     name_of,
     places,
 )
-from jaxtp.layers.parameter import Precision, logical_shape
+from jaxtp.layers.parameter import Precision, logical_shape, padding_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, checked
 from jaxtp.models.decoder import Decoder, abstract_decoder
@@ -218,9 +218,10 @@ class _Part:
 
     def __init__(self, place: Place, variable: nnx.Variable[Any], mesh: Mesh | None):
         own = slice(0 if place.index is None else 1, None)  # layers are not split
-        self.place = place
-        self.shape, self.logical = tuple(variable.shape)[own], logical_shape(variable)[own]
-        self.sharding = _sharding(mesh, PartitionSpec(*tuple(spec(variable))[own]))
+        self.place, self.padding = place, padding_of(variable)
+        self.shape, self.padded = logical_shape(variable)[own], tuple(variable.shape)[own]
+        self.stored = _sharding(mesh, PartitionSpec(*tuple(spec(variable))[own]))
+        self.sharding = _sharding(mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[own]))
         indices = self.sharding.addressable_devices_indices_map(self.shape)
         self.bounds = {device: _bounds(index, self.shape) for device, index in indices.items()}
         dtype = np.dtype(variable.dtype)
@@ -228,11 +229,9 @@ class _Part:
         self.in_file = {where: self._in_file(where) for where in self.blocks}
 
     def _in_file(self, where: _Bounds) -> _Bounds:
-        """Returns where a device's block is in the file's tensor; what is padding is in none."""
-        ends = [min(end, size) for (_, end), size in zip(where, self.logical, strict=True)]
-        begins = [min(begin, end) for (begin, _), end in zip(where, ends, strict=True)]
-        begins[-1], ends[-1] = begins[-1] + self.place.first, ends[-1] + self.place.first
-        found = tuple(zip(begins, ends, strict=True))
+        """Returns where a device's block is in the file's tensor."""
+        begin, end = where[-1]
+        found = (*where[:-1], (begin + self.place.first, end + self.place.first))
         return found[::-1] if self.place.transposed else found
 
     def take(self, row: int, rows: Block) -> None:
@@ -250,9 +249,10 @@ class _Part:
                 block[at] = source
 
     def placed(self) -> Array:
-        """Returns the array, each device's block on its device."""
+        """Returns the array, each device's block on its device, with the padding of the mesh."""
         placed = [jax.device_put(self.blocks[where], device) for device, where in self.bounds.items()]
-        return jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
+        array = jax.make_array_from_single_device_arrays(self.shape, self.sharding, placed)
+        return array if self.shape == self.padded else padded(array, self.padding, self.stored)
 
 
 def _fill(source: _Source, name: str, parts: Sequence[_Part]) -> None:

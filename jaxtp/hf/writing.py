@@ -13,13 +13,15 @@ import numpy as np
 from flax import nnx
 from jax import Array
 from jax.experimental import multihost_utils
+from jax.sharding import NamedSharding
 
 from jaxtp.checkpoint.safetensors import Block
 from jaxtp.files import sync_file, sync_folder
 from jaxtp.hf.folder import HFError, read_files
 from jaxtp.hf.load import Progress
 from jaxtp.hf.names import Place
-from jaxtp.layers.parameter import logical_shape
+from jaxtp.layers.parameter import cut, padding_of
+from jaxtp.mesh import TP, mesh_sizes
 
 DType = Literal["float32", "bfloat16", "float16"]
 TOKENIZER_FILES = (
@@ -55,11 +57,13 @@ class Gathered:
 
     def _part(self, place: Place) -> Block:
         variable = self.variables[place.ours]
-        array, logical = variable[...], logical_shape(variable)
+        array = variable[...]
+        mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
         if place.index is not None:
-            array, logical = _layer(array, np.int32(place.index)), logical[1:]
+            array = _layer(array, np.int32(place.index))
         whole = array if array.is_fully_addressable else multihost_utils.process_allgather(array, tiled=True)
-        return np.asarray(whole)[tuple(slice(size) for size in logical)].astype(self.dtype, copy=False)
+        host: Block = cut(np.asarray(whole), padding_of(variable), mesh_sizes(mesh)[TP])
+        return host.astype(self.dtype, copy=False)
 
 
 @jax.jit

@@ -9,13 +9,12 @@ from jax.sharding import Mesh
 
 from jaxtp.config import changed
 from jaxtp.mesh import (
-    AXES,
     REPLICAS,
     TP,
     batch_parts,
     check_sizes,
     fitting_meshes,
-    make_mesh,
+    mesh_of,
     mesh_sizes,
     parts,
     request_virtual_devices,
@@ -50,7 +49,7 @@ class Place:
         return self.kind == VIRTUAL_KIND
 
 
-def mesh_of(config: TrainConfig) -> Mesh:
+def open_mesh(config: TrainConfig) -> Mesh:
     """Returns the mesh of a run; what does not fit it is refused before JAX's backend starts, if no size is -1.
 
     Raises:
@@ -58,12 +57,12 @@ def mesh_of(config: TrainConfig) -> Mesh:
       MeshError: there is no such mesh.
       RematError: a remat policy that the platform cannot carry out.
     """
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    sizes = config.mesh.sizes
     check_sizes(sizes)
     if -1 not in sizes.values():
         check(config, sizes)
         check_devices(config, sizes)
-    mesh = make_mesh(*sizes.values())
+    mesh = mesh_of(sizes)
     check(config, mesh_sizes(mesh))
     check_platform(config.model, mesh.devices.flat[0].platform)
     return mesh

@@ -19,7 +19,7 @@ from jaxtp.train.initialisation import check_origin, check_tokenizer, keep_files
 from jaxtp.train.interrupt import Interrupt
 from jaxtp.train.memory_check import require_memory
 from jaxtp.train.metrics import Timing
-from jaxtp.train.place import mesh_of
+from jaxtp.train.place import open_mesh
 from jaxtp.train.report import Report, summary
 from jaxtp.train.resume import restore, with_origin
 from jaxtp.train.state import Blueprint, plan_state, trained_parameters
@@ -65,7 +65,7 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
     timing = Timing()
     config = with_model(config)
     check_origin(config)
-    mesh = mesh_of(config)
+    mesh = open_mesh(config)
     check_installed(config.metrics.trackers)
     data = load_data(config)
     blueprint = plan(config, mesh)

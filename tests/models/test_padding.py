@@ -9,12 +9,13 @@ import pytest
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from support import random_weights, state_on_mesh, sweep
+from support import random_weights, state_on_mesh, sweep, without_mesh
 
 import jaxtp
 from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import from_logical, named_variables, to_logical
+from jaxtp.checkpoint.safetensors import read_header
 from jaxtp.config import ConfigError
 from jaxtp.layers.attention import HeadSplit
 from jaxtp.layers.lora import LoraConfig
@@ -160,6 +161,22 @@ def test_a_cache_of_padded_heads_generates_what_one_device_does():
     expected = logits(jaxtp.make_mesh())
     for found in logits(jaxtp.make_mesh(fsdp=2, tp=4)):
         np.testing.assert_allclose(found, expected[1], atol=1e-4)
+
+
+@pytest.mark.parametrize("tp", sweep([2, 5, 8], 8))
+def test_files_have_no_padding(tmp_path, tp):
+    config = run_of("9 and 3", **EVERYTHING | {"qk_norm": "none", "sliding_window": None}).model
+    weights = random_weights(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    graph, state = without_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), weights)
+    jaxtp.save_hf(nnx.merge(graph, state), tmp_path / "whole")
+    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
+        jaxtp.save_hf(jaxtp.load_hf(tmp_path / "whole"), tmp_path / "padded")
+    one, other = (dict(read_header(tmp_path / name / "model.safetensors")) for name in ("whole", "padded"))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        rows = tensor.shape[0]
+        for (_, expected), (_, actual) in zip(tensor.blocks(0, rows), other[name].blocks(0, rows), strict=True):
+            np.testing.assert_array_equal(actual, expected, err_msg=name)
 
 
 def test_what_padding_costs_is_said_and_counted():
