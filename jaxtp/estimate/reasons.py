@@ -7,6 +7,7 @@ from jaxtp.estimate.report import kinds_of, label
 from jaxtp.estimate.roofline import StepTime
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Search, Setting
 from jaxtp.mesh import TP
+from jaxtp.models.costs import describe_padding
 
 GB = 1e9
 UNITS = (("milliseconds", 1e-3), ("seconds", 1), ("minutes", 60), ("hours", 3600), ("days", 86400))
@@ -30,6 +31,7 @@ def why(found: Search, configured: Setting | None, alternatives: Iterable[Altern
         f"{_how(best)} is {_superlative(found, best)}, with {best.spare / GB:,.1f} GB to spare: "
         f"{_share(best)} of a step is left for computing where nothing overlaps.",
         *_doubt(best),
+        *_padding(best),
         _run(best),
         _limit(best),
         *(_better(other, best) for other in alternatives),
@@ -65,6 +67,11 @@ def _without_update(least: Setting) -> Iterator[str]:
 def _remedy(other: Alternative) -> str:
     memory = f"{other.setting.memory.total / GB:,.1f} of {other.setting.target.room / GB:,.1f} GB"
     return f"{other} would do: {_how(other.setting)}, {memory}."
+
+
+def _padding(best: Setting) -> Iterator[str]:
+    if (padded := describe_padding(best.config.model, best.sizes)) is not None:
+        yield f"Sizes are padded {padded}."
 
 
 def _better(other: Alternative, best: Setting) -> str:

@@ -77,6 +77,7 @@ def setting_record(setting: Setting) -> dict[str, Any]:
             for one, times in setting.costs.traffic.items()
         ],
         "flops_per_device": setting.costs.flops,
+        "padding": setting.costs.padding,
         "seconds": {
             "products": time.products,
             "attention": time.attention,
