@@ -271,10 +271,13 @@ def test_help_says_what_each_flag_does(capsys):
 
 def test_a_run_is_loaded_in_python_without_a_warning(places, monkeypatch, caplog):
     """As in a process that no command has made quiet."""
-    monkeypatch.setattr(logging.getLogger("absl"), "level", logging.WARNING)
-    monkeypatch.setattr(logging.getLogger("absl"), "handlers", [caplog.handler])
+    absl = logging.getLogger("absl")
+    before = absl.level
+    absl.setLevel(logging.WARNING)  # by the method, which forgets what was decided at another level
+    monkeypatch.setattr(absl, "handlers", [caplog.handler])
     with jax.set_mesh(jaxtp.make_mesh()):
         jaxtp.load_run(places / "bytes")
+    absl.setLevel(before)
     assert caplog.messages == []
 
 
