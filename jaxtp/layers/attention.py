@@ -43,6 +43,9 @@ SCORE_PASSES = 5
 """Times that float32 scores go through memory outside of products, forward and backward, where they exist: mask and
 maximum, exponentials, division; backward the product with the probabilities, and the difference. Modelled."""
 
+_MOST_SHARED = 4096
+"""Numbers of kv heads from which on it is not tried to share one: a mesh may be of any size until it is refused."""
+
 _SMALL_HEAD_DIMS = (8, 16, 32, 64)
 _SMALL_THETA = 2.0
 """All dims turn: in one that hardly does, a key bias has no gradient but rounding noise."""
@@ -96,6 +99,11 @@ class AttentionConfig(BranchConfig):
                 f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}",
                 among={"model.num_kv_heads": self.num_heads},
             )
+        if sizes[TP] > 2 * self.num_heads:
+            text = (
+                f"mesh.tp={sizes[TP]} is more than twice model.num_heads={self.num_heads}: most devices would have none"
+            )
+            yield Problem(text, among={f"mesh.{TP}": self.num_heads})
         yield from map(Problem, rope_problems(self.rope_theta, self.rope_scaling))
         if self.attention_softcap is not None and self.attention != "xla":
             yield Problem(f"model.attention={self.attention} has no model.attention_softcap; use xla")
@@ -170,13 +178,12 @@ class KeySplit(Split):
 def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int, int]:
     """Returns kv heads, query heads of each and width over tp devices: those of the fewest query heads."""
     least = -(-kv_heads // tp) * tp
-    choices = [(least * group, least, group)]
-    for more in range(kv_heads, min(least, tp)):
+    for more in range(kv_heads, min(least, tp, _MOST_SHARED)):
         if tp % more == 0 and more * width % tp == 0:  # tp / more devices share a head, each storing a part of it
             padded = -(-group * more // tp) * tp // more
-            choices.append((more * padded, more, padded))
-    _, kv_heads, group = min(choices)
-    return kv_heads, group, width
+            if more * padded <= least * group:
+                return more, padded, width
+    return least, group, width
 
 
 class CausalSelfAttention(Branch):
@@ -314,14 +321,15 @@ class CausalSelfAttention(Branch):
         return jnp.where(((place < kv_heads) & (member < group))[:, None], y, 0)
 
     def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
-        """Yields what it costs: scores and weighted values as whole squares where scores are held (xla), else their
-        causal half, in a kernel that always makes its scores again.
+        """Yields what it costs.
 
-        Float32 are the scores before and after the softmax, and queries and keys before their rotation. Without remat,
-        where a device has several kv heads, the backward loop reads one stack of scores in another layout than the
-        forward loop has written it in: XLA copies it. In a backward pass there are two arrays of scores in float32 and
-        two in the compute dtype: the scores or their gradient, and a constant of their shape that the mask selects (XLA
-        takes it out of the loop over the blocks); the softmax, in the layouts of two products.
+        Scores and weighted values are whole squares where scores are held (xla), else their causal half, in a kernel
+        that always makes its scores again. Float32 are the scores before and after the softmax, and queries and keys
+        before their rotation. Without remat, where a device has several kv heads, the backward loop reads one stack of
+        scores in another layout than the forward loop has written it in: XLA copies it. In a backward pass there are
+        two arrays of scores in float32 and two in the compute dtype: the scores or their gradient, and a constant of
+        their shape that the mask selects (XLA takes it out of the loop over the blocks); the softmax, in the layouts of
+        two products.
         """
         config, compute, length = self.config, itemsize(self.precision.compute), share.length
         stored_kv, group, _ = config.heads.stored(share.tp)

@@ -31,6 +31,10 @@ MUCH_PADDING = 0.25
 """Share of a block's weights from which padding is warned of."""
 
 
+_FURTHEST = 1024
+"""Sizes of tp beyond this are not proposed."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
     """What one device does in a step, and what it holds in one of its micro-batches."""
@@ -165,7 +169,7 @@ def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None
     text = f"over tp {tp}: {sizes}, {added:.1%} more in a block"
     if added <= MUCH_PADDING:
         return text
-    without = [other for other in range(1, 2 * tp) if not padded_sizes(config, other)]
+    without = [other for other in range(1, min(2 * tp, _FURTHEST)) if not padded_sizes(config, other)]
     nearest = sorted(sorted(without, key=lambda other: abs(other - tp))[:2])
     return f"{text}; WARNING: that is much, and nothing is padded over tp {' or '.join(map(str, nearest))}"
 

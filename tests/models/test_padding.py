@@ -127,6 +127,10 @@ def test_every_device_has_the_query_heads_of_its_kv_heads(kv_heads, group, width
     assert split.keys.stored(tp) == (stored_kv, width)
 
 
+def test_an_absurd_mesh_takes_no_time():
+    assert HeadSplit((8, 4, 64)).stored(10**40) == (10**40, 4, 64)
+
+
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 5), st.booleans())
 def test_what_is_padded_is_cut_off_again(factors, tp, first):
     split = Split(tuple(factors))
