@@ -34,7 +34,7 @@ def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | Non
 
 
 def is_split(setting: SequenceParallel, length: int, tp: int) -> bool:
-    """Whether a sequence of so many tokens is split over so many devices."""
+    """Returns whether a sequence of so many tokens is split over so many devices."""
     return tp > 1 and length % tp == 0 if setting is None else setting
 
 

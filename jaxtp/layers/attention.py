@@ -68,7 +68,7 @@ class AttentionConfig(BranchConfig):
     """Base of the rotary frequencies; none rotates nothing."""
 
     rope_scaling: RopeScaling = RopeScaling()
-    """How rotary frequencies are lowered for long contexts."""
+    """Scaling of rotary frequencies for long contexts."""
 
     sliding_window: Count | None = None
     """Positions that each one sees, itself and those before it; by default all."""
@@ -110,7 +110,7 @@ class AttentionConfig(BranchConfig):
 
     @property
     def heads(self) -> "HeadSplit":
-        """How query heads are divided over tp."""
+        """The division of query heads over tp."""
         return HeadSplit((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
 
     def padding(self, tp: int) -> Iterator[Padded]:
@@ -144,7 +144,7 @@ class AttentionConfig(BranchConfig):
 
 @dataclass(frozen=True)
 class HeadSplit(Split):
-    """How query heads are divided over tp: kv heads K, the G query heads of each, and their width H.
+    """The division of query heads over tp: kv heads K, the G query heads of each, and their width H.
 
     Each device has the query heads of whole kv heads, or shares one kv head with others. Where that is impossible, kv
     heads are added, or query heads to each group, whichever computes less.
@@ -152,7 +152,7 @@ class HeadSplit(Split):
 
     @property
     def keys(self) -> "KeySplit":
-        """How the kv heads are divided."""
+        """The division of the kv heads."""
         kv_heads, group, width = self.factors
         return KeySplit((kv_heads, width), group)
 
@@ -163,7 +163,7 @@ class HeadSplit(Split):
 
 @dataclass(frozen=True)
 class KeySplit(Split):
-    """How kv heads are divided over tp: their number K, and their width H."""
+    """The division of kv heads over tp: their number K, and their width H."""
 
     group: int
     """Query heads of each."""

@@ -16,11 +16,11 @@ from jaxtp.hints import Problem
 from jaxtp.layers.costs import Cost, Share
 
 Memory = tuple[Array, ...]
-"""What a branch remembers of the tokens of each row: arrays `[B, S, ...]`, a slot for each position."""
+"""Arrays `[B, S, ...]` that a branch remembers of the tokens of each row, a slot for each position."""
 
 
 class Branch(nnx.Module):
-    """What a block adds to the residual stream. Shapes: `[B, T, D] -> [B, T, D]`."""
+    """A layer whose output a block adds to the residual stream. Shapes: `[B, T, D] -> [B, T, D]`."""
 
     def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
         """Transforms `[B, T, D]`; segments tell apart the documents of a row (`layers/activations.py`)."""
@@ -59,7 +59,7 @@ Padded = tuple[str, int, int]
 
 @dataclass(frozen=True)
 class Small:
-    """What sizes are shrunk to, for a check on virtual CPU devices."""
+    """The sizes of a check on virtual CPU devices."""
 
     tps: frozenset[int]
     """Every tp of the check."""

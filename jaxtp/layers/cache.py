@@ -19,10 +19,10 @@ from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.mesh import BATCH, TP
 
 LAYER_SPEC = batch_spec(None, TP, None)
-"""How the memory of one layer is split, `[B, S, K, H]`."""
+"""The split of the memory of one layer, `[B, S, K, H]`."""
 
 STACK_SPEC = P(None, BATCH, None, TP, None)
-"""How the memory of stacked layers is split, `[L, B, S, K, H]`."""
+"""The split of the memory of stacked layers, `[L, B, S, K, H]`."""
 
 Memories = Mapping[str, Mapping[str, tuple[Array, ...]]]
 """Arrays by kind of block and branch."""
@@ -31,7 +31,7 @@ Memories = Mapping[str, Mapping[str, tuple[Array, ...]]]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """What a decoder remembers of its rows.
+    """The memory of a decoder: keys and values of the tokens of its rows.
 
     S is the number of slots: no row can be longer. K is the number of kv heads, or tp if that is more: the devices that
     share a head have a copy each, as its column layer gives it to them.

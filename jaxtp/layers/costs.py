@@ -1,4 +1,4 @@
-"""What a layer costs, in the words in which each layer declares it beside its forward pass.
+"""The costs of a layer, in the words in which each layer declares them beside its forward pass.
 
 A layer's `costs(share)` yields records: the weights that it loads, the collectives that it asks for, the products that
 it computes, the bytes that go through memory outside of products, and what it keeps for its backward pass. They follow
@@ -62,7 +62,7 @@ class Share:
     """Tokens in each sequence."""
 
     remat: RematPolicy = "none"
-    """What a block keeps for its backward pass."""
+    """The policy that says what a block keeps for its backward pass."""
 
     frozen: bool = False
     """Adapters are trained, and nothing else has a gradient."""
@@ -116,7 +116,7 @@ class Weight:
     """Elements of the whole array, without padding."""
     precision: Precision
     split: Split | None = None
-    """How the dim over tp is padded."""
+    """The padding of the dim over tp."""
     tp: bool = True
     """It is split over tp."""
     fsdp: bool = True
@@ -187,7 +187,7 @@ class Product:
     n: int
 
     count: int
-    """How often it is computed."""
+    """Number of times that it is computed."""
 
     bytes: float
     """Bytes of operands and result of each, through memory."""

@@ -30,7 +30,7 @@ class LoraConfig:
     """Inner width of the adapters, 8 to 64 is usual; 0 trains every parameter and has no adapters."""
 
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False), allowed("above 0")] = 16.0
-    """What an adapter adds is multiplied by alpha / rank."""
+    """Scale: what an adapter adds is multiplied by alpha / rank."""
 
     targets: tuple[Target, ...] = TARGETS
     """The projections that get one, by their names in Hugging Face's Llama."""

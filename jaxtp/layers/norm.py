@@ -34,7 +34,7 @@ class NormConfig:
     """Added to the mean square, or the variance, in every norm."""
 
     norm_placement: NormPlacement = "before"
-    """Whether norms stand before attention and MLP, after them (OLMo 2), or both (Gemma 2)."""
+    """Place of the norms: before attention and MLP, after them (OLMo 2), or both (Gemma 2)."""
 
 
 class Norm(nnx.Module):

@@ -1,4 +1,4 @@
-"""How a layer declares and loads a parameter: its value, the `PartitionSpec` it is stored by, and the dtypes.
+"""Parameters as a layer declares and loads them: a value, the `PartitionSpec` it is stored by, and the dtypes.
 
 A layer's body in `device_view` gets its weights by name: `own` gives a module's parameters and their specs.
 """
@@ -51,7 +51,7 @@ class Precision:
 
 @dataclass(frozen=True)
 class Split:
-    """How tp divides a dim: into parts of equal size, for which it is padded with zeros where they are not.
+    """The division of a dim over tp: into parts of equal size, for which it is padded with zeros where they are not.
 
     Padding stays zero: what it is multiplied with is zero, and so are its gradients. Checkpoints, exports and counts
     have none of it.

@@ -1,4 +1,4 @@
-"""What a block's forward pass keeps for its backward pass, and what that costs in memory and communication.
+"""Remat policies: what a block's forward pass keeps for its backward pass, and what that costs.
 
 Per layer, kept on each device (b = sequences on it, s = sequence, D = d_model, F = d_ff, t = tp; float sizes), and sent
 over tp, forward and backward, in units of (t-1)/t * b * s * D:

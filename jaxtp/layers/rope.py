@@ -19,7 +19,7 @@ RopeScalingKind = Literal["none", "linear", "llama3", "yarn"]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """How rotary frequencies are lowered for a context longer than the one trained on."""
+    """Scaling of rotary frequencies for a context longer than the one trained on."""
 
     kind: RopeScalingKind = "none"
     """linear divides every frequency; llama3 those of long wavelengths, with a smooth passage; yarn those that turn
@@ -118,7 +118,7 @@ def _kept_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Array:
 
 
 def _length(scaling: RopeScaling) -> float:
-    """What rotated queries and keys are multiplied by."""
+    """Returns the factor of rotated queries and keys."""
     if scaling.kind != "yarn":
         return 1.0
     if scaling.attention_factor is not None:

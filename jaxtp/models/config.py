@@ -1,4 +1,4 @@
-"""What a decoder is made of, and which meshes can hold it."""
+"""The settings of a decoder, the blocks that they come to, and the meshes that can hold it."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""What a step of a decoder moves, computes and holds on one device: sums of what its layers declare."""
+"""The costs of a step of a decoder on one device: sums of what its layers declare."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ _FURTHEST = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class StepCosts:
-    """What one device does in a step, and what it holds in one of its micro-batches."""
+    """The traffic and the products of a step on one device, and the bytes that a micro-batch holds there."""
 
     traffic: Mapping[Collective, int]
     """Collectives, and how often each runs."""
@@ -82,7 +82,7 @@ class StepCosts:
     """Number of elements of all adapters."""
 
     padding: float
-    """What padding adds to the weights of all blocks, as a share of them."""
+    """Elements that padding adds to the weights of all blocks, as a share of them."""
 
     @property
     def flops(self) -> float:

@@ -24,7 +24,7 @@ from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
 
 BlockMemory = Mapping[str, Memory]
-"""What a block remembers, by branch."""
+"""The memory of a block, by branch."""
 
 
 class DecoderBlock(nnx.Module):
@@ -134,14 +134,14 @@ class Decoder(nnx.Module):
         return {"sequence_parallel": self.config.sequence_parallel, "precision": self.config.precision}
 
     def __call__(self, ids_BT: Array, segments_BT: Array | None = None) -> Array:
-        """Logits `[B, T, V]` of the token after each position; `ids_BT` are integers below V.
+        """Returns logits `[B, T, V]` of the token after each position; `ids_BT` are integers below V.
 
         `segments_BT` tell apart the documents of a row (`layers/activations.py`): none sees another.
         """
         return self.logits_of_hidden(self.hidden(ids_BT, segments_BT=segments_BT))
 
     def logits_of_hidden(self, x_BTD: Array) -> Array:
-        """Logits `[B, T, V]` from final hidden states `[B, T, D]`, of any positions."""
+        """Returns logits `[B, T, V]` from final hidden states `[B, T, D]`, of any positions."""
         return vocab_parallel_logits(
             x_BTD,
             self._head_table(),
@@ -159,7 +159,7 @@ class Decoder(nnx.Module):
         z_loss: float = 0.0,
         dropout_keys: Array | None = None,
     ) -> tuple[Array, Array]:
-        """Summed cross-entropy in nats, and the number of labels that count (not -100); float32 scalars.
+        """Returns the summed cross-entropy in nats and the number of labels that count (not -100), as float32 scalars.
 
         The logits are never whole: see `layers.loss`.
 
@@ -173,7 +173,7 @@ class Decoder(nnx.Module):
         return self.loss_of_hidden(self.hidden(ids_BT, dropout_keys, segments_BT), labels_BT, z_loss=z_loss)
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
-        """As `loss`, from the final hidden states `[B, T, D]`."""
+        """Returns what `loss` does, from the final hidden states `[B, T, D]`."""
         return vocab_parallel_cross_entropy(
             x_BTD,
             self._head_table(),
@@ -270,7 +270,7 @@ class Decoder(nnx.Module):
 
 
 def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    """How to build a decoder from its arrays, and their shapes, dtypes and declared splits; nothing is computed.
+    """Returns how to build a decoder from its arrays, and their shapes, dtypes and splits; nothing is computed.
 
     Call it where the decoder is to be: under its mesh, or without one.
     """
