@@ -244,9 +244,10 @@ def changed(config: T, values: Mapping[str, Any]) -> T:
 
 
 def to_plain(config: Any) -> dict[str, Any]:
-    """The configuration as plain dicts, lists, strings and numbers."""
+    """Returns the configuration as plain dicts, lists, strings and numbers; each section as the class that it is."""
     plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json")
-    return plain
+    inner = {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
+    return plain | inner
 
 
 def to_yaml(config: Any) -> str:
@@ -311,6 +312,10 @@ def _named(flags: Sequence[str]) -> Iterator[str]:
 def _complaint(item: Mapping[str, Any]) -> str:
     if item["type"] == "tuple_type":
         return "should be a list, such as [a, b]"
+    if item["type"] == "dict_type":
+        return "should be a mapping, such as {a: 1}"
+    if item["type"] == "too_long":
+        return f"has {item['ctx']['actual_length']:,} values, and at most {item['ctx']['max_length']:,} are taken"
     if item["type"] == "path_type":
         return "should be a path"
     if item["type"] == "dataclass_type":
@@ -326,7 +331,11 @@ def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterat
             close = difflib.get_close_matches(shown(key), known, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(known)}"
             yield f"{prefix}{shown(key)}: unknown key; {hint}"
-        elif isinstance(value, bool) and known[key] in (int, float):
+        elif (
+            isinstance(value, bool)
+            and {int, float} & (kinds := {known[key], *get_args(known[key])})
+            and bool not in kinds
+        ):
             yield f"{prefix}{key} = {value}: should be a number"  # YAML reads yes and on as true, and true as 1
         elif dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
             yield from _unknown_keys(known[key], value, f"{prefix}{key}.")

@@ -17,17 +17,19 @@ def rotate(x, theta):
     return jnp.concatenate([rotated.real, rotated.imag], axis=-1)
 
 
-def attention(x, w, num_heads, num_kv_heads, head_dim, theta):
-    """`w`: q, k, v, o and optionally bq, bk, bv, bo."""
+def attention(x, w, num_heads, num_kv_heads, head_dim, theta, window=None):
+    """`w`: q, k, v, o and optionally bq, bk, bv, bo. A position sees `window` of those up to itself, or all."""
     batch, length, _ = x.shape
     project = lambda name, heads: (x @ w[name] + w.get("b" + name, 0.0)).reshape(batch, length, heads, head_dim)
     q, k, v = project("q", num_heads), project("k", num_kv_heads), project("v", num_kv_heads)
     q, k = rotate(q, theta), rotate(k, theta)
+    distance = jnp.arange(length)[:, None] - jnp.arange(length)
+    seen = (distance >= 0) & (distance < (window or length))
     outputs = []
     for head in range(num_heads):
         shared = head // (num_heads // num_kv_heads)
         scores = jnp.einsum("bth,bsh->bts", q[:, :, head], k[:, :, shared]) / jnp.sqrt(head_dim)
-        scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, -jnp.inf)
+        scores = jnp.where(seen, scores, -jnp.inf)
         outputs.append(jax.nn.softmax(scores, axis=-1) @ v[:, :, shared])
     return jnp.concatenate(outputs, axis=-1) @ w["o"] + w.get("bo", 0.0)
 
@@ -60,13 +62,18 @@ def named(weights, names, prefix=""):
     return {short: weights[prefix + long] for short, long in names.items() if prefix + long in weights}
 
 
-def decoder_logits(weights, config, ids):
-    """The whole model from a dict of its weights."""
+def decoder_logits(weights, config, ids, layers=None):
+    """The whole model from a dict of its weights.
+
+    `layers`: of every layer the stack that it is in, its place there, its window and the base of its rotation.
+    """
     x = weights["embedding.embedding"][ids]
-    for layer in range(config.num_layers):
-        w = {name.removeprefix("blocks."): a[layer] for name, a in weights.items() if name.startswith("blocks.")}
+    for stack, place, window, theta in layers or [
+        ("blocks", i, None, config.rope_theta) for i in range(config.num_layers)
+    ]:
+        w = {name.removeprefix(f"{stack}."): a[place] for name, a in weights.items() if name.startswith(f"{stack}.")}
         normed = rms_norm(x, w["attention_norm.scale"], config.norm_eps)
-        heads = (config.num_heads, config.num_kv_heads, config.head_dim, config.rope_theta)
+        heads = (config.num_heads, config.num_kv_heads, config.head_dim, theta, window)
         x = x + attention(normed, named(w, ATTENTION, "attention."), *heads)
         x = x + swiglu(rms_norm(x, w["mlp_norm.scale"], config.norm_eps), named(w, MLP, "mlp."))
     x = rms_norm(x, weights["norm.scale"], config.norm_eps)

@@ -48,6 +48,19 @@ def without_mesh(build, weights):
 by_name = on_host
 
 
+def cached_and_whole(graph, state, ids, cut):
+    """The hidden states of rows that are read in two parts from a cache, and at once."""
+
+    @jax.jit
+    def run(state, first, second):
+        model, (rows, length) = nnx.merge(graph, state), ids.shape
+        past, found = model.extend(model.empty_cache(rows, length), first, jnp.full(rows, cut))
+        _, rest = model.extend(past, second, jnp.full(rows, length - cut))
+        return jnp.concatenate([found, rest], axis=1), model.hidden(jnp.concatenate([first, second], axis=1))
+
+    return run(state, ids[:, :cut], ids[:, cut:])
+
+
 def sweep(cases, *first):
     """Parameters of a test with one argument: every case, those that are not among `first` in the wide tier."""
     assert all(case in cases for case in first), "a case of the default suite is not among the cases"

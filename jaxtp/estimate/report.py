@@ -203,8 +203,11 @@ def unit_of(largest: float) -> tuple[str, float]:
 
 def is_plain(model: ModelConfig) -> bool:
     """Whether the formulas are exact for it: a Llama; biases, q/k norms, adapters and tied tables make them bounds."""
-    biases = model.attention_bias or model.attention_out_bias or model.mlp_bias
-    return not (biases or model.tie_embeddings or model.lora.rank) and model.qk_norm == "none"
+    plain = all(
+        not (block.attention_bias or block.attention_out_bias or block.mlp_bias) and block.qk_norm == "none"
+        for block in model.block_kinds()
+    )
+    return plain and not (model.tie_embeddings or model.lora.rank)
 
 
 def provenance_of_moves(config: TrainConfig) -> str:

@@ -2,14 +2,14 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import count, groupby
+from itertools import count, groupby, islice
 from typing import Annotated, Any
 
 import tyro
 from flax import nnx
-from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic import AfterValidator, Field
 
 from jaxtp.config import ConfigError, Count, Keys, Positive, UserPath, allowed, changed, to_plain, validate
 from jaxtp.hints import Problem, explained, not_divisible
@@ -26,18 +26,17 @@ _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="K
 """The flag is called what commands without this section call it too."""
 
 
-def _pairs(value: Any) -> Any:
-    """Returns mappings as tuples of pairs, at every depth."""
-    return tuple((key, _pairs(inner)) for key, inner in value.items()) if isinstance(value, Mapping) else value
+class Changes(dict[str, Any]):
+    """Settings in which a block differs from the model's; nobody changes them, so that they have a hash."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self))
 
 
-def _mapping(value: Any) -> Any:
-    """Returns tuples of pairs as mappings, at every depth."""
-    return {key: _mapping(inner) for key, inner in value} if isinstance(value, tuple) else value
-
-
-BlockChanges = Annotated[tuple[tuple[str, Any], ...], BeforeValidator(_pairs), PlainSerializer(_mapping)]
-"""Settings in which a block differs from the model's: a mapping, kept as pairs, which have a hash."""
+BlockChanges = Annotated[dict[str, Any], AfterValidator(Changes)]
+MAX_DESCRIBED = 128
+"""Blocks that a pattern can have: each kind is compiled by itself."""
+_Described = Annotated[tuple[BlockChanges, ...], Field(max_length=MAX_DESCRIBED), tyro.conf.Fixed]
 
 
 BLOCKS = "blocks"
@@ -61,9 +60,8 @@ class Stack:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(BlockConfig):
-    """A decoder composed from blocks. Their settings hold for all, but for what `first_blocks` or `pattern` change; the
-    defaults are Llama's."""
+class DecoderSizes:
+    """Where a model comes from, and its sizes: what comes first in `--help`."""
 
     from_hf: UserPath | None = None
     """Folder of a model in Hugging Face format, to begin with its weights; the sizes below are then its own."""
@@ -81,12 +79,18 @@ class ModelConfig(BlockConfig):
     num_layers: Count = 4
     """Decoder blocks, stacked and run by one scan."""
 
-    first_blocks: Annotated[tuple[BlockChanges, ...], tyro.conf.Fixed] = ()
+    first_blocks: _Described = ()
     """In a YAML file: a mapping for each of the first blocks, of the settings in which it differs from the model's."""
 
-    pattern: Annotated[tuple[BlockChanges, ...], tyro.conf.Fixed] = ()
+    pattern: _Described = ()
     """In a YAML file: mappings of settings for blocks that repeat after the first ones, such as
     [{sliding_window: 4096}, {}] for blocks that see a window and all positions in turn."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig(BlockConfig, DecoderSizes):
+    """A decoder composed from blocks. Their settings hold for all, but for what `first_blocks` or `pattern` change; the
+    defaults are Llama's."""
 
     learned_positions: Count | None = None
     """Positions that have a learned vector, which is added to the embedding; a sequence can be no longer."""
@@ -124,7 +128,9 @@ class ModelConfig(BlockConfig):
 
     def __post_init__(self) -> None:
         for name in ("first_blocks", "pattern"):
-            object.__setattr__(self, name, tuple(map(_pairs, getattr(self, name))))
+            if isinstance(given := getattr(self, name), list | tuple):
+                hashable = (Changes(changes) if isinstance(changes, Mapping) else changes for changes in given)
+                object.__setattr__(self, name, tuple(hashable))
 
     def stacks(self) -> tuple[Stack, ...]:
         """Returns the blocks, first to last: what the pattern does not divide is a stack of its own.
@@ -178,17 +184,35 @@ class ModelConfig(BlockConfig):
         heads = f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
         return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}"
 
-    def changed_block(self, place: str, changes: BlockChanges) -> BlockConfig:
-        """Returns the settings of a block with some changed; `place` names them in errors."""
+    def described(self) -> dict[str, BlockConfig]:
+        """Returns the settings of the blocks that differ from the model's, by their places: `model.pattern[0]`.
+
+        Raises:
+          ConfigError: one has a setting that is none, or a value that cannot be.
+        """
+        places = (("first_blocks", self.first_blocks), ("pattern", self.pattern))
+        given = {f"model.{name}[{i}]": changes for name, found in places for i, changes in enumerate(found)}
+        return {place: self._changed_block(place, changes) for place, changes in given.items()}
+
+    def block_kinds(self) -> tuple[BlockConfig, ...]:
+        """Returns the settings of every kind of block, each once."""
+        return tuple(dict.fromkeys(block for stack in self.stacks() for block in stack.pattern))
+
+    def _changed_block(self, place: str, changes: BlockChanges) -> BlockConfig:
         block = self.block()
-        values = {**dataclasses.asdict(block), **_mapping(changes)}
-        return validate(type(block), values, source=f"model.{place}")
+        own = {field.name for field in dataclasses.fields(block)} - {"attention"}  # a kernel is chosen for all blocks
+        if shared := [name for name in changes if name in vars(self) and name not in own]:
+            instead = ", ".join(f"model.{name}" for name in shared)
+            raise ConfigError(
+                f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for all of them"
+            )
+        return validate(type(block), {**dataclasses.asdict(block), **changes}, source=place)
 
 
 @lru_cache(maxsize=256)
 def _stacks(config: ModelConfig) -> tuple[Stack, ...]:
-    first = [config.changed_block(f"first_blocks[{i}]", changes) for i, changes in enumerate(config.first_blocks)]
-    pattern = [config.changed_block(f"pattern[{i}]", changes) for i, changes in enumerate(config.pattern)]
+    described = list(config.described().values())
+    first, pattern = described[: len(config.first_blocks)], described[len(config.first_blocks) :]
     if len(set(pattern)) < 2:
         pattern = pattern[:1] or [config.block()]
     turns, rest = divmod(config.num_layers - len(first), len(pattern))
@@ -224,8 +248,7 @@ def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
     """Returns the sizes that tp devices pad: what each is, and what it is padded to, by name."""
-    blocks = dict.fromkeys(block for stack in config.stacks() for block in stack.pattern)
-    found = (size for block in blocks for size in block.padding(tp))
+    found = (size for block in config.block_kinds() for size in block.padding(tp))
     return {name: (size, padded) for name, size, padded in found if padded != size}
 
 
@@ -234,12 +257,11 @@ def shrunk(config: ModelConfig, small: Small) -> ModelConfig:
     pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
     turns, rest = divmod(config.num_layers - first, pattern)
 
-    def changes(place: str, found: Sequence[BlockChanges]) -> Any:
-        blocks = (config.changed_block(place, own) for own in found)
-        return tuple(
-            {name: block.smaller(small).get(name, value) for name, value in _mapping(own).items()}
-            for own, block in zip(found, blocks, strict=True)
-        )
+    every = (*config.first_blocks, *config.pattern)
+    changes = [
+        Changes({name: block.smaller(small).get(name, value) for name, value in own.items()})
+        for own, block in zip(every, config.described().values(), strict=True)
+    ]
 
     return dataclasses.replace(
         config,
@@ -247,13 +269,15 @@ def shrunk(config: ModelConfig, small: Small) -> ModelConfig:
         d_model=like(0, small.shards, _MIN_D_MODEL),
         num_layers=first + pattern * min(turns, _MAX_TURNS) + rest,
         loss_chunk=small.positions(config.loss_chunk),
-        first_blocks=changes("first_blocks", config.first_blocks),
-        pattern=changes("pattern", config.pattern),
+        first_blocks=tuple(changes[:first]),
+        pattern=tuple(changes[first:]),
         learned_positions=config.learned_positions and small.positions(config.learned_positions),
         **config.smaller(small),
     )
 
 
+_MAX_UNFIT = 4
+"""Kinds of blocks whose problems are told: those of the others are seen when these are gone."""
 _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 _NOT_ARCHITECTURE = {
     *("from_hf", "ignore_config", "attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk"),
@@ -286,13 +310,18 @@ def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = Fa
 
 def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields the same reasons, without suggestions."""
-    if config.num_layers < len(config.first_blocks) + max(1, len(config.pattern)):
-        given = f"{len(config.first_blocks)} in model.first_blocks and {len(config.pattern)} in model.pattern"
-        yield Problem(f"model.num_layers={config.num_layers} is less than the blocks that are described: {given}")
+    first, pattern = len(config.first_blocks), len(config.pattern)
+    if config.num_layers < first + pattern:
+        given = f"{first} in model.first_blocks and {pattern} in model.pattern"
+        yield Problem(
+            f"model.num_layers={config.num_layers} is less than the blocks that are described: {given}; at least "
+            f"{first + pattern} works"
+        )
         return
-    blocks = dict.fromkeys(block for stack in config.stacks() for block in stack.pattern)
-    found = (problem for block in blocks for problem in block.problems(mesh))
-    yield from {problem.text: problem for problem in found}.values()
+    places = {block: f"{place}: " for place, block in reversed(config.described().items())} | {config.block(): ""}
+    by_kind = ((places[block], list(block.problems(mesh))) for block in config.block_kinds())
+    for place, found in islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT):
+        yield from (replace(problem, text=place + problem.text) for problem in found)
     shards, among = parts(mesh, STORAGE), dict.fromkeys(settings_of(STORAGE), config.d_model)
     yield from not_divisible("model.d_model", config.d_model, " * ".join(among), shards, among)
 

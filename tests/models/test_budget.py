@@ -3,6 +3,7 @@
 import dataclasses
 from collections import Counter
 
+import accounts
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,16 +12,9 @@ from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.audit.census import count_collectives
-from jaxtp.communication import bytes_by_place
-from jaxtp.data.loader import abstract_batch
 from jaxtp.layers import remat
 from jaxtp.layers.lora import LoraConfig, trained
 from jaxtp.mesh import mesh_sizes
-from jaxtp.models.costs import step_costs
-from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig
-from jaxtp.train.state import plan_state
-from jaxtp.train.step import StepSettings, make_train_step
 
 B, T = 8, 16
 CONFIG = {"d_model": 64, "d_ff": 96, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
@@ -105,7 +99,7 @@ def test_frozen_weights_are_gathered_again_too(policy):
     assert units_over_tp(found, (1, 2, 4)) == SEQUENCE_PARALLEL[policy]
 
 
-STEP_B, V = 16, 61
+V = 61
 PLAIN = jaxtp.ModelConfig(vocab_size=64, num_layers=3, loss_chunk=5, **CONFIG)
 BIASED = dataclasses.replace(
     PLAIN, vocab_size=V, tie_embeddings=True, attention_bias=True, attention_out_bias=True, mlp_bias=True
@@ -127,19 +121,6 @@ BOUNDED = {
 }
 
 
-def step_bytes(config, mesh, accumulation=1):
-    """Bytes sent by place: counted in the jaxpr of a whole step, and as budgeted."""
-    mesh = jaxtp.make_mesh(*mesh)
-    settings = OptimizerConfig()
-    plan = plan_state(config, optimizers.build(settings, 10), mesh)
-    step = make_train_step(plan, optimizers.learning_rate(settings, 10), StepSettings(accumulation))
-    with jax.set_mesh(mesh):
-        jaxpr = step.trace(plan.abstract, abstract_batch(mesh, STEP_B, T)).jaxpr
-    sizes = mesh_sizes(mesh)
-    budget = step_costs(config, sizes, batch_size=STEP_B, sequence_length=T, accumulation=accumulation).budget
-    return bytes_by_place(count_collectives(jaxpr, sizes)), budget
-
-
 @pytest.mark.parametrize(
     ("mesh", "policy", "sequence_parallel"),
     sweep_of(
@@ -152,7 +133,7 @@ def step_bytes(config, mesh, accumulation=1):
 )
 def test_a_step_moves_its_budget(mesh, policy, sequence_parallel):
     config = dataclasses.replace(PLAIN, remat=policy, sequence_parallel=sequence_parallel)
-    counted, budget = step_bytes(config, mesh)
+    counted, budget = accounts.step_bytes(config, mesh)
     assert counted == pytest.approx(budget)
 
 
@@ -163,7 +144,8 @@ def test_a_step_moves_its_budget(mesh, policy, sequence_parallel):
 )
 def test_the_budget_is_exact(case):
     name, policy = case
-    counted, budget = step_bytes(dataclasses.replace(EXACT[name], remat=policy), (1, 2, 4), accumulation=2)
+    config = dataclasses.replace(EXACT[name], remat=policy)
+    counted, budget = accounts.step_bytes(config, (1, 2, 4), accumulation=2)
     assert counted == pytest.approx(budget)
 
 
@@ -176,7 +158,7 @@ def test_the_budget_is_exact(case):
     ids=str,
 )
 def test_norms_of_queries_and_keys_stay_within_the_budget(name, mesh, policy):
-    counted, budget = step_bytes(dataclasses.replace(BOUNDED[name], remat=policy), mesh)
+    counted, budget = accounts.step_bytes(dataclasses.replace(BOUNDED[name], remat=policy), mesh)
     assert counted.keys() <= budget.keys()
     assert all(sent <= budget[place] * (1 + 1e-9) for place, sent in counted.items())
 
@@ -184,9 +166,9 @@ def test_norms_of_queries_and_keys_stay_within_the_budget(name, mesh, policy):
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "all-reduce"])
 def test_embedding_head_and_loss_move_what_the_design_says(sequence_parallel):
     """An all-reduce or its two halves for embedding and head; for the loss three all-reduces of a float per token."""
-    tp, tokens = 8, STEP_B * T
+    tp, tokens = 8, accounts.B * accounts.T
     config = dataclasses.replace(PLAIN, sequence_parallel=sequence_parallel)
-    counted, _ = step_bytes(config, (1, 1, tp))
+    counted, _ = accounts.step_bytes(config, (1, 1, tp))
     ring = (tp - 1) / tp
     assert counted["vocab_parallel_embedding", ("tp",)] == 2 * ring * tokens * config.d_model * 4
     head = 2 * ring * tokens * config.d_model * 4

@@ -2,13 +2,11 @@
 
 import dataclasses
 
-import jax
 import pytest
-from flax import nnx
+from accounts import kept, kept_activations
 
 import jaxtp
-from jaxtp.layers import remat
-from jaxtp.layers.lora import LoraConfig, trained
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import AXES
 from jaxtp.models.costs import step_costs
 
@@ -34,27 +32,15 @@ ADAPTERS = {
 @pytest.mark.parametrize("policy", ["full", "save_gathered", "save_dots"])
 def test_a_block_keeps_the_activations_that_are_counted(policy, lora):
     config = dataclasses.replace(MODEL, remat=policy, lora=lora)
-    activations = sum(array.size * array.dtype.itemsize for array in kept(config) if array.ndim > 2)
-    assert activations == step_costs(config, dict.fromkeys(AXES, 1), batch_size=B, sequence_length=T).kept
+    assert (
+        kept_activations(config, B, T)
+        == step_costs(config, dict.fromkeys(AXES, 1), batch_size=B, sequence_length=T).kept
+    )
 
 
 @pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize("policy", ["none", "full", "save_gathered", "save_dots"])
 def test_weights_are_kept_as_they_are_stored(policy, lora):
     """In their own dtype: the result of a cast would be that of a gather too."""
-    weights = [array for array in kept(dataclasses.replace(MODEL, remat=policy, lora=lora)) if array.ndim <= 2]
+    weights = [array for array in kept(dataclasses.replace(MODEL, remat=policy, lora=lora), B, T) if array.ndim <= 2]
     assert {array.dtype.name for array in weights} == {"float32"}
-
-
-def kept(config):
-    """The arrays that autodiff keeps of one block, abstract."""
-    with jax.set_mesh(jaxtp.make_mesh(1, 1, 1)):
-        abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
-        graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
-        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat))
-        x = jax.ShapeDtypeStruct((B, T, config.d_model), config.precision.compute)
-        backward = jax.eval_shape(
-            lambda x, params, frozen: jax.vjp(lambda x, params: block(x, params, frozen), x, params)[1],
-            *(x, params, frozen),
-        )
-    return jax.tree.leaves(backward)

@@ -2,37 +2,18 @@
 
 import dataclasses
 
-import jax
 import pytest
+from accounts import B, T, compiled_flops
 
 import jaxtp
-from jaxtp.audit.compiling import compile_with_spmd_text
-from jaxtp.audit.hlo import count_flops_in_hlo
-from jaxtp.data.loader import abstract_batch
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.costs import step_costs
-from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig
-from jaxtp.train.state import plan_state
-from jaxtp.train.step import StepSettings, make_train_step
 
-B, T = 16, 16
 MODEL = jaxtp.ModelConfig(
     vocab_size=61, d_model=32, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64, loss_chunk=8
 )
 SHAPE = {"batch_size": B, "sequence_length": T}
-
-
-def compiled_flops(config, mesh, accumulation):
-    mesh = jaxtp.make_mesh(*mesh)
-    plan = plan_state(config, optimizers.build(OptimizerConfig(), 10), mesh)
-    schedule = optimizers.learning_rate(OptimizerConfig(), 10)
-    step = make_train_step(plan, schedule, StepSettings(accumulation))
-    with jax.set_mesh(mesh):
-        lowered = step.lower(plan.sharded, abstract_batch(mesh, B, T))
-    _, text = compile_with_spmd_text(lowered, {"xla_backend_optimization_level": 0})
-    return count_flops_in_hlo(text)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""What a step really moves, computes and keeps, to hold against what its layers declare."""
+
+import jax
+from flax import nnx
+
+import jaxtp
+from jaxtp.audit.census import count_collectives
+from jaxtp.audit.compiling import compile_with_spmd_text
+from jaxtp.audit.hlo import count_flops_in_hlo
+from jaxtp.communication import bytes_by_place
+from jaxtp.data.loader import abstract_batch
+from jaxtp.layers import remat
+from jaxtp.layers.lora import trained
+from jaxtp.mesh import mesh_sizes
+from jaxtp.models.costs import step_costs
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import StepSettings, make_train_step
+
+B, T = 16, 16
+"""Sequences of a step, and their length."""
+
+
+def step_of(config, mesh, accumulation):
+    """A training step, and the plan of its state."""
+    settings = OptimizerConfig()
+    plan = plan_state(config, optimizers.build(settings, 10), mesh)
+    return make_train_step(plan, optimizers.learning_rate(settings, 10), StepSettings(accumulation)), plan
+
+
+def step_bytes(config, mesh, accumulation=1):
+    """Bytes sent by place: counted in the jaxpr of a whole step, and as budgeted."""
+    mesh = jaxtp.make_mesh(*mesh)
+    step, plan = step_of(config, mesh, accumulation)
+    with jax.set_mesh(mesh):
+        jaxpr = step.trace(plan.abstract, abstract_batch(mesh, B, T)).jaxpr
+    sizes = mesh_sizes(mesh)
+    budget = step_costs(config, sizes, batch_size=B, sequence_length=T, accumulation=accumulation).budget
+    return bytes_by_place(count_collectives(jaxpr, sizes)), budget
+
+
+def compiled_flops(config, mesh, accumulation):
+    """Operations in the products of a whole step, after partitioning."""
+    mesh = jaxtp.make_mesh(*mesh)
+    step, plan = step_of(config, mesh, accumulation)
+    with jax.set_mesh(mesh):
+        lowered = step.lower(plan.sharded, abstract_batch(mesh, B, T))
+    _, text = compile_with_spmd_text(lowered, {"xla_backend_optimization_level": 0})
+    return count_flops_in_hlo(text)
+
+
+def kept(config, rows, length):
+    """The arrays that autodiff keeps of one block, abstract."""
+    with jax.set_mesh(jaxtp.make_mesh(1, 1, 1)):
+        abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
+        graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
+        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat))
+        x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.precision.compute)
+        backward = jax.eval_shape(
+            lambda x, params, frozen: jax.vjp(lambda x, params: block(x, params, frozen), x, params)[1],
+            *(x, params, frozen),
+        )
+    return jax.tree.leaves(backward)
+
+
+def kept_activations(config, rows, length):
+    """Bytes of what is kept of a block, but for its weights."""
+    return sum(array.size * array.dtype.itemsize for array in kept(config, rows, length) if array.ndim > 2)

@@ -1,0 +1,164 @@
+"""Models whose blocks differ: first ones, a pattern that repeats, and a rest that it does not divide."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import reference
+from accounts import step_bytes
+from flax import nnx
+from support import assert_close, by_name, cached_and_whole, random_weights, state_on_mesh, without_mesh
+
+import jaxtp
+from jaxtp.config import ConfigError, from_yaml, to_yaml
+from jaxtp.mesh import sized
+from jaxtp.models.config import checked
+from jaxtp.train.__main__ import main
+from jaxtp.train.config import TrainConfig
+
+B, T = 8, 8
+PLAIN = jaxtp.ModelConfig(
+    vocab_size=32, d_model=16, num_layers=6, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=24, loss_chunk=8
+)
+MODEL = dataclasses.replace(
+    PLAIN, first_blocks=({"rope_theta": 50.0},), pattern=({"sliding_window": 3}, {"rope_theta": 100.0})
+)
+LAYERS = [
+    ("blocks.0", 0, None, 50.0),
+    *(("blocks.1", 0, 3, 10_000.0), ("blocks.2", 0, None, 100.0)),
+    *(("blocks.1", 1, 3, 10_000.0), ("blocks.2", 1, None, 100.0)),
+    ("blocks.3", 0, 3, 10_000.0),
+]
+IDS = np.random.default_rng(0).integers(0, PLAIN.vocab_size, (B, T), np.int32)
+
+
+def build(config):
+    return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+
+
+WEIGHTS = random_weights(build(MODEL))
+
+
+def loss_and_gradients(graph, state):
+    loss = lambda state: nnx.merge(graph, state).loss(IDS, IDS)[0]
+    return jax.jit(jax.value_and_grad(loss))(state)
+
+
+def named(state):
+    return {".".join(map(str, path)): variable[...] for path, variable in nnx.to_flat_state(state)}
+
+
+@pytest.fixture(scope="module")
+def ours():
+    """Loss and gradients by the model, without a mesh."""
+    loss, gradients = loss_and_gradients(*without_mesh(build(MODEL), WEIGHTS))
+    return loss, named(gradients)
+
+
+def test_it_equals_the_plain_mathematics(ours):
+    plain = lambda w: reference.cross_entropy(reference.decoder_logits(w, MODEL, IDS, LAYERS), IDS)[0]
+    loss, gradients = jax.jit(jax.value_and_grad(plain))(WEIGHTS)
+    np.testing.assert_allclose(ours[0], loss, rtol=1e-6)
+    assert_close(ours[1], gradients)
+
+
+def test_a_mesh_changes_nothing(ours):
+    mesh = jaxtp.make_mesh(2, 2, 2)
+    graph, state = state_on_mesh(build(MODEL), WEIGHTS, mesh)
+    with jax.set_mesh(mesh):
+        loss, gradients = loss_and_gradients(graph, state)
+    np.testing.assert_allclose(ours[0], loss, rtol=1e-6)
+    assert_close(by_name(gradients, mesh), ours[1])
+
+
+def test_the_budget_is_exact():
+    counted, budget = step_bytes(MODEL, (2, 2, 2))
+    assert counted == pytest.approx(budget)
+
+
+def test_cached_equals_uncached():
+    cached, whole = cached_and_whole(*without_mesh(build(MODEL), WEIGHTS), IDS, 5)
+    assert_close({"hidden": cached}, {"hidden": whole})
+
+
+def test_scan_pattern_and_unrolling_draw_the_same_dropout():
+    """A window of all positions makes another kind of block of the same mathematics."""
+    alike = dataclasses.replace(PLAIN, num_layers=4, dropout=0.4)
+    in_turn = dataclasses.replace(alike, pattern=({"sliding_window": T}, {}))
+    weights = random_weights(build(alike))
+    blocks = {name.removeprefix("blocks."): array for name, array in weights.items() if name.startswith("blocks.")}
+    turned = {name: array for name, array in weights.items() if not name.startswith("blocks.")}
+    turned |= {f"blocks.{i}.{name}": array[i::2] for name, array in blocks.items() for i in (0, 1)}
+    keys = jax.random.split(jax.random.key(1), B)
+
+    def of(config, weights):
+        graph, state = without_mesh(build(config), weights)
+        return jax.jit(lambda state: nnx.merge(graph, state).loss(IDS, IDS, dropout_keys=keys)[0])(state)
+
+    expected = of(alike, weights)
+    np.testing.assert_allclose(of(in_turn, turned), expected, rtol=1e-6)
+    np.testing.assert_allclose(of(dataclasses.replace(in_turn, scan_layers=False), turned), expected, rtol=1e-6)
+
+
+def test_equal_blocks_are_one_stack_whatever_describes_them():
+    for described in ({"pattern": ({}, {})}, {"pattern": ({"num_heads": 4}, {}, {})}, {"pattern": ({"d_ff": 24},)}):
+        (stack,) = dataclasses.replace(PLAIN, **described).stacks()
+        assert stack == PLAIN.stacks()[0]
+
+
+def test_it_is_written_as_mappings_and_read_back(tmp_path):
+    run = TrainConfig(model=dataclasses.replace(MODEL, pattern=({"rope_scaling": {"kind": "yarn"}}, {})))
+    file = tmp_path / "run.yaml"
+    file.write_text(to_yaml(run))
+    assert "  pattern:\n  - rope_scaling:\n      kind: yarn\n  - {}\n" in file.read_text()
+    assert from_yaml(TrainConfig, file) == run
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("pattern: 3", "model.pattern = 3: should be a list"),
+        ("pattern: [3]", "model.pattern.0 = 3: should be a mapping"),
+        ("pattern: [[[sliding_window, 4]]]", "model.pattern.0 = [['sliding_window', 4]]: should be a mapping"),
+        ("pattern: {sliding_window: 4}", "model.pattern = {'sliding_window': 4}: should be a list"),
+        ("pattern: [{sliding_windw: 4}]", "sliding_windw: unknown key; did you mean sliding_window?"),
+        (
+            "pattern: [{}, {sliding_window: [4]}]",
+            "model.pattern[1]:\n  sliding_window = [4]: should be a valid integer",
+        ),
+        ("pattern: [{sliding_window: true}]", "model.pattern[0]:\n  sliding_window = True: should be a number"),
+        ("sliding_window: true", "model.sliding_window = True: should be a number"),
+        (
+            "first_blocks: [{rope_scaling: {knd: yarn}}]",
+            "rope_scaling.knd: unknown key; did you mean rope_scaling.kind?",
+        ),
+        ("pattern: [{d_model: 4}]", "model.pattern[0]: d_model cannot differ between blocks; set model.d_model"),
+        ("pattern: [{attention: cudnn}]", "attention cannot differ between blocks; set model.attention"),
+        ("pattern: [{num_heads: 12}]", "model.pattern[0]: model.num_heads=12 is not divisible by model.num_kv_heads=8"),
+        ("{attention: cudnn, pattern: [{attention_softcap: 5.0}]}", "model.pattern[0]: model.attention=cudnn has no"),
+        ("{num_layers: 2, first_blocks: [{}, {}, {}]}", "3 in model.first_blocks and 0 in model.pattern; at least 3"),
+        (f"pattern: [{'{}, ' * 200}]", "has 200 values, and at most 128 are taken"),
+    ],
+)
+def test_a_pattern_that_cannot_be_is_one_error(model, message, tmp_path, capsys):
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {model}" if model.startswith("{") else f"model: {{{model}}}")
+    assert main(["--config", str(file), "--run.dir", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) <= 3
+    assert not (tmp_path / "run").exists()
+
+
+def test_problems_of_many_kinds_of_blocks_are_told_of_the_first_few():
+    many = dataclasses.replace(PLAIN, num_layers=100, pattern=tuple({"num_heads": 2 * n + 1} for n in range(100)))
+    with pytest.raises(ConfigError) as caught:
+        checked(many, sized())
+    assert 2 <= len(str(caught.value).splitlines()) <= 10
+
+
+@pytest.mark.parametrize("pattern", [3, (3,), "local", ({"sliding_window": {}},), ({3: 4},)], ids=str)
+def test_in_python_too(pattern):
+    with pytest.raises(ConfigError, match="pattern"):
+        checked(dataclasses.replace(PLAIN, pattern=pattern), sized())

@@ -1,0 +1,116 @@
+"""A model of a layer that the package does not know: what it declares is all that the rest asks for."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from accounts import B, T, compiled_flops, kept_activations, step_bytes
+from flax import nnx
+from support import assert_close, cached_and_whole, random_weights, sweep_of, without_mesh
+from toy_layer import ToyModel, WrongModel
+
+import jaxtp
+from jaxtp.check.locate import first_difference
+from jaxtp.check.parity import TOLERANCES, initial_arrays
+from jaxtp.check.run import verdicts
+from jaxtp.check.shrink import Case, shrink
+from jaxtp.config import ConfigError, to_plain, validate
+from jaxtp.estimate.search import describe_model, search, target
+from jaxtp.hardware_file import find
+from jaxtp.layers.parameter import Precision
+from jaxtp.mesh import fitting_meshes, sized
+from jaxtp.models.config import checked, violations
+from jaxtp.models.costs import step_costs
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.memory import memory_per_device
+
+MODEL = ToyModel(vocab_size=61, d_model=32, num_layers=2, d_ff=48, conv_features=32, loss_chunk=8)
+PATTERN = dataclasses.replace(MODEL, num_layers=3, pattern=({"conv_width": 2}, {}))
+"""Two kinds of convolution in turn, and one left over."""
+TP = Case(sized(tp=2), True)
+CONFIG = TrainConfig(model=PATTERN, data=DataConfig(sequence_length=16, global_batch_size=16))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "remat"),
+    sweep_of([[(1, 1, 8), (1, 2, 4), (2, 2, 2)], ["full", "save_gathered", "save_dots"]], ((2, 2, 2), "full")),
+    ids=str,
+)
+def test_a_step_moves_its_budget(mesh, remat):
+    counted, budget = step_bytes(dataclasses.replace(PATTERN, remat=remat), mesh)
+    assert counted == pytest.approx(budget)
+    assert "convolution/causal_convolution" in {module for module, _ in counted} or mesh[1] == 1
+
+
+@pytest.mark.parametrize("remat", ["save_dots", pytest.param("full", marks=pytest.mark.wide)])
+def test_its_products_are_those_of_the_compiled_program(remat):
+    config = dataclasses.replace(MODEL, num_layers=1, remat=remat)
+    work = step_costs(config, sized(fsdp=2, tp=2), batch_size=B, sequence_length=T)
+    assert work.flops == compiled_flops(config, (1, 2, 2), 1)
+
+
+@pytest.mark.parametrize("remat", ["full", "save_gathered", "save_dots"])
+def test_a_block_keeps_what_it_declares(remat):
+    config = dataclasses.replace(MODEL, num_layers=1, remat=remat, precision=Precision(compute="bfloat16"))
+    declared = step_costs(config, sized(), batch_size=2, sequence_length=T).kept
+    assert declared == kept_activations(config, 2, T)
+
+
+def test_memory_and_the_search_for_a_setting():
+    small, large = (
+        memory_per_device(dataclasses.replace(CONFIG, model=dataclasses.replace(PATTERN, conv_features=n)), sized(tp=2))
+        for n in (32, 64)
+    )
+    assert large.parameters - small.parameters == 3 * 4 * 32 * (3 * 32 / 2) + 4 * 32 * (2 + 3 + 2) / 2
+    found = search(CONFIG, target(find("h100"), 8, 0.75), describe_model(CONFIG), fitting_meshes(8))
+    assert {setting.sizes["tp"] for setting in found.settings} == {1, 2, 4, 8}
+    assert all(setting.fits for setting in found.settings)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("case", [TP, Case(sized(dp=2, fsdp=2, tp=2), True)], ids=str)
+def test_the_check_passes(case):
+    small = shrink(CONFIG, [case])
+    (verdict,) = verdicts(small, [case])
+    assert verdict.passed, (verdict.errors, verdict.problems)
+
+
+def test_shrinking_keeps_its_structure():
+    small = shrink(dataclasses.replace(CONFIG, model=dataclasses.replace(PATTERN, num_layers=9)), [TP]).model
+    assert isinstance(small, ToyModel)
+    assert [(stack.repeats, [b.conv_width for b in stack.pattern]) for stack in small.stacks()] == [
+        (2, [2, 3]),
+        (1, [2]),
+    ]
+    assert small.conv_features < 32
+
+
+@pytest.mark.parametrize("kind", [ToyModel, WrongModel])
+def test_the_check_names_a_wrong_layer_and_no_other(kind):
+    model = kind(**vars(dataclasses.replace(MODEL, num_layers=1)))
+    small = shrink(dataclasses.replace(CONFIG, model=model), [TP])
+    where = first_difference(small, TP, initial_arrays(small), TOLERANCES["float32"].tensor)
+    if kind is ToyModel:
+        assert where is None
+    else:
+        assert where.startswith("blocks.0.convolution.convolution: its output is off")
+
+
+def test_sizes_that_do_not_fit_are_named():
+    (problem,) = violations(dataclasses.replace(MODEL, conv_features=36), sized(tp=8))
+    assert "model.conv_features=36 is not divisible by mesh.tp=8" in problem
+    with pytest.raises(ConfigError, match=r"model.pattern\[1\]:\n.*conv_widht: unknown key; did you mean conv_width"):
+        checked(dataclasses.replace(MODEL, pattern=({}, {"conv_widht": 2})), sized())
+
+
+def test_its_settings_are_written_and_read_back():
+    plain = to_plain(CONFIG)["model"]
+    assert plain["pattern"] == [{"conv_width": 2}, {}]
+    assert validate(ToyModel, plain, source="a file") == PATTERN
+
+
+def test_cached_equals_uncached():
+    build = lambda: jaxtp.Decoder(PATTERN, rngs=nnx.Rngs(0))
+    ids = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 6), np.int32)
+    cached, whole = cached_and_whole(*without_mesh(build, random_weights(build)), ids, 4)
+    assert_close({"hidden": cached}, {"hidden": whole})

@@ -1,0 +1,157 @@
+"""A layer that the package does not have, with its settings, and a model composed from it: a gated causal convolution.
+
+`out(silu(gate) * convolution(values))`: gate and values are one column layer's, the convolution mixes each feature with
+those of the positions before it in its document, and a row layer sums.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp.collectives import batch_spec, constrain, device_view
+from jaxtp.config import Count
+from jaxtp.hints import not_divisible
+from jaxtp.layers.activations import segment_positions
+from jaxtp.layers.branch import Branch, BranchConfig
+from jaxtp.layers.cache import LAYER_SPEC, insert
+from jaxtp.layers.costs import Cached, Kept, Streamed, Weight, Working, itemsize
+from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
+from jaxtp.layers.mlp import MLP
+from jaxtp.layers.parameter import own, parameter
+from jaxtp.mesh import TP
+from jaxtp.models.config import BlockConfig
+
+CONVOLUTION = "causal_convolution"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvolutionConfig(BranchConfig):
+    """Settings of a block's convolution."""
+
+    conv_features: Count = 64
+    """Features that are convolved. Divisible by mesh.tp."""
+
+    conv_width: Count = 3
+    """Positions that each one is made of, itself and those before it."""
+
+    def problems(self, sizes):
+        yield from super().problems(sizes)
+        among = {f"mesh.{TP}": self.conv_features}
+        yield from not_divisible("model.conv_features", self.conv_features, "mesh.tp", sizes[TP], among)
+
+    def smaller(self, small):
+        return {"conv_features": small.size(self.conv_features, 16), **super().smaller(small)}
+
+
+class CausalConvolution(nnx.Module):
+    """Taps `[W, F]`, of which each feature has its own; features are split over tp."""
+
+    def __init__(self, config, precision, rngs):
+        self.precision = precision
+        taps = 0.1 * jax.random.normal(rngs.params(), (config.conv_width, config.conv_features), precision.param)
+        self.taps = parameter("taps", taps, P(None, TP))
+
+    def __call__(self, values_BTF, segments_BT=None, memory=None, positions_BT=None):
+        weights, specs = own(self)
+        given = [x for x in (segments_BT, memory, positions_BT) if x is not None]
+        inner = [batch_spec(None) if x.ndim == 2 else LAYER_SPEC for x in given]
+        features = batch_spec(None, TP)
+        body = self._convolve if memory is None else self._extend
+        return device_view(body, CONVOLUTION, (specs, features, *inner), features)(weights, values_BTF, *given)
+
+    def _convolve(self, weights, values, segments=None):
+        length = values.shape[1]
+        positions = jnp.arange(length)[None] if segments is None else segment_positions(segments)
+        before = lambda k: jnp.pad(values, ((0, 0), (k, 0), (0, 0)))[:, :length]
+        return self._sum(weights, lambda k: jnp.where(positions[..., None] >= k, before(k), 0))
+
+    def _extend(self, weights, values, memory, positions):
+        every = insert(memory, values[..., None], positions)[..., 0]
+        before = lambda k: jnp.take_along_axis(every, (positions - k)[..., None], axis=1, mode="clip")
+        return self._sum(weights, lambda k: jnp.where(positions[..., None] >= k, before(k), 0))
+
+    def _sum(self, weights, before):
+        taps = self.precision.load(weights["taps"], None)
+        return sum(taps[k] * before(k) for k in range(taps.shape[0]))
+
+
+class GatedConvolution(Branch):
+    """The branch."""
+
+    def __init__(self, d_model, config, *, sequence_parallel, precision, rngs):
+        self.config, self.precision = config, precision
+        shared = {"sequence_parallel": sequence_parallel, "precision": precision, "rngs": rngs}
+        self.enter = ColumnParallelLinear(d_model, (config.conv_features, config.conv_features), **shared)
+        self.convolution = CausalConvolution(config, precision, rngs)
+        self.out = RowParallelLinear(config.conv_features, d_model, **shared)
+
+    def __call__(self, x_BTD, segments_BT=None):
+        gate_BTF, values_BTF = self.enter(x_BTD)
+        return self.out(jax.nn.silu(gate_BTF) * self.convolution(values_BTF, segments_BT))
+
+    def memory(self, num_rows, num_slots):
+        shape = (num_rows, num_slots, self.config.conv_features, 1)
+        return (constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC),)
+
+    def extend(self, x_BTD, memory, positions_BT):
+        gate_BTF, values_BTF = self.enter(x_BTD)
+        y_BTF = self.convolution(values_BTF, memory=memory[0], positions_BT=positions_BT)
+        return self.out(jax.nn.silu(gate_BTF) * y_BTF), (constrain(values_BTF[..., None], LAYER_SPEC),)
+
+    def costs(self, share, *, read):
+        config = self.config
+        features = share.tokens * (config.conv_features // share.tp) * itemsize(self.precision.compute)
+        size = config.conv_width * config.conv_features
+        yield from self.enter.costs(share, "gate, values")
+        yield Weight(module=CONVOLUTION, size=size, precision=self.precision, fsdp=False)
+        yield Streamed((config.conv_width + 3) * features)
+        yield Working((config.conv_width + 3) * features)
+        if share.remat == "none":
+            yield Kept((config.conv_width + 4) * features)
+        yield Cached(features)
+        yield from self.out.costs(share, "convolution out", read=read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyBlock(ConvolutionConfig, BlockConfig):
+    """A convolution and an MLP."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToyModel(jaxtp.ModelConfig, ToyBlock):
+    """A decoder of convolutions and MLPs."""
+
+    layer = GatedConvolution
+
+    def branches(self, block, rngs):
+        shared = {"sequence_parallel": self.sequence_parallel, "precision": self.precision, "rngs": rngs}
+        layer = partial(self.layer, self.d_model, block, **shared)
+        return {"convolution": layer(), "mlp": MLP(self.d_model, block, lora=self.lora, **shared)}
+
+
+class LocallyNormed(CausalConvolution):
+    """Wrong: divides by the mean square of the features that a device happens to have."""
+
+    def _sum(self, weights, before):
+        y_BTF = super()._sum(weights, before)
+        return y_BTF / jnp.sqrt(1 + jnp.mean(y_BTF * y_BTF, axis=-1, keepdims=True))
+
+
+class WrongConvolution(GatedConvolution):
+    """A convolution that is right on one device."""
+
+    def __init__(self, d_model, config, **shared):
+        super().__init__(d_model, config, **shared)
+        self.convolution = LocallyNormed(config, shared["precision"], shared["rngs"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class WrongModel(ToyModel):
+    """A decoder of them."""
+
+    layer = WrongConvolution
