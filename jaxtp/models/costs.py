@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 
 import jax
 from flax import nnx
@@ -26,6 +27,8 @@ from jaxtp.layers.costs import (
 from jaxtp.mesh import TP, abstract_mesh, batch_parts, sized
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder
+
+C = TypeVar("C")
 
 MUCH_PADDING = 0.25
 """Share of a block's weights from which padding is warned of."""
@@ -119,44 +122,41 @@ def costs_of(config: ModelConfig, share: Share, accumulation: int = 1) -> StepCo
     """Returns what a model costs for a share of a micro-batch, and in all micro-batches."""
     model = _described(replace(config, remat="full"))
     blocks = [(stack.repeats, list(block.costs(share))) for stack, kinds in model.stacked() for block in kinds]
-    outside = list(model.costs(share))
-    every = [*((repeats, cost) for repeats, costs in blocks for cost in costs), *((1, cost) for cost in outside)]
-
-    def total(kind: type[Streamed | Kept | Working | Cached], costs: Iterable[tuple[int, Cost]]) -> float:
-        return sum(times * cost.bytes for times, cost in costs if isinstance(cost, kind))
-
-    def products(attention: bool) -> tuple[Product, ...]:
-        found = ((n, c) for n, c in every if isinstance(c, Product) and c.attention == attention)
-        return tuple(_merged((n * accumulation, product) for n, product in found))
-
-    def scores(kind: str) -> float:
-        return accumulation * sum(n * c.bytes for n, c in every if isinstance(c, Scores) and c.kind == kind)
-
-    passes = (2.5 + (share.remat in ELEMENTWISE_AGAIN)) if share.training else 1.0  # backward as 1.5 times forward
-    stored, own = (
-        sum(n * size(c) for n, costs in blocks for c in costs if isinstance(c, Weight))
-        for size in (lambda weight: weight.padded(share.tp), lambda weight: weight.size)
-    )
-    inside = [[(1, cost) for cost in costs] for _, costs in blocks]
+    outside = [(1, cost) for cost in model.costs(share)]
+    inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
+    every = inside + outside
+    products = list(_merged((n * accumulation, product) for n, product in _of(Product, every)))
+    weights = _of(Weight, inside)
     return StepCosts(
         traffic=_traffic(every, share, accumulation),
-        products=products(False),
-        attention=products(True),
-        elementwise=accumulation * passes * total(Streamed, every),
-        scores=scores("scores"),
-        logits=scores("logits"),
+        products=tuple(product for product in products if not product.attention),
+        attention=tuple(product for product in products if product.attention),
+        elementwise=accumulation * _passes(share) * _bytes(_of(Streamed, every)),
+        scores=accumulation * _bytes((n, scores) for n, scores in _of(Scores, every) if scores.kind == "scores"),
+        logits=accumulation * _bytes((n, scores) for n, scores in _of(Scores, every) if scores.kind == "logits"),
         itemsize=itemsize(config.precision.compute),
-        kept=int(total(Kept, every)),
-        working=int(max(total(Working, costs) for costs in inside)),
-        weights=int(max(sum(c.loaded_bytes(share) for _, c in costs if isinstance(c, Weight)) for costs in inside)),
-        transposed=int(
-            sum(n * c.stored_bytes(share.sizes) for n, c in every if isinstance(c, Weight) and c.transposed)
-        ),
-        loss=int(total(Working, ((1, cost) for cost in outside))),
-        cached=int(total(Cached, every)),
-        adapters=sum(n * c.size for n, c in every if isinstance(c, Weight) and c.adapter),
-        padding=stored / own - 1,
+        kept=int(_bytes(_of(Kept, every))),
+        working=int(max(sum(cost.bytes for cost in costs if isinstance(cost, Working)) for _, costs in blocks)),
+        weights=int(max(sum(c.loaded_bytes(share) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
+        transposed=int(sum(n * weight.stored_bytes(share.sizes) for n, weight in weights if weight.transposed)),
+        loss=int(_bytes(_of(Working, outside))),
+        cached=int(_bytes(_of(Cached, every))),
+        adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
+        padding=sum(n * w.padded(share.tp) for n, w in weights) / sum(n * w.size for n, w in weights) - 1,
     )
+
+
+def _of(kind: type[C], costs: Iterable[tuple[int, Cost]]) -> list[tuple[int, C]]:
+    return [(times, cost) for times, cost in costs if isinstance(cost, kind)]
+
+
+def _bytes(costs: Iterable[tuple[int, Streamed | Scores | Kept | Working | Cached]]) -> float:
+    return sum(times * cost.bytes for times, cost in costs)
+
+
+def _passes(share: Share) -> float:
+    """Returns how often elementwise operations are done, a backward pass counted as 1.5."""
+    return (2.5 + (share.remat in ELEMENTWISE_AGAIN)) if share.training else 1.0
 
 
 def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:
