@@ -15,7 +15,7 @@ from jaxtp.hints import Problem
 from jaxtp.layers.costs import Cost, Share
 
 Memory = tuple[Array, ...]
-"""What a branch remembers of the tokens of each row: arrays `[B, S, ...]`, a slot for each position."""
+"""What a branch remembers of the tokens of each row: arrays `[B, S, K, H]`, a slot for each position, K over tp."""
 
 
 class Branch(nnx.Module):
@@ -38,7 +38,7 @@ class Branch(nnx.Module):
           positions_BT: positions of the new tokens, which are their slots too.
 
         Returns:
-          The result `[B, T, D]`, and what to remember of the new tokens: arrays `[B, T, ...]`.
+          The result `[B, T, D]`, and what to remember of the new tokens: arrays `[B, T, K, H]`.
         """
         return self(x_BTD), ()
 

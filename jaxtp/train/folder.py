@@ -18,7 +18,7 @@ from jax.experimental import multihost_utils
 
 from jaxtp import config as configuration
 from jaxtp.files import write_atomically
-from jaxtp.models.config import ModelConfig, architecture
+from jaxtp.models.config import architecture
 from jaxtp.train.config import TrainConfig
 
 CONFIG = "config.yaml"
@@ -165,7 +165,7 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
     stored = info["config"]
     now = configuration.to_plain(config)
     model = architecture(config.model)
-    before = architecture(ModelConfig()) | stored["model"]  # a setting that is newer than the checkpoint had no effect
+    before = configuration.to_plain(type(config.model)()) | stored["model"]  # what is newer had no effect then
     fatal = configuration.differences({name: before[name] for name in model}, model, "model.")
     fatal += configuration.differences(_contents(info["corpus"]), _contents(corpus), "data: ")
     for section, field in _FATAL:
@@ -179,7 +179,8 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
             + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
             "--run.init-from if the model is the same. Nothing was changed."
         )
-    lines = [line for line in configuration.differences(stored, now) if not line.startswith("run.init_from")]
+    lines = configuration.differences(stored | {"model": before}, now)
+    lines = [line for line in lines if not line.startswith("run.init_from")]
     matter = [line for line in lines if not _is_harmless(line.partition(":")[0])]
     return [
         *(f"changed since: {line}" for line in matter),
