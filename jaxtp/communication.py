@@ -1,12 +1,14 @@
 """One record for what moves between devices, whoever says it: a layer, a program, a compiler or a measurement."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PERMUTE = "all-reduce", "all-gather", "reduce-scatter", "permute"
 
 Axes = tuple[str, ...]
+Key = TypeVar("Key", bound=Hashable)
 
 Place = tuple[str, Axes]
 """A module and mesh axes, as `Collective.module` and `Collective.axes` have them."""
@@ -95,19 +97,15 @@ def total_sent(moved: Traffic) -> float:
     return sum(times * one.bytes_sent for one, times in moved.items())
 
 
+def sums(moved: Traffic, by: Callable[[Collective], Key]) -> dict[Key, tuple[int, float]]:
+    """Returns how often collectives run and the bytes that each device sends in all, by what `by` says of each."""
+    totals: dict[Key, tuple[int, float]] = {}
+    for one, times in moved.items():
+        count, sent = totals.get(by(one), (0, 0.0))
+        totals[by(one)] = count + times, sent + times * one.bytes_sent
+    return totals
+
+
 def bytes_by_place(moved: Traffic) -> dict[Place, float]:
     """Returns the bytes that each device sends, by module and mesh axes."""
-    sent: dict[Place, float] = {}
-    for one, times in moved.items():
-        place = one.module, one.axes
-        sent[place] = sent.get(place, 0.0) + times * one.bytes_sent
-    return sent
-
-
-def bytes_by_kind(moved: Traffic) -> dict[tuple[str, Axes], tuple[int, float]]:
-    """Returns how often collectives run and the bytes that each device sends, by kind and mesh axes."""
-    totals: dict[tuple[str, Axes], tuple[int, float]] = {}
-    for one, times in moved.items():
-        count, sent = totals.get((one.kind, one.axes), (0, 0.0))
-        totals[one.kind, one.axes] = count + times, sent + times * one.bytes_sent
-    return totals
+    return {place: sent for place, (_, sent) in sums(moved, lambda one: (one.module, one.axes)).items()}

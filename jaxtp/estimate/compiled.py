@@ -70,16 +70,8 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
     ]
     yield columns(("on each device", "GB", ""), rows)
     moved = [
-        (
-            one.kind,
-            "+".join(one.axes),
-            f"{m.count:,}",
-            f"{one.bytes / GB:,.3f}",
-            f"{m.overlapped:,}",
-            f"{m.computing:,}",
-        )
-        for m in found.collectives
-        for one in (m.collective,)
+        (c.kind, "+".join(c.axes), f"{m.count:,}", f"{c.bytes / GB:,.3f}", f"{m.overlapped:,}", f"{m.computing:,}")
+        for m, c in ((m, m.collective) for m in found.collectives)
     ]
     yield ""
     yield columns(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from jaxtp.audit.audit import Audit, audit_traced
 from jaxtp.audit.compiling import captured_stderr
-from jaxtp.communication import Traffic, bytes_by_kind
+from jaxtp.communication import Axes, Traffic, sums
 from jaxtp.config import ConfigError
 from jaxtp.estimate.report import is_plain
 from jaxtp.estimate.search import Setting
@@ -26,7 +26,7 @@ MAX_DEVICES = 1024
 QUICK = {"xla_backend_optimization_level": 0}
 """Less of what comes after partitioning, which is all that is read."""
 
-Bytes = Mapping[tuple[str, tuple[str, ...]], float]
+Bytes = Mapping[tuple[str, Axes], float]
 """Bytes that each device sends, by kind and mesh axes."""
 
 
@@ -61,7 +61,7 @@ class Partitioned:
         return not self.problems and (not more if self.bound else self.equal)
 
     @property
-    def differences(self) -> list[tuple[str, tuple[str, ...]]]:
+    def differences(self) -> list[tuple[str, Axes]]:
         """Kinds and axes whose bytes differ by more than rounding."""
         keys = dict.fromkeys((*self.planned, *self.realised))
         return [key for key in keys if abs(self.planned.get(key, 0) - self.realised.get(key, 0)) > 1]
@@ -113,7 +113,7 @@ def compile_partitioned(setting: Setting) -> Partitioned:
 
 def planned_bytes(planned: Traffic) -> Bytes:
     """Returns what tier 1 says, by kind and axes."""
-    return {place: sent for place, (_, sent) in bytes_by_kind(planned).items()}
+    return {place: sent for place, (_, sent) in sums(planned, lambda one: (one.kind, one.axes)).items()}
 
 
 def realised_bytes(found: Audit) -> Bytes:

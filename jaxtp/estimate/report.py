@@ -3,7 +3,7 @@
 import dataclasses
 
 from jaxtp.audit.tables import columns
-from jaxtp.communication import bytes_by_kind
+from jaxtp.communication import sums
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target, rows_of
 from jaxtp.hardware import TABLE, Hardware, link_of
 from jaxtp.hf.attributes import stored_dtype
@@ -177,7 +177,7 @@ def _scores(model: ModelConfig) -> str:
 
 
 def _communication(setting: Setting) -> str:
-    totals = bytes_by_kind(setting.costs.traffic)
+    totals = sums(setting.costs.traffic, lambda one: (one.kind, one.axes))
     unit, size = unit_of(sum(sent for _, sent in totals.values()))
     rows = [
         (kind, "+".join(axes), f"{count:,}", f"{sent / size:,.3f}", provenance_of_moves(setting.config))

@@ -17,7 +17,7 @@ from jaxtp.audit.compiling import compile_with_spmd_text
 from jaxtp.audit.hlo import count_collectives_in_hlo
 from jaxtp.audit.loops import A_TURN, AT_MOST
 from jaxtp.audit.tables import columns
-from jaxtp.communication import Collective, Traffic, total_sent
+from jaxtp.communication import Collective, Traffic, sums, total_sent
 from jaxtp.explain.advice import advice
 from jaxtp.explain.moving import module_of, passes
 from jaxtp.mesh import AXES, BATCH, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
@@ -147,7 +147,8 @@ def explain(
         parallel = _planned(model, plan, abstract)
         written, styles, _ = as_written(parallel)
         subject = subject_of(written, inputs, call)
-        found = _traced(parallel, subject, sizes) if inputs else {}
+        run, state = passes(parallel, subject)
+        found = count_collectives(jax.make_jaxpr(run)(state, subject.arrays), sizes) if inputs else {}
         notes = advice(subject, styles, sizes) if inputs and sizes[TP] > 1 else []
     added = _added(model, plan, subject, sizes) if inputs and compiled else {}
     return Explanation(sizes, tuple(_rows(parallel)), found, added, (*notes, *_inexact((*found, *added))))
@@ -159,11 +160,6 @@ def _planned(model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, me
     if made and plan:
         raise PlanError("the model is parallel already, by a plan of its own; give explain one or the other")
     return parallelize(written, plan or made, mesh=mesh, fsdp=fsdp)
-
-
-def _traced(model: nnx.Module, subject: Subject, sizes: dict[str, int]) -> Traffic:
-    run, state = passes(model, subject)
-    return count_collectives(jax.make_jaxpr(run)(state, subject.arrays), sizes)
 
 
 def _added(model: Any, plan: Plan | None, subject: Subject, sizes: dict[str, int]) -> Traffic:
@@ -224,7 +220,7 @@ def _sections(found: Explanation) -> Iterator[str]:
     rows = [cells for pattern, rows in found.groups.items() for cells in _group(pattern, rows, found.sizes)]
     yield columns(("module", "of", "style", "parameter", "shape", "split", "bytes on a device"), rows)
     if found.traffic or found.added:
-        yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), _move_cells(found))
+        yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), list(_move_cells(found)))
         totals = ", ".join(f"{found.sent(axis):,.0f} over {axis}" for axis in AXES if found.sizes[axis] > 1)
         yield f"a device sends, forward and backward, in bytes: {totals}"
     yield from (f"note: {note}" for note in found.notes)
@@ -247,13 +243,11 @@ def _written(spec: PartitionSpec) -> str:
     return " ".join(entries) if any(axes_of(entry) for entry in spec) else "whole"
 
 
-def _move_cells(found: Explanation) -> list[tuple[str, ...]]:
-    merged: dict[tuple[str, ...], tuple[int, float]] = {}
+def _move_cells(found: Explanation) -> Iterator[tuple[str, ...]]:
+    def place(one: Collective) -> tuple[str, ...]:
+        module, direction = module_of(one), "backward" if one.backward else "forward"
+        return found.patterns.get(module, module) or ROOT, direction, one.kind, "+".join(one.axes), one.counted
+
     for traffic, by in ((found.traffic, "the program"), (found.added, "the compiler")):
-        for one, times in traffic.items():
-            module = found.patterns.get(module_of(one), module_of(one)) or ROOT
-            direction = "backward" if one.backward else "forward"
-            key = (module, direction, one.kind, "+".join(one.axes), by, one.counted)
-            count, sent = merged.get(key, (0, 0.0))
-            merged[key] = (count + times, sent + times * one.bytes_sent)
-    return [(*key, f"{count:,} {counted}".strip(), f"{sent:,.0f}") for (*key, counted), (count, sent) in merged.items()]
+        for (*key, counted), (count, sent) in sums(traffic, place).items():
+            yield *key, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"

@@ -28,9 +28,9 @@ from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence
 from jaxtp.layers.costs import Cost, Share, Weight, itemsize, leave
 from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.parameter import Precision, Split, check_sizes, parameter
-from jaxtp.mesh import FSDP, TP
+from jaxtp.mesh import STORAGE, TP
 
-TABLE_SPEC = P(TP, FSDP)
+TABLE_SPEC = P(TP, STORAGE)
 EMBEDDING = "vocab_parallel_embedding"
 
 
@@ -140,7 +140,7 @@ class LearnedPositions(nnx.Module):
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         table = default_kernel_init(rngs.params(), (num_positions, features), precision.param)
-        self.table = parameter("positions", table, P(None, FSDP))
+        self.table = parameter("positions", table, P(None, STORAGE))
 
     def __call__(self, positions_BT: Array) -> Array:
         """Looks up `[B, T]` positions: `[B, T, D]` in the compute dtype; padding may be at those without a vector."""
@@ -154,7 +154,7 @@ class LearnedPositions(nnx.Module):
                 positions = jax.lax.dynamic_slice_in_dim(positions, axis_index(TP) * length, length, sequence)
             return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
 
-        in_specs = (batch_spec(None), P(None, FSDP))
+        in_specs = (batch_spec(None), P(None, STORAGE))
         view = device_view(look_up, "learned_positions", in_specs=in_specs, out_specs=activation)
         return view(positions_BT, self.table[...])
 

@@ -46,7 +46,7 @@ from jaxtp.layers.costs import (
 )
 from jaxtp.layers.lora import Lora, LoraConfig
 from jaxtp.layers.parameter import Precision, Split, Unpadded, Weights, check_sizes, own, parameter
-from jaxtp.mesh import FSDP, TP
+from jaxtp.mesh import STORAGE, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
 
@@ -102,11 +102,11 @@ class ColumnParallelLinear(nnx.Module):
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         kernels = ((f, kernel_init(rngs.params(), (in_features, f.size), precision.param)) for f in self.features)
-        self.kernels = nnx.List(parameter("kernel", k, P(FSDP, TP), padding=((-1, f),)) for f, k in kernels)
+        self.kernels = nnx.List(parameter("kernel", k, P(STORAGE, TP), padding=((-1, f),)) for f, k in kernels)
         biases = ((f, jnp.zeros(f.size, precision.param)) for f in self.features if use_bias)
         self.biases = nnx.List(parameter("bias", b, P(TP), padding=((-1, f),)) for f, b in biases)
         self.adapted = tuple(adapted)
-        specs = P(FSDP), P(None, TP)
+        specs = P(STORAGE), P(None, TP)
         self.loras = nnx.List(
             Lora((in_features, self.features[i]), lora, specs, precision=precision, rngs=rngs) for i in self.adapted
         )
@@ -204,9 +204,9 @@ class RowParallelLinear(nnx.Module):
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         kernel = kernel_init(rngs.params(), (self.in_features.size, features), precision.param)
-        self.kernel = parameter("kernel", kernel, P(TP, FSDP), padding=((-2, self.in_features),))
-        self.bias = parameter("bias", jnp.zeros(features, precision.param), P(FSDP)) if use_bias else None
-        specs = P(TP), P(None, FSDP)
+        self.kernel = parameter("kernel", kernel, P(TP, STORAGE), padding=((-2, self.in_features),))
+        self.bias = parameter("bias", jnp.zeros(features, precision.param), P(STORAGE)) if use_bias else None
+        specs = P(TP), P(None, STORAGE)
         adapter = partial(Lora, (self.in_features, features), lora, specs, precision=precision, rngs=rngs)
         self.loras = nnx.List([adapter()] if lora.rank else [])
 

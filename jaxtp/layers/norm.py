@@ -16,7 +16,7 @@ from jaxtp.config import Positive
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.layers.costs import FLOAT32, GATHERS_AGAIN, Cost, Kept, Share, Streamed, Weight, itemsize
 from jaxtp.layers.parameter import Precision, Weights, check_sizes, own, parameter
-from jaxtp.mesh import FSDP
+from jaxtp.mesh import STORAGE
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
 NormPlacement = Literal["before", "after", "both"]
@@ -64,8 +64,10 @@ class Norm(nnx.Module):
         self.sequence_parallel = sequence_parallel
         self.precision = precision
         initial = jnp.zeros if self.kind == "rms_plus_one" else jnp.ones
-        self.scale = parameter("scale", initial(features, precision.param), P(FSDP))
-        self.bias = parameter("bias", jnp.zeros(features, precision.param), P(FSDP)) if self.kind == "layer" else None
+        self.scale = parameter("scale", initial(features, precision.param), P(STORAGE))
+        self.bias = (
+            parameter("bias", jnp.zeros(features, precision.param), P(STORAGE)) if self.kind == "layer" else None
+        )
 
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""

@@ -178,19 +178,12 @@ def _traffic(costs: Iterable[tuple[int, Cost]], share: Share, accumulation: int)
     """Returns all collectives, their axes those of more than one device, in the mesh's order."""
     found: Counter[Collective] = Counter()
     for times, cost in costs:
-        for moves in _moves(cost, share):
+        for moves in cost.moves(share) if isinstance(cost, Weight) else [cost] if isinstance(cost, Moves) else []:
             one = moves.collective
             if one.group > 1 and moves.count:
                 spanned = tuple(axis for axis in share.sizes if axis in one.axes and share.sizes[axis] > 1)
                 found[replace(one, axes=spanned)] += times * moves.count * accumulation
     return dict(found)
-
-
-def _moves(cost: Cost, share: Share) -> Iterator[Moves]:
-    if isinstance(cost, Weight):
-        yield from cost.moves(share)
-    elif isinstance(cost, Moves):
-        yield cost
 
 
 def _merged(products: Iterable[tuple[int, Product]]) -> Iterator[Product]:

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.data.corpus import Corpus
-from jaxtp.models.config import ModelConfig, architecture
+from jaxtp.models.config import architecture
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.folder import RunFolderError
 from jaxtp.train.state import Blueprint
@@ -84,11 +84,11 @@ def _check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappi
     Raises:
       RunFolderError: the model, the data or its order is another.
     """
-    stored = info["config"]
+    defaults = configuration.to_plain(type(config)())  # a setting that is newer than the checkpoint had no effect
+    stored = {section: defaults.get(section, {}) | values for section, values in info["config"].items()}
     now = configuration.to_plain(config)
     model = architecture(config.model)
-    before = architecture(ModelConfig()) | stored["model"]  # a setting that is newer than the checkpoint had no effect
-    fatal = configuration.differences({name: before[name] for name in model}, model, "model.")
+    fatal = configuration.differences({name: stored["model"].get(name) for name in model}, model, "model.")
     fatal += configuration.differences(_contents(info["corpus"]), _contents(corpus), "data: ")
     for section, field in _FATAL:
         fatal += configuration.differences(

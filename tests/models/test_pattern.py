@@ -16,6 +16,7 @@ from jaxtp.mesh import sized
 from jaxtp.models.config import checked
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.folder import RunFolderError, check_resumable, checkpoint_info
 
 B, T = 8, 8
 PLAIN = jaxtp.ModelConfig(
@@ -162,3 +163,16 @@ def test_problems_of_many_kinds_of_blocks_are_told_of_the_first_few():
 def test_in_python_too(pattern):
     with pytest.raises(ConfigError, match="pattern"):
         checked(dataclasses.replace(PLAIN, pattern=pattern), sized())
+
+
+def test_a_run_of_the_first_version_goes_on_without_a_word():
+    """Its blocks are of one kind, and keep their paths; what it does not know had no effect on it."""
+    paths = nnx.to_flat_state(nnx.state(nnx.eval_shape(build(PLAIN)))).paths
+    assert {path[1] for path in paths if path[0] == "blocks"} == {"attention_norm", "attention", "mlp_norm", "mlp"}
+    run = TrainConfig(model=PLAIN)
+    info = checkpoint_info(run, {}, 0, sized())
+    for name in ("first_blocks", "pattern", "activation", "norm", "norm_placement", "query_scale"):
+        del info["config"]["model"][name]
+    assert check_resumable(run, {}, info) == []
+    with pytest.raises(RunFolderError, match=r"model\.activation: silu -> gelu"):
+        check_resumable(TrainConfig(model=dataclasses.replace(PLAIN, activation="gelu")), {}, info)
