@@ -17,6 +17,7 @@ import pydantic
 import tyro
 import yaml
 
+from jaxtp.entry import UserError
 from jaxtp.reading import MAX_YAML, parse_yaml, read_bytes, shown
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ _MAX_PROBLEMS = 20
 """Of one file, in a message."""
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A user's mistake, complete in its message: what is wrong, the value, and the nearest that works."""
 
 

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import jax
 
+from jaxtp.entry import UserError
 
-class LaunchError(ValueError):
+
+class LaunchError(UserError):
     """An environment that describes only part of a multi-process run."""
 
 

@@ -14,8 +14,7 @@ from jaxtp.bench.measured import Measured
 from jaxtp.bench.plot import draw
 from jaxtp.config import ConfigError
 from jaxtp.files import require_picture, require_writable, write_json, writing
-from jaxtp.hf.folder import HFError
-from jaxtp.mesh import MeshError, mesh_of
+from jaxtp.mesh import mesh_of
 from jaxtp.train.config import training_of
 from jaxtp.train.defaults import fit
 
@@ -34,12 +33,11 @@ dotted flags override it. --out writes what was measured as a hardware file for 
 Without GPUs the devices are virtual ones of the CPU: that tries the command, and says nothing about hardware. Of
 several processes, started as those of jaxtp.train, the first one prints and writes.
 """
-MISTAKES = (ConfigError, MeshError, HFError, launch.LaunchError)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
-    return entry.attempt(PROGRAM, lambda: _bench(argv), MISTAKES)
+    return entry.attempt(PROGRAM, lambda: _bench(argv))
 
 
 def _bench(argv: Sequence[str]) -> None:

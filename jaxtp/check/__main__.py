@@ -13,11 +13,8 @@ from jaxtp.check.config import CheckConfig
 from jaxtp.check.report import HEADER, Verdict
 from jaxtp.check.run import dtypes, plan, verdicts
 from jaxtp.check.shrink import describe
-from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.files import require_writable, write_json
-from jaxtp.hf.folder import HFError
-from jaxtp.layers.remat import RematError
-from jaxtp.mesh import MeshError, request_virtual_devices
+from jaxtp.mesh import request_virtual_devices
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.place import Place
@@ -45,7 +42,6 @@ def main(argv: Sequence[str]) -> int:
                 CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=partial(fit, place=VIRTUAL)
             )
         ),
-        (configuration.ConfigError, MeshError, RematError, HFError, CheckpointError),
     )
 
 

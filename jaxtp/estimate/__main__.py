@@ -10,7 +10,6 @@ import jax
 
 from jaxtp import config as configuration
 from jaxtp import entry
-from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
@@ -28,7 +27,6 @@ from jaxtp.estimate.topology import topology
 from jaxtp.files import require_picture, require_writable, write_json, writing
 from jaxtp.hardware import RANGES
 from jaxtp.hardware_file import MAX_DEVICES, parse
-from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError, describe_mesh, fill, fitting_meshes, parse_mesh
 from jaxtp.train.config import TrainConfig, training_of, violations_on
 from jaxtp.train.defaults import RUN_DIR, fit
@@ -61,7 +59,6 @@ def main(argv: Sequence[str]) -> int:
         lambda: _estimate(
             *configuration.load_fitted(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=_fit)
         ),
-        (ConfigError, MeshError, HFError, CheckpointError),
     )
 
 

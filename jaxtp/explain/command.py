@@ -17,11 +17,11 @@ import tyro
 from flax import nnx
 
 from jaxtp.config import ConfigError, Switch, expand, from_yaml, nearest_file
+from jaxtp.entry import UserError
 from jaxtp.explain.explanation import explain
 from jaxtp.explain.plot import plot
-from jaxtp.mesh import MeshError, parse_mesh, request_virtual_devices
+from jaxtp.mesh import parse_mesh, request_virtual_devices
 from jaxtp.models.decoder import Decoder
-from jaxtp.parallel.plan import PlanError
 from jaxtp.propose.propose import propose_plan
 from jaxtp.train.config import TrainConfig
 
@@ -84,9 +84,9 @@ def run(command: Explain) -> None:
             plan = propose_plan(model, *inputs, mesh=sizes)
             print()
         found = explain(model, *inputs, plan=plan, mesh=sizes, compiled=command.compile)
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError | PlanError | MeshError):
-            raise
         shapes = ", ".join(command.input) or "none"
         raise ConfigError(f"{command.model} does not run on these inputs ({shapes}): {error}") from None
     print(found)

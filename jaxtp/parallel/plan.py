@@ -10,13 +10,14 @@ import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from jaxtp.entry import UserError
 from jaxtp.parallel.styles import Style
 
 Plan = Mapping[str, Style]
 """The styles of the modules whose paths match each pattern."""
 
 
-class PlanError(ValueError):
+class PlanError(UserError):
     """A plan that does not fit its model, or its mesh."""
 
 
