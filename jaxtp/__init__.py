@@ -50,16 +50,16 @@ if TYPE_CHECKING:
     from jaxtp.models.config import ModelConfig as ModelConfig
     from jaxtp.models.decoder import Decoder as Decoder
     from jaxtp.models.decoder import DecoderBlock as DecoderBlock
+    from jaxtp.parallel.layouts import Replicate as Replicate
+    from jaxtp.parallel.layouts import Shard as Shard
     from jaxtp.parallel.parallelize import parallelize as parallelize
     from jaxtp.parallel.plan import PlanError as PlanError
     from jaxtp.parallel.styles import Colwise as Colwise
     from jaxtp.parallel.styles import PrepareInput as PrepareInput
     from jaxtp.parallel.styles import PrepareInputOutput as PrepareInputOutput
     from jaxtp.parallel.styles import PrepareOutput as PrepareOutput
-    from jaxtp.parallel.styles import Replicate as Replicate
     from jaxtp.parallel.styles import Rowwise as Rowwise
     from jaxtp.parallel.styles import SequenceParallel as SequenceParallel
-    from jaxtp.parallel.styles import Shard as Shard
     from jaxtp.propose.proposal import Proposal as Proposal
     from jaxtp.propose.propose import propose_plan as propose_plan
 

@@ -1,6 +1,5 @@
 """Every case of a configuration against one device."""
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -9,7 +8,7 @@ from jaxtp.check.config import CheckConfig, chosen_mesh
 from jaxtp.check.locate import describe_error, first_difference
 from jaxtp.check.report import Verdict
 from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, changed
 from jaxtp.mesh import check_sizes, describe_mesh
 from jaxtp.models.config import violations
 from jaxtp.train.config import TrainConfig, check
@@ -106,9 +105,5 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
 
 def _with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
     """All of it in float32; with another compute dtype, as configured."""
-    precision = config.model.precision
-    if dtype == "float32":
-        precision = dataclasses.replace(
-            precision, param="float32", compute="float32", reduce="float32", logits="float32"
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, precision=precision))
+    parts = ("param", "compute", "reduce", "logits")
+    return changed(config, {f"model.precision.{part}": dtype for part in parts}) if dtype == "float32" else config

@@ -9,8 +9,7 @@ from jaxtp.estimate.partitioned import Bytes, Partitioned
 from jaxtp.estimate.report import unit_of
 from jaxtp.estimate.search import Setting
 from jaxtp.estimate.target import Compiled
-
-GB = 1e9
+from jaxtp.hardware import GB
 
 
 def partitioned_lines(setting: Setting, found: Partitioned) -> Iterator[str]:

@@ -6,10 +6,10 @@ from jaxtp.estimate.alternatives import Alternative
 from jaxtp.estimate.report import kinds_of, label
 from jaxtp.estimate.roofline import StepTime
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Search, Setting
+from jaxtp.hardware import GB
 from jaxtp.mesh import TP
 from jaxtp.models.costs import describe_padding
 
-GB = 1e9
 UNITS = (("milliseconds", 1e-3), ("seconds", 1), ("minutes", 60), ("hours", 3600), ("days", 86400))
 """Of time; devices are paid by the hour, never by the day."""
 FAR = 1.5

@@ -5,7 +5,7 @@ import dataclasses
 from jaxtp.audit.tables import columns
 from jaxtp.communication import bytes_by_kind
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target, rows_of
-from jaxtp.hardware import TABLE, Hardware, link_of
+from jaxtp.hardware import GB, TABLE, Hardware, link_of
 from jaxtp.hf.attributes import stored_dtype
 from jaxtp.layers.costs import Product
 from jaxtp.mesh import divisors
@@ -13,7 +13,6 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig
 
-GB = 1e9
 MAX_ROWS = 10
 NOTES = (
     "micro-batches: how many a step has, of how many sequences on a device; GB: at the peak, of each device",

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> None:
-    config = configuration.load(GenerateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+    config, _ = configuration.load(GenerateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
     run(config, check(config))
 
 

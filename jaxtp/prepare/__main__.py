@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    config = configuration.load(PrepareConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+    config, _ = configuration.load(PrepareConfig, argv, prog=PROGRAM, description=DESCRIPTION)
     check(config)
     if config.verify is not None:
         return _verify(config.verify)

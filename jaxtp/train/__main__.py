@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     launch.join_processes()
     try:
-        config, notes = configuration.load_fitted(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
+        config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
         with ExitStack() as held:
             Loop(start(config, notes, held)).run_to_end()
     except NonFiniteError as error:

@@ -14,9 +14,9 @@ from jaxtp.audit.schedule import Scheduled
 from jaxtp.communication import Collective
 from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
-from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.partitioned import Partitioned, planned_bytes
 from jaxtp.estimate.target import Compiled
+from jaxtp.estimate.topology import DoesNotFitError, TargetError
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ["--config", str(ROOT / "configs/tiny.yaml")]
