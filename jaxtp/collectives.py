@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxtp.hints import nearest_multiples
 from jaxtp.mesh import BATCH, STORAGE, TP, axes_of, copies, current_mesh, parts
 
 GATHERED = "gathered"
@@ -126,11 +127,10 @@ def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> Non
         names = axes_of(axes)
         count = axis_size(*names)
         if shape[dim] % count:
-            nearest = sorted({max(shape[dim] // count, 1) * count, -(-shape[dim] // count) * count})
             product = " x ".join(f"{axis}={axis_size(axis)}" for axis in names)
             raise ValueError(
                 f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by {product}; "
-                f"nearest: {' or '.join(map(str, nearest))}"
+                f"nearest: {' or '.join(map(str, nearest_multiples(shape[dim], count)))}"
             )
 
 

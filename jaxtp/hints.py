@@ -70,9 +70,13 @@ def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[s
       among: as `Problem.among`.
     """
     if value % by:
-        multiples = sorted({max(value // by * by, by), -(-value // by) * by})
-        sizes = tuple(multiple for multiple in multiples if multiple < 2**31)
+        sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
         yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
+
+
+def nearest_multiples(value: int, by: int) -> list[int]:
+    """Returns the multiples of a number next to a value that is none: one below it, if there is one, and one above."""
+    return sorted({max(value // by, 1) * by, -(-value // by) * by})
 
 
 def _short(setting: str) -> str:

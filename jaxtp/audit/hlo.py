@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxtp.audit.census import message_bytes
 from jaxtp.audit.loops import A_TURN, AT_MOST, Counted, runs, turns_in_hlo
-from jaxtp.audit.sources import read_frames, source_line
-from jaxtp.audit.text import HloError, Instruction, Module, parse_module
+from jaxtp.audit.text import HloError, Instruction, Module, parse_module, read_frames, source_line
 from jaxtp.communication import Collective
 
 KINDS = (

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxtp.audit.audit import Audit, audit
+from jaxtp.audit.audit import audit
 from jaxtp.audit.compiling import captured_stderr
 from jaxtp.communication import Traffic, bytes_by_kind
 from jaxtp.config import ConfigError, changed
@@ -101,8 +101,8 @@ def compile_partitioned(setting: Setting) -> Partitioned:
             compiler_options=QUICK,
         )
     return Partitioned(
-        planned_bytes(setting.costs.traffic),
-        realised_bytes(found),
+        bytes_sent(setting.costs.traffic),
+        bytes_sent({one: times for one, times in found.realised.items() if one.shape}),
         tuple(found.problems()),
         tuple(line.rstrip() for line in printed if line.strip()),
         time.monotonic() - started,
@@ -111,14 +111,9 @@ def compile_partitioned(setting: Setting) -> Partitioned:
     )
 
 
-def planned_bytes(planned: Traffic) -> Bytes:
-    """Returns what tier 1 says, by kind and axes."""
-    return {place: sent for place, (_, sent) in bytes_by_kind(planned).items()}
-
-
-def realised_bytes(found: Audit) -> Bytes:
-    """Returns what the partitioned program says, by kind and axes; sums of single numbers, such as norms, apart."""
-    return planned_bytes({one: times for one, times in found.realised.items() if one.shape})
+def bytes_sent(moved: Traffic) -> Bytes:
+    """Returns the bytes that each device sends, by kind and mesh axes."""
+    return {place: sent for place, (_, sent) in bytes_by_kind(moved).items()}
 
 
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:

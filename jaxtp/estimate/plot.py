@@ -1,11 +1,13 @@
 """Memory by kind and time by part over tp, as a picture."""
 
+from dataclasses import fields
 from typing import Any
 
-from jaxtp.estimate.report import kinds_of, label
+from jaxtp.estimate.report import label
 from jaxtp.estimate.search import Search, Setting
 from jaxtp.hardware import GB
 from jaxtp.mesh import TP
+from jaxtp.train.memory import Memory
 
 
 def draw(found: Search, title: str, figure: Any) -> None:
@@ -24,9 +26,7 @@ def draw(found: Search, title: str, figure: Any) -> None:
 
 
 def _memory(panel: Any, settings: list[Setting]) -> None:
-    parts = {
-        label(name): [getattr(setting.memory, name) / GB for setting in settings] for name in kinds_of(settings[0])
-    }
+    parts = {label(kind.name): [getattr(s.memory, kind.name) / GB for s in settings] for kind in fields(Memory)}
     _stack(panel, parts)
     panel.axhline(settings[0].target.room / GB, color="black", linestyle="--", linewidth=1, label="for JAX")
     panel.set_title("memory of a device, GB", fontsize=10)

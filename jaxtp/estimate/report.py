@@ -139,8 +139,8 @@ def _memory(setting: Setting) -> str:
     unit, size = unit_of(setting.memory.total)
     rows = [
         (label(name), f"{held / size:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
-        for name in kinds_of(setting)
-        if (held := getattr(setting.memory, name))
+        for name, held in dataclasses.asdict(setting.memory).items()
+        if held
     ]
     total = ("total", f"{setting.memory.total / size:,.2f}", f"of {setting.target.room / size:,.2f} for JAX")
     return columns(("on each device", unit, ""), [*rows, total])
@@ -183,11 +183,6 @@ def _communication(setting: Setting) -> str:
         for (kind, axes), (count, sent) in totals.items()
     ]
     return columns(("collective", "over", "times", f"{unit} sent by a device", ""), rows)
-
-
-def kinds_of(setting: Setting) -> list[str]:
-    """The names of the kinds of memory."""
-    return [field.name for field in dataclasses.fields(setting.memory)]
 
 
 def label(kind: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtp.explain.explanation import Explanation, Split
 from jaxtp.mesh import STORAGE, TP, axes_of, describe_mesh, parts
-from jaxtp.parallel.storage import dim_over
+from jaxtp.parallel.layouts import dim_over
 
 _COLUMNS = 6
 _MOST_PARTS = 16

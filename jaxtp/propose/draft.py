@@ -5,7 +5,7 @@ from functools import cached_property
 
 from flax import nnx
 
-from jaxtp.parallel.spelling import patterns_for
+from jaxtp.parallel.plan import patterns_for
 from jaxtp.parallel.styles import Colwise, Rowwise, SequenceParallel, Style
 from jaxtp.propose.flows import Call, Record
 from jaxtp.propose.marking import Traced
