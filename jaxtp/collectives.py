@@ -233,7 +233,7 @@ def load_weight(
     if current_mesh() is None:
         return shard.astype(compute)
     summed = copies(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
-    groups = _groups(tp_group)
+    groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
 
     def gather(shard: Array) -> Array:
         # The copies first: the sum of their gradients then runs on what the reduce-scatter has left.
@@ -265,7 +265,3 @@ def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether a primitive of a jaxpr is `load_weight`'s gather; remat policies never save its result."""
     over_storage = not set(STORAGE).isdisjoint(params.get("axis_name", ()))
     return primitive.name == "all_gather" and (over_storage or params["axis_index_groups"] is not None)
-
-
-def _groups(size: int) -> list[list[int]]:
-    return [list(range(first, first + size)) for first in range(0, axis_size(TP), size)]

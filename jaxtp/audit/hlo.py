@@ -112,12 +112,8 @@ def _dot_flops(computation: Sequence[Instruction], dot: Instruction) -> int:
         raise HloError(f"cannot tell what a product multiplies: {dot.rest[:200]}")
     _, lhs = types[0][int(operand[2] or 0)]
     contracted = math.prod(int(lhs.split(",")[int(dim)]) for dim in contracting[1].split(",") if dim)
-    return 2 * math.prod(_dims(dot.type)) * contracted
-
-
-def _dims(type_: str) -> list[int]:
-    found = _SHAPE.search(type_)
-    return [int(dim) for dim in found[2].split(",") if dim] if found else []
+    result = math.prod(int(dim) for _, dims in _SHAPE.findall(dot.type)[:1] for dim in dims.split(",") if dim)
+    return 2 * result * contracted
 
 
 def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:

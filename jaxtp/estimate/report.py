@@ -148,9 +148,10 @@ def _memory(setting: Setting) -> str:
 
 def _time(setting: Setting) -> str:
     time, work, model = setting.time, setting.costs, setting.config.model
+    scores = "in one kernel" if model.attention == "cudnn" else "its scores go through memory"
     rows = [
         ("products with weights", time.products, _tera(work.products, model)),
-        ("attention", time.attention, f"{_tera(work.attention, model)}; {_scores(model)}"),
+        ("attention", time.attention, f"{_tera(work.attention, model)}; {scores}"),
         ("norms, gates, logits", time.elementwise, "at the speed of memory"),
         ("update", time.update, "at the speed of memory" if setting.update_is_modelled else "the least: not modelled"),
         *(
@@ -169,10 +170,6 @@ def _time(setting: Setting) -> str:
 def _tera(products: tuple[Product, ...], model: ModelConfig) -> str:
     flops = sum(product.flops for product in products)
     return f"{flops / 1e12:,.1f} TFLOP, {EXACT if is_plain(model) else AT_MOST}"
-
-
-def _scores(model: ModelConfig) -> str:
-    return "in one kernel" if model.attention == "cudnn" else "its scores go through memory"
 
 
 def _communication(setting: Setting) -> str:

@@ -58,7 +58,9 @@ def _decide(found: Found, pattern: str, style: Style | None, sizes: Mapping[str,
             f"{found.path!r} is parallel already; give parallelize the model as it was written, and one plan"
         )
     try:
-        declared = {n: _declared(n, p, sizes) for n, p in found.parameters.items() if _declares(p)}
+        declared = {
+            n: _declared(n, p, sizes) for n, p in found.parameters.items() if p.get_metadata().get("out_sharding")
+        }
         if style is not None:
             _check_style(style)
             _check_fits(found, style, bool(declared))
@@ -88,10 +90,6 @@ def _spec(
     letters = found.signature.params.get(name, "") if found.signature else ""
     tp_dim = cut_of(style, found.signature).tp_dim(letters) if found.signature else None
     return stacked(stored_spec(shape, tp_dim, sizes, fsdp=fsdp), len(stack))
-
-
-def _declares(parameter: nnx.Param[Any]) -> bool:
-    return bool(parameter.get_metadata().get("out_sharding"))
 
 
 def _declared(name: str, parameter: nnx.Param[Any], sizes: Mapping[str, int]) -> PartitionSpec:

@@ -63,7 +63,8 @@ def assign_styles(
         if isinstance(style, type) and issubclass(style, Style):
             raise PlanError(f"{pattern!r}: {style.__name__} is a class; write {style.__name__}()")
         if not isinstance(style, Style):
-            raise PlanError(f"{pattern!r}: {style!r} is no style; a style is {_names_of_styles()}")
+            styles = ", ".join(kind.__name__ for kind in Style.__args__)
+            raise PlanError(f"{pattern!r}: {style!r} is no style; a style is {styles}")
         if not _is_hashable(style):
             raise PlanError(f"{pattern!r}: {style}: layouts of several arguments are a tuple")
         if not any(matches(pattern, path) for paths in modules for path in paths):
@@ -115,10 +116,6 @@ def _is_hashable(style: Style) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _names_of_styles() -> str:
-    return ", ".join(kind.__name__ for kind in Style.__args__)
 
 
 def spelled(style: Style) -> str:
