@@ -3,6 +3,7 @@
 Each name of `__all__` is imported when it is first used: `import jaxtp` itself takes milliseconds.
 """
 
+import re
 import sys
 from importlib import import_module
 from types import ModuleType
@@ -49,54 +50,25 @@ if TYPE_CHECKING:
     from jaxtp.models.config import ModelConfig as ModelConfig
     from jaxtp.models.decoder import Decoder as Decoder
     from jaxtp.models.decoder import DecoderBlock as DecoderBlock
+    from jaxtp.parallel.layouts import Replicate as Replicate
+    from jaxtp.parallel.layouts import Shard as Shard
     from jaxtp.parallel.parallelize import parallelize as parallelize
     from jaxtp.parallel.plan import PlanError as PlanError
     from jaxtp.parallel.styles import Colwise as Colwise
     from jaxtp.parallel.styles import PrepareInput as PrepareInput
     from jaxtp.parallel.styles import PrepareInputOutput as PrepareInputOutput
     from jaxtp.parallel.styles import PrepareOutput as PrepareOutput
-    from jaxtp.parallel.styles import Replicate as Replicate
     from jaxtp.parallel.styles import Rowwise as Rowwise
     from jaxtp.parallel.styles import SequenceParallel as SequenceParallel
-    from jaxtp.parallel.styles import Shard as Shard
     from jaxtp.propose.proposal import Proposal as Proposal
     from jaxtp.propose.propose import propose_plan as propose_plan
 
     __version__: str
 
-_MODULES = {
-    "audit.audit": "Audit AuditError audit",
-    "explain.explanation": "explain",
-    "generate.engine": "Generator",
-    "generate.loading": "open_tokenizer",
-    "generate.request": "Result",
-    "generate.settings": "GenerationSettings",
-    "hf.adapters": "add_adapters merge_adapters",
-    "hf.attributes": "read_config",
-    "hf.folder": "HFError",
-    "hf.load": "load_hf",
-    "hf.peft": "save_peft",
-    "hf.runs": "load_run",
-    "hf.save": "save_hf",
-    "layers.attention": "AttentionConfig CausalSelfAttention",
-    "layers.embedding": "VocabParallelEmbedding VocabParallelHead vocab_parallel_logits",
-    "layers.linear": "ColumnParallelLinear RowParallelLinear",
-    "layers.lora": "LoraConfig",
-    "layers.loss": "vocab_parallel_cross_entropy",
-    "layers.mlp": "MLP MLPConfig",
-    "layers.norm": "Norm NormConfig",
-    "layers.parameter": "Precision",
-    "mesh": "DP FSDP TP MeshError make_mesh",
-    "models.config": "ModelConfig",
-    "models.decoder": "Decoder DecoderBlock",
-    "parallel.parallelize": "parallelize",
-    "parallel.plan": "PlanError",
-    "parallel.styles": "Colwise PrepareInput PrepareInputOutput PrepareOutput Replicate Rowwise SequenceParallel Shard",
-    "propose.proposal": "Proposal",
-    "propose.propose": "propose_plan",
-}
-"""The names that each module gives the package."""
-_MODULE_OF = {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+with open(__file__, encoding="utf-8") as _source:
+    _IMPORTS = re.findall(r"^    from (\S+) import \w+ as (\w+)$", _source.read(), re.MULTILINE)
+_MODULE_OF = {name: module for module, name in _IMPORTS}
+"""The module of each public name, read from the imports above: they are stated once, for type checkers and for us."""
 
 __all__ = sorted(_MODULE_OF)
 

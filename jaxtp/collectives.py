@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxtp.hints import nearest_multiples
 from jaxtp.mesh import BATCH, STORAGE, TP, axes_of, copies, current_mesh, parts
 
 GATHERED = "gathered"
@@ -126,11 +127,10 @@ def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> Non
         names = axes_of(axes)
         count = axis_size(*names)
         if shape[dim] % count:
-            nearest = sorted({max(shape[dim] // count, 1) * count, -(-shape[dim] // count) * count})
             product = " x ".join(f"{axis}={axis_size(axis)}" for axis in names)
             raise ValueError(
                 f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by {product}; "
-                f"nearest: {' or '.join(map(str, nearest))}"
+                f"nearest: {' or '.join(map(str, nearest_multiples(shape[dim], count)))}"
             )
 
 
@@ -233,7 +233,7 @@ def load_weight(
     if current_mesh() is None:
         return shard.astype(compute)
     summed = copies(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
-    groups = _groups(tp_group)
+    groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
 
     def gather(shard: Array) -> Array:
         # The copies first: the sum of their gradients then runs on what the reduce-scatter has left.
@@ -265,7 +265,3 @@ def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
     """Whether a primitive of a jaxpr is `load_weight`'s gather; remat policies never save its result."""
     over_storage = not set(STORAGE).isdisjoint(params.get("axis_name", ()))
     return primitive.name == "all_gather" and (over_storage or params["axis_index_groups"] is not None)
-
-
-def _groups(size: int) -> list[list[int]]:
-    return [list(range(first, first + size)) for first in range(0, axis_size(TP), size)]

@@ -17,6 +17,7 @@ import pydantic
 import tyro
 import yaml
 
+from jaxtp.entry import UserError
 from jaxtp.reading import MAX_YAML, parse_yaml, read_bytes, shown
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ _MAX_PROBLEMS = 20
 """Of one file, in a message."""
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError):
     """A user's mistake, complete in its message: what is wrong, the value, and the nearest that works."""
 
 
@@ -71,43 +72,28 @@ Switch = tyro.conf.FlagCreatePairsOff[bool]
 """A flag that is given or not, without --no-... beside it."""
 
 
-def load(schema: type[T], argv: Sequence[str], *, prog: str, description: str) -> T:
-    """The configuration that a command line asks for.
-
-    Args:
-      schema: the dataclass of sections; every field has a default.
-      argv: flags; `--config FILE` names a YAML file whose values replace the defaults, `--print-config` prints the
-        result instead of returning.
-      prog: how the program is called, for `--help`.
-      description: what it does, for `--help`.
-
-    Raises:
-      ConfigError: unreadable YAML, an unknown key, a value of the wrong type or out of range.
-      SystemExit: `--help` or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
-    """
-    return load_fitted(schema, argv, prog=prog, description=description, fit=lambda config, _: (config, []))[0]
-
-
-def load_fitted(
+def load(
     schema: type[T],
     argv: Sequence[str],
     *,
     prog: str,
     description: str,
-    fit: Callable[[T, Set[str]], tuple[T, list[str]]],
+    fit: Callable[[T, Set[str]], tuple[T, list[str]]] | None = None,
 ) -> tuple[T, list[str]]:
-    """As `load`, where some defaults depend on what else was asked for.
+    """Returns the configuration that a command line asks for, and notes on its defaults.
 
     Args:
-      schema: as of `load`.
-      argv: as of `load`; `--print-config` prints the notes too, as comments.
-      prog: as of `load`.
-      description: as of `load`.
+      schema: the dataclass of sections; every field has a default.
+      argv: flags; `--config FILE` names a YAML file whose values replace the defaults, `--print-config` prints the
+        result, with the notes as comments, instead of returning.
+      prog: how the program is called, for `--help`.
+      description: what it does, for `--help`.
       fit: takes the configuration and the dotted names of the settings that a flag or the YAML file gives, which it
-        must leave as they are; gives the configuration with its own defaults for others, and notes that say why.
+        must leave as they are; returns the configuration with its own defaults for others, and notes that say why.
 
-    Returns:
-      The configuration, and the notes.
+    Raises:
+      ConfigError: unreadable YAML, an unknown key, a value of the wrong type or out of range.
+      SystemExit: `--help` or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
     """
     path, flags = _take_config_flag(argv)
     show = PRINT in flags
@@ -127,7 +113,7 @@ def load_fitted(
         source="command line",
         spelled=lambda keys, value: f"{flag(schema, keys)} {value}",
     )
-    config, notes = fit(config, {*_leaves(values), *_named(flags)})
+    config, notes = fit(config, {*_leaves(values), *_named(flags)}) if fit else (config, [])
     if show:
         print("".join(f"# {note}\n" for note in notes) + to_yaml(config), end="")
         raise SystemExit(0)

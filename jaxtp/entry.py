@@ -25,25 +25,23 @@ INTERRUPTED = 130
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def attempt(
-    program: str,
-    action: Callable[[], int | None],
-    mistakes: tuple[type[Exception], ...],
-    interrupted: str = "interrupted",
-) -> int:
-    """Runs what a command does; returns its exit code.
+class UserError(ValueError):
+    """A mistake that a user can put right, complete in its message; commands report it without a traceback."""
+
+
+def attempt(program: str, action: Callable[[], int | None], interrupted: str = "interrupted") -> int:
+    """Runs what a command does; returns its exit code: 2 for a `UserError`, a full disk and a file that cannot be used.
 
     A closed pipe under standard output ends the process in silence, as it ends other commands before `| head`.
 
     Args:
       program: how it is called, for messages on stderr.
       action: gives an exit code, or None for 0.
-      mistakes: the errors that a user can put right: exit code 2, as for a full disk and a file that cannot be used.
       interrupted: said after Ctrl-C: exit code 130.
     """
     try:
         return action() or 0
-    except mistakes as error:
+    except UserError as error:
         return fail(program, error)
     except KeyboardInterrupt:
         _say(f"\n{program}: {interrupted}")
@@ -74,7 +72,7 @@ def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is _interrupted_import:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     _tell_output_apart()
-    code = attempt(program, lambda: _flushed(main), ())
+    code = attempt(program, lambda: _flushed(main))
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C while the libraries end says nothing
     sys.exit(code)

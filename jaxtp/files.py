@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -49,12 +49,14 @@ def write_atomically(path: Path, content: bytes) -> None:
     sync_folder(path.parent)
 
 
-def require_writable(flag: str, path: Path) -> None:
-    """Checks that a file can be written, and makes its folder.
+def require_writable(flag: str, path: Path | None) -> None:
+    """Checks that a file that a flag asks for, if it asks for one, can be written, and makes its folder.
 
     Raises:
-      ConfigError: it cannot; the message names the flag that asked for it.
+      ConfigError: it cannot; the message names the flag.
     """
+    if path is None:
+        return
     with writing(flag, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()
@@ -65,7 +67,7 @@ def require_writable(flag: str, path: Path) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Around what writes a file that a flag asks for, at the end of the work that it tells of.
+    """Surrounds what writes a file that a flag asks for, at the end of the work that it tells of.
 
     Raises:
       ConfigError: it cannot be written, as where the disk is full; the message names the flag.
@@ -76,22 +78,25 @@ def writing(flag: str, path: Path) -> Iterator[None]:
         raise ConfigError(f"{flag} {path}: {error.strerror}; name another file") from None
 
 
-def write_json(flag: str, path: Path, record: Mapping[str, Any]) -> None:
-    """Writes a record that a flag asks for.
+def write_json(flag: str, path: Path | None, record: Mapping[str, Any]) -> None:
+    """Writes a record, if a flag asks for a file of it.
 
     Raises:
       ConfigError: it cannot be written.
     """
-    with writing(flag, path):
-        path.write_text(json.dumps(record, indent=2) + "\n")
+    if path is not None:
+        with writing(flag, path):
+            path.write_text(json.dumps(record, indent=2) + "\n")
 
 
-def require_picture(flag: str, path: Path) -> None:
-    """Checks that a picture can be drawn there, and makes its folder.
+def require_picture(flag: str, path: Path | None) -> None:
+    """Checks that a picture that a flag asks for, if it asks for one, can be drawn, and makes its folder.
 
     Raises:
       ConfigError: matplotlib is not installed, the name is not that of a kind of picture, or it cannot be written.
     """
+    if path is None:
+        return
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -100,3 +105,24 @@ def require_picture(flag: str, path: Path) -> None:
     if path.suffix.removeprefix(".") not in known:
         raise ConfigError(f"{flag} {path}: pictures are {', '.join(f'.{name}' for name in sorted(known))}")
     require_writable(flag, path)
+
+
+def write_picture(flag: str, path: Path | None, draw: Callable[[Any], None]) -> None:
+    """Writes a picture, if a flag asks for one.
+
+    Args:
+      flag: what asks for it, for messages.
+      path: checked by `require_picture`.
+      draw: draws on a matplotlib `Figure`.
+
+    Raises:
+      ConfigError: it cannot be written.
+    """
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    draw(figure)
+    with writing(flag, path):
+        figure.savefig(path, dpi=120)

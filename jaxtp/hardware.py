@@ -13,7 +13,7 @@ from typing import Any
 from jaxtp.config import Count, NonNegative, Positive
 from jaxtp.mesh import AXES
 
-GIB = 2**30
+GB, GIB = 1e9, 2**30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +125,7 @@ def _gpu(
 
 def _pcie(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
     """A card: x16 of PCIe 4.0 or 5.0 is its link, and bridges between pairs of cards are not counted."""
-    source = "NVIDIA data sheet of that card (dense bfloat16: half of its peak with sparsity); the network is assumed"
-    return _gpu(name, kind, gib, tflops, bandwidth, link, hop=_PCIE_HOP, source=source, **others)
+    return _gpu(name, kind, gib, tflops, bandwidth, link, **{"hop": _PCIE_HOP, "source": _CARD, **others})
 
 
 def _tpu(
@@ -144,11 +143,26 @@ def _tpu(
     return _gpu(name, kinds, gib, tflops, bandwidth, link, **tpu)
 
 
+_CARD = "NVIDIA data sheet of that card (dense bfloat16: half of its peak with sparsity); the network is assumed"
 _DGX = "NVIDIA data sheet of the {} (SXM: dense bfloat16, half of NVLink's two-way bandwidth) and of its DGX (network)"
 _CLOUD = "cloud.google.com/tpu/docs/{} (HBM as XLA reports it); a link's bandwidth: jax-ml.github.io/scaling-book/tpus"
 
-_RCCL = {"latency": 17e-6, "hop": 4.5e-6, "network_hop": 24.1e-6}
-"""As RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
+_GH200 = (
+    "NVIDIA data sheet of the GH200 (96 GB of HBM3; dense bfloat16); a superchip to a host, and its network, 400 Gb/s, "
+    "are assumed"
+)
+_GB200 = (
+    "NVIDIA data sheet of the GB200 NVL72 (dense bfloat16, half of NVLink's two-way bandwidth); the network, 400 Gb/s "
+    "each, is assumed"
+)
+_RTX4090 = (
+    "NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it goes through the "
+    "host; the network, 100 Gb/s for eight, is assumed"
+)
+_MI300X = "AMD data sheet of the MI300X: seven Infinity Fabric links, one to each other GPU, 64 GB/s one way"
+
+_RCCL: dict[str, Any] = {"platform": "rocm", "latency": 17e-6, "hop": 4.5e-6, "network_hop": 24.1e-6}
+"""Waits as RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
 
 TABLE = {
     hardware.name: hardware
@@ -162,56 +176,14 @@ TABLE = {
         _pcie("h100-nvl", "NVIDIA H100 NVL", 93.1, 835.5, 3938, 64, network=25.0),
         _gpu("h200", "NVIDIA H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
         _pcie("h200-nvl", "NVIDIA H200 NVL", 139.8, 835.5, 4800, 64, network=25.0),
-        _gpu(
-            "gh200",
-            "NVIDIA GH200 480GB",
-            94.5,
-            989.4,
-            4000,
-            450,
-            domain=1,
-            source="NVIDIA data sheet of the GH200 (96 GB of HBM3; dense bfloat16); a superchip to a host, and its "
-            "network, 400 Gb/s, are assumed",
-        ),
+        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, 989.4, 4000, 450, domain=1, source=_GH200),
         _gpu("b200", "NVIDIA B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
-        _gpu(
-            "gb200",
-            "NVIDIA GB200",
-            184.0,
-            2500,
-            8000,
-            900,
-            domain=72,
-            source="NVIDIA data sheet of the GB200 NVL72 (dense bfloat16, half of NVLink's two-way bandwidth); the "
-            "network, 400 Gb/s each, is assumed",
-        ),
+        _gpu("gb200", "NVIDIA GB200", 184.0, 2500, 8000, 900, domain=72, source=_GB200),
         _pcie("l4", "NVIDIA L4", 22.0, 121, 300, 32, network=12.5),
         _pcie("l40", "NVIDIA L40", 44.4, 181.05, 864, 32, network=12.5),
         _pcie("l40s", "NVIDIA L40S", 44.4, 362.05, 864, 32, network=12.5),
-        _gpu(
-            "rtx4090",
-            "NVIDIA GeForce RTX 4090",
-            23.5,
-            165.2,
-            1008,
-            16,
-            network=1.6,
-            hop=_PCIE_HOP,
-            source="NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it goes "
-            "through the host; the network, 100 Gb/s for eight, is assumed",
-        ),
-        _gpu(
-            "mi300x",
-            "AMD Instinct MI300X",
-            191.5,
-            1307.4,
-            5300,
-            448,
-            platform="rocm",
-            direct=True,
-            **_RCCL,
-            source="AMD data sheet of the MI300X: seven Infinity Fabric links, one to each other GPU, 64 GB/s one way",
-        ),
+        _pcie("rtx4090", "NVIDIA GeForce RTX 4090", 23.5, 165.2, 1008, 16, network=1.6, source=_RTX4090),
+        _gpu("mi300x", "AMD Instinct MI300X", 191.5, 1307.4, 5300, 448, direct=True, source=_MI300X, **_RCCL),
         _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 15.75, 197, 819, 90, domain=256, source=_CLOUD.format("v5e")),
         _tpu("v5p", ("TPU v5", "TPU v5p"), 95.74, 459, 2765, 180, domain=8960, source=_CLOUD.format("v5p")),
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 31.25, 918, 1638, 180, domain=256, source=_CLOUD.format("v6e")),

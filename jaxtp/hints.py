@@ -7,6 +7,8 @@ gone and none is new, so that whoever follows a hint is not sent to the next one
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from jaxtp.mesh import divisors
+
 MAX_SUGGESTED = 1024
 
 
@@ -49,7 +51,8 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
         return [value for value in values if {problem.text for problem in problems({setting: value})} <= kept]
 
     for problem in found:
-        choices = {setting: working(setting, _divisors(number)) for setting, number in problem.among.items()}
+        smaller = {name: [d for d in divisors(number) if d <= MAX_SUGGESTED] for name, number in problem.among.items()}
+        choices = {setting: working(setting, values) for setting, values in smaller.items()}
         hints = [f"{_short(name)} can be {', '.join(map(str, values))}" for name, values in choices.items() if values]
         nearest = {setting: working(setting, values) for setting, values in problem.multiples.items()}
         hints += [f"{_short(name)} {' or '.join(map(str, values))}" for name, values in nearest.items() if values]
@@ -67,13 +70,13 @@ def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[s
       among: as `Problem.among`.
     """
     if value % by:
-        multiples = sorted({max(value // by * by, by), -(-value // by) * by})
-        sizes = tuple(multiple for multiple in multiples if multiple < 2**31)
+        sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
         yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
 
 
-def _divisors(value: int) -> list[int]:
-    return [d for d in range(1, min(value, MAX_SUGGESTED) + 1) if value % d == 0]
+def nearest_multiples(value: int, by: int) -> list[int]:
+    """Returns the multiples of a number next to a value that is none: one below it, if there is one, and one above."""
+    return sorted({max(value // by, 1) * by, -(-value // by) * by})
 
 
 def _short(setting: str) -> str:

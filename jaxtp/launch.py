@@ -18,8 +18,10 @@ from pathlib import Path
 
 import jax
 
+from jaxtp.entry import UserError
 
-class LaunchError(ValueError):
+
+class LaunchError(UserError):
     """An environment that describes only part of a multi-process run."""
 
 
@@ -31,21 +33,17 @@ _NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiact
 """Of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
 
 
-def join_processes(environment: Mapping[str, str] | None = None) -> None:
+def join_processes(environment: Mapping[str, str] = os.environ) -> None:
     """Connects to the other processes, if the environment says that there are any; call before any other JAX.
-
-    Args:
-      environment: default `os.environ`.
 
     Raises:
       LaunchError: some of the variables are missing or say what cannot be, or the processes do not find each other.
     """
     accept_absent_gpus()
-    variables = os.environ if environment is None else environment
-    given = [name for name in _BY_HAND if name in variables]
+    given = [name for name in _BY_HAND if name in environment]
     if given:
-        _join_by_hand(variables, given)
-    elif any(_number(variables, name) > 1 for name in _LAUNCHERS if name in variables):
+        _join_by_hand(environment, given)
+    elif any(_number(environment, name) > 1 for name in _LAUNCHERS if name in environment):
         _join("the processes of the launcher", jax.distributed.initialize)
 
 
@@ -95,7 +93,7 @@ def _number(variables: Mapping[str, str], name: str) -> int:
         raise LaunchError(f"{name}={variables[name][:100]}: should be a number") from None
 
 
-def accept_absent_gpus(environment: MutableMapping[str, str] | None = None, nvidia: Sequence[Path] = _NVIDIA) -> None:
+def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = _NVIDIA) -> None:
     """Keeps JAX's CUDA plugin from looking for CUDA's libraries where there is no GPU; call before any other JAX.
 
     The extra estimate-gpu brings the plugin, to compile for GPUs that are elsewhere, without cuDNN. Wherever JAX starts
@@ -103,12 +101,11 @@ def accept_absent_gpus(environment: MutableMapping[str, str] | None = None, nvid
     use; where one is, or where the variable is set, nothing changes.
 
     Args:
-      environment: default `os.environ`.
+      environment: the variables, one of which may be set.
       nvidia: files of which one is there where a GPU is.
     """
-    variables = os.environ if environment is None else environment
     if not any(path.exists() for path in nvidia):
-        variables.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+        environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
 def child_environment(**changes: str) -> dict[str, str]:
@@ -116,35 +113,25 @@ def child_environment(**changes: str) -> dict[str, str]:
     return {**os.environ, **changes}
 
 
-def cache_folder(environment: Mapping[str, str] | None = None) -> Path:
-    """Where what can be computed again is kept: `jaxtp` in the user's cache, by the XDG base directory specification.
-
-    Args:
-      environment: default `os.environ`.
-    """
-    variables = os.environ if environment is None else environment
-    base = variables.get("XDG_CACHE_HOME")
+def cache_folder() -> Path:
+    """Returns the folder in the user's cache (XDG base directory specification) for what can be computed again."""
+    base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "jaxtp"
 
 
-def xla_flags(environment: Mapping[str, str] | None = None) -> str:
-    """Returns the flags that the environment gives XLA, which the programs it compiles depend on.
+def xla_flags() -> str:
+    """Returns the flags that the environment gives XLA, which the programs it compiles depend on."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
+def visible_gpus(present: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Returns the number of a machine's NVIDIA GPUs that a process started from here may use.
 
     Args:
-      environment: default `os.environ`.
+      present: number of GPUs that the machine has.
+      environment: its CUDA_VISIBLE_DEVICES lists some of them, and ends where it names none.
     """
-    return (os.environ if environment is None else environment).get("XLA_FLAGS", "")
-
-
-def visible_gpus(present: int, environment: Mapping[str, str] | None = None) -> int:
-    """How many of a machine's NVIDIA GPUs a process started from here may use.
-
-    Args:
-      present: those that the machine has.
-      environment: default `os.environ`; CUDA_VISIBLE_DEVICES lists some of them, and ends where it names none.
-    """
-    variables = os.environ if environment is None else environment
-    if "CUDA_VISIBLE_DEVICES" not in variables:
+    if "CUDA_VISIBLE_DEVICES" not in environment:
         return present
-    named = [name.strip() for name in variables["CUDA_VISIBLE_DEVICES"].split(",")]
+    named = [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",")]
     return min(present, len(list(itertools.takewhile(lambda name: name not in ("", "-1"), named))))

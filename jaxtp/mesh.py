@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxtp.entry import UserError
 from jaxtp.launch import accept_absent_gpus
 
 DP = "dp"
@@ -40,7 +41,7 @@ _MAX_DIGITS = 100
 """Of a size in a command line."""
 
 
-class MeshError(ValueError):
+class MeshError(UserError):
     """A mesh that cannot be built from the devices that are there."""
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import jaxtp
 from jaxtp.audit.tables import columns
-from jaxtp.estimate.errors import TargetError
 from jaxtp.estimate.target import compile_for
+from jaxtp.estimate.topology import TargetError
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import AXES
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig

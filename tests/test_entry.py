@@ -44,7 +44,7 @@ def test_a_full_disk_under_standard_output_is_a_mistake(capsys):
             output.write("numbers")
             output.flush()
 
-        assert entry.attempt("program", action, ()) == 2
+        assert entry.attempt("program", action) == 2
         output.flush()  # what is left in the buffer is silent, as it must be when the interpreter ends
     assert capsys.readouterr().err == "program: error: standard output: No space left on device\n"
 
@@ -86,7 +86,7 @@ def test_a_full_disk_under_a_file_is_one_line(tmp_path, capsys):
     path, before = tmp_path / "report.json", resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # as of a full disk, at the eleventh byte
     try:
-        code = entry.attempt("program", lambda: path.write_text("x" * 100) and None, ())
+        code = entry.attempt("program", lambda: path.write_text("x" * 100) and None)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert code == 2
@@ -96,7 +96,7 @@ def test_a_full_disk_under_a_file_is_one_line(tmp_path, capsys):
 @pytest.mark.parametrize("path", ["x" * 300, "loop/model"])
 def test_a_path_that_cannot_be_looked_up_is_one_line(path, tmp_path, capsys):
     (tmp_path / "loop").symlink_to("loop")
-    assert entry.attempt("program", lambda: (tmp_path / path).stat() and None, ()) == 2
+    assert entry.attempt("program", lambda: (tmp_path / path).stat() and None) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"program: error: {tmp_path}")
     assert said.count("\n") == 1
@@ -107,15 +107,28 @@ def test_a_full_disk_under_a_report_names_its_flag():
         write_json("--json", Path("/dev/full"), {"numbers": [1, 2]})
 
 
+def test_a_users_mistake_is_one_line(capsys):
+    def action():
+        raise ConfigError("mesh.tp = 0: should be 1 or more")
+
+    assert entry.attempt("program", action) == 2
+    assert capsys.readouterr().err == "program: error: mesh.tp = 0: should be 1 or more\n"
+
+
 @pytest.mark.parametrize(
-    "error", [OSError(errno.EIO, "Input/output error"), BrokenPipeError(errno.EPIPE, "of a socket")]
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error"),
+        BrokenPipeError(errno.EPIPE, "of a socket"),
+        ValueError("an error of the program"),
+    ],
 )
 def test_other_errors_are_not_hidden(error):
     def action():
         raise error
 
     with pytest.raises(type(error)):
-        entry.attempt("program", action, ())
+        entry.attempt("program", action)
 
 
 def started(module, *flags, **streams):

@@ -168,7 +168,8 @@ def audit(
     """Compiles a step and compares what was planned with what came out.
 
     Args:
-      step: `jax.jit` of a function of `state, *args`; if it returns a new state, that comes first.
+      step: `jax.jit` of a function of `state, *args`, or what its `trace` gave for them; if it returns a new state,
+        that comes first.
       state: what the step reads, real or abstract (`jax.ShapeDtypeStruct` with a sharding): a pytree of arrays, in
         which an `nnx.State` has variables that declare how they are split.
       *args: the other arguments, likewise.
@@ -183,36 +184,14 @@ def audit(
     Raises:
       TypeError: the step is not a `jax.jit` function, or its state holds no arrays.
     """
-    if not hasattr(step, "trace") or not jax.tree.leaves(state) or isinstance(state, nnx.Module):
+    is_traced = isinstance(step, jax.stages.Traced)
+    if not (is_traced or hasattr(step, "trace")) or not jax.tree.leaves(state) or isinstance(state, nnx.Module):
         raise TypeError(
             "audit takes a function compiled by jax.jit and the pytree of arrays that is its first argument; of an "
             "nnx.Module that is graph, state = nnx.split(module), and nnx.merge(graph, state) inside the function"
         )
     with jax.set_mesh(mesh):
-        traced = step.trace(state, *args)
-    return audit_traced(
-        traced,
-        state,
-        mesh=mesh,
-        budget=budget,
-        global_view=global_view,
-        uncounted=uncounted,
-        compiler_options=compiler_options,
-    )
-
-
-def audit_traced(
-    traced: Any,
-    state: Any,
-    *,
-    mesh: Mesh,
-    budget: Budget | None = None,
-    global_view: tuple[str, ...] = (),
-    uncounted: tuple[str, ...] = (),
-    compiler_options: Mapping[str, bool | int | str] | None = None,
-) -> Audit:
-    """As `audit`, of a `jax.stages.Traced` step whose first argument is like `state`."""
-    with jax.set_mesh(mesh):
+        traced = step if is_traced else step.trace(state, *args)
         compiled, text = compile_with_spmd_text(traced.lower(), compiler_options)
     sizes = mesh_sizes(mesh)
     return Audit(

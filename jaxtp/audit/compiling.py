@@ -72,11 +72,7 @@ def captured_stderr() -> Iterator[list[str]]:
 def _compile_and_dump(lowered: Any, options: Options | None) -> tuple[Any, Any]:
     """Returns the compiled program and its text; None for the text where the program was not compiled anew."""
     with tempfile.TemporaryDirectory() as folder:
-        dump = {
-            "xla_dump_to": folder,
-            "xla_dump_hlo_as_text": True,
-            "xla_dump_hlo_pass_re": "spmd-partitioning",
-        }
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         compiled = lowered.compile(compiler_options={**(options or {}), **dump})
         found = _find(folder, r"after_(tpu-)?spmd-partitioning\.") or _find(folder, r"\.before_optimizations\.txt$")
         return compiled, found[0].read_text() if found else None

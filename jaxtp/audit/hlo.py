@@ -15,8 +15,7 @@ import numpy as np
 
 from jaxtp.audit.census import message_bytes
 from jaxtp.audit.loops import A_TURN, AT_MOST, Counted, runs, turns_in_hlo
-from jaxtp.audit.sources import read_frames, source_line
-from jaxtp.audit.text import HloError, Instruction, Module, parse_module
+from jaxtp.audit.text import HloError, Instruction, Module, parse_module, read_frames, source_line
 from jaxtp.communication import Collective
 
 KINDS = (
@@ -113,12 +112,8 @@ def _dot_flops(computation: Sequence[Instruction], dot: Instruction) -> int:
         raise HloError(f"cannot tell what a product multiplies: {dot.rest[:200]}")
     _, lhs = types[0][int(operand[2] or 0)]
     contracted = math.prod(int(lhs.split(",")[int(dim)]) for dim in contracting[1].split(",") if dim)
-    return 2 * math.prod(_dims(dot.type)) * contracted
-
-
-def _dims(type_: str) -> list[int]:
-    found = _SHAPE.search(type_)
-    return [int(dim) for dim in found[2].split(",") if dim] if found else []
+    result = math.prod(int(dim) for _, dims in _SHAPE.findall(dot.type)[:1] for dim in dims.split(",") if dim)
+    return 2 * result * contracted
 
 
 def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:

@@ -51,7 +51,8 @@ class Holding:
     @property
     def unasked(self) -> tuple[str, ...]:
         """The axes over which it is replicated although its spec names them, or although it declares none."""
-        return tuple(a for a in self.replicated_over if self.declared is None or a in _axes(self.declared))
+        named = {axis for entry in self.declared or () for axis in axes_of(entry)}
+        return tuple(axis for axis in self.replicated_over if self.declared is None or axis in named)
 
     @property
     def declaration(self) -> str:
@@ -81,7 +82,7 @@ def read_holdings(compiled: Any, state: Any, mesh: Mesh) -> tuple[Holding, ...]:
     leaves = jax.tree_util.tree_leaves_with_path(state, is_leaf=_is_variable)
     shardings = jax.tree.leaves(_state_shardings(compiled, state))
     return tuple(
-        _holding(".".join(map(_name, path)), leaf, sharding, mesh)
+        _holding(jax.tree_util.keystr(path, simple=True, separator="."), leaf, sharding, mesh)
         for (path, leaf), sharding in zip(leaves, shardings, strict=True)
     )
 
@@ -123,11 +124,3 @@ def _paths(tree: Any) -> list[Any]:
 
 def _is_variable(leaf: Any) -> bool:
     return isinstance(leaf, nnx.Variable)
-
-
-def _name(key: Any) -> str:
-    return str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key))))
-
-
-def _axes(spec: PartitionSpec) -> set[str]:
-    return {axis for entry in spec for axis in axes_of(entry)}

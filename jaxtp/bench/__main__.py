@@ -3,6 +3,7 @@
 import contextlib
 import io
 from collections.abc import Sequence
+from functools import partial
 
 import jax
 
@@ -13,9 +14,8 @@ from jaxtp.bench.config import CommConfig
 from jaxtp.bench.measured import Measured
 from jaxtp.bench.plot import draw
 from jaxtp.config import ConfigError
-from jaxtp.files import require_picture, require_writable, write_json, writing
-from jaxtp.hf.folder import HFError
-from jaxtp.mesh import MeshError, mesh_of
+from jaxtp.files import require_picture, require_writable, write_json, write_picture, writing
+from jaxtp.mesh import mesh_of
 from jaxtp.train.config import training_of
 from jaxtp.train.defaults import fit
 
@@ -34,12 +34,11 @@ dotted flags override it. --out writes what was measured as a hardware file for 
 Without GPUs the devices are virtual ones of the CPU: that tries the command, and says nothing about hardware. Of
 several processes, started as those of jaxtp.train, the first one prints and writes.
 """
-MISTAKES = (ConfigError, MeshError, HFError, launch.LaunchError)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
-    return entry.attempt(PROGRAM, lambda: _bench(argv), MISTAKES)
+    return entry.attempt(PROGRAM, lambda: _bench(argv))
 
 
 def _bench(argv: Sequence[str]) -> None:
@@ -49,7 +48,7 @@ def _bench(argv: Sequence[str]) -> None:
     flags = flags if what == COMM else ["--help"]
     launch.join_processes()
     program = f"{PROGRAM} {COMM}"
-    asked, _ = configuration.load_fitted(CommConfig, flags, prog=program, description=DESCRIPTION, fit=fit)
+    asked, _ = configuration.load(CommConfig, flags, prog=program, description=DESCRIPTION, fit=fit)
     config = training_of(asked)
     mesh = mesh_of(config.mesh.sizes)
     if jax.process_index() == 0:
@@ -61,11 +60,8 @@ def _bench(argv: Sequence[str]) -> None:
 
 
 def _write(asked: CommConfig, measured: Measured) -> None:
-    if asked.json is not None:
-        write_json("--json", asked.json, measured.record())
-    if asked.plot is not None:
-        with writing("--plot", asked.plot):
-            draw(asked.plot, measured)
+    write_json("--json", asked.json, measured.record())
+    write_picture("--plot", asked.plot, partial(draw, measured))
     if asked.out is not None:
         with writing("--out", asked.out):
             asked.out.write_text(measured.hardware_file())
@@ -73,13 +69,11 @@ def _write(asked: CommConfig, measured: Measured) -> None:
 
 
 def _require_files(asked: CommConfig) -> None:
-    for flag, path in (("--json", asked.json), ("--out", asked.out)):
-        if path is not None:
-            require_writable(flag, path)
+    require_writable("--json", asked.json)
+    require_writable("--out", asked.out)
     if asked.out is not None and asked.out.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"--out {asked.out}: a hardware file is YAML; name it {asked.out.with_suffix('.yaml')}")
-    if asked.plot is not None:
-        require_picture("--plot", asked.plot)
+    require_picture("--plot", asked.plot)
 
 
 if __name__ == "__main__":

@@ -110,14 +110,10 @@ def _together(mesh: Mesh, axis: str, x: Array, repeats: Repeats) -> Iterator[Mes
         for kind in KINDS:
             traced = jax.jit(repeated(kind, axis, repeats.in_a_row)).trace(x)
             (moved[kind],) = count_collectives(traced.jaxpr, dict(mesh.shape))
-            programs[kind] = partial(_compiled(traced), x)
+            programs[kind] = partial(traced.lower().compile(), x)
     seconds = medians(programs, repeats.rounds)
     for kind, one in moved.items():
         yield Message(one, seconds[kind] / repeats.in_a_row)
-
-
-def _compiled(traced: Any) -> Callable[[Array], Array]:
-    return traced.lower().compile()
 
 
 def _random(mesh: Mesh, axis: str, dtype: str, size: int) -> Array:

@@ -1,6 +1,5 @@
 """Bandwidth over message size, and computing beside communication over tp, as a picture."""
 
-from pathlib import Path
 from typing import Any
 
 from jaxtp.bench.measured import VIRTUAL, Measured
@@ -9,11 +8,9 @@ from jaxtp.bench.moving import KINDS
 MARKS = dict(zip(KINDS, "osv^", strict=True))
 
 
-def draw(path: Path, measured: Measured) -> None:
-    """Two panels: GB/s that each device sends, by axis and kind; microseconds of a pair of layers."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(12, 5), layout="constrained")
+def draw(measured: Measured, figure: Any) -> None:
+    """Draws two panels: GB/s that each device sends, by axis and kind; microseconds of a pair of layers."""
+    figure.set_size_inches(12, 5)
     moving, computing = figure.subplots(1, 2)
     note = f"\n{VIRTUAL}" if measured.place.virtual else ""
     figure.suptitle(f"{measured.place}{note}", fontsize=10)
@@ -23,7 +20,6 @@ def draw(path: Path, measured: Measured) -> None:
         panel.spines[["top", "right"]].set_visible(False)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=120)
 
 
 def _moving(panel: Any, measured: Measured) -> None:

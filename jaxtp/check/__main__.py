@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -13,11 +13,8 @@ from jaxtp.check.config import CheckConfig
 from jaxtp.check.report import HEADER, Verdict
 from jaxtp.check.run import dtypes, plan, verdicts
 from jaxtp.check.shrink import describe
-from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.files import require_writable, write_json
-from jaxtp.hf.folder import HFError
-from jaxtp.layers.remat import RematError
-from jaxtp.mesh import MeshError, request_virtual_devices
+from jaxtp.mesh import request_virtual_devices
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.place import Place
@@ -38,21 +35,14 @@ VIRTUAL = Place(devices=8, per_process=8, bfloat16=True, kind="devices")
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if a mesh differs, 2 for a user's mistake."""
-    return entry.attempt(
-        PROGRAM,
-        lambda: _check(
-            *configuration.load_fitted(
-                CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=partial(fit, place=VIRTUAL)
-            )
-        ),
-        (configuration.ConfigError, MeshError, RematError, HFError, CheckpointError),
-    )
+    return entry.attempt(PROGRAM, lambda: _check(argv))
 
 
-def _check(config: CheckConfig, notes: Sequence[str]) -> int:
+def _check(argv: Sequence[str]) -> int:
+    fitted = partial(fit, place=VIRTUAL)
+    config, notes = configuration.load(CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fitted)
     small, cases = plan(config)
-    if config.json is not None:
-        require_writable("--json", config.json)
+    require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
     request_virtual_devices(max(case.devices for case in cases))
     print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
@@ -67,14 +57,13 @@ def _check(config: CheckConfig, notes: Sequence[str]) -> int:
         print("\n".join(verdict.lines()), flush=True)
         results.append(verdict)
     failed = sum(not verdict.passed for verdict in results)
-    if config.json is not None:
-        _write(config.json, config, small, results)
+    write_json("--json", config.json, _record(config, small, results))
     print(f"\n{f'{failed} of {len(results)} differ' if failed else f'all {len(results)} equal one device'}")
     return 1 if failed else 0
 
 
-def _write(path: Path, config: CheckConfig, small: TrainConfig, results: list[Verdict]) -> None:
-    record = {
+def _record(config: CheckConfig, small: TrainConfig, results: list[Verdict]) -> dict[str, Any]:
+    return {
         "jaxtp": jaxtp.__version__,
         "jax": jax.__version__,
         "passed": all(verdict.passed for verdict in results),
@@ -82,7 +71,6 @@ def _write(path: Path, config: CheckConfig, small: TrainConfig, results: list[Ve
         "shrunk": configuration.to_plain(small),
         "cases": [verdict.as_json() for verdict in results],
     }
-    write_json("--json", path, record)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,11 @@
 """The command line of `python -m jaxtp.check`."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from jaxtp.config import ConfigError
-from jaxtp.mesh import parse_mesh
 from jaxtp.train.config import TrainConfig
 
 
@@ -22,16 +19,3 @@ class CheckConfig(TrainConfig):
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Where to write every number, for machines."""
-
-
-def chosen_mesh(text: str) -> dict[str, int]:
-    """Returns `fsdp=2,tp=4` as the size of each axis.
-
-    Raises:
-      MeshError: it is not of that form.
-      ConfigError: it is a single device.
-    """
-    sizes = parse_mesh(text)
-    if math.prod(sizes.values()) == 1:
-        raise ConfigError(f"--mesh {text}: that is the one device which meshes are compared with")
-    return sizes

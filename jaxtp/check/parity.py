@@ -1,13 +1,11 @@
 """Three updates of one model on a mesh, and how far they are from those of another mesh."""
 
-import dataclasses
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import jax
 import numpy as np
-import optax
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding
@@ -16,6 +14,7 @@ from jaxtp.audit.audit import audit
 from jaxtp.check.shrink import UPDATES, Case
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
+from jaxtp.config import changed
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import make_mesh, mesh_of, mesh_sizes
@@ -188,9 +187,7 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
 
 def on_case(config: TrainConfig, case: Case) -> TrainConfig:
     """The configuration with the case's sequence parallelism."""
-    return dataclasses.replace(
-        config, model=dataclasses.replace(config.model, sequence_parallel=case.sequence_parallel)
-    )
+    return changed(config, {"model.sequence_parallel": case.sequence_parallel})
 
 
 def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
@@ -201,8 +198,7 @@ def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
 
 
 def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
-    optimizer: optax.GradientTransformation = optimizers.build(config.optimizer, config.train.steps)
-    return plan_state(config.model, optimizer, mesh)
+    return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
 
 
 def _moved(name: str, array: Array) -> np.ndarray:

@@ -44,14 +44,7 @@ class Verdict:
         return [row, *(f"        {detail}" for detail in details)]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, as plain values."""
-        return {
-            "mesh": self.case.sizes,
-            "sequence_parallel": self.case.sequence_parallel,
-            "dtype": self.dtype,
-            "tolerance": dataclasses.asdict(self.tolerance),
-            "errors": None if self.errors is None else dataclasses.asdict(self.errors),
-            "problems": list(self.problems),
-            "first_difference": self.first_difference,
-            "passed": self.passed,
-        }
+        """Returns everything, as plain values."""
+        plain = dataclasses.asdict(self)
+        case = plain.pop("case")
+        return {"mesh": case["sizes"], "sequence_parallel": case["sequence_parallel"], **plain, "passed": self.passed}

@@ -1,16 +1,15 @@
 """Every case of a configuration against one device."""
 
-import dataclasses
 import math
 from collections.abc import Iterator
 
 from jaxtp.check import parity
-from jaxtp.check.config import CheckConfig, chosen_mesh
+from jaxtp.check.config import CheckConfig
 from jaxtp.check.locate import describe_error, first_difference
 from jaxtp.check.report import Verdict
 from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
-from jaxtp.config import ConfigError
-from jaxtp.mesh import check_sizes, describe_mesh
+from jaxtp.config import ConfigError, changed
+from jaxtp.mesh import check_sizes, describe_mesh, parse_mesh
 from jaxtp.models.config import violations
 from jaxtp.train.config import TrainConfig, check
 
@@ -92,8 +91,10 @@ def _own(errors: parity.Errors, tolerance: parity.Tolerance) -> str:
 
 def _chosen_cases(config: CheckConfig) -> list[Case]:
     cases: list[Case] = []
-    for text, sizes in {text: chosen_mesh(text) for text in config.meshes}.items():
-        if (count := math.prod(sizes.values())) > MAX_DEVICES:
+    for text, sizes in {text: parse_mesh(text) for text in config.meshes}.items():
+        if (count := math.prod(sizes.values())) == 1:
+            raise ConfigError(f"--mesh {text}: that is the one device which meshes are compared with")
+        if count > MAX_DEVICES:
             raise ConfigError(
                 f"--mesh {text}: {describe_mesh(sizes)} is {count} devices, and a check runs on at most {MAX_DEVICES} "
                 "virtual ones; a larger dp or fsdp than 2 changes nothing in kind"
@@ -106,9 +107,5 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
 
 def _with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
     """All of it in float32; with another compute dtype, as configured."""
-    precision = config.model.precision
-    if dtype == "float32":
-        precision = dataclasses.replace(
-            precision, param="float32", compute="float32", reduce="float32", logits="float32"
-        )
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, precision=precision))
+    parts = ("param", "compute", "reduce", "logits")
+    return changed(config, {f"model.precision.{part}": dtype for part in parts}) if dtype == "float32" else config

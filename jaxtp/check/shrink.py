@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from jaxtp.config import changed
 from jaxtp.layers.branch import Small, like
 from jaxtp.mesh import DP, FSDP, STORAGE, TP, batch_parts, parts, sized
 from jaxtp.models.config import padded_sizes, shrunk, violations
@@ -88,15 +89,10 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
         length=sequence,
         before=config.data.sequence_length,
     )
-    model = shrunk(config.model, small)
-    return dataclasses.replace(
-        config,
-        model=model,
-        data=dataclasses.replace(config.data, sequence_length=sequence, global_batch_size=rows),
-        # A rate at which three updates move the weights enough to be compared.
-        optimizer=dataclasses.replace(config.optimizer, learning_rate=1e-2, warmup_steps=1),
-        train=dataclasses.replace(config.train, accumulation=accumulation, steps=10),
-    )
+    # A rate at which three updates move the weights enough to be compared.
+    schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10}
+    batch = {"data.sequence_length": sequence, "data.global_batch_size": rows, "train.accumulation": accumulation}
+    return changed(config, {"model": shrunk(config.model, small), **batch, **schedule})
 
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:

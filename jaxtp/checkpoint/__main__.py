@@ -10,7 +10,6 @@ import tyro
 from jaxtp import entry
 from jaxtp.checkpoint import reader
 from jaxtp.checkpoint.orbax_logs import quieten
-from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.launch import accept_absent_gpus
 
 PROGRAM = "python -m jaxtp.checkpoint"
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         {"inspect": Inspect, "verify": Verify, "diff": Diff}, args=list(argv), prog=PROGRAM, description=__doc__
     )
-    return entry.attempt(PROGRAM, lambda: _run(command), (CheckpointError,))
+    return entry.attempt(PROGRAM, lambda: _run(command))
 
 
 def _run(command: Inspect | Verify | Diff) -> int:

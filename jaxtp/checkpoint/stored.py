@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 
 from jaxtp.checkpoint.checksum import checksums
 from jaxtp.checkpoint.logical import Arrays
+from jaxtp.entry import UserError
 
 T = TypeVar("T")
 _SHAPES, _CHECKSUMS = "shapes", "checksums"
@@ -20,7 +21,7 @@ _MAY_PASS = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 """Errors that say nothing about files that are there."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(UserError):
     """A checkpoint that cannot be written, read, or used for this run."""
 
 

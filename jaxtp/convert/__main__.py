@@ -5,21 +5,15 @@ from collections.abc import Sequence
 
 import tyro
 
-from jaxtp import config as configuration
 from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
-from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.config import expand
 from jaxtp.convert.config import Export, Import, Plan
 from jaxtp.convert.exports import export_run
 from jaxtp.convert.imports import import_run
 from jaxtp.convert.plan import plan_lines
-from jaxtp.hf.folder import HFError
-from jaxtp.mesh import MeshError
-from jaxtp.train.folder import RunFolderError
 
 PROGRAM = "python -m jaxtp.convert"
-MISTAKES = (HFError, CheckpointError, MeshError, RunFolderError, configuration.ConfigError)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     command = tyro.extras.subcommand_cli_from_dict(
         {"import": Import, "export": Export, "plan": Plan}, args=list(argv), prog=PROGRAM, description=__doc__
     )
-    return entry.attempt(PROGRAM, lambda: _run(command), MISTAKES)
+    return entry.attempt(PROGRAM, lambda: _run(command))
 
 
 def _run(command: Import | Export | Plan) -> None:

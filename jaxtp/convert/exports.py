@@ -10,8 +10,7 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint.stored import newest, stored_info
 from jaxtp.config import expand
 from jaxtp.convert.config import Export
-from jaxtp.convert.imports import IMPORTED
-from jaxtp.convert.progress import progress
+from jaxtp.convert.imports import IMPORTED, progress
 from jaxtp.data.tokenizer_files import LONGEST
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.peft import save_peft

@@ -1,5 +1,7 @@
 """Importing, as the command does it."""
 
+import sys
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,10 +12,9 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.config import expand, to_yaml
 from jaxtp.convert.config import Import
-from jaxtp.convert.progress import progress
 from jaxtp.hf.attributes import family_of
 from jaxtp.hf.folder import Folder, open_folder
-from jaxtp.hf.load import import_config, load_folder
+from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.names import dtypes
 from jaxtp.hf.runs import keep_files
 from jaxtp.hf.writing import appearing
@@ -64,3 +65,21 @@ def _dtype(source: Folder, family: Family) -> str:
     """What all tensors are stored in, or what holds any of them."""
     stored = dtypes(source.tensors, family)
     return _DTYPES[stored.pop()] if len(stored) == 1 else "float32"
+
+
+def progress(verb: str) -> Progress | None:
+    """Returns what shows how far a conversion is, in a terminal: a line that counts."""
+    if not sys.stderr.isatty():
+        return None
+    started = last = time.monotonic()
+
+    def show(done: int, total: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 0.2 or done == total:
+            last = now
+            rate = done / 1e9 / max(now - started, 1e-3)
+            line = f"\r{done / 1e9:.2f} of {total / 1e9:.2f} GB {verb}, {rate:.2f} GB/s "
+            print(line, end="\n" if done == total else "", file=sys.stderr, flush=True)
+
+    return show

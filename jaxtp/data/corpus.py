@@ -16,6 +16,7 @@ from jaxtp.config import expand
 from jaxtp.data.documents import Documents, InMemory, Tokens
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 from jaxtp.data.store import Dataset, open_dataset
+from jaxtp.entry import UserError
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 PREFIX = "prefix"
@@ -33,7 +34,7 @@ _HELD_OUT_ONE_IN = 20
 _PREPARED_FIRST = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
 
 
-class CorpusError(ValueError):
+class CorpusError(UserError):
     """A corpus that is missing, unreadable or too small, or of parts that do not fit each other."""
 
 

@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jaxtp.entry import UserError
+
 FORMAT = 1
 MANIFEST = "dataset.json"
 TOKENIZER = "tokenizer.json"
@@ -26,7 +28,7 @@ _MAX_VOCAB_SIZE = 2**32
 T = TypeVar("T")
 
 
-class DatasetError(ValueError):
+class DatasetError(UserError):
     """A folder that is no dataset, or an unfinished or damaged one."""
 
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from jaxtp.data.documents import Documents
 from jaxtp.data.rows import SEGMENTS, Row, check_vocabulary, empty_row
+from jaxtp.entry import UserError
 
 BLOCK = 2**17
 """Documents that are packed among themselves: what a plan takes in memory while it is made, some MB, stays the same
@@ -115,7 +116,7 @@ class Packed(Sequence[Row]):
         return documents, lengths
 
 
-class LongDocumentError(ValueError):
+class LongDocumentError(UserError):
     """A document longer than a row, where the configuration does not allow it."""
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.documents import Documents, Tokens
+from jaxtp.entry import UserError
 
 IGNORE = -100
 """A label that does not count, as in `layers/loss.py`."""
@@ -22,7 +23,7 @@ Samples: TypeAlias = "grain.MapDataset[Row]"
 """Rows by index, in any order, that Grain reads ahead."""
 
 
-class TokenError(ValueError):
+class TokenError(UserError):
     """A token that the vocabulary does not have."""
 
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxtp.data import template_worker as worker
+from jaxtp.entry import UserError
 
 Message = Mapping[str, Any]
 """`role` (system, user, assistant) and `content`."""
@@ -29,7 +30,7 @@ MAX_TEXT = 2**26
 """Characters of a rendered conversation."""
 
 
-class ChatError(ValueError):
+class ChatError(UserError):
     """A template that is missing, broken, or against the conversation; or what is no conversation."""
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from jaxtp.data.corpus import BYTE_TOKENIZER
 from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
+from jaxtp.entry import UserError
 from jaxtp.reading import inside, read_bytes
 
 END_TOKENS = (
@@ -39,7 +40,7 @@ _GROUP = 2**24
 _CUT = re.compile(r"(?<=\S)\n")
 
 
-class TokenizerError(ValueError):
+class TokenizerError(UserError):
     """A tokenizer that cannot be read, or that cannot do what is asked of it."""
 
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxtp.entry import UserError
 from jaxtp.reading import MAX_JSON, inside, parse_json, read_bytes, shown
 
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
@@ -16,7 +17,7 @@ _MAX_TEMPLATE = 2**20
 """Bytes; the longest have some 20,000."""
 
 
-class TokenizerFileError(ValueError):
+class TokenizerFileError(UserError):
     """A file beside a tokenizer that cannot be read, or that says something else than it should."""
 
 

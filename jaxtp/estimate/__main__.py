@@ -1,21 +1,19 @@
 """`python -m jaxtp.estimate`."""
 
-import dataclasses
 import math
 import textwrap
 from collections.abc import Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import jax
 
 from jaxtp import config as configuration
 from jaxtp import entry
-from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
 from jaxtp.estimate.config import EstimateConfig, check_attention
-from jaxtp.estimate.errors import DoesNotFitError, TargetError
 from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
@@ -23,12 +21,11 @@ from jaxtp.estimate.reasons import what_would_fit, why
 from jaxtp.estimate.record import record
 from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import Model, Search, Setting, Target, describe_model, estimate, search, target
-from jaxtp.estimate.target import Compiled, compile_for
-from jaxtp.estimate.topology import topology
-from jaxtp.files import require_picture, require_writable, write_json, writing
+from jaxtp.estimate.target import compile_for
+from jaxtp.estimate.topology import DoesNotFitError, TargetError, topology
+from jaxtp.files import require_picture, require_writable, write_json, write_picture
 from jaxtp.hardware import RANGES
 from jaxtp.hardware_file import MAX_DEVICES, parse
-from jaxtp.hf.folder import HFError
 from jaxtp.mesh import MeshError, describe_mesh, fill, fitting_meshes, parse_mesh
 from jaxtp.train.config import TrainConfig, training_of, violations_on
 from jaxtp.train.defaults import RUN_DIR, fit
@@ -56,13 +53,7 @@ KEYS. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if nothing fits or tier 3 says so, 2 for a user's mistake."""
-    return entry.attempt(
-        PROGRAM,
-        lambda: _estimate(
-            *configuration.load_fitted(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=_fit)
-        ),
-        (ConfigError, MeshError, HFError, CheckpointError),
-    )
+    return entry.attempt(PROGRAM, lambda: _estimate(argv))
 
 
 def _fit(asked: EstimateConfig, given: Set[str]) -> tuple[EstimateConfig, list[str]]:
@@ -73,9 +64,11 @@ def _fit(asked: EstimateConfig, given: Set[str]) -> tuple[EstimateConfig, list[s
     return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
 
 
-def _estimate(asked: EstimateConfig, chosen: Sequence[str]) -> int:
+def _estimate(argv: Sequence[str]) -> int:
+    asked, chosen = configuration.load(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=_fit)
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
-    _require_files(asked)
+    require_writable("--json", asked.json)
+    require_picture("--plot", asked.plot)
     config = training_of(asked)
     where = target(*parse(asked.hardware), asked.memory_fraction)
     check_attention(config.model, where.hardware)
@@ -84,9 +77,8 @@ def _estimate(asked: EstimateConfig, chosen: Sequence[str]) -> int:
     print(heading(config, where, model), *_foreseen(asked, where), *chosen, sep="\n", end="\n\n", flush=True)
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
     numbers = _tell(asked, config, where, model, found)
-    if asked.plot is not None:
-        with writing("--plot", asked.plot):
-            draw(asked.plot, found, f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}")
+    title = f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}"
+    write_picture("--plot", asked.plot, partial(draw, found, title))
     if asked.generate:
         length = config.data.sequence_length
         generating = generations(config.model, where, model, meshes, asked.generate, length)
@@ -94,8 +86,7 @@ def _estimate(asked: EstimateConfig, chosen: Sequence[str]) -> int:
         numbers["generation"] = records(generating)
     failed = _compile(asked, found.settings[0], numbers) if asked.tier > 1 else None
     fits = bool(found.fitting) and numbers.get("tier_3", {}).get("fits", True)
-    if asked.json is not None:
-        write_json("--json", asked.json, numbers)
+    write_json("--json", asked.json, numbers)
     if failed is not None:
         return entry.fail(PROGRAM, failed)
     return 0 if fits else 1
@@ -125,7 +116,8 @@ def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> E
     if asked.tier < 3:
         return failed
     try:
-        compiled = _compile_for_target(best, asked.timeout)
+        hardware = best.target.hardware.compiled_as
+        compiled = compile_for(best.config, best.sizes, hardware, **_hosts(best.target), timeout_s=asked.timeout)
         numbers["tier_3"] = target_record(best, compiled)
         print("", *target_lines(best, compiled), sep="\n", flush=True)
     except DoesNotFitError as error:
@@ -145,11 +137,6 @@ def _foreseen(asked: EstimateConfig, where: Target) -> list[str]:
     except TargetError as error:
         return [f"tier 3  cannot be had: {error}"]
     return []
-
-
-def _compile_for_target(best: Setting, timeout: float) -> Compiled:
-    name = best.target.hardware.compiled_as
-    return compile_for(best.config, best.sizes, name, **_hosts(best.target), timeout_s=timeout)
 
 
 def _hosts(where: Target) -> dict[str, int]:
@@ -183,14 +170,7 @@ def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | N
         return None
     if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):
         return None
-    return estimate(dataclasses.replace(config, mesh=config.mesh.of_sizes(sizes)), where, model)
-
-
-def _require_files(asked: EstimateConfig) -> None:
-    if asked.json is not None:
-        require_writable("--json", asked.json)
-    if asked.plot is not None:
-        require_picture("--plot", asked.plot)
+    return estimate(configuration.changed(config, {"mesh": config.mesh.of_sizes(sizes)}), where, model)
 
 
 if __name__ == "__main__":

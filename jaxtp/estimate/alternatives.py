@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, changed
 from jaxtp.estimate.config import check_attention
 from jaxtp.estimate.search import (
     NEAR,
@@ -20,12 +20,12 @@ from jaxtp.estimate.search import (
     search,
     target,
 )
+from jaxtp.hardware import GB
 from jaxtp.hardware_file import MAX_DEVICES
 from jaxtp.mesh import fitting_meshes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import with_attention
 
-GB = 1e9
 ALL_BUT_A_TENTH = 0.9
 """Share of memory that JAX can be given, with room left for communication buffers."""
 
@@ -149,26 +149,29 @@ def _cheap(run: Run, model: Model) -> Iterator[Alternative]:
 
 
 def _with_more_memory(config: TrainConfig, where: Target) -> Run | None:
-    wider = _wider(where)
-    return None if wider is None else (config, wider)
+    wider = target(where.hardware, where.devices, ALL_BUT_A_TENTH)
+    return (config, wider) if wider.room > where.room else None
 
 
 def _with_fused_attention(config: TrainConfig, where: Target) -> Run | None:
-    fused = _fused(config, where)
-    return None if fused is None else (fused, where)
+    fused = with_attention(config, "cudnn")
+    try:
+        check_attention(fused.model, where.hardware)
+    except ConfigError:
+        return None
+    return (fused, where) if fused != config else None
 
 
 def _in_half(config: TrainConfig, where: Target) -> Run | None:
     if config.model.precision.compute != "float32":
         return None
-    precision = dataclasses.replace(config.model.precision, compute="bfloat16")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, precision=precision)), where
+    return changed(config, {"model.precision.compute": "bfloat16"}), where
 
 
 def _with_smaller_chunk(config: TrainConfig, where: Target) -> Run | None:
     if config.model.loss_chunk <= CHUNK:
         return None
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, loss_chunk=CHUNK)), where
+    return changed(config, {"model.loss_chunk": CHUNK}), where
 
 
 FREE = (
@@ -180,27 +183,11 @@ SMALLER = (Change(f"--model.loss-chunk {CHUNK}", "", _with_smaller_chunk),)
 """What makes nothing faster."""
 
 
-def _wider(where: Target) -> Target | None:
-    """The same devices, with more of their memory for JAX; None if that is no more."""
-    wider = target(where.hardware, where.devices, ALL_BUT_A_TENTH)
-    return wider if wider.room > where.room else None
-
-
-def _fused(config: TrainConfig, where: Target) -> TrainConfig | None:
-    """The run with cuDNN's attention; None if it has that already, or cannot."""
-    fused = with_attention(config, "cudnn")
-    try:
-        check_attention(fused.model, where.hardware)
-    except ConfigError:
-        return None
-    return fused if fused != config else None
-
-
 def _shorter(config: TrainConfig, where: Target) -> Iterator[Alternative]:
     """Half the sequence, or a quarter."""
     length = config.data.sequence_length // 2
     while length >= SHORTEST:
-        shorter = dataclasses.replace(config, data=dataclasses.replace(config.data, sequence_length=length))
+        shorter = changed(config, {"data.sequence_length": length})
         if fits := _fits(shorter, where, describe_model(shorter)):
             yield Alternative(f"--data.sequence-length {length}", fits)
             return
@@ -209,25 +196,18 @@ def _shorter(config: TrainConfig, where: Target) -> Iterator[Alternative]:
 
 def _other_training(config: TrainConfig, where: Target) -> Iterator[Alternative]:
     """Less to store: weights and moments in 16 bits, or few that are trained."""
-    half = _stored_in_half(config)
-    adapters = dataclasses.replace(
-        config, model=dataclasses.replace(config.model, lora=dataclasses.replace(config.model.lora, rank=LORA_RANK))
-    )
+    in_half = {"model.precision.param": "bfloat16"}
+    adapters = changed(config, {"model.lora.rank": LORA_RANK})
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
-    changes = [(bits, half, "whose weights lose updates of less than a 256th of them")]
+    changes = [(bits, changed(config, in_half), "whose weights lose updates of less than a 256th of them")]
     if not config.model.lora.rank:
         changes += [
             (lora, adapters, "which fine-tunes by adapters alone"),
-            (f"{lora} {bits}", _stored_in_half(adapters), "which keeps the frozen weights in 16 bits too"),
+            (f"{lora} {bits}", changed(adapters, in_half), "which keeps the frozen weights in 16 bits too"),
         ]
-    for change, changed, meaning in changes:
-        if changed != config and (fits := _fits(changed, where, describe_model(changed))):
+    for change, other, meaning in changes:
+        if other != config and (fits := _fits(other, where, describe_model(other))):
             yield Alternative(change, fits, meaning)
-
-
-def _stored_in_half(config: TrainConfig) -> TrainConfig:
-    precision = dataclasses.replace(config.model.precision, param="bfloat16")
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, precision=precision))
 
 
 def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[Alternative]:

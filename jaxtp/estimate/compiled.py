@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtp.audit.schedule import Scheduled
 from jaxtp.audit.tables import columns
 from jaxtp.estimate.partitioned import Bytes, Partitioned
 from jaxtp.estimate.report import unit_of
 from jaxtp.estimate.search import Setting
 from jaxtp.estimate.target import Compiled
-
-GB = 1e9
+from jaxtp.hardware import GB
 
 
 def partitioned_lines(setting: Setting, found: Partitioned) -> Iterator[str]:
@@ -45,10 +45,7 @@ def partitioned_record(found: Partitioned) -> dict[str, Any]:
         "within_tier_1": found.within,
         "planned": _sent(found.planned),
         "realised": _sent(found.realised),
-        "problems": list(found.problems),
-        "warnings": list(found.warnings),
-        "notes": list(found.notes),
-        "seconds": found.seconds,
+        **{name: getattr(found, name) for name in ("problems", "warnings", "notes", "seconds")},
     }
 
 
@@ -69,16 +66,17 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
         ("tier 1 said", f"{setting.memory.total / GB:,.2f}", f"{setting.memory.total / peak - 1:+.0%} of the peak"),
     ]
     yield columns(("on each device", "GB", ""), rows)
-    moved = [
-        (c.kind, "+".join(c.axes), f"{m.count:,}", f"{c.bytes / GB:,.3f}", f"{m.overlapped:,}", f"{m.computing:,}")
-        for m, c in ((m, m.collective) for m in found.collectives)
-    ]
+    header = ("collective", "over", "times", "GB of messages", "beside computing", "operations beside them")
     yield ""
-    yield columns(
-        ("collective", "over", "times", "GB of messages", "beside computing", "operations beside them"), moved
-    )
+    yield columns(header, [_scheduled(one) for one in found.collectives])
     yield "(messages are counted whole, as each collective is called; the compiler merges small ones)"
     yield from (f"  ({note})" for note in found.notes)
+
+
+def _scheduled(one: Scheduled) -> tuple[str, ...]:
+    size = f"{one.collective.bytes / GB:,.3f}"
+    counts = f"{one.count:,}", size, f"{one.overlapped:,}", f"{one.computing:,}"
+    return one.collective.kind, "+".join(one.collective.axes), *counts
 
 
 def fits(setting: Setting, found: Compiled) -> bool:

@@ -13,13 +13,13 @@ from jaxtp.audit.tables import columns
 from jaxtp.config import ConfigError
 from jaxtp.estimate.links import collective_seconds
 from jaxtp.estimate.search import Model, Target
+from jaxtp.hardware import GB
 from jaxtp.layers.costs import Share
 from jaxtp.mesh import STORAGE, batch_parts, describe_mesh, parts
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.models.costs import costs_of
 from jaxtp.train.memory import MODEL
 
-GB = 1e9
 MAX_ROWS = 10
 LEFT_OUT = "left out: prefill, its time and its activations; sampling"
 

@@ -3,20 +3,20 @@
 Nothing is allocated or run: the shapes are those of the run.
 """
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxtp.audit.audit import Audit, audit_traced
+from jaxtp.audit.audit import audit
 from jaxtp.audit.compiling import captured_stderr
 from jaxtp.communication import Axes, Traffic, sums
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, changed
 from jaxtp.estimate.report import is_plain
 from jaxtp.estimate.search import Setting
 from jaxtp.mesh import mesh_of, request_virtual_devices
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import with_attention
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import OPTIMIZER_SCOPE, trace_step
 
@@ -92,7 +92,7 @@ def compile_partitioned(setting: Setting) -> Partitioned:
     mesh = mesh_of(setting.sizes)
     blueprint = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
     with captured_stderr() as printed:
-        found = audit_traced(
+        found = audit(
             trace_step(config, blueprint),
             blueprint.sharded,
             mesh=mesh,
@@ -101,8 +101,8 @@ def compile_partitioned(setting: Setting) -> Partitioned:
             compiler_options=QUICK,
         )
     return Partitioned(
-        planned_bytes(setting.costs.traffic),
-        realised_bytes(found),
+        bytes_sent(setting.costs.traffic),
+        bytes_sent({one: times for one, times in found.realised.items() if one.shape}),
         tuple(found.problems()),
         tuple(line.rstrip() for line in printed if line.strip()),
         time.monotonic() - started,
@@ -111,23 +111,18 @@ def compile_partitioned(setting: Setting) -> Partitioned:
     )
 
 
-def planned_bytes(planned: Traffic) -> Bytes:
-    """Returns what tier 1 says, by kind and axes."""
-    return {place: sent for place, (_, sent) in sums(planned, lambda one: (one.kind, one.axes)).items()}
-
-
-def realised_bytes(found: Audit) -> Bytes:
-    """Returns what the partitioned program says, by kind and axes; sums of single numbers, such as norms, apart."""
-    return planned_bytes({one: times for one, times in found.realised.items() if one.shape})
+def bytes_sent(moved: Traffic) -> Bytes:
+    """Returns the bytes that each device sends, by kind and mesh axes."""
+    return {place: sent for place, (_, sent) in sums(moved, lambda one: (one.kind, one.axes)).items()}
 
 
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """The same program with what only an accelerator has left out."""
-    model, notes = config.model, []
-    if model.attention == "cudnn":
-        model = dataclasses.replace(model, attention="xla")
+    notes = []
+    if config.model.attention == "cudnn":
+        config = with_attention(config, "xla")
         notes.append("compiled with xla attention, which moves the same as cudnn's")
-    if model.remat == "offload":
-        model = dataclasses.replace(model, remat="full")
+    if config.model.remat == "offload":
+        config = changed(config, {"model.remat": "full"})
         notes.append("compiled with remat full, which moves the same as offload")
-    return dataclasses.replace(config, model=model), notes
+    return config, notes

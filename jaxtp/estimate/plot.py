@@ -1,22 +1,20 @@
 """Memory by kind and time by part over tp, as a picture."""
 
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
-from jaxtp.estimate.report import kinds_of, label
+from jaxtp.estimate.report import label
 from jaxtp.estimate.search import Search, Setting
+from jaxtp.hardware import GB
 from jaxtp.mesh import TP
+from jaxtp.train.memory import Memory
 
-GB = 1e9
 
-
-def draw(path: Path, found: Search, title: str) -> None:
-    """Two panels of stacked bars over tp, of the best setting at each: memory with what there is, and seconds."""
-    from matplotlib.figure import Figure
-
+def draw(found: Search, title: str, figure: Any) -> None:
+    """Draws two panels of stacked bars over tp for the best setting at each: memory with what there is, and seconds."""
     chosen = {setting.sizes[TP]: setting for setting in reversed(found.settings)}
     settings = [chosen[tp] for tp in sorted(chosen)]
-    figure = Figure(figsize=(12, 6), layout="constrained")
+    figure.set_size_inches(12, 6)
     memory, time = figure.subplots(1, 2)
     figure.suptitle(title)
     _memory(memory, settings)
@@ -25,13 +23,10 @@ def draw(path: Path, found: Search, title: str) -> None:
         panel.set_xticks(range(len(settings)), [_label(setting) for setting in settings], fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
         panel.legend(frameon=False, fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.16))
-    figure.savefig(path, dpi=120)
 
 
 def _memory(panel: Any, settings: list[Setting]) -> None:
-    parts = {
-        label(name): [getattr(setting.memory, name) / GB for setting in settings] for name in kinds_of(settings[0])
-    }
+    parts = {label(kind.name): [getattr(s.memory, kind.name) / GB for s in settings] for kind in fields(Memory)}
     _stack(panel, parts)
     panel.axhline(settings[0].target.room / GB, color="black", linestyle="--", linewidth=1, label="for JAX")
     panel.set_title("memory of a device, GB", fontsize=10)

@@ -1,15 +1,16 @@
 """Why the best setting is best, what limits it, and what would be better; or, where nothing fits, what would."""
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from jaxtp.estimate.alternatives import Alternative
-from jaxtp.estimate.report import kinds_of, label
+from jaxtp.estimate.report import label
 from jaxtp.estimate.roofline import StepTime
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Search, Setting
+from jaxtp.hardware import GB
 from jaxtp.mesh import TP
 from jaxtp.models.costs import describe_padding
 
-GB = 1e9
 UNITS = (("milliseconds", 1e-3), ("seconds", 1), ("minutes", 60), ("hours", 3600), ("days", 86400))
 """Of time; devices are paid by the hour, never by the day."""
 FAR = 1.5
@@ -49,7 +50,7 @@ def what_would_fit(found: Search, alternatives: Iterable[Alternative]) -> list[s
       alternatives: what would fit.
     """
     least = found.settings[0]
-    kinds = {name: getattr(least.memory, name) for name in kinds_of(least)}
+    kinds = dataclasses.asdict(least.memory)
     largest = max(kinds, key=lambda name: kinds[name])
     return [
         f"Nothing fits. The least is {_how(least)}: {least.memory.total / GB:,.1f} GB, {kinds[largest] / GB:,.1f} of "

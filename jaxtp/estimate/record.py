@@ -8,9 +8,10 @@ import jax
 
 import jaxtp
 from jaxtp.estimate.alternatives import Alternative
-from jaxtp.estimate.report import MODELLED, PROVENANCE_OF_MEMORY, kinds_of, provenance_of_moves
+from jaxtp.estimate.report import MODELLED, PROVENANCE_OF_MEMORY, provenance_of_moves
 from jaxtp.estimate.search import Model, Search, Setting, Target
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import Memory
 
 
 def record(
@@ -35,7 +36,7 @@ def record(
         "words": list(words),
         "provenance": {
             "bytes_per_device": {
-                name: PROVENANCE_OF_MEMORY.get(name, MODELLED) for name in kinds_of(found.settings[0])
+                kind.name: PROVENANCE_OF_MEMORY.get(kind.name, MODELLED) for kind in dataclasses.fields(Memory)
             },
             "collectives": provenance_of_moves(config),
             "flops_per_device": provenance_of_moves(config),
@@ -60,10 +61,7 @@ def setting_record(setting: Setting) -> dict[str, Any]:
         "remat": setting.config.model.remat,
         "accumulation": setting.config.train.accumulation,
         "micro_batch_size": setting.rows,
-        "bytes_per_device": {
-            **{name: getattr(setting.memory, name) for name in kinds_of(setting)},
-            "total": setting.memory.total,
-        },
+        "bytes_per_device": dataclasses.asdict(setting.memory) | {"total": setting.memory.total},
         "bytes_to_spare": setting.spare,
         "collectives": [
             {

@@ -5,7 +5,7 @@ import dataclasses
 from jaxtp.audit.tables import columns
 from jaxtp.communication import sums
 from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target, rows_of
-from jaxtp.hardware import TABLE, Hardware, link_of
+from jaxtp.hardware import GB, TABLE, Hardware, link_of
 from jaxtp.hf.attributes import stored_dtype
 from jaxtp.layers.costs import Product
 from jaxtp.mesh import divisors
@@ -13,7 +13,6 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig
 
-GB = 1e9
 MAX_ROWS = 10
 NOTES = (
     "micro-batches: how many a step has, of how many sequences on a device; GB: at the peak, of each device",
@@ -140,8 +139,8 @@ def _memory(setting: Setting) -> str:
     unit, size = unit_of(setting.memory.total)
     rows = [
         (label(name), f"{held / size:,.2f}", PROVENANCE_OF_MEMORY.get(name, MODELLED))
-        for name in kinds_of(setting)
-        if (held := getattr(setting.memory, name))
+        for name, held in dataclasses.asdict(setting.memory).items()
+        if held
     ]
     total = ("total", f"{setting.memory.total / size:,.2f}", f"of {setting.target.room / size:,.2f} for JAX")
     return columns(("on each device", unit, ""), [*rows, total])
@@ -149,9 +148,10 @@ def _memory(setting: Setting) -> str:
 
 def _time(setting: Setting) -> str:
     time, work, model = setting.time, setting.costs, setting.config.model
+    scores = "in one kernel" if model.attention == "cudnn" else "its scores go through memory"
     rows = [
         ("products with weights", time.products, _tera(work.products, model)),
-        ("attention", time.attention, f"{_tera(work.attention, model)}; {_scores(model)}"),
+        ("attention", time.attention, f"{_tera(work.attention, model)}; {scores}"),
         ("norms, gates, logits", time.elementwise, "at the speed of memory"),
         ("update", time.update, "at the speed of memory" if setting.update_is_modelled else "the least: not modelled"),
         *(
@@ -172,10 +172,6 @@ def _tera(products: tuple[Product, ...], model: ModelConfig) -> str:
     return f"{flops / 1e12:,.1f} TFLOP, {EXACT if is_plain(model) else AT_MOST}"
 
 
-def _scores(model: ModelConfig) -> str:
-    return "in one kernel" if model.attention == "cudnn" else "its scores go through memory"
-
-
 def _communication(setting: Setting) -> str:
     totals = sums(setting.costs.traffic, lambda one: (one.kind, one.axes))
     unit, size = unit_of(sum(sent for _, sent in totals.values()))
@@ -184,11 +180,6 @@ def _communication(setting: Setting) -> str:
         for (kind, axes), (count, sent) in totals.items()
     ]
     return columns(("collective", "over", "times", f"{unit} sent by a device", ""), rows)
-
-
-def kinds_of(setting: Setting) -> list[str]:
-    """The names of the kinds of memory."""
-    return [field.name for field in dataclasses.fields(setting.memory)]
 
 
 def label(kind: str) -> str:

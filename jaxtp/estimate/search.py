@@ -1,12 +1,11 @@
 """Every setting of mesh, micro-batch and remat that a configuration can run with on given hardware, ranked."""
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, changed
 from jaxtp.estimate.links import leaves_domain
 from jaxtp.estimate.roofline import StepTime, step_time
 from jaxtp.hardware import Hardware
@@ -205,9 +204,9 @@ def runnable(
 ) -> tuple[list[TrainConfig], dict[str, str]]:
     """The run on each mesh that can run it, in one micro-batch unless as configured; and why the others cannot."""
     able, refused = [], {}
-    once = config if as_configured else _in_micro_batches(config, 1)
+    once = config if as_configured else changed(config, {"train.accumulation": 1})
     for sizes in meshes:
-        on_mesh = dataclasses.replace(once, mesh=once.mesh.of_sizes(sizes))
+        on_mesh = changed(once, {"mesh": once.mesh.of_sizes(sizes)})
         if (problem := next(violations_on(on_mesh, sizes), None)) is None:
             able.append(on_mesh)
         else:
@@ -217,9 +216,8 @@ def runnable(
 
 def leanest(config: TrainConfig) -> TrainConfig:
     """The run in the setting that takes the least memory on its mesh: one row at a time, and as little kept."""
-    remat: RematPolicy = "offload" if config.model.remat == "offload" else "full"
-    lean = dataclasses.replace(config, model=dataclasses.replace(config.model, remat=remat))
-    return _in_micro_batches(lean, rows_of(config))
+    remat = "offload" if config.model.remat == "offload" else "full"
+    return changed(config, {"model.remat": remat, "train.accumulation": rows_of(config)})
 
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
@@ -286,10 +284,6 @@ def _complexity(setting: Setting) -> tuple[bool, int, int]:
     return leaves_domain(hardware, sizes, (TP,)), setting.config.train.accumulation, sizes[TP]
 
 
-def _in_micro_batches(config: TrainConfig, count: int) -> TrainConfig:
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=count))
-
-
 def rows_of(config: TrainConfig) -> int:
     """Sequences of a step on each device."""
     return max(1, config.data.global_batch_size // batch_parts(config.mesh.sizes))
@@ -298,9 +292,8 @@ def rows_of(config: TrainConfig) -> int:
 def _choices(config: TrainConfig, most: int) -> Iterator[TrainConfig]:
     """Every remat policy with every number of micro-batches that divides the rows of a device, if they are not many."""
     for remat in dict.fromkeys((*REMATS, config.model.remat)):
-        model = dataclasses.replace(config.model, remat=remat)
         for count in _spread(divisors(rows_of(config)), most):
-            yield _in_micro_batches(dataclasses.replace(config, model=model), count)
+            yield changed(config, {"model.remat": remat, "train.accumulation": count})
 
 
 def _spread(values: Sequence[int], most: int) -> list[int]:

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +15,7 @@ from typing import Any
 from jaxtp.audit.schedule import Scheduled
 from jaxtp.communication import Collective
 from jaxtp.config import to_plain
-from jaxtp.estimate import process
-from jaxtp.estimate.errors import DoesNotFitError, TargetError
-from jaxtp.estimate.topology import Topology, this_machine, topology
+from jaxtp.estimate.topology import DoesNotFitError, TargetError, Topology, this_machine, topology
 from jaxtp.files import write_atomically
 from jaxtp.launch import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh, parts
@@ -29,6 +29,8 @@ _ABSENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file is for devices, of which there are none
 }
 _OWN = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # another program may be using them
+_LAST_LINES = 3
+"""Number of lines of a failed process that a message has, without the marks under a traceback's lines."""
 _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
 _HERE = "compiled for the devices of this machine, as it runs on them"
 _DIFFERENCES = {
@@ -144,22 +146,64 @@ def ask(
         "cache": str(cache or cache_folder() / "compiled"),
     }
     environment = child_environment(**(_OWN | {"JAX_PLATFORMS": target.platform} if target.here else _ABSENT))
-    done = process.run(worker or WORKER, json.dumps(request), environment=environment, timeout_s=timeout_s)
+    done = _run(worker or WORKER, json.dumps(request), environment, timeout_s)
     return _compiled(_answer(done), target, sizes)
 
 
-def _answer(done: process.Output) -> dict[str, Any]:
-    """JSON on the last line of what a worker printed, and what its compiler warned of; kept if it is new.
+def _run(
+    command: Sequence[str], request: str, environment: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command that reads a request, to its end.
+
+    Raises:
+      TargetError: it took too long, crashed or failed; with its last words.
+    """
+    try:
+        done = subprocess.run(
+            command,
+            input=request,
+            env=environment,
+            timeout=timeout_s,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # of a crashing compiler
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TargetError(
+            f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow it more, "
+            f"such as --timeout {3 * timeout_s:g}"
+        ) from None
+    if done.returncode:
+        how = f"crashed ({_signal(-done.returncode)})" if done.returncode < 0 else "failed"
+        raise TargetError(f"the compiler for the target {how}{_last_words(done.stderr)}")
+    return done
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _last_words(errors: str) -> str:
+    lines = [line for line in errors.splitlines() if line.strip(" ^~")][-_LAST_LINES:]
+    return ":\n" + "\n".join(f"  {line}" for line in lines) if lines else " without a word"
+
+
+def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Returns the JSON on the last line that a worker printed, with its compiler's warnings; writes it to the cache.
 
     Raises:
       TargetError: there is none.
     """
     try:
-        answer: dict[str, Any] = json.loads(done.out.splitlines()[-1])
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
-        raise TargetError(f"the compiler for the target gave no answer: {done.out[-200:]!r}") from None
+        raise TargetError(f"the compiler for the target gave no answer: {done.stdout[-200:]!r}") from None
     if place := answer.pop("keep", None):
-        answer["notes"] = sorted(set(_WARNING.findall(done.errors)))
+        answer["notes"] = sorted(set(_WARNING.findall(done.stderr)))
         Path(place).parent.mkdir(parents=True, exist_ok=True)
         write_atomically(Path(place), json.dumps(answer).encode())
     return answer

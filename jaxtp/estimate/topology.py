@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from jaxtp.estimate.errors import TargetError
-from jaxtp.estimate.gpus import GPUS
+from jaxtp.estimate.gpus import TARGET_CONFIGS
 from jaxtp.hardware import of_kind
 from jaxtp.launch import visible_gpus
 
@@ -18,9 +17,17 @@ _TPU_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 """Dimensions of the torus; a host of the flat ones holds 2x4 chips or fewer, one of v5p 2x2x1."""
 
 
+class TargetError(RuntimeError):
+    """The compiler for a target is missing, crashed, took too long, or says that the program cannot run there."""
+
+
+class DoesNotFitError(TargetError):
+    """The compiler for a target says that its memory does not hold the program."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """What to ask JAX for."""
+    """The devices that JAX is asked to compile for."""
 
     platform: str
     """cuda or tpu."""
@@ -73,15 +80,15 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
     Raises:
       TargetError: no compiler for it is installed, or there is none that works without the device.
     """
-    if hardware in GPUS:
+    if hardware in TARGET_CONFIGS:
         compiler = installed(_GPU_COMPILERS, GPU_EXTRA)
         name = f"1x{hosts}x{devices_per_host}"
-        return Topology(platform="cuda", name=name, target_config=GPUS[hardware].target_config(), compiler=compiler)
+        return Topology(platform="cuda", name=name, target_config=TARGET_CONFIGS[hardware], compiler=compiler)
     if hardware in _TPU_DIMS:
         shape = torus(hosts * devices_per_host, _TPU_DIMS[hardware])
         compiler = installed(_TPU_COMPILERS, TPU_EXTRA)
         return Topology(platform="tpu", name=f"{hardware}:{'x'.join(map(str, shape))}", compiler=compiler)
-    known = ", ".join((*GPUS, *_TPU_DIMS))
+    known = ", ".join((*TARGET_CONFIGS, *_TPU_DIMS))
     raise TargetError(f"no compiler works for {hardware} without the device; there are some for {known}")
 
 

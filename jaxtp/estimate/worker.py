@@ -50,23 +50,17 @@ def main() -> None:
 def _mesh(target: dict[str, Any], sizes: dict[str, int]) -> Mesh:
     if target["here"]:
         return mesh_of(sizes, jax.devices()[: math.prod(sizes.values())])
-    described = topologies.get_topology_desc(target["name"], target["platform"], **_counted(target))
+    own = {"topology": target["name"], "target_config": target["target_config"]}  # GPUs are described by options
+    described = topologies.get_topology_desc(
+        target["name"], target["platform"], **(own if target["platform"] == "cuda" else {})
+    )
     return mesh_of(sizes, described.devices)
 
 
-def _counted(target: dict[str, Any]) -> dict[str, str]:
-    """GPUs are counted, and described, by options of their own."""
-    if target["platform"] != "cuda":
-        return {}
-    return {"topology": target["name"], "target_config": target["target_config"]}
-
-
 def _lower(config: TrainConfig, mesh: Mesh) -> Any:
-    optimizer = optimizers.build(config.optimizer, config.train.steps)
-    blueprint = plan_state(config.model, optimizer, mesh)
-    traced = trace_step(config, blueprint)
+    blueprint = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
     with jax.set_mesh(mesh):
-        return traced.lower()
+        return trace_step(config, blueprint).lower()
 
 
 def _key(lowered: Any, target: dict[str, Any], sizes: dict[str, int]) -> str:
@@ -83,7 +77,7 @@ def _compile(lowered: Any, target: dict[str, Any], sizes: dict[str, int]) -> dic
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return {"error": f"the compiler says that it does not fit: {_first_sentence(error)}", "fits": False}
+        return {"error": f"the compiler says that it does not fit: {str(error).splitlines()[0][:300]}", "fits": False}
     return {
         "seconds": time.perf_counter() - started,
         **_memory(compiled, target["platform"]),
@@ -99,10 +93,6 @@ def _memory(compiled: Any, platform: str) -> dict[str, int]:
     alive = stats.peak_memory_in_bytes
     peak = alive if platform == "tpu" else block
     return {"argument_bytes": arguments, "temp_bytes": temporaries, "alive_bytes": alive, "peak_bytes": peak}
-
-
-def _first_sentence(error: Exception) -> str:
-    return str(error).split("\n")[0][:300]
 
 
 if __name__ == "__main__":

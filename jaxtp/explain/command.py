@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
@@ -17,11 +18,12 @@ import tyro
 from flax import nnx
 
 from jaxtp.config import ConfigError, Switch, expand, from_yaml, nearest_file
+from jaxtp.entry import UserError
 from jaxtp.explain.explanation import explain
-from jaxtp.explain.plot import plot
-from jaxtp.mesh import MeshError, parse_mesh, request_virtual_devices
+from jaxtp.explain.plot import draw
+from jaxtp.files import require_picture, write_picture
+from jaxtp.mesh import parse_mesh, request_virtual_devices
 from jaxtp.models.decoder import Decoder
-from jaxtp.parallel.plan import PlanError
 from jaxtp.propose.propose import propose_plan
 from jaxtp.train.config import TrainConfig
 
@@ -71,6 +73,8 @@ def run(command: Explain) -> None:
       PlanError, MeshError: as `explain`.
     """
     sizes = parse_mesh(command.mesh)
+    picture = None if command.plot is None else expand(command.plot)
+    require_picture("--plot", picture)
     if command.propose and command.plan is not None:
         raise ConfigError("--propose makes a plan, and --plan names one; leave one of them out")
     if not command.input and (command.propose or command.compile) and not command.model.endswith((".yaml", ".yml")):
@@ -84,14 +88,14 @@ def run(command: Explain) -> None:
             plan = propose_plan(model, *inputs, mesh=sizes)
             print()
         found = explain(model, *inputs, plan=plan, mesh=sizes, compiled=command.compile)
+    except UserError:
+        raise
     except (TypeError, ValueError) as error:
-        if isinstance(error, ConfigError | PlanError | MeshError):
-            raise
         shapes = ", ".join(command.input) or "none"
         raise ConfigError(f"{command.model} does not run on these inputs ({shapes}): {error}") from None
     print(found)
-    if command.plot is not None:
-        plot(found, expand(command.plot))
+    write_picture("--plot", picture, partial(draw, found))
+    if picture is not None:
         print(f"\ndrawn in {command.plot}")
 
 

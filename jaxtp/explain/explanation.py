@@ -23,8 +23,7 @@ from jaxtp.explain.moving import module_of, passes
 from jaxtp.mesh import AXES, BATCH, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
 from jaxtp.parallel.calls import original_class
 from jaxtp.parallel.parallelize import as_written, parallelize
-from jaxtp.parallel.plan import Plan, PlanError
-from jaxtp.parallel.spelling import patterns_for, spelled
+from jaxtp.parallel.plan import Plan, PlanError, patterns_for, spelled
 from jaxtp.parallel.styles import Style
 from jaxtp.parallel.swap import role_of
 from jaxtp.propose.flows import ROOT

@@ -2,52 +2,34 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
-from jaxtp.config import ConfigError
 from jaxtp.explain.explanation import Explanation, Split
 from jaxtp.mesh import STORAGE, TP, axes_of, describe_mesh, parts
-from jaxtp.parallel.storage import dim_over
+from jaxtp.parallel.layouts import dim_over
 
 _COLUMNS = 6
 _MOST_PARTS = 16
 """Of an axis that are drawn; more would be a grey square."""
 
 
-def plot(found: Explanation, path: Path) -> None:
+def draw(found: Explanation, figure: Any) -> None:
     """Draws every matrix as a rectangle, cut as it is split; one for modules that differ in a number only.
 
     A colour is a place along tp, and a shade one along fsdp; where a matrix is whole along an axis, all devices of that
     axis hold what is drawn. Of more than two dims, those on one side are drawn as one.
-
-    Raises:
-      ConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ConfigError("--plot needs matplotlib: pip install 'jaxtp[plot]'") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
     drawn = list(_matrices(found))
     rows = max(1, math.ceil(len(drawn) / _COLUMNS))
-    figure, panels = pyplot.subplots(rows, _COLUMNS, figsize=(2.6 * _COLUMNS, 2.3 * rows), squeeze=False)
+    figure.set_size_inches(2.6 * _COLUMNS, 2.3 * rows)
+    panels = figure.subplots(rows, _COLUMNS, squeeze=False)
     for panel in panels.flat:
         panel.axis("off")
     for panel, (title, split) in zip(panels.flat, drawn, strict=False):
-        _draw(panel, title, split, found.sizes)
+        _draw_matrix(panel, title, split, found.sizes)
     figure.suptitle(
         f"mesh {describe_mesh(found.sizes)}: colour = place along tp, shade = place along fsdp", fontsize=10
     )
-    figure.tight_layout()
-    try:
-        figure.savefig(path, dpi=110)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path}: {error}") from None
-    finally:
-        pyplot.close(figure)
 
 
 def _matrices(found: Explanation) -> Iterator[tuple[str, Split]]:
@@ -58,7 +40,7 @@ def _matrices(found: Explanation) -> Iterator[tuple[str, Split]]:
                 yield f"{pattern}.{split.name}{style}" if pattern else split.name, split
 
 
-def _draw(panel: Any, title: str, split: Split, sizes: Mapping[str, int]) -> None:
+def _draw_matrix(panel: Any, title: str, split: Split, sizes: Mapping[str, int]) -> None:
     from matplotlib.colors import hsv_to_rgb
 
     rows = _rows(split)

@@ -5,17 +5,8 @@ from collections.abc import Sequence
 from jaxtp import config as configuration
 from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
-from jaxtp.checkpoint.stored import CheckpointError
-from jaxtp.data.manifest import DatasetError
-from jaxtp.data.template import ChatError
-from jaxtp.data.tokenizer import TokenizerError
-from jaxtp.data.tokenizer_files import TokenizerFileError
 from jaxtp.generate.command import run
 from jaxtp.generate.config import GenerateConfig, check
-from jaxtp.generate.engine import GenerationError
-from jaxtp.generate.loading import SourceError
-from jaxtp.hf.folder import HFError
-from jaxtp.mesh import MeshError
 
 PROGRAM = "python -m jaxtp.generate"
 DESCRIPTION = """Continues texts with a model: a run of jaxtp.train, or a folder in Hugging Face's format.
@@ -32,29 +23,15 @@ talks to a model that has a chat template. --mesh.tp splits the model and its ca
 How fast prompts were read (prefill) and tokens made (decode) is said at the end, on standard error.
 """
 
-MISTAKES = (
-    configuration.ConfigError,
-    MeshError,
-    SourceError,
-    HFError,
-    CheckpointError,
-    DatasetError,
-    TokenizerError,
-    TokenizerFileError,
-    ChatError,
-    GenerationError,
-)
-"""Errors that a user can put right; each is reported in one message, with exit code 2."""
-
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     quieten()
-    return entry.attempt(PROGRAM, lambda: _run(argv), MISTAKES)
+    return entry.attempt(PROGRAM, lambda: _run(argv))
 
 
 def _run(argv: Sequence[str]) -> None:
-    config = configuration.load(GenerateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+    config, _ = configuration.load(GenerateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
     run(config, check(config))
 
 

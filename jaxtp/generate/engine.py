@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.tokenizer import Tokenizer
+from jaxtp.entry import UserError
 from jaxtp.generate.programs import Choice, Programs, Read, Shape, cache_bytes, mesh_of
 from jaxtp.generate.request import Piece, Request, Result
 from jaxtp.generate.settings import GenerationSettings, check
@@ -24,7 +25,7 @@ MIN_SLOTS = 64
 MAX_SEED = 2**32
 
 
-class GenerationError(ValueError):
+class GenerationError(UserError):
     """A prompt or a model from which nothing can be generated."""
 
 

@@ -26,6 +26,7 @@ from jaxtp.data.tokenizer import (
     tokenizer_file,
 )
 from jaxtp.data.tokenizer_files import GENERATION, MODEL_CONFIG, chat_template, context, end_ids, special_tokens
+from jaxtp.entry import UserError
 from jaxtp.hf import peft
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import CONFIG
@@ -37,7 +38,7 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 
 
-class SourceError(ValueError):
+class SourceError(UserError):
     """A path from which no model can be read, or a model without its tokenizer."""
 
 

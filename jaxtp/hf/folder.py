@@ -15,6 +15,7 @@ from typing import Any
 from jaxtp import reading
 from jaxtp.checkpoint.safetensors import SafetensorsError, StoredTensor, read_header
 from jaxtp.config import nearest_file
+from jaxtp.entry import UserError
 from jaxtp.reading import MAX_JSON, parse_json, read_bytes, shown
 
 CONFIG = "config.json"
@@ -26,7 +27,7 @@ _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 _SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
 
 
-class HFError(ValueError):
+class HFError(UserError):
     """A folder that cannot be imported, or a model that cannot be exported; the message says why."""
 
 

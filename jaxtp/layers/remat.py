@@ -27,6 +27,7 @@ from typing import Any, Literal
 import jax
 
 from jaxtp.collectives import GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
+from jaxtp.entry import UserError
 
 RematPolicy = Literal["none", "save_dots", "save_gathered", "full", "offload"]
 
@@ -37,7 +38,7 @@ _FROZEN = "custom_vjp_call"
 """The primitive that loads a weight of which no gradient is asked; else its rules take its place."""
 
 
-class RematError(ValueError):
+class RematError(UserError):
     """A policy that this platform cannot carry out."""
 
 

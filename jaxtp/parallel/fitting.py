@@ -9,14 +9,14 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from jaxtp.hints import nearest_multiples
 from jaxtp.mesh import AXES, TP, axes_of
 from jaxtp.parallel.calls import has_method, original_class
-from jaxtp.parallel.layouts import Replicate, Shard
+from jaxtp.parallel.layouts import Replicate, Shard, stacked, stored_spec
 from jaxtp.parallel.modules import Found
 from jaxtp.parallel.plan import Plan, PlanError, assign_styles
 from jaxtp.parallel.running import cut_of
 from jaxtp.parallel.stock import fitting, hindrance
-from jaxtp.parallel.storage import stacked, stored_spec
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
 from jaxtp.parallel.swap import Role, role_of
 
@@ -58,7 +58,9 @@ def _decide(found: Found, pattern: str, style: Style | None, sizes: Mapping[str,
             f"{found.path!r} is parallel already; give parallelize the model as it was written, and one plan"
         )
     try:
-        declared = {n: _declared(n, p, sizes) for n, p in found.parameters.items() if _declares(p)}
+        declared = {
+            n: _declared(n, p, sizes) for n, p in found.parameters.items() if p.get_metadata().get("out_sharding")
+        }
         if style is not None:
             _check_style(style)
             _check_fits(found, style, bool(declared))
@@ -90,10 +92,6 @@ def _spec(
     return stacked(stored_spec(shape, tp_dim, sizes, fsdp=fsdp), len(stack))
 
 
-def _declares(parameter: nnx.Param[Any]) -> bool:
-    return bool(parameter.get_metadata().get("out_sharding"))
-
-
 def _declared(name: str, parameter: nnx.Param[Any], sizes: Mapping[str, int]) -> PartitionSpec:
     """The split that a parameter was given by the author of its module, as our own layers do."""
     spec = PartitionSpec(*parameter.get_metadata()["out_sharding"])
@@ -108,38 +106,29 @@ def _declared(name: str, parameter: nnx.Param[Any], sizes: Mapping[str, int]) ->
 
 
 def _check_style(style: Style) -> None:
-    for field in fields(style):
-        if "layouts" in field.name:
-            _check_layouts(field.name, getattr(style, field.name))
-    layouts = list(_layouts(style))
-    if Shard(0) in layouts:
+    layouts = [layout for field in fields(style) if "layouts" in field.name for layout in _layouts(field.name, style)]
+    if Shard(0) in layouts or (isinstance(style, SequenceParallel) and style.sequence_dim == 0):
         raise PlanError(f"cannot be {style}: dim 0 is the batch, which dp and fsdp divide; the sequence is Shard(1)")
     if isinstance(style, PrepareInput | PrepareOutput) and not layouts:
         raise PlanError(f"cannot be {type(style).__name__}() without desired layouts: it would change nothing")
 
 
-def _check_layouts(name: str, value: Any) -> None:
-    """Layouts, several of them or none."""
-    if isinstance(value, tuple | list | Mapping):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            _check_layouts(name, part)
-    elif isinstance(value, type):
-        raise PlanError(f"has {name}={value.__name__}, which is a class; write {value.__name__}(...)")
-    elif not isinstance(value, Shard | Replicate | None) or not isinstance(getattr(value, "dim", 0), int):
-        raise PlanError(f"has {name}={value!r}; a layout is Shard(dim) or Replicate()")
+def _layouts(name: str, style: Style) -> Iterator[Shard | Replicate]:
+    """Yields the layouts in an argument of a style: one, several or none.
 
-
-def _layouts(style: Any) -> Iterator[Any]:
-    if isinstance(style, Shard | Replicate):
-        yield style
-    elif isinstance(style, tuple | list):
-        for part in style:
-            yield from _layouts(part)
-    elif isinstance(style, Mapping):
-        yield from _layouts(list(style.values()))
-    elif isinstance(style, Style):
-        yield from _layouts([getattr(style, f.name) for f in fields(style)])
-        yield from [Shard(style.sequence_dim)] if isinstance(style, SequenceParallel) else []
+    Raises:
+      PlanError: something else is among them.
+    """
+    value = getattr(style, name)
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    for layout in value if isinstance(value, tuple) else (value,):
+        if isinstance(layout, type):
+            raise PlanError(f"has {name}={layout.__name__}, which is a class; write {layout.__name__}(...)")
+        if not isinstance(layout, Shard | Replicate | None) or not isinstance(getattr(layout, "dim", 0), int):
+            raise PlanError(f"has {name}={layout!r}; a layout is Shard(dim) or Replicate()")
+        if layout is not None:
+            yield layout
 
 
 def _check_fits(found: Found, style: Style, declares: bool) -> None:
@@ -156,7 +145,7 @@ def _check_fits(found: Found, style: Style, declares: bool) -> None:
     read = found.signature
     splits = {Colwise: read and read.column, Rowwise: read and read.row}
     if isinstance(style, Colwise | Rowwise) and not splits[type(style)]:
-        why = hindrance(found.module, original_class(found.module))
+        why = hindrance(found.module)
         raise PlanError(f"cannot be {name}{f': {why}' if why else f', which fits {fitting(name)}'}{_parts(found)}")
     if isinstance(style, SequenceParallel) and read and not isinstance(found.module, _PER_TOKEN):
         raise PlanError(f"cannot be {name}, which fits {fitting(name)}")
@@ -191,11 +180,10 @@ def _check_sizes(found: Found, style: Style, sizes: Mapping[str, int]) -> None:
     tp, size = sizes[TP], read.sizes(found.module)[letter]
     attribute = next(name for name, letters in read.attributes.items() if letter in letters)
     if size % tp:
-        nearest = sorted({max(size // tp, 1) * tp, -(-size // tp) * tp})
         fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * tp)
         raise PlanError(
             f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by tp={tp}; "
-            f"nearest: {' or '.join(map(str, nearest))}, or tp {fits}"
+            f"nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"
         )
     for name, parameter in found.parameters.items():
         letters = read.params.get(name, "")

@@ -43,7 +43,7 @@ def find_modules(model: nnx.Module) -> list[Found]:
     """Returns every module once, outermost first; containers (`nnx.List`, lists, dicts) only lend their names."""
     nodes = [(path, node) for path, node in modules_of(model).items() if not isinstance(node, nnx.List | nnx.Dict)]
     aliases = [[".".join(map(str, path)) for path in group] for group in nnx.find_duplicates(model)]
-    signatures = {path: signature(node, original_class(node)) for path, node in nodes}
+    signatures = {path: signature(node) for path, node in nodes}
     stacks = {path: _stack(node, read) for path, node in nodes if (read := signatures[path])}
     return [
         Found(

@@ -1,4 +1,4 @@
-"""Plans: patterns of module paths and the styles they name, matched strictly.
+"""Plans: patterns of module paths and the styles they name, matched strictly, and written as one writes them.
 
 A path has a name for each step, joined by dots: `blocks.0.attn.query`. In a pattern `*` stands for one name (or a
 part of it, `w*`), `**` for any number of names, `{a,b}` for either.
@@ -7,16 +7,20 @@ part of it, `w*`), `**` for any number of names, `{a,b}` for either.
 import difflib
 import fnmatch
 import functools
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
+from jaxtp.entry import UserError
 from jaxtp.parallel.styles import Style
 
 Plan = Mapping[str, Style]
 """The styles of the modules whose paths match each pattern."""
 
 
-class PlanError(ValueError):
+class PlanError(UserError):
     """A plan that does not fit its model, or its mesh."""
 
 
@@ -59,7 +63,8 @@ def assign_styles(
         if isinstance(style, type) and issubclass(style, Style):
             raise PlanError(f"{pattern!r}: {style.__name__} is a class; write {style.__name__}()")
         if not isinstance(style, Style):
-            raise PlanError(f"{pattern!r}: {style!r} is no style; a style is {_names_of_styles()}")
+            styles = ", ".join(kind.__name__ for kind in Style.__args__)
+            raise PlanError(f"{pattern!r}: {style!r} is no style; a style is {styles}")
         if not _is_hashable(style):
             raise PlanError(f"{pattern!r}: {style}: layouts of several arguments are a tuple")
         if not any(matches(pattern, path) for paths in modules for path in paths):
@@ -113,5 +118,38 @@ def _is_hashable(style: Style) -> bool:
     return True
 
 
-def _names_of_styles() -> str:
-    return ", ".join(kind.__name__ for kind in Style.__args__)
+def spelled(style: Style) -> str:
+    """A style as one writes it in a plan."""
+    given = [(field.name, getattr(style, field.name)) for field in fields(style)]
+    changed = [
+        (name, value) for (name, value), default in zip(given, fields(style), strict=True) if value != default.default
+    ]
+    leading = changed == given[: len(changed)]
+    arguments = [str(value) if leading else f"{name}={value}" for name, value in changed]
+    return f"{type(style).__name__}({', '.join(arguments)})"
+
+
+def patterns_for(styles: Mapping[str, Any]) -> dict[str, str]:
+    """A pattern for each path: as many of its numbers are `*` as the modules that match agree on.
+
+    Args:
+      styles: what is to agree, of every module by path: its style, or anything that can be compared.
+    """
+    matching: dict[str, set[str]] = {}
+    for path in styles:
+        for pattern in _generalisations(path):
+            matching.setdefault(pattern, set()).add(path)
+    return {path: _general_pattern(path, style, styles, matching) for path, style in styles.items()}
+
+
+def _general_pattern(path: str, style: Any, styles: Mapping[str, Any], matching: Mapping[str, set[str]]) -> str:
+    """The most general one that is right, with no star that matches a single number."""
+    right = [p for p in _generalisations(path) if all(styles[other] == style for other in matching[p])]
+    return [p for p in right if matching[p] == matching[right[0]]][-1]
+
+
+def _generalisations(path: str) -> list[str]:
+    """The path with some of its numbers starred, most of them and the first ones first."""
+    choices = [("*", part) if part.isdigit() else (part,) for part in path.split(".")]
+    found = [".".join(parts) for parts in itertools.product(*choices)]
+    return sorted(found, key=lambda pattern: -pattern.split(".").count("*"))

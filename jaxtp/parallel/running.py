@@ -30,9 +30,18 @@ from jaxtp.collectives import (
 from jaxtp.mesh import STORAGE, TP, current_mesh, mesh_sizes
 from jaxtp.parallel.calls import original_class, set_class
 from jaxtp.parallel.copies import Copies, copies_spec
-from jaxtp.parallel.layouts import Layout, Replicate, Shard, activation_spec, has_batch, same_layout
+from jaxtp.parallel.layouts import (
+    Layout,
+    Replicate,
+    Shard,
+    activation_spec,
+    dim_over,
+    gathered,
+    has_batch,
+    same_layout,
+    stored_spec,
+)
 from jaxtp.parallel.stock import Signature
-from jaxtp.parallel.storage import dim_over, gathered, stored_spec
 from jaxtp.parallel.styles import Colwise, Rowwise, SequenceParallel, Style
 
 
@@ -105,7 +114,9 @@ class Run:
         weights = {name: getattr(self.module, name)[...] for name in self._names}
         specs = {name: self._spec(name, weight.shape, batched) for name, weight in weights.items()}
         leaves = activation_spec(self._body_leaves, x.ndim + self.signature.more_dims, batched=batched)
-        spec, array = (copies_spec(x), x.copies) if copied else (self._spec_of_input(x, batched), x)
+        spec, array = (
+            (copies_spec(x), x.copies) if copied else (activation_spec(self.cut.arrives, x.ndim, batched=batched), x)
+        )
         body = partial(self._body, specs if batched else None, copied)
         run = device_view(body, self.name, in_specs=(spec, *specs.values()), out_specs=leaves)
         return self._leave(run(array, *weights.values()), batched)
@@ -131,9 +142,6 @@ class Run:
     def _body_leaves(self) -> Layout:
         split = self._splits_columns and self.cut.letter is not None
         return Shard(self.signature.outputs[self.cut.letter]) if split else self.cut.leaves  # type: ignore[index]
-
-    def _spec_of_input(self, x: Array, batched: bool) -> PartitionSpec:
-        return activation_spec(self.cut.arrives, x.ndim, batched=batched)
 
     def _spec(self, name: str, shape: tuple[int, ...], batched: bool) -> PartitionSpec:
         """As stored; without a batch to divide, every device computes all rows, from weights whole over fsdp."""

@@ -11,6 +11,8 @@ from typing import Any
 
 from flax import nnx
 
+from jaxtp.parallel.calls import original_class
+
 
 @dataclass(frozen=True)
 class Signature:
@@ -47,14 +49,14 @@ class Signature:
         return {letter: size for pair in pairs for letter, size in pair}
 
 
-def signature(module: nnx.Module, cls: type, **kwargs: Any) -> Signature | None:
-    """Of a stock module, or a subclass that computes the same; None of any other.
+def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
+    """Returns the signature of a stock module, or of a subclass that computes the same; None for any other.
 
     Args:
-      module: not necessarily with arrays in it.
-      cls: the class that its author gave it.
+      module: a module, not necessarily with arrays in it.
       **kwargs: those of the call, as far as they change what is computed (`einsum_str`).
     """
+    cls = original_class(module)
     for kind, read in _READERS.items():
         if issubclass(cls, kind) and cls.__call__ is kind.__call__:
             return read(module, **kwargs)
@@ -73,8 +75,9 @@ def fitting(style: str) -> str:
     return norms if style == "SequenceParallel" else linear
 
 
-def hindrance(module: nnx.Module, cls: type) -> str:
+def hindrance(module: nnx.Module) -> str:
     """Why a module is not split over tp although its kind is one that is, in words; empty if its kind is not."""
+    cls = original_class(module)
     kind = next((kind for kind in _READERS if issubclass(cls, kind)), None)
     if issubclass(cls, nnx.bridge.ToNNX):
         return "it wraps a linen module, whose layers have no paths here; tp splits the layers of Flax NNX"

@@ -7,7 +7,7 @@ tensors; here arrays are global outside, and a layout says how the array lies al
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxtp.parallel.layouts import Layout, Replicate, Shard
+from jaxtp.parallel.layouts import Layout, Replicate
 
 Layouts = Layout | None | tuple[Layout | None, ...]
 """Of one argument or of several; None leaves an argument as it is."""
@@ -103,17 +103,3 @@ class PrepareInputOutput(PrepareInput, PrepareOutput):
 
 Style = Colwise | Rowwise | SequenceParallel | PrepareInput | PrepareOutput | PrepareInputOutput | Replicate
 """What a plan may give a module."""
-
-__all__ = [
-    "Colwise",
-    "Layout",
-    "Layouts",
-    "PrepareInput",
-    "PrepareInputOutput",
-    "PrepareOutput",
-    "Replicate",
-    "Rowwise",
-    "SequenceParallel",
-    "Shard",
-    "Style",
-]

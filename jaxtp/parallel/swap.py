@@ -22,10 +22,9 @@ from jaxtp.mesh import BATCH, STORAGE, current_mesh
 from jaxtp.parallel.calls import original_class, set_class, subclass
 from jaxtp.parallel.converting import constrained, convert, convert_all, prepare
 from jaxtp.parallel.copies import Copies
-from jaxtp.parallel.layouts import Shard, has_batch
+from jaxtp.parallel.layouts import Shard, dim_over, gathered, has_batch
 from jaxtp.parallel.running import Run, attend_cut, cut_of
 from jaxtp.parallel.stock import attend_signature, signature
-from jaxtp.parallel.storage import dim_over, gathered
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
@@ -80,7 +79,7 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs:
     """Computes on shards if the rows of the input can be told apart, else on global arrays."""
     if not args and (name := _first_argument(cls)) in kwargs:
         args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
-    read = signature(module, cls, **_static(kwargs)) if args and not _arrays((args[1:], kwargs)) else None
+    read = signature(module, **_static(kwargs)) if args and not _arrays((args[1:], kwargs)) else None
     splits = isinstance(role.style, Colwise | Rowwise)
     if read is None and splits:
         raise TypeError(f"{cls.__name__} as {role.style} takes one array, and nothing else that is one")
@@ -101,7 +100,7 @@ def _first_argument(cls: type) -> str:
 
 
 def _attend(cls: type, role: Role, module: nnx.Embed, /, query: Any, **kwargs: Any) -> Any:
-    lookup, read = signature(module, cls), attend_signature()
+    lookup, read = signature(module), attend_signature()
     if lookup is None or not (isinstance(role.style, Colwise | Rowwise) or _divides_batch(query, read.batch_ndim)):
         with _gathered(module, role):
             return cls.attend(module, jnp.asarray(query), **kwargs)  # type: ignore[attr-defined]

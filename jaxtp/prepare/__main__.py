@@ -6,11 +6,7 @@ from pathlib import Path
 from jaxtp import config as configuration
 from jaxtp import entry
 from jaxtp.data.store import DatasetError, open_dataset, verify
-from jaxtp.data.template import ChatError
-from jaxtp.data.tokenizer import TokenizerError
-from jaxtp.data.tokenizer_files import TokenizerFileError
 from jaxtp.prepare.config import PrepareConfig, check
-from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.run import prepare
 
 PROGRAM = "python -m jaxtp.prepare"
@@ -26,18 +22,16 @@ python -m jaxtp.prepare --verify data/books
 compares a dataset with its checksums.
 """
 
-MISTAKES = (configuration.ConfigError, PrepareError, DatasetError, TokenizerError, TokenizerFileError, ChatError)
-"""What a user can put right: reported in one message, with exit code 2."""
 INTERRUPTED = "interrupted; the same command, without --overwrite, goes on"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 for a damaged dataset, 2 for a user's mistake, 130 for Ctrl-C."""
-    return entry.attempt(PROGRAM, lambda: _run(argv), MISTAKES, INTERRUPTED)
+    return entry.attempt(PROGRAM, lambda: _run(argv), INTERRUPTED)
 
 
 def _run(argv: Sequence[str]) -> int:
-    config = configuration.load(PrepareConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+    config, _ = configuration.load(PrepareConfig, argv, prog=PROGRAM, description=DESCRIPTION)
     check(config)
     if config.verify is not None:
         return _verify(config.verify)

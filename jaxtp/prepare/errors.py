@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+from jaxtp.entry import UserError
+
 END = -1
 """As the `item` of an event: the rest of its source cannot be read."""
 
@@ -12,7 +14,7 @@ NO_CONVERSATION, TOO_LARGE = "no conversation", "too large"
 """Reasons to leave something out, as `dataset.json` counts them."""
 
 
-class PrepareError(ValueError):
+class PrepareError(UserError):
     """A user's mistake or a bad input, complete in its message."""
 
 

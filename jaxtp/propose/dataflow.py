@@ -14,15 +14,7 @@ import jax
 
 from jaxtp.communication import ALL_GATHER, ALL_REDUCE, Collective
 from jaxtp.mesh import TP
-from jaxtp.propose.equations import (
-    body_of,
-    differentiable,
-    has_split_dim,
-    live,
-    opened,
-    parts_of_scan,
-    source_of,
-)
+from jaxtp.propose.equations import body_of, differentiable, has_split_dim, live, opened, parts_of_scan, source_of
 from jaxtp.propose.flows import ROOT, Call, Flow, Labels, Record
 from jaxtp.propose.marking import Mark, Traced, read_mark
 from jaxtp.propose.passing import Blocked, agree, pass_through

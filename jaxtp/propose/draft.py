@@ -5,7 +5,7 @@ from functools import cached_property
 
 from flax import nnx
 
-from jaxtp.parallel.spelling import patterns_for
+from jaxtp.parallel.plan import patterns_for
 from jaxtp.parallel.styles import Colwise, Rowwise, SequenceParallel, Style
 from jaxtp.propose.flows import Call, Record
 from jaxtp.propose.marking import Traced
@@ -62,13 +62,13 @@ def draft_plan(traced: Traced, group: Group) -> Draft:
     regions, record, closed = find_regions(traced, group)
     draft = Draft(traced, group, record, regions, closed, choose(regions))
     taken = {path for region in draft.chosen for path in region.layers}
-    draft.chosen += [region for region in regions if not region.layers & taken and head_pays(draft, region)]
+    draft.chosen += [region for region in regions if not region.layers & taken and _head_pays(draft, region)]
     for path in draft.layers:
         region = draft.region(path)
         if region and path in region.columns:
             draft.styles[path] = Colwise()
             draft.bytes[path] = region.inside if path == min(region.columns) else 0
-        elif region or vocabulary_pays(draft, path):
+        elif region or (is_vocabulary(draft, path) and draft.saved(path) > vocabulary_bytes(draft, path)):
             draft.styles[path] = Rowwise()
             draft.bytes[path] = group.rows(draft.calls(path)) if region else vocabulary_bytes(draft, path)
     for call in record.norms:
@@ -77,7 +77,7 @@ def draft_plan(traced: Traced, group: Group) -> Draft:
     return draft
 
 
-def head_pays(draft: Draft, region: Region) -> bool:
+def _head_pays(draft: Draft, region: Region) -> bool:
     """Whether layers that end the model save more bytes of parameters than their split moves."""
     return not region.rows and draft.saved(*region.columns) > region.bytes
 
@@ -87,11 +87,6 @@ def is_vocabulary(draft: Draft, path: str) -> bool:
     module = draft.traced.modules[path]
     tied = {*draft.traced.tied, *draft.traced.tied.values()}
     return isinstance(module, nnx.Embed) and path not in tied and module.num_embeddings % draft.group.tp == 0
-
-
-def vocabulary_pays(draft: Draft, path: str) -> bool:
-    """Whether an embedding saves more bytes of parameters than a split of its rows moves."""
-    return is_vocabulary(draft, path) and draft.saved(path) > vocabulary_bytes(draft, path)
 
 
 def vocabulary_bytes(draft: Draft, path: str) -> float:

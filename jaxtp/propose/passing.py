@@ -39,8 +39,9 @@ def pass_through(equation: Any, dims: Dims) -> list[int | None]:
       Blocked: the operation needs the whole of a split dim, or is not known.
     """
     name = equation.primitive.name
-    rule = _elementwise if name in ELEMENTWISE else RULES.get(name)
-    if rule is None:
+    if name in ELEMENTWISE:
+        return [agree(dims)] * len(equation.outvars)
+    if (rule := RULES.get(name)) is None:
         raise Blocked(f"goes into {name}, which may need all of it")
     return rule(equation, dims)
 
@@ -60,22 +61,6 @@ def agree(dims: Dims) -> int:
     if len(found) > 1:
         raise Blocked(f"meets an array that is split along another dim ({' and '.join(map(str, sorted(found)))})")
     return found.pop()
-
-
-def _elementwise(equation: Any, dims: Dims) -> list[int | None]:
-    return [agree(dims)] * len(equation.outvars)
-
-
-def _broadcast(equation: Any, dims: Dims) -> list[int | None]:
-    return [equation.params["broadcast_dimensions"][agree(dims[:1])]]
-
-
-def _transpose(equation: Any, dims: Dims) -> list[int | None]:
-    return [equation.params["permutation"].index(agree(dims))]
-
-
-def _squeeze(equation: Any, dims: Dims) -> list[int | None]:
-    return [_without(equation, agree(dims), equation.params["dimensions"])]
 
 
 def _reduce(equation: Any, dims: Dims) -> list[int | None]:
@@ -169,9 +154,9 @@ def _place_in_product(equation: Any, side: int, dim: int, contracted: Any, batch
 
 
 RULES: dict[str, Rule] = {
-    "broadcast_in_dim": _broadcast,
-    "transpose": _transpose,
-    "squeeze": _squeeze,
+    "broadcast_in_dim": lambda equation, dims: [equation.params["broadcast_dimensions"][agree(dims[:1])]],
+    "transpose": lambda equation, dims: [equation.params["permutation"].index(agree(dims))],
+    "squeeze": lambda equation, dims: [_without(equation, agree(dims), equation.params["dimensions"])],
     "reshape": _reshape,
     "concatenate": _concatenate,
     "pad": _pad,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import jax
 from flax import nnx
 
-from jaxtp.parallel.calls import original_class
 from jaxtp.parallel.stock import Signature, signature
 
 
@@ -26,12 +25,12 @@ class Ports:
 
 def is_stock(module: nnx.Module) -> bool:
     """Whether a module runs a stock layer's own code."""
-    return signature(module, original_class(module)) is not None
+    return signature(module) is not None
 
 
 def is_norm(module: nnx.Module) -> bool:
     """Whether it is a stock layer that gives features back as it got them."""
-    read = signature(module, original_class(module))
+    read = signature(module)
     return read is not None and read.inputs.keys() == read.outputs.keys()
 
 
@@ -40,7 +39,7 @@ def ports_of(module: nnx.Module, method: str, ndim: int) -> Ports | None:
 
     That is an embedding's `attend`, a convolution in groups, a `LinearGeneral` with batch axes.
     """
-    read = signature(module, original_class(module))
+    read = signature(module)
     if read is None or method != "__call__":
         return None
     if is_norm(module):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 
 from flax import nnx
 
-from jaxtp.parallel.spelling import spelled
+from jaxtp.parallel.plan import spelled
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, SequenceParallel
 from jaxtp.propose.draft import Draft, is_vocabulary, vocabulary_bytes
 from jaxtp.propose.flows import ROOT

@@ -8,17 +8,8 @@ from contextlib import ExitStack
 from jaxtp import config as configuration
 from jaxtp import entry, launch
 from jaxtp.checkpoint.orbax_logs import quieten
-from jaxtp.checkpoint.stored import CheckpointError
-from jaxtp.data.corpus import CorpusError
-from jaxtp.data.manifest import DatasetError
-from jaxtp.data.packing import LongDocumentError
-from jaxtp.data.rows import TokenError
-from jaxtp.hf.folder import HFError
-from jaxtp.layers.remat import RematError
-from jaxtp.mesh import MeshError
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
-from jaxtp.train.folder import RunFolderError
 from jaxtp.train.loop import Loop, NonFiniteError
 from jaxtp.train.setup import start
 
@@ -31,20 +22,6 @@ flags override it; --print-config prints the result and does nothing else. The s
 --run.dir, on any mesh.
 """
 
-MISTAKES = (
-    configuration.ConfigError,
-    MeshError,
-    CorpusError,
-    DatasetError,
-    HFError,
-    LongDocumentError,
-    TokenError,
-    RunFolderError,
-    CheckpointError,
-    RematError,
-    launch.LaunchError,
-)
-"""Errors that a user can put right: reported in one message, with exit code 2."""
 INTERRUPTED = "interrupted; the same command goes on from the newest checkpoint, if there is one"
 
 
@@ -56,13 +33,13 @@ def main(argv: Sequence[str]) -> int:
       130 for a second Ctrl-C.
     """
     _quieten()
-    return entry.attempt(PROGRAM, lambda: _train(argv), MISTAKES, INTERRUPTED)
+    return entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED)
 
 
 def _train(argv: Sequence[str]) -> int:
     launch.join_processes()
     try:
-        config, notes = configuration.load_fitted(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
+        config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
         with ExitStack() as held:
             Loop(start(config, notes, held)).run_to_end()
     except NonFiniteError as error:

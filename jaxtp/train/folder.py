@@ -16,6 +16,7 @@ import jax
 from jax.experimental import multihost_utils
 
 from jaxtp import config as configuration
+from jaxtp.entry import UserError
 from jaxtp.files import write_atomically
 from jaxtp.train.config import TrainConfig
 
@@ -26,7 +27,7 @@ PROFILE = "profile"
 LOCK = ".lock"
 
 
-class RunFolderError(ValueError):
+class RunFolderError(UserError):
     """A folder that cannot be written, or that holds another run."""
 
 

@@ -14,9 +14,9 @@ from jaxtp.audit.schedule import Scheduled
 from jaxtp.communication import Collective
 from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
-from jaxtp.estimate.errors import DoesNotFitError, TargetError
-from jaxtp.estimate.partitioned import Partitioned, planned_bytes
+from jaxtp.estimate.partitioned import Partitioned, bytes_sent
 from jaxtp.estimate.target import Compiled
+from jaxtp.estimate.topology import DoesNotFitError, TargetError
 
 ROOT = Path(__file__).parent.parent.parent
 TINY = ["--config", str(ROOT / "configs/tiny.yaml")]
@@ -78,7 +78,7 @@ def test_compiled_too(tmp_path, capsys):
 @pytest.fixture
 def without_compiling(monkeypatch):
     """Tier 2 finds what tier 1 says."""
-    planned = lambda best: planned_bytes(best.costs.traffic)
+    planned = lambda best: bytes_sent(best.costs.traffic)
     quick = lambda best: Partitioned(planned(best), planned(best), (), (), 1.0, (), False)
     monkeypatch.setattr(command, "compile_partitioned", quick)
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from runs import SMOL_LM, TEXT, records, smol_lm
 
 from jaxtp.checkpoint import stored
-from jaxtp.config import ConfigError, from_yaml, load_fitted, to_plain
+from jaxtp.config import ConfigError, from_yaml, load, to_plain
 from jaxtp.convert.__main__ import main as convert
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.hf.attributes import stored_dtype
@@ -45,7 +45,7 @@ def ask(tmp_path, model):
             begun = ModelConfig(from_hf=model) if begins else ModelConfig()
             return fit(TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), {"run.dir"}, place)
         argv = ["--run.dir", str(tmp_path / "run"), *begins, *flags]
-        return load_fitted(TrainConfig, argv, prog="x", description="", fit=partial(fit, place=place))
+        return load(TrainConfig, argv, prog="x", description="", fit=partial(fit, place=place))
 
     return resolved
 
