@@ -225,7 +225,7 @@ class InDouble(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, function, types, arguments=(), keywords=None):
         if function is torch.Tensor.float:
             function = torch.Tensor.double
-        wide = lambda value: torch.float64 if value is torch.float32 else value  # noqa: E731
+        wide = lambda value: torch.float64 if value is torch.float32 else value
         return function(*map(wide, arguments), **{name: wide(value) for name, value in (keywords or {}).items()})
 
 
