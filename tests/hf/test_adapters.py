@@ -97,6 +97,7 @@ GPT2 = dataclasses.replace(
 )
 GEMMA2 = dataclasses.replace(
     PLAIN,
+    norm_eps=0.1,  # what leaves a branch is small, and divided by what it is, with its rounding
     **{"norm": "rms_plus_one", "norm_placement": "both", "query_scale": 0.5, "embedding_scale": 4.0},
     pattern=({"sliding_window": 4}, {}),
 )

@@ -108,11 +108,13 @@ def test_a_folder_that_is_there_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_progress_counts_every_byte(tmp_path):
+@pytest.mark.parametrize("name", ["mistral", "phi3", "gpt2"])
+def test_progress_counts_every_byte(name, tmp_path):
+    """Once, also where a tensor is several parameters."""
     read, written = [], []
-    model = jaxtp.load_hf(FOLDER / "mistral", progress=lambda done, total: read.append((done, total)))
+    model = jaxtp.load_hf(FOLDER / name, progress=lambda done, total: read.append((done, total)))
     jaxtp.save_hf(model, tmp_path / "out", progress=lambda done, total: written.append((done, total)))
-    total = sum(tensor.num_bytes for tensor in read_header(FOLDER / "mistral/model.safetensors").values())
+    total = sum(tensor.num_bytes for tensor in read_header(FOLDER / name / "model.safetensors").values())
     assert read[-1] == written[-1] == (total, total)
 
 
