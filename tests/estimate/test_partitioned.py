@@ -65,7 +65,7 @@ def test_tier_1_is_what_the_partitioned_program_moves(mesh, variety):
     assert not found.warnings
 
 
-@pytest.mark.parametrize("name", sweep(TRAINED, "gpt2"))
+@pytest.mark.parametrize("name", sweep(TRAINED))
 def test_of_every_family(name):
     model = dataclasses.replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
     found = compile_partitioned(setting((1, 2, 4), model=model, length=16))

@@ -34,8 +34,7 @@ MODELS = {
     "scaled": dataclasses.replace(SHARED, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=8)),
     "layers that differ": dataclasses.replace(
         SHARED,
-        num_layers=5,
-        first_blocks=({"sliding_window": 3},),
+        num_layers=4,
         pattern=({"sliding_window": 4, "rope_theta": 50.0}, {}),
         norm="rms_plus_one",
         norm_placement="both",
@@ -44,6 +43,9 @@ MODELS = {
         logit_softcap=5.0,
         embedding_scale=4.0,
         activation="gelu_tanh",
+    ),
+    "first blocks": dataclasses.replace(
+        SHARED, num_layers=5, first_blocks=({"sliding_window": 3}, {"rope_theta": 9.0}), pattern=({"d_ff": 16}, {})
     ),
     "norms after": dataclasses.replace(SHARED, norm_placement="after", qk_norm="projection"),
     "learned positions": dataclasses.replace(
