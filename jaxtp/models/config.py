@@ -27,12 +27,12 @@ _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="K
 
 
 def _pairs(value: Any) -> Any:
-    """Returns mappings as tuples of pairs, at every depth; dataclasses and such tuples are mappings too."""
+    """Returns mappings as sorted tuples of pairs, at every depth; dataclasses and such tuples are mappings too."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     if isinstance(value, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
         value = dict(value)
-    return tuple((key, _pairs(inner)) for key, inner in value.items()) if isinstance(value, Mapping) else value
+    return tuple((key, _pairs(value[key])) for key in sorted(value, key=str)) if isinstance(value, Mapping) else value
 
 
 def _mapping(value: Any) -> Any:
