@@ -206,7 +206,7 @@ def test_layers_that_differ_are_few_stacks():
         (PHI3 | {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported"),
         (
             PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-            "rope_type = 'longrope' is not supported; of a phi3, default can be",
+            "rope_type = 'longrope' is not supported; a phi3 can have default",
         ),
         (PHI3 | {"rope_scaling": {"type": "su"}}, "rope_type = 'su' is not supported"),
         ({"model_type": "gemma3"}, "'gemma3' is not supported; supported are .*gemma3_text"),
