@@ -12,7 +12,7 @@ from jaxtp.config import expand
 from jaxtp.convert.config import Export
 from jaxtp.convert.imports import IMPORTED, progress
 from jaxtp.data.tokenizer_files import LONGEST
-from jaxtp.hf.folder import HFError
+from jaxtp.hf.folder import CONFIG, HFError, read_attributes
 from jaxtp.hf.peft import save_peft
 from jaxtp.hf.runs import BASE, kept_files, load_adapted, load_adapters, load_merged, model_of
 from jaxtp.hf.save import carried, save_hf
@@ -46,7 +46,7 @@ def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], confi
     save_hf(
         load_merged(checkpoint, info, whole, mesh, _base(command)),
         expand(command.out),
-        family=command.family,
+        family=command.family or _family(checkpoint),
         tokenizer_from=_tokenizer(command, checkpoint, info),
         attributes=_attributes(checkpoint, info),
         dtype=command.dtype or info.get(IMPORTED, {}).get("dtype"),
@@ -61,13 +61,19 @@ def _attributes(checkpoint: Path, info: dict[str, Any]) -> dict[str, Any]:
     return carried(kept) if kept is not None else {LONGEST: info["config"]["data"]["sequence_length"]}
 
 
+def _family(checkpoint: Path) -> str | None:
+    """Returns the family that the model came as, if it was imported."""
+    kept = kept_files(checkpoint)
+    return None if kept is None or not (kept / CONFIG).is_file() else read_attributes(kept).get("model_type")
+
+
 def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
     given = _base(command)
     save_peft(
         load_adapters(checkpoint, config, mesh) if given is None else load_adapted(checkpoint, info, mesh, given),
         expand(command.out),
         base=given or (info[BASE]["from"] if config.from_hf is not None else None),
-        family=command.family,
+        family=command.family or _family(checkpoint),
         tokenizer_from=_tokenizer(command, checkpoint, info),
         dtype=command.dtype,
         progress=progress("written"),

@@ -18,7 +18,7 @@ from jaxtp.models.families.family import LAYER, Family, Tensor
 PLAN = "base_model_tp_plan"
 _SAME = {
     "colwise": {"colwise", "colwise_rep", "colwise_gather_output", "local_colwise", "packed_colwise"},
-    "rowwise": {"rowwise", "rowwise_rep", "local_rowwise", "packed_rowwise"},
+    "rowwise": {"rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "packed_rowwise"},
     "embedding_rowwise": {"embedding_rowwise", "rowwise", "rowwise_rep"},
     "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local"},
 }

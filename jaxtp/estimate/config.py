@@ -9,7 +9,8 @@ from pydantic import Field
 
 from jaxtp.config import ConfigError, CountOrZero, Positive, Switch, allowed
 from jaxtp.hardware import TABLE, Hardware
-from jaxtp.models.config import ModelConfig
+from jaxtp.mesh import AXES
+from jaxtp.models.config import ModelConfig, model_problems
 from jaxtp.train.config import TrainConfig
 
 HARDWARE = (
@@ -58,7 +59,7 @@ def check_attention(model: ModelConfig, hardware: Hardware) -> None:
     """Checks that the hardware has the kernel of attention that the model asks for.
 
     Raises:
-      ConfigError: cuDNN's, elsewhere than on NVIDIA GPUs or in float32.
+      ConfigError: cuDNN's, elsewhere than on NVIDIA GPUs, in float32, or for a model that it cannot compute.
     """
     if model.attention != "cudnn":
         return
@@ -68,3 +69,5 @@ def check_attention(model: ModelConfig, hardware: Hardware) -> None:
         )
     if model.precision.compute == "float32":
         raise ConfigError("model.attention=cudnn needs a 16-bit model.precision.compute, and it is float32; use xla")
+    for problem in model_problems(model, dict.fromkeys(AXES, 1)):
+        raise ConfigError(problem.text)

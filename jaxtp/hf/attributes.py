@@ -141,8 +141,10 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     """Returns what a model is as plain values: equal for two that list the settings of their blocks in other ways."""
     found = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
     plain = {block: configuration.to_plain(block) for _, _, block in config.kinds()}
-    (first, *others), layers = plain.values(), [plain[block] for block in config.layers()] if len(plain) > 1 else []
-    own = {name: [layer[name] for layer in layers] if others else value for name, value in first.items()}
+    own = next(iter(plain.values()))
+    if len(plain) > 1:
+        layers = [plain[block] for block in config.layers()]
+        own = {name: [layer[name] for layer in layers] for name in own}
     return found | {name: value for name, value in own.items() if name in found}
 
 

@@ -50,7 +50,7 @@ def read_rope(attributes: Mapping[str, Any], family: Family, *, windowed: bool) 
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if not isinstance(kind, str) or kind not in family.rope_kinds:
         supported = ", ".join(known for known in _BY_KIND if known in family.rope_kinds)
-        raise HFError(f"rope_type = {said(kind)} is not supported; of a {family.model_type}, {supported} can be")
+        raise HFError(f"rope_type = {said(kind)} is not supported; a {family.model_type} can have {supported}")
     for key in parameters:
         if key not in _BY_KIND[kind] | _ALWAYS:
             raise HFError(f"{shown(key)} of the rotary embedding {kind!r} is not understood; it may change the model")

@@ -56,7 +56,10 @@ def save_hf(
     if config.lora.rank:
         raise HFError("the model has adapters; write them by save_peft, or all of it by save_hf(merge_adapters(model))")
     chosen, stored_as = choose_family(config, family), dtype or config.precision.param
-    described = {**(attributes or {}), **write_attributes(config, chosen, stored_as), **carried(tokenizer_from)}
+    # Without it, transformers takes a family's own, which may be an id that the model lacks.
+    beside = {"pad_token_id": None, **(attributes or {}), **carried(tokenizer_from)}
+    described = {name: value for name, value in beside.items() if name not in chosen.aliases}
+    described |= write_attributes(config, chosen, stored_as)
     copied = {} if tokenizer_from is None else tokenizer_files(Path(tokenizer_from))
     variables = named_variables(nnx.state(model, nnx.Param))
     tensors = by_tensor(places(variables, config, chosen))

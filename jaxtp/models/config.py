@@ -1,7 +1,7 @@
 """The settings of a decoder, the blocks that they come to, and the meshes that can hold it."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import count, groupby, islice
@@ -29,8 +29,16 @@ _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="K
 class Changes(dict[str, Any]):
     """Settings in which a block differs from the model's; nobody changes them, so that they have a hash."""
 
+    def __init__(self, given: Mapping[str, Any] | Iterable[tuple[str, Any]]):
+        super().__init__({name: _plain(value) for name, value in dict(given).items()})
+
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self))
+
+
+def _plain(value: Any) -> Any:
+    """Returns a section of settings as a mapping, so that both spellings are equal."""
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
 BlockChanges = Annotated[dict[str, Any], AfterValidator(Changes)]

@@ -154,7 +154,7 @@ def _learning_rate(config: TrainConfig, begun: Mapping[str, Any] | None) -> Choi
 def _sequence_length(config: TrainConfig, begun: Mapping[str, Any] | None) -> Choice:
     if begun is not None:
         return Choice(SEQUENCE_LENGTH, _value(begun, SEQUENCE_LENGTH), f"as {config.run.init_from} was trained")
-    reach = read_attributes(Path(str(config.model.from_hf))).get(LONGEST)
+    reach = config.model.learned_positions or read_attributes(Path(str(config.model.from_hf))).get(LONGEST)
     if type(reach) is not int or reach < 1:
         return Choice(
             SEQUENCE_LENGTH, config.data.sequence_length, "the model does not say how many it was trained for"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 import pytest
-from hf_reference import FOLDER
+from hf_reference import FOLDER, TRAINED
 from runs import smol_lm
 
 import jaxtp
@@ -57,6 +57,12 @@ def test_a_model_of_hugging_face_is_checked_with_its_own_sizes(tmp_path, capsys)
     assert record["config"]["model"]["vocab_size"] == model_config(read_attributes(FOLDER / "qwen3"), "it").vocab_size
     assert main(["--model.from-hf", str(tmp_path), "--mesh", "tp=2"]) == 2
     assert "config.json" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_family_passes(name):
+    assert main(["--model.from-hf", str(FOLDER / name), "--mesh", "fsdp=2,tp=4", "--data.sequence-length", "16"]) == 0
 
 
 @pytest.mark.slow

@@ -208,6 +208,10 @@ def test_help_teaches(capsys):
         ("--hardware mi300xx8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and mi300x is rocm; use xla"),
         ("--hardware v5ex8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and v5e is tpu; use xla"),
         ("--hardware h100x8 --model.attention cudnn", "needs a 16-bit model.precision.compute, and it is float32"),
+        (
+            "--hardware h100x8 --model.attention cudnn --model.precision.compute bfloat16 --model.attention-softcap 50",
+            "model.attention=cudnn has no model.attention_softcap; use xla",
+        ),
         ("--config nothing.yaml", "nothing.yaml: No such file"),
     ],
 )

@@ -5,8 +5,10 @@ import inspect
 
 import jax
 import pytest
+from hf_reference import FOLDER, TRAINED
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from support import sweep
 
 import jaxtp
 from jaxtp.config import ConfigError
@@ -29,11 +31,12 @@ VARIETY = [("none", 1, True), ("save_gathered", 2, None), ("save_dots", 1, None)
 """Remat, micro-batches, sequence-parallel: each mesh takes the next."""
 
 
-def setting(mesh, remat="full", accumulation=1, sequence_parallel=None):
-    model = dataclasses.replace(MODEL, remat=remat, sequence_parallel=sequence_parallel if mesh[2] > 1 else None)
+def setting(mesh, remat="full", accumulation=1, sequence_parallel=None, model=MODEL, length=32):
+    model = dataclasses.replace(model, remat=remat, sequence_parallel=sequence_parallel if mesh[2] > 1 else None)
     config = dataclasses.replace(
         CONFIG,
         model=model,
+        data=dataclasses.replace(CONFIG.data, sequence_length=length),
         mesh=MeshConfig(dp=mesh[0], fsdp=mesh[1], tp=mesh[2]),
         train=LoopConfig(accumulation=accumulation),
     )
@@ -60,6 +63,15 @@ def test_tier_1_is_what_the_partitioned_program_moves(mesh, variety):
     assert found.equal
     assert not found.problems
     assert not found.warnings
+
+
+@pytest.mark.parametrize("name", sweep(TRAINED))
+def test_of_every_family(name):
+    model = dataclasses.replace(jaxtp.read_config(FOLDER / name), loss_chunk=8)
+    found = compile_partitioned(setting((1, 2, 4), model=model, length=16))
+    assert found.realised == pytest.approx(found.planned)
+    assert found.equal
+    assert not found.problems
 
 
 def plant(monkeypatch):

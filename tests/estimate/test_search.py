@@ -7,6 +7,7 @@ from support import sweep
 
 import jaxtp
 from jaxtp.config import ConfigError
+from jaxtp.estimate import alternatives
 from jaxtp.estimate.alternatives import faster, remedies
 from jaxtp.estimate.reasons import UNITS, in_unit, what_would_fit, why
 from jaxtp.estimate.report import heading, ranking
@@ -165,6 +166,16 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
     assert best.time.expected < same.time.expected, "the mesh that was best is not any more"
     assert f"the best would be {best} " in sentence
     assert f"{ratio:.2f} x as fast" in sentence
+
+
+def test_a_kernel_that_cannot_compute_the_model_is_not_proposed():
+    half = dataclasses.replace(CONFIG.model, precision=jaxtp.Precision(compute="bfloat16"))
+    capped = dataclasses.replace(half, attention_softcap=50.0)
+    fused = [
+        alternatives._fused(dataclasses.replace(CONFIG, model=model), Target(H100, 8, 1e12)) for model in (half, capped)
+    ]
+    assert fused[0] is not None
+    assert fused[1] is None
 
 
 def with_precision(**dtypes):

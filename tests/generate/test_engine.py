@@ -252,6 +252,16 @@ def test_prompts_that_are_none_are_counted():
     assert one().generate([None]) == []
 
 
+@pytest.mark.parametrize("context", [None, 4, 99])
+def test_no_token_comes_after_the_learned_positions(context):
+    """Even where a longer context is given, or any."""
+    model = build(dataclasses.replace(CONFIG, learned_positions=8))
+    generator = jaxtp.Generator(model, ByteTokenizer(), context=context)
+    way_out = "--beyond-context" if context == 4 else r"no vectors for later positions \(model.learned_positions\)"
+    with pytest.raises(GenerationError, match=f"prompt 0 has 8 tokens, .*{way_out}"):
+        generator.generate([list(range(8))])
+
+
 def test_a_cache_beyond_the_memory_is_refused_before_it_is_made():
     with pytest.raises(GenerationError, match=r"the cache for 1 x 2,147,483,648 tokens takes .* GiB on each device"):
         one().generate(["a"], dataclasses.replace(SETTINGS, max_tokens=2**31 - 1))

@@ -88,6 +88,42 @@ def test_added_to_a_loaded_model_they_begin_as_nothing(folders, tmp_path, sizes)
         jaxtp.save_peft(adapted, tmp_path / "out")
 
 
+GPT2 = dataclasses.replace(
+    PLAIN,
+    num_kv_heads=4,
+    head_dim=4,
+    **dict.fromkeys(("attention_bias", "attention_out_bias", "mlp_bias"), True),
+    **{"norm": "layer", "mlp": "plain", "rope_theta": None, "learned_positions": 8},
+)
+GEMMA2 = dataclasses.replace(
+    PLAIN,
+    norm_eps=0.1,  # what leaves a branch is small, and divided by what it is, with its rounding
+    **{"norm": "rms_plus_one", "norm_placement": "both", "query_scale": 0.5, "embedding_scale": 4.0},
+    pattern=({"sliding_window": 4}, {}),
+)
+
+
+@pytest.mark.parametrize("config", [GPT2, GEMMA2], ids=["gpt2", "gemma2"])
+def test_of_other_layers(config, tmp_path):
+    """A projection that there is not has none; what is a part of a tensor is exported merged."""
+    model = jaxtp.add_adapters(jaxtp.Decoder(config, rngs=nnx.Rngs(0)), LoraConfig(rank=2))
+    nnx.update(model, jax.tree.map(lambda a: a + 0.1, nnx.state(model, LoraParam)))
+    np.testing.assert_allclose(jaxtp.merge_adapters(model)(IDS), model(IDS), atol=2e-5)
+    if config is GEMMA2:
+        jaxtp.save_peft(model, tmp_path / "out")
+        names = load_file(tmp_path / "out/adapter_model.safetensors")
+        assert {name.split(".")[4] for name in names} == {"0", "1"}
+        assert len(names) == 2 * 7 * 2
+        return
+    with pytest.raises(jaxtp.HFError, match=r"q_proj of a gpt2 is a part of .*attn.c_attn.weight, .*--merged"):
+        jaxtp.save_peft(model, tmp_path / "out")
+    rows = LoraConfig(rank=2, targets=("o_proj", "up_proj"))
+    jaxtp.save_peft(jaxtp.add_adapters(jaxtp.merge_adapters(model), rows), tmp_path / "out")
+    described = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert described["target_modules"] == ["attn.c_proj", "mlp.c_fc"]
+    assert described["fan_in_fan_out"]
+
+
 def test_the_other_function_is_named(tmp_path):
     with pytest.raises(jaxtp.HFError, match="save_peft"):
         jaxtp.save_hf(decoder(), tmp_path / "out")

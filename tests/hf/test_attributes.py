@@ -6,7 +6,7 @@ import struct
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from structures import VALUES, changed, examples, gives_one_of
+from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
 
 import jaxtp
 from jaxtp.check.__main__ import main as check
@@ -14,8 +14,9 @@ from jaxtp.convert.__main__ import main as convert
 from jaxtp.data.tokenizer_files import TokenizerFileError, chat_template, end_token, special_tokens
 from jaxtp.estimate.__main__ import main as estimate
 from jaxtp.generate.__main__ import main as generate
-from jaxtp.hf.attributes import model_config
+from jaxtp.hf.attributes import _read_attributes, model_config
 from jaxtp.hf.values import positive
+from jaxtp.models.families import FAMILIES
 from jaxtp.train.__main__ import main as train
 
 SMOLLM2 = {
@@ -114,6 +115,110 @@ def test_what_cannot_be_passed_over(name, message):
         model_config(SMOLLM2, "config.json", [name])
 
 
+GEMMA2 = {
+    "model_type": "gemma2",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "vocab_size": 256000,
+    "sliding_window_size": 4096,
+    "hidden_act": "gelu_pytorch_tanh",
+    "cache_implementation": "hybrid",
+}
+GEMMA3 = GEMMA2 | {"model_type": "gemma3_text", "num_hidden_layers": 26, "sliding_window": 512}
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 768,
+    "n_head": 12,
+    "n_layer": 12,
+    "n_ctx": 1024,
+    "n_positions": 1024,
+    "vocab_size": 50257,
+    "resid_pdrop": 0.1,
+    "summary_first_dropout": 0.1,
+}
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size"),
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+)
+PHI3 = SMOLLM2 | {"model_type": "phi3", "architectures": None, "partial_rotary_factor": 1.0}
+
+
+def windows(config):
+    return [block.sliding_window for block in config.layers()]
+
+
+def test_what_transformers_assumes():
+    """Published files say little of it."""
+    gemma = model_config(GEMMA2, "it")
+    assert (gemma.head_dim, gemma.tie_embeddings, gemma.attention_softcap, gemma.logit_softcap) == (256, True, 50, 30)
+    assert (gemma.query_scale, gemma.embedding_scale, gemma.activation) == (1 / 16, 3584**0.5, "gelu_tanh")
+    assert windows(gemma) == [4096, None] * 21
+    third = model_config(GEMMA3, "it")
+    assert windows(third) == ([512] * 5 + [None]) * 4 + [512] * 2
+    assert [block.rope_theta for block in third.layers()][4:6] == [1e4, 1e6]
+    assert (third.attention_softcap, third.logit_softcap) == (None, None)
+    gpt2 = model_config(GPT2, "it")
+    assert (gpt2.d_ff, gpt2.head_dim, gpt2.learned_positions, gpt2.norm_eps) == (3072, 64, 1024, 1e-5)
+    assert (gpt2.tie_embeddings, gpt2.rope_theta, gpt2.activation) == (True, None, "gelu_tanh")
+    assert model_config({k: v for k, v in PHI3.items() if k != "rms_norm_eps"}, "it").norm_eps == 1e-5
+
+
+def test_layers_that_differ_are_few_stacks():
+    """What repeats is a pattern, what does not runs of equal blocks."""
+    assert model_config(GEMMA3, "it").pattern == model_config(GEMMA3 | {"num_hidden_layers": 62}, "it").pattern
+    assert len(list(model_config(GEMMA3, "it").kinds())) == 7
+    assert len(list(model_config(GEMMA3 | {"num_hidden_layers": 7}, "it").kinds())) == 3
+    qwen = {"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "max_window_layers": 21}
+    found = model_config({name: SMOLLM2[name] for name in SIZES} | qwen, "it")
+    assert windows(found) == [None] * 21 + [4096] * 9
+    assert [numbers for _, numbers, _ in found.kinds()] == [range(21), range(21, 30)]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "message"),
+    [
+        (GEMMA2 | {"use_bidirectional_attention": True}, "use_bidirectional_attention = True is not supported"),
+        (GEMMA2 | {"hidden_activation": "xielu"}, "hidden_activation = 'xielu' is not supported; gelu_pytorch_tanh,"),
+        (GEMMA2 | {"sliding_window": None}, "sliding_window = missing: should be a whole number"),
+        (GEMMA2 | {"layer_types": ["full_attention"]}, "layer_types = .*for each of 42 layers"),
+        (GEMMA2 | {"layer_types": [{}] * 42}, "layer_types = .*should be full_attention or sliding_attention"),
+        (GEMMA2 | {"sliding_window_pattern": 2}, "sliding_window_pattern = 2 of a gemma2 is not understood"),
+        (GEMMA2 | {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers = 2147483647: .*at most 1,024"),
+        (GEMMA2 | {"rope_parameters": {"full_attention": {}}}, "full_attention of the rotary embedding 'default'"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0 is not supported, only None"),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 5.0}}, "rope_parameters = .*should hold full_attention and"),
+        (GEMMA3 | {"sliding_window_pattern": 0}, "sliding_window_pattern = 0: should be a whole number"),
+        (GEMMA3 | {"_sliding_window_pattern": 3}, "_sliding_window_pattern = 3 without layer_types: add them"),
+        (
+            GEMMA3 | {"layer_types": ["full_attention", "sliding_attention"] * 13, "sliding_window_pattern": 6},
+            "layer_types and sliding_window_pattern = 6 contradict each other",
+        ),
+        (GPT2 | {"hidden_size": 64}, "hidden_size = 64 and n_embd = 768 are one attribute of a gpt2"),
+        (GPT2 | {"scale_attn_weights": 1}, "scale_attn_weights = 1 is not supported; True, False are"),
+        (
+            GPT2 | {"scale_attn_by_inverse_layer_idx": True, "n_layer": 2**31 - 1},
+            "num_hidden_layers = 2147483647: .*at most 1,024",
+        ),
+        (GPT2 | {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
+        (PHI3 | {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported"),
+        (
+            PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+            "rope_type = 'longrope' is not supported; a phi3 can have default",
+        ),
+        (PHI3 | {"rope_scaling": {"type": "su"}}, "rope_type = 'su' is not supported"),
+        ({"model_type": "gemma3"}, "'gemma3' is not supported; supported are .*gemma3_text"),
+    ],
+    ids=lambda value: None if isinstance(value, dict) else value[:40],
+)
+def test_what_a_family_cannot_say(attributes, message):
+    with pytest.raises(jaxtp.HFError, match=message) as caught:
+        model_config(attributes, "it")
+    assert is_one_clear_message(caught.value)
+
+
 FOLDERS = {
     "train": (train, lambda folder, run: ["--model.from-hf", folder, "--run.dir", run]),
     "check": (check, lambda folder, run: ["--model.from-hf", folder]),
@@ -156,7 +261,19 @@ def test_what_is_no_positive_number(value):
         positive("factor", value)
 
 
-KINDS = st.sampled_from(["llama", "mistral", "qwen2", "qwen3"])
+KINDS = st.sampled_from(sorted(FAMILIES))
+LAYERS = st.fixed_dictionaries(
+    {},
+    optional={
+        "layer_types": st.lists(st.sampled_from(["full_attention", "sliding_attention"]), min_size=28, max_size=31)
+        | VALUES,
+        **{name: VALUES | st.integers(0, 9) for name in ("sliding_window", "sliding_window_pattern", "n_inner")},
+        **{name: VALUES | st.integers(0, 40) for name in ("max_window_layers", "num_hidden_layers", "n_layer")},
+        "use_sliding_window": st.booleans() | VALUES,
+        "scale_attn_by_inverse_layer_idx": st.booleans() | VALUES,
+        "rope_parameters": st.dictionaries(st.sampled_from(["full_attention", "sliding_attention"]), VALUES) | VALUES,
+    },
+)
 ROPES = st.fixed_dictionaries(
     {},
     optional={
@@ -171,7 +288,14 @@ ROPES = st.fixed_dictionaries(
 CONFIGS = st.one_of(
     changed(SMOLLM2),
     st.builds(
-        lambda kind, rope: SMOLLM2 | {"model_type": kind, "rope_scaling": rope, "architectures": None}, KINDS, ROPES
+        lambda kind, rope, layers: (
+            {"model_type": kind}
+            | (GPT2 if kind == "gpt2" else {name: SMOLLM2[name] for name in SIZES})
+            | {name: value for name, value in (rope | layers).items() if name in _read_attributes(FAMILIES[kind])}
+        ),
+        KINDS,
+        st.just({}) | ROPES.map(lambda rope: {"rope_scaling": rope}),
+        LAYERS,
     ),
 )
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hf_reference import FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
@@ -401,6 +402,30 @@ def test_a_snapshot_of_the_hub_links_to_its_blobs(whole, tmp_path):
         file.rename(blobs / file.name)
         (snapshot / file.name).symlink_to(f"../../blobs/{file.name}")
     jaxtp.load_hf(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("phi3", {"model.layers.1.self_attn.qkv_proj.weight": (144, 39)}, "qkv_proj.weight is 144x39, not 144x40"),
+        ("phi3", {"model.layers.1.mlp.gate_up_proj.weight": None}, "missing: model.layers.1.mlp.gate_up_proj.weight$"),
+        ("phi3", {"model.layers.0.mlp.up_proj.weight": (56, 40)}, "left over: model.layers.0.mlp.up_proj.weight"),
+        ("gpt2", {"transformer.h.2.attn.c_attn.weight": (144, 48)}, "c_attn.weight is 144x48, not 48x144"),
+        ("gpt2", {"transformer.wpe.weight": (28, 48)}, "wpe.weight is 28x48, not 29x48"),
+        ("gpt2", {"wte.weight": (97, 48)}, "left over: wte.weight"),
+        ("gpt2", {"transformer.h.3.ln_1.bias": (48,)}, "num_hidden_layers = 3, and the tensors are those of 4 layers"),
+        ("gemma3", {"model.layers.6.self_attn.q_norm.weight": (1,)}, "q_norm.weight is 1, not 12"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else value[:10],
+)
+def test_tensors_of_other_families(name, change, message, tmp_path):
+    stored = {n: tensor.read() for n, tensor in read_header(FOLDER / name / "model.safetensors").items()}
+    stored |= {tensor: None if shape is None else np.ones(shape, np.float32) for tensor, shape in change.items()}
+    write(tmp_path / "model.safetensors", {n: array for n, array in stored.items() if array is not None})
+    (tmp_path / "config.json").write_bytes((FOLDER / name / "config.json").read_bytes())
+    with pytest.raises(jaxtp.HFError, match=message) as caught:
+        jaxtp.load_hf(tmp_path)
+    assert is_one_clear_message(caught.value)
 
 
 def test_what_does_not_fit_the_mesh_is_said_before_anything_is_read(whole):

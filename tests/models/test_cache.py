@@ -32,11 +32,30 @@ MODELS = {
     "projection norms": dataclasses.replace(SHARED, qk_norm="projection", sequence_parallel=False),
     "window": dataclasses.replace(SHARED, sliding_window=4),
     "scaled": dataclasses.replace(SHARED, rope_scaling=RopeScaling(kind="yarn", factor=4.0, original_length=8)),
+    "layers that differ": dataclasses.replace(
+        SHARED,
+        num_layers=4,
+        pattern=({"sliding_window": 4, "rope_theta": 50.0}, {}),
+        norm="rms_plus_one",
+        norm_placement="both",
+        query_scale=0.7,
+        attention_softcap=2.0,
+        logit_softcap=5.0,
+        embedding_scale=4.0,
+        activation="gelu_tanh",
+    ),
+    "first blocks": dataclasses.replace(
+        SHARED, num_layers=5, first_blocks=({"sliding_window": 3}, {"rope_theta": 9.0}), pattern=({"d_ff": 16}, {})
+    ),
+    "norms after": dataclasses.replace(SHARED, norm_placement="after", qk_norm="projection"),
+    "learned positions": dataclasses.replace(
+        SHARED, **BIASES, learned_positions=T, rope_theta=None, norm="layer", mlp="plain", activation="relu"
+    ),
     "adapters": dataclasses.replace(SHARED, lora=LoraConfig(rank=2)),
     "bfloat16": dataclasses.replace(SHARED, precision=jaxtp.Precision(param="bfloat16", compute="bfloat16")),
 }
 CASES = [("shared", mesh) for mesh in [None, *MESHES]] + [(name, (1, 2, 4)) for name in MODELS if name != "shared"]
-DEFAULT = [("shared", (2, 2, 2)), ("biases, tied", (1, 2, 4))]
+DEFAULT = [("shared", (2, 2, 2)), ("layers that differ", (1, 2, 4)), ("learned positions", (1, 2, 4))]
 FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 0])  # tokens of each row in the first chunk, padded to CHUNK
 SECOND = np.array([6, 0, 5, 1, 2, 4, 3, 6])  # in the second, left over by the first
 

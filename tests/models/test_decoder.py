@@ -115,6 +115,13 @@ def test_initial_weights_are_the_same_on_every_mesh():
         ({"dropout": 1.5}, "dropout = 1.5"),
         ({"precision": "bfloat16"}, "precision = 'bfloat16'"),
         ({"precision": jaxtp.Precision(param="float16")}, "precision.param = 'float16'"),
+        (
+            {"attention": "cudnn", "pattern": ({"attention_softcap": 5.0}, {})},
+            "attention=cudnn has no .*softcap; use xla",
+        ),
+        ({"pattern": ({"sliding_windo": 4}, {})}, r"(?s)model.pattern\[0\].*sliding_windo.*did you mean"),
+        ({"first_blocks": ({"norm": "batch"},)}, r"(?s)model.first_blocks\[0\]:.*norm = 'batch'"),
+        ({"pattern": ((1, 2, 3),)}, "pattern"),
         ({"lora": jaxtp.LoraConfig(rank=-1)}, "lora.rank = -1"),
         ({"lora": jaxtp.LoraConfig(rank=2, targets=("query",))}, r"lora.targets.0 = 'query'"),
     ],
@@ -123,6 +130,13 @@ def test_initial_weights_are_the_same_on_every_mesh():
 def test_a_configuration_that_cannot_be_is_refused_in_python_too(changes, message):
     with pytest.raises(ConfigError, match=message):
         jaxtp.Decoder(dataclasses.replace(PLAIN, **changes), rngs=nnx.Rngs(0))
+
+
+def test_a_sequence_beyond_the_learned_positions_is_refused():
+    """JAX would take the last of them for all that come after."""
+    model = jaxtp.Decoder(dataclasses.replace(PLAIN, learned_positions=4), rngs=nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="a sequence of 5 tokens is longer than the 4 positions of the model"):
+        model(np.zeros((1, 5), np.int32))
 
 
 def test_what_is_no_configuration_is_refused():

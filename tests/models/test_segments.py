@@ -96,6 +96,39 @@ def test_on_every_mesh(batch, alone, mesh, sequence_parallel):
         check(graph, state, batch, alone, lambda grads: by_name(grads, on))
 
 
+VARIED = {
+    "layers that differ": dataclasses.replace(
+        CONFIG,
+        num_layers=3,
+        pattern=({"sliding_window": 4, "rope_theta": 50.0}, {}),
+        attention_softcap=2.0,
+        norm="rms_plus_one",
+        norm_placement="both",
+    ),
+    "learned positions": dataclasses.replace(CONFIG, learned_positions=T, rope_theta=None, norm="layer", mlp="plain"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "sequence_parallel"), sweep_of([VARIED, [True, False]], ("learned positions", True)), ids=str
+)
+def test_other_layers(batch, name, sequence_parallel):
+    """A document alone, at the beginning of a row, has the logits that it has after others."""
+    config, mesh = dataclasses.replace(VARIED[name], sequence_parallel=sequence_parallel), jaxtp.make_mesh(2, 2, 2)
+    weights = random_weights(lambda: jaxtp.Decoder(VARIED[name], rngs=nnx.Rngs(0)))
+    graph, state = state_on_mesh(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), weights, mesh)
+    rows, segments = batch["inputs"], batch["segments"]
+    begins = [int(np.argmax(row == row.max())) for row in segments]
+    moved = np.stack([np.roll(row, -begin) for row, begin in zip(rows, begins, strict=True)])
+    run = jax.jit(lambda state, ids, segments: nnx.merge(graph, state)(ids, segments))
+    with jax.set_mesh(mesh):
+        packed, alone = run(state, rows, segments), run(state, moved, np.ones_like(segments))
+    for row, begin in enumerate(begins):
+        length = int((segments[row] == segments[row].max()).sum())
+        expected = np.asarray(alone)[row, :length]
+        assert relative_error(np.asarray(packed)[row, begin : begin + length], expected) < TOLERANCE
+
+
 def test_no_document_sees_another(batch, alone):
     """The gradient of a document's logits with respect to the embeddings of others is exactly zero."""
     graph, state = without_mesh(build, alone[0])

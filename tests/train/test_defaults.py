@@ -134,6 +134,12 @@ def test_length_and_dtype_are_those_that_the_model_names(ask, model, attributes,
     assert (config.data.sequence_length, config.model.precision.compute) == (length, dtype)
 
 
+def test_a_sequence_is_no_longer_than_the_learned_positions(ask, model):
+    gpt2 = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 96, "n_embd": 32, "n_head": 4, "n_layer": 2}
+    (model / "config.json").write_text(json.dumps(gpt2))
+    assert ask()[0].data.sequence_length == 96
+
+
 def test_without_a_dtype_in_its_configuration_a_model_has_that_of_its_weights(model):
     (model / "config.json").write_text(json.dumps(SMOL_LM | {"torch_dtype": None}))
     header = json.dumps({"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()

@@ -1,5 +1,6 @@
 """Training that begins with a model in Hugging Face format: all of it, or adapters beside it."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -9,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from hf_reference import FOLDER, TRAINED
 from runs import SMALL, TEXT, mesh, records
 
 import jaxtp
@@ -54,6 +56,31 @@ def test_it_begins_where_the_model_is(tmp_path, command, model, capsys):
     assert first[3] < first[1]
     resolved = (tmp_path / "run/config.yaml").read_text()
     assert "head_dim: 6\n" in resolved
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("name", TRAINED)
+def test_every_family(name, tmp_path, command):
+    """In, trained beside adapters, generated from, and out as the same family."""
+    config = dataclasses.replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
+    family = json.loads((FOLDER / name / "config.json").read_text())["model_type"]
+    jaxtp.save_hf(jaxtp.Decoder(config, rngs=nnx.Rngs(5)), tmp_path / "model", family=family)
+    flags = ["--model.from-hf", str(tmp_path / "model"), "--data.sequence-length", "16", *mesh(1, 2, 2), *LORA]
+    assert main([*command, *flags]) == 0
+    assert main([*command, *flags, "--train.steps", "4"]) == 0, "it goes on"
+    losses = records(tmp_path / "run")
+    assert losses[4] < losses[1]
+    run, out = str(tmp_path / "run"), str(tmp_path / "out")
+    assert generate(["--model", run, "--prompt", "line", "--max-tokens", "4", "--mesh.tp", "2"]) == 0
+    assert convert(["export", run, out, "--merged"]) == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == family
+    ids = np.arange(16, dtype=np.int32).reshape(1, 16)
+    merged = jaxtp.merge_adapters(jaxtp.load_run(run))
+    np.testing.assert_allclose(jaxtp.load_hf(out)(ids), merged(ids), atol=1e-5)
+    whole = ["--run.dir", str(tmp_path / "whole"), "--model.lora.rank", "0", "--optimizer.learning-rate", "1e-3"]
+    assert main([*command, *flags, *whole]) == 0
+    assert convert(["export", str(tmp_path / "whole"), str(tmp_path / "trained")]) == 0
+    assert convert(["import", str(tmp_path / "trained"), str(tmp_path / "again")]) == 0
 
 
 @pytest.mark.journey
