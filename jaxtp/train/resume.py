@@ -57,7 +57,7 @@ def restore(
     changed: list[str] = []
 
     def accept(info: dict[str, Any]) -> None:
-        changed[:] = _check_resumable(config, corpus.describe(), info)
+        changed[:] = check_resumable(config, corpus.describe(), info)
 
     found = restore_newest(checkpoints, blueprint.stored(blueprint.abstract), blueprint.mesh, accept, warn)
     if found is None:
@@ -75,7 +75,7 @@ def with_origin(config: TrainConfig, info: Mapping[str, Any]) -> TrainConfig:
     return configuration.changed(config, {"run.init_from": None if stored is None else Path(stored)})
 
 
-def _check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
+def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
     """Compares what a checkpoint stored with the run that wants to continue it.
 
     Returns:

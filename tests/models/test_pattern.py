@@ -16,7 +16,8 @@ from jaxtp.mesh import sized
 from jaxtp.models.config import checked
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.folder import RunFolderError, check_resumable, checkpoint_info
+from jaxtp.train.folder import RunFolderError, checkpoint_info
+from jaxtp.train.resume import check_resumable
 
 B, T = 8, 8
 PLAIN = jaxtp.ModelConfig(
