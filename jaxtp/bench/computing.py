@@ -31,7 +31,7 @@ class TimedProduct:
     """Devices that share the block."""
 
     name: str
-    """What is multiplied."""
+    """Name of the product."""
 
     m: int
     k: int
@@ -115,7 +115,7 @@ def hidden_width(model: ModelConfig) -> int:
 
 
 def pair_program(model: ModelConfig, width: int, rows: int, length: int) -> partial[Any]:
-    """Both layers, forward and backward, on the mesh in context or on one device: a compiled program on random data."""
+    """Compiles both layers, forward and backward, on random data, for the mesh in context or for one device."""
     shared: dict[str, Any] = {"precision": model.precision, "sequence_parallel": model.sequence_parallel}
     layers = (
         ColumnParallelLinear(model.d_model, width, rngs=nnx.Rngs(0), **shared),
@@ -128,7 +128,7 @@ def pair_program(model: ModelConfig, width: int, rows: int, length: int) -> part
 
 
 def _forward_and_backward(graph: Any, kernels: Any, x: Array, grad: Array) -> Any:
-    """Also gives the output, so that no reduction is dead code."""
+    """Returns the gradients, and the output, so that no reduction is dead code."""
 
     def apply(kernels: Any, x: Array) -> Array:
         column, row = nnx.merge(graph, kernels)
@@ -140,7 +140,7 @@ def _forward_and_backward(graph: Any, kernels: Any, x: Array, grad: Array) -> An
 
 
 def _activation(model: ModelConfig, rows: int, length: int, seed: int) -> Array:
-    """Random `[rows, length, d_model]` in the compute dtype, split as between layers."""
+    """Returns random `[rows, length, d_model]` in the compute dtype, split as between layers."""
     shape = (rows, length, model.d_model)
     key, dtype = jax.random.key(seed), model.precision.compute
     if current_mesh() is None:

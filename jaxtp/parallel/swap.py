@@ -36,7 +36,7 @@ class Role:
     """The part that a module has in a parallel model."""
 
     style: Style | None
-    """None: it computes as it did, from parameters that are gathered over fsdp."""
+    """Style; None: it computes as it did, from parameters that are gathered over fsdp."""
 
     fsdp: bool
     """Whether its parameters are stored split over fsdp."""
