@@ -91,15 +91,12 @@ def measure_pairs(model: ModelConfig, tps: Sequence[int], rows: int, length: int
     """Times the pair at every tp, over the first so many devices, in turn with its computing alone; see above."""
     width = hidden_width(model)
     for tp in tps:
-        alone = pair_program(model, width // tp, rows, length)
-        if tp == 1:
-            seconds = medians({"computing": alone}, repeats.rounds, calls=repeats.in_a_row)
-            yield Pair(tp, seconds["computing"], seconds["computing"])
-            continue
-        with jax.set_mesh(make_mesh(tp=tp)):
-            together = pair_program(model, width, rows, length)
-        seconds = medians({"all": together, "computing": alone}, repeats.rounds, calls=repeats.in_a_row)
-        yield Pair(tp, seconds["all"], seconds["computing"])
+        programs = {"computing": pair_program(model, width // tp, rows, length)}
+        if tp > 1:
+            with jax.set_mesh(make_mesh(tp=tp)):
+                programs["all"] = pair_program(model, width, rows, length)
+        seconds = medians(programs, repeats.rounds, calls=repeats.in_a_row)
+        yield Pair(tp, seconds.get("all", seconds["computing"]), seconds["computing"])
 
 
 def _product(m: int, k: int, n: int, dtype: str) -> Program:

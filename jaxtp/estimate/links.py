@@ -31,7 +31,7 @@ middling size are left out, and each collective is counted by itself: a compiler
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtp.communication import ALL_REDUCE, Axes, Collective
@@ -128,19 +128,17 @@ def _protocols(hardware: Hardware) -> Sequence[Protocol]:
     return (SIMPLE, LL, LL128) if hardware.link > PCIE else (SIMPLE, LL)
 
 
-def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> bool:
+def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> bool:
     """Returns whether devices along these axes are in several domains."""
-    axes = tuple(axes)
     return inside_domain(hardware, sizes, axes) < parts(sizes, axes)
 
 
-def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> float:
+def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> float:
     """Returns the bytes/s that each device of a ring along these axes can send.
 
     A ring that leaves its domain goes through the network as often as it has devices there: each brings its own share.
     Where links join pairs directly, a ring has those between its devices.
     """
-    axes = tuple(axes)
     inside = inside_domain(hardware, sizes, axes)
     link = link_of(hardware, inside)
     if leaves_domain(hardware, sizes, axes):

@@ -28,11 +28,7 @@ _LINEN = "linen keeps parameters outside of its modules, where there is nothing 
 
 @dataclass(frozen=True)
 class Creation:
-    """Creation of a model by a function.
-
-    Args:
-      build: a function without arguments.
-    """
+    """Creation of a model by a function without arguments."""
 
     build: Build
 
