@@ -8,7 +8,7 @@ from jaxtp import entry
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Each command, and the first line of what its package says that it is."""
+    """Yields each command, and the first line of its package's docstring."""
     for folder in sorted(Path(__file__).parent.iterdir()):
         if (folder / "__main__.py").is_file():
             documented = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""

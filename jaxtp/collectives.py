@@ -141,7 +141,7 @@ def axis_size(*axes: str) -> int:
 
 
 def axis_index(axis: str) -> Array | int:
-    """This device's position along `axis`, inside `device_view`; 0 without a mesh."""
+    """Returns this device's position along `axis`, inside `device_view`; 0 without a mesh."""
     return 0 if current_mesh() is None else lax.axis_index(axis)
 
 
@@ -178,28 +178,28 @@ def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
 
 
 def all_reduce(x: Array, *axes: str) -> Array:
-    """The sum over the devices along `axes`, on each of them."""
+    """Returns the sum over the devices along `axes`, on each of them."""
     return x if current_mesh() is None else lax.psum(x, axes)
 
 
 def all_reduce_max(x: Array, axis: str) -> Array:
-    """The maximum over the devices along `axis`, held constant under differentiation."""
+    """Returns the maximum over the devices along `axis`, held constant under differentiation."""
     x = lax.stop_gradient(x)
     return x if current_mesh() is None else lax.pmax(x, axis)
 
 
 def all_gather(x: Array, axis: str) -> Array:
-    """The shards of the devices along `axis`, joined along dim 0: `[S, ...] -> [n * S, ...]`."""
+    """Joins the shards of the devices along `axis` along dim 0: `[S, ...] -> [n * S, ...]`."""
     return x if current_mesh() is None else lax.all_gather(x, axis, tiled=True)
 
 
 def reduce_scatter(x: Array, axis: str) -> Array:
-    """This device's part of the sum over the devices along `axis`: `[n * S, ...] -> [S, ...]`."""
+    """Returns this device's part of the sum over the devices along `axis`: `[n * S, ...] -> [S, ...]`."""
     return x if current_mesh() is None else lax.psum_scatter(x, axis, tiled=True)
 
 
 def permute(x: Array, axis: str) -> Array:
-    """What the device before this one in the ring along `axis` holds."""
+    """Returns what the device before this one in the ring along `axis` holds."""
     size = axis_size(axis)
     return x if current_mesh() is None else lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
 
@@ -256,12 +256,12 @@ def load_weight(
 
 
 def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether a primitive of a jaxpr sums over tp."""
+    """Returns whether a primitive of a jaxpr sums over tp."""
     axes = params.get("axes", params.get("axis_name", ()))
     return primitive.name in ("psum", "psum_invariant", "reduce_scatter") and TP in axes
 
 
 def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether a primitive of a jaxpr is `load_weight`'s gather; remat policies never save its result."""
+    """Returns whether a primitive of a jaxpr is `load_weight`'s gather; remat policies never save its result."""
     over_storage = not set(STORAGE).isdisjoint(params.get("axis_name", ()))
     return primitive.name == "all_gather" and (over_storage or params["axis_index_groups"] is not None)

@@ -38,7 +38,7 @@ _PLUMBING = set(PRIMITIVES) | {
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective, from the point of view of one device. How often it runs stands beside it: `Traffic`."""
+    """A collective, from the point of view of one device. How often it runs stands beside it: `Traffic`."""
 
     kind: str
     """all-reduce, all-gather, reduce-scatter, ..."""
@@ -62,7 +62,7 @@ class Collective:
     """Dtype of its elements, where it is read from a program."""
 
     counted: str = ""
-    """How the count of it is meant; nothing where it is exact."""
+    """Meaning of its count; empty where the count is exact."""
 
     source: str = field(default="", compare=False)
     """`file:line` of Python that it comes from, where that is known."""

@@ -32,7 +32,7 @@ PRINT = "--print-config"
 
 _MAX_BASES = 16
 _MAX_PROBLEMS = 20
-"""Of one file, in a message."""
+"""Most problems of one file in a message."""
 
 
 class ConfigError(UserError):
@@ -40,7 +40,7 @@ class ConfigError(UserError):
 
 
 def allowed(values: str) -> Any:
-    """An annotation that shows the range of a field beside its default in `--help`: `allowed("1 or more")`."""
+    """Returns an annotation that shows the range of a field beside its default in `--help`: `allowed("1 or more")`."""
     return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
 
 
@@ -67,7 +67,7 @@ def expand(path: Path) -> Path:
 UserPath = Annotated[Path, pydantic.AfterValidator(expand)]
 """May begin with ~."""
 Keys = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")]
-"""Words of which a flag gives one at a time."""
+"""Words that a flag gives one at a time."""
 Switch = tyro.conf.FlagCreatePairsOff[bool]
 """A flag that is given or not, without --no-... beside it."""
 
@@ -168,7 +168,7 @@ def _with_base(path: Path, including: tuple[str, ...]) -> Any:
 
 
 def _merged(below: Any, above: Any) -> Any:
-    """Mappings key by key, anything else replaced."""
+    """Merges mappings key by key, and replaces anything else."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     shared = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()}
@@ -176,7 +176,7 @@ def _merged(below: Any, above: Any) -> Any:
 
 
 def flag(schema: Any, keys: Sequence[Any]) -> str:
-    """The flag that sets a value of a schema: `--mesh.tp` for `mesh.tp`; a section without a name is left out of it."""
+    """Returns the flag that sets a value of a schema: `--mesh.tp` for `mesh.tp`; without a section that has no name."""
     names = []
     for key in keys:
         annotated = get_type_hints(schema, include_extras=True).get(key) if dataclasses.is_dataclass(schema) else None
@@ -220,7 +220,7 @@ def validate(
 
 
 def changed(config: T, values: Mapping[str, Any]) -> T:
-    """The configuration with other values, by their dotted names: `changed(config, {"mesh.tp": 4})`."""
+    """Returns the configuration with other values, by their dotted names: `changed(config, {"mesh.tp": 4})`."""
     sections: dict[str, Any] = {}
     for name, value in values.items():
         section, _, rest = name.partition(".")
@@ -237,12 +237,12 @@ def to_plain(config: Any) -> dict[str, Any]:
 
 
 def to_yaml(config: Any) -> str:
-    """The whole configuration as YAML that `from_yaml` reads back."""
+    """Returns the whole configuration as YAML that `from_yaml` reads back."""
     return yaml.safe_dump(to_plain(config), sort_keys=False)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """The leaves in which two plain configurations differ: `model.d_model: 128 -> 256`."""
+    """Returns the leaves in which two plain configurations differ: `model.d_model: 128 -> 256`."""
     lines = []
     for key in dict.fromkeys((*old, *new)):
         before, after = old.get(key), new.get(key)
@@ -280,7 +280,7 @@ def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """The dotted names of what a YAML file gives."""
+    """Yields the dotted names of what a YAML file gives."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -289,7 +289,7 @@ def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _named(flags: Sequence[str]) -> Iterator[str]:
-    """The dotted names of what flags give; -- may be followed by - or _ between words, and the value by =."""
+    """Yields the dotted names of what flags give; -- may be followed by - or _ between words, and the value by =."""
     for flag in flags:
         if flag.startswith("--"):
             yield flag.partition("=")[0].removeprefix("--").replace("-", "_")

@@ -1,4 +1,4 @@
-"""What a long command shows: lines, and a progress bar where there is a terminal."""
+"""Output of a long command: lines, and a progress bar where there is a terminal."""
 
 import contextlib
 import io
@@ -81,7 +81,7 @@ class _Output(io.TextIOBase):
         return getattr(self._stream, "encoding", None) or "utf-8"
 
     def isatty(self) -> bool:
-        """Whether the stream is a terminal."""
+        """Returns whether the stream is a terminal."""
         try:
             return self._stream is not None and self._stream.isatty()
         except ValueError:  # closed

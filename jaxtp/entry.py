@@ -1,4 +1,4 @@
-"""How every command starts and ends: one line, and no traceback, for mistakes, Ctrl-C, closed pipes and full disks.
+"""Start and end of every command: one line, no traceback, for mistakes, Ctrl-C, closed pipes and full disks.
 
 A command's `__main__.py` has a `main(argv)` that calls `attempt`, and ends in `run(PROGRAM, main)`. This module is the
 first that the package imports, and imports the standard library alone: Ctrl-C while the rest is imported, which takes
@@ -106,7 +106,7 @@ class Output(io.FileIO):
 
 
 def text_output(descriptor: int, like: io.TextIOWrapper) -> io.TextIOWrapper:
-    """An `Output` for text, with encoding and buffering of another stream."""
+    """Returns an `Output` for text, with encoding and buffering of another stream."""
     raw = Output(descriptor, "w", closefd=False)
     return io.TextIOWrapper(
         raw if like.write_through else io.BufferedWriter(raw),  # type: ignore[type-var, arg-type]
@@ -152,7 +152,7 @@ def _interrupted_import(number: int, frame: FrameType | None) -> None:
 
 
 def _module() -> str:
-    """The command that Python was started with, which comes just before its arguments; empty if it is another's."""
+    """Returns the command that Python was started with, which comes before its arguments; empty if it is another's."""
     found = re.search(r"jaxtp(\.\w+)?$", sys.orig_argv[-len(sys.argv)])
     return found[0] if found else ""
 

@@ -15,7 +15,7 @@ PARTIAL = ".partial"
 
 
 def sha256(path: Path) -> str:
-    """The sha256 of a file in hexadecimal, read in pieces.
+    """Returns the sha256 of a file in hexadecimal, read in pieces.
 
     Raises:
       OSError: it cannot be read.

@@ -18,16 +18,16 @@ GB, GIB = 1e9, 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """One kind of device, and how devices of it are joined."""
+    """A kind of device, and how devices of it are joined."""
 
     name: str = "custom"
-    """As it is asked for."""
+    """Name by which it is asked for."""
 
     like: str = ""
-    """In a file: the one of the table that what is left out is taken from, and that it is compiled as."""
+    """Name, in a file, of the row of the table that what is left out is taken from, and that it is compiled as."""
 
     kinds: tuple[str, ...] = ()
-    """What `jax.Device.device_kind` is on it, exactly: a near name is that of another device."""
+    """Values of `jax.Device.device_kind` on it, exactly: a near name is that of another device."""
 
     platform: str = "cuda"
     """cuda, rocm or tpu."""
@@ -77,7 +77,7 @@ class Hardware:
     """The same between devices of different domains."""
 
     source: str = ""
-    """Where the numbers are from."""
+    """Source of the numbers."""
 
     @property
     def compiled_as(self) -> str:
@@ -100,16 +100,16 @@ RANGES = {
     "hop": (0, 0.1, "seconds"),
     "network_hop": (0, 0.1, "seconds"),
 }
-"""Of the numbers in a file: the least, the most, and the unit. 80 for memory is no device's: it was meant in GB."""
+"""Least, most and unit of the numbers in a file. 80 for memory is no device's: it was meant in GB."""
 
 _PCIE_HOP = 5.7e-6
-"""As NCCL has it for PCIe."""
+"""Seconds, as NCCL has it for PCIe."""
 
 
 def _gpu(
     name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: Any
 ) -> Hardware:
-    """GB/s for the three bandwidths."""
+    """Returns a GPU; its three bandwidths are in GB/s."""
     network = others.pop("network", 50.0)
     return Hardware(
         name=name,
@@ -124,15 +124,16 @@ def _gpu(
 
 
 def _pcie(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
-    """A card: x16 of PCIe 4.0 or 5.0 is its link, and bridges between pairs of cards are not counted."""
+    """Returns a card: x16 of PCIe 4.0 or 5.0 is its link, and bridges between pairs of cards are not counted."""
     return _gpu(name, kind, gib, tflops, bandwidth, link, **{"hop": _PCIE_HOP, "source": _CARD, **others})
 
 
 def _tpu(
     name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: Any
 ) -> Hardware:
-    """A mesh axis lies along one axis of the torus: two of its links, one each way round, and so half the steps.
+    """Returns a TPU.
 
+    A mesh axis lies along one axis of the torus: two of its links, one each way round, and so half the steps.
     That both ways are there is assumed: where the ends of a slice's axis do not meet (on v5e and v6e one shorter than
     16) a ring has about half of the bandwidth. So is that a mesh axis is given no second axis of the torus, with which
     it would have twice as much. 1 us for a step is that of jax-ml.github.io/scaling-book; a collective's start and the
@@ -189,13 +190,13 @@ TABLE = {
         _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 31.25, 918, 1638, 180, domain=256, source=_CLOUD.format("v6e")),
     )
 }
-"""By name. Memory is what the driver leaves of the size on the label."""
+"""Hardware by name. Memory is what the driver leaves of the size on the label."""
 
 _KINDS = {kind: hardware for hardware in TABLE.values() for kind in hardware.kinds}
 
 
 def of_kind(device_kind: str) -> Hardware | None:
-    """The hardware that a `jax.Device.device_kind` names; None if the table has none.
+    """Returns the hardware that a `jax.Device.device_kind` names; None if the table has none.
 
     A part of a GPU (MIG), or a relative of one in the table, is not in it: its peak is another.
     """
@@ -203,7 +204,7 @@ def of_kind(device_kind: str) -> Hardware | None:
 
 
 def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Devices of a ring that lie in one domain: neighbours lie along tp, then fsdp, then dp."""
+    """Returns the devices of a ring that lie in one domain: neighbours lie along tp, then fsdp, then dp."""
     left, inside = hardware.domain, {}
     for axis in reversed(AXES):
         inside[axis] = math.gcd(sizes[axis], left)
@@ -212,7 +213,7 @@ def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[s
 
 
 def link_of(hardware: Hardware, devices: int) -> float:
-    """Bytes/s, of its `link`, that each of so many devices of a domain has to the others of them."""
+    """Returns the bytes/s, of its `link`, that each of so many devices of a domain has to the others of them."""
     if not hardware.direct or devices == 1:
         return hardware.link
     return hardware.link * (devices - 1) / (hardware.domain - 1)

@@ -22,7 +22,7 @@ MAX_DEVICES = 2**20
 PLATFORMS = ("cuda", "rocm", "tpu")
 
 NEEDED = ("memory", "flops", "bandwidth", "link", "domain", "network")
-"""What a file without `like` says: no default of these is any device's."""
+"""Keys that a file without `like` has: no default of these is any device's."""
 
 _ALIASES = {
     "a100-80": "a100",
@@ -36,7 +36,7 @@ _ALIASES = {
 
 
 def find(name: str) -> Hardware:
-    """The hardware of a name in the table, in any case; or that of a YAML file.
+    """Returns the hardware of a name in the table, in any case; or that of a YAML file.
 
     Raises:
       ConfigError: neither is there; the nearest names are given.
@@ -47,7 +47,7 @@ def find(name: str) -> Hardware:
 
 
 def _of_table(name: str, besides: str = "") -> Hardware:
-    """The row of a name; a message about one that is not there ends with what it may be besides."""
+    """Returns the row of a name; a message about one that is not there ends with what it may be besides."""
     key = _key(name)
     if key not in TABLE:
         close = difflib.get_close_matches(key, TABLE, n=3, cutoff=0.4)
@@ -57,7 +57,7 @@ def _of_table(name: str, besides: str = "") -> Hardware:
 
 
 def parse(text: str) -> tuple[Hardware, int]:
-    """`h100x8` or `mine.yamlx8` as the hardware and the number of devices; X is as good as x.
+    """Returns hardware and number of devices of `h100x8` or `mine.yamlx8`; X is as good as x.
 
     Raises:
       ConfigError: it is not of that form, or the hardware is not known.
@@ -94,7 +94,7 @@ def _key(name: str) -> str:
 
 
 def read(path: Path) -> Hardware:
-    """A YAML file of a `Hardware`'s fields; `like` names the one in the table that the others are taken from.
+    """Reads a YAML file of a `Hardware`'s fields; `like` names the row of the table that the others are taken from.
 
     Raises:
       ConfigError: it cannot be read, says what is not understood, or leaves out what nothing else gives.
@@ -121,7 +121,7 @@ def read(path: Path) -> Hardware:
 
 
 def _values(path: Path) -> Mapping[str, Any]:
-    """The keys of a file, as strictly as those of a configuration."""
+    """Returns the keys of a file, as strictly as those of a configuration."""
     values = read_yaml(path)
     if not isinstance(values, dict) or not values:
         found = shown(repr(values)) if values else "nothing"
@@ -130,7 +130,7 @@ def _values(path: Path) -> Mapping[str, Any]:
 
 
 def _base(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of the device that a file is like; none if it names none."""
+    """Returns the fields of the device that a file is like; none if it names none."""
     if values.get("like") is None:
         return {}
     try:
@@ -140,14 +140,14 @@ def _base(path: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _source(path: Path, values: Mapping[str, Any], base: Mapping[str, Any]) -> str:
-    """`mine.yaml: memory, link; others as of h100`."""
+    """Returns the source of the numbers: `mine.yaml: memory, link; others as of h100`."""
     own = [str(key) for key in values if key not in ("like", "name", "kinds")]
     others = f"as of {base['name']}" if base else "assumed"
     return f"{path}: {', '.join(own)}; others {others}" if own else f"{path}: all as of {base['name']}"
 
 
 def _require_ranges(path: Path, values: Mapping[str, Any]) -> None:
-    """Every number that cannot be meant, each with its unit."""
+    """Checks that every number can be meant; a message has the unit of each that cannot."""
     problems = [
         f"  {key} = {shown(repr(values[key]))}: {unit}, from {least:g} to {most:g}"
         for key, (least, most, unit) in RANGES.items()

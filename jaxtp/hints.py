@@ -27,7 +27,7 @@ class Problem:
 
     @property
     def settings(self) -> set[str]:
-        """All that may be changed."""
+        """All settings that may be changed."""
         return {*self.among, *self.multiples}
 
 
@@ -36,7 +36,7 @@ Problems = Callable[[Mapping[str, int]], Iterable[Problem]]
 
 
 def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
-    """Each problem with the values that would work.
+    """Yields each problem with the values that would work.
 
     Args:
       problems: what does not fit.
@@ -60,7 +60,7 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
 
 
 def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[str, int]) -> Iterator[Problem]:
-    """A problem if `value` is not divisible by `by`.
+    """Yields a problem if `value` is not divisible by `by`.
 
     Args:
       name: of the setting that is divided.

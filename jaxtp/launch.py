@@ -30,7 +30,7 @@ _LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 _PATIENCE = 20.0
 """Seconds after which a process says that it waits for others."""
 _NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
-"""Of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
+"""Files of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
 
 
 def join_processes(environment: Mapping[str, str] = os.environ) -> None:
@@ -82,7 +82,7 @@ def _join(waiting: str, join: Callable[[], None]) -> None:
 
 
 def _number(variables: Mapping[str, str], name: str) -> int:
-    """A number that a variable says.
+    """Returns a number that a variable says.
 
     Raises:
       LaunchError: it says none.
@@ -109,7 +109,7 @@ def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidi
 
 
 def child_environment(**changes: str) -> dict[str, str]:
-    """This process's environment with changes, for a process that it starts."""
+    """Returns this process's environment with changes, for a process that it starts."""
     return {**os.environ, **changes}
 
 

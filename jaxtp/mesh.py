@@ -34,11 +34,11 @@ REPLICAS = tuple(axis for axis in AXES if axis not in (*STORAGE, TP))
 """Axes along which every weight is held in copies, used on different tokens; its gradient is all-reduced."""
 
 MAX_VIRTUAL_DEVICES = 1024
-"""So many take a second to make, and share the machine's cores."""
+"""Most virtual devices: so many take a second to make, and share the machine's cores."""
 MAX_LISTED = 12
 """Meshes in a message."""
 _MAX_DIGITS = 100
-"""Of a size in a command line."""
+"""Most digits of a size in a command line."""
 
 
 class MeshError(UserError):
@@ -97,7 +97,7 @@ def request_virtual_devices(count: int) -> None:
 
 
 def most_devices() -> int | None:
-    """The most devices that a mesh can have; None for virtual CPU devices, which are made as a mesh needs them.
+    """Returns the most devices a mesh can have; None for virtual CPU devices, which are made as a mesh needs them.
 
     Starts JAX's backend.
     """
@@ -158,7 +158,7 @@ def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """The mesh set by `jax.set_mesh`, or None.
+    """Returns the mesh set by `jax.set_mesh`, or None.
 
     Raises:
       MeshError: the mesh in context lacks one of this package's axes.
@@ -176,7 +176,7 @@ def current_mesh() -> AbstractMesh | None:
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that one entry of a `PartitionSpec` names."""
+    """Returns the mesh axes that one entry of a `PartitionSpec` names."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())
 
 
@@ -210,7 +210,7 @@ def divisors(number: int) -> list[int]:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """`fsdp=2,tp=4` as the size of each axis; one that is left out is 1.
+    """Returns the size of each axis in `fsdp=2,tp=4`; one that is left out is 1.
 
     Raises:
       MeshError: it is not of that form.
@@ -242,7 +242,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def fill(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """The sizes, with -1 replaced by the devices that are left.
+    """Returns the sizes, with -1 replaced by the devices that are left.
 
     Raises:
       MeshError: the others do not divide the devices.
@@ -273,7 +273,7 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
 
 
 def _list_meshes(num_devices: int) -> str:
-    """Some of the meshes of so many devices, those of powers of two first."""
+    """Lists some of the meshes of so many devices, those of powers of two first."""
     found = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices))
     meshes = sorted(found, key=lambda mesh: sum(size & (size - 1) > 0 for size in mesh))
     return ", ".join(map(str, meshes[:MAX_LISTED])) + (", ..." if len(meshes) > MAX_LISTED else "")

@@ -25,10 +25,10 @@ _MAX_JSON_VALUES = 2**22
 _MAX_YAML_VALUES = 100_000
 _MAX_DEPTH = 64
 _MAX_DIGITS = 100
-"""Of a number, so that each integer is also a float."""
+"""Most digits of a number, so that each integer is also a float."""
 _LFS = b"version https://git-lfs.github.com/spec/"
 _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What PyYAML raises for the 45th of a month, a code point that does not exist, an integer without digits."""
+"""Errors that PyYAML raises for the 45th of a month, a code point that does not exist, an integer without digits."""
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -214,7 +214,7 @@ def _fetch_it(path: Path, pointer: bytes) -> str:
 
 
 def _is_blob(real: Path) -> bool:
-    """Whether a file is where the hub's cache keeps those that the folders of snapshots link to."""
+    """Returns whether a file is where the hub's cache keeps those that the folders of snapshots link to."""
     return real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
 
 

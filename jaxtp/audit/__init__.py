@@ -1,1 +1,1 @@
-"""What a program moves between devices and how it holds its arrays: planned, written, and compiled."""
+"""Communication of a program and shardings of its arrays: planned, written, and compiled."""

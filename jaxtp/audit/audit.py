@@ -30,7 +30,7 @@ LARGE = 2**20
 """Bytes from which an array that is replicated unasked is an error."""
 
 ROUNDING = 1e-9
-"""Of a budget, which is a sum of fractions."""
+"""Relative error of a budget, which is a sum of fractions."""
 
 
 class AuditError(ValueError):
@@ -39,19 +39,19 @@ class AuditError(ValueError):
 
 @dataclass(frozen=True)
 class Audit:
-    """What `audit` found."""
+    """Result of `audit`."""
 
     holdings: tuple[Holding, ...]
     """Every array of the state."""
 
     written: Counter[Collective]
-    """What the program says that it moves, and how often."""
+    """Collectives that the program asks for, and how often each runs."""
 
     realised: Counter[Collective]
-    """What the partitioner made of it."""
+    """Collectives that the partitioner made of them."""
 
     budget: Budget | None
-    """What the modules may send."""
+    """Bytes that the modules may send."""
 
     sizes: Mapping[str, int]
     """Devices along each axis of the mesh."""
@@ -67,11 +67,11 @@ class Audit:
 
     @property
     def added(self) -> Counter[Collective]:
-        """What the partitioner moves that the program does not say."""
+        """Collectives of the partitioner that the program does not ask for."""
         return added_by_compiler(self.written, self.realised)
 
     def problems(self, large: int = LARGE) -> list[str]:
-        """What breaks the plan, one line each; empty if nothing does.
+        """Returns what breaks the plan, one line each; empty if nothing does.
 
         Args:
           large: bytes from which an array replicated over fsdp or tp without being declared so counts.
@@ -94,7 +94,7 @@ class Audit:
             raise AuditError("the compiled step breaks its plan:\n" + "\n".join(f"  {p}" for p in problems))
 
     def __str__(self) -> str:
-        """Two tables: the arrays of the state, and what moves, by module."""
+        """Returns two tables: the arrays of the state, and what moves, by module."""
         return f"{_holdings_table(self.holdings)}\n\n{_collectives_table(self.realised, self.added)}"
 
     def _replicated_unasked(self, large: int) -> Iterator[str]:
@@ -107,7 +107,7 @@ class Audit:
                 )
 
     def _weights_over_tp(self) -> Iterator[str]:
-        """Written ones; where kv heads are shared, parts of a tp group gather them, which is as it should be.
+        """Yields weights that the program moves over tp; where kv heads are shared, parts of a tp group gather them.
 
         With a budget, what it covers is an activation that happens to have a weight's shape.
         """
@@ -128,7 +128,7 @@ class Audit:
                 yield f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler added it"
 
     def _uncounted(self) -> Iterator[str]:
-        """Collectives in a loop of which nobody knows how often it turns."""
+        """Yields collectives in a loop of which nobody knows how often it turns."""
         for collective, times in self.realised.items():
             outermost = collective.module.split("/")[0]
             if collective.counted == A_TURN and outermost not in self.uncounted:
@@ -141,7 +141,7 @@ class Audit:
                 )
 
     def _weight_like(self, collective: Collective) -> str | None:
-        """The matrix whose shape a collective over tp has."""
+        """Returns the name of a matrix whose shape a collective over tp has."""
         over_tp = TP in collective.axes
         return next((h.name for h in self.holdings if over_tp and collective.shape in h.matrices()), None)
 
@@ -207,7 +207,7 @@ def audit(
 
 
 def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Collective, int]) -> Counter[Collective]:
-    """What a compiled program moves that its jaxpr does not say.
+    """Returns the collectives of a compiled program that its jaxpr does not ask for.
 
     Args:
       written: collectives of the jaxpr, and how often they run.
@@ -225,7 +225,7 @@ def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Colle
 
 
 def _likeness(collective: Collective) -> tuple[object, ...]:
-    """What stays the same when the partitioner takes a collective over; a maximum is an all-reduce to it."""
+    """Returns what stays the same when the partitioner takes a collective over; a maximum is an all-reduce to it."""
     kind = "all-reduce" if collective.kind.startswith("all-reduce") else collective.kind
     a_turn = collective.counted == A_TURN
     return kind, collective.axes, collective.group, collective.dtype, math.prod(collective.shape), a_turn

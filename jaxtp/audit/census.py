@@ -17,7 +17,7 @@ _MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
 
 
 def count_collectives(jaxpr: Any, mesh_sizes: dict[str, int]) -> Counter[Collective]:
-    """Every collective of a jaxpr and how often it runs; those among a single device are left out.
+    """Returns every collective of a jaxpr and how often it runs; those among a single device are left out.
 
     `Collective.counted` says of which the count is not exact.
 
@@ -45,7 +45,7 @@ def _walk(
 
 
 def _inside(equation: Any, counted: Counted) -> Iterator[tuple[Any, int, Counted]]:
-    """The jaxprs that an equation runs, how often, and how that is meant."""
+    """Yields the jaxprs that an equation runs, how often, and how that is meant."""
     name, params = equation.primitive.name, equation.params
     if name == "while":
         bodies, conditions, meant = runs(turns_in_jaxpr(equation), counted)
@@ -61,7 +61,7 @@ def _inside(equation: Any, counted: Counted) -> Iterator[tuple[Any, int, Counted
 
 
 def _axes(equation: Any, sizes: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which a primitive communicates; none if it does not."""
+    """Returns the mesh axes along which a primitive communicates; none if it does not."""
     if equation.primitive.name in _MOVES_NOTHING:
         return ()
     named = equation.params.get("axes", equation.params.get("axis_name", ()))

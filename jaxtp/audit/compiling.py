@@ -94,7 +94,7 @@ def _place_of_text(lowered: Any, options: Options | None) -> Path | None:
 
 @contextmanager
 def _no_compilation_cache() -> Iterator[None]:
-    """A step found in the persistent cache is not compiled, and leaves no text."""
+    """Turns the persistent cache off: a step that is found there is not compiled, and leaves no text."""
     enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # whether the cache is used is decided once, until this

@@ -31,7 +31,7 @@ _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 
 
 def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counter[Collective]:
-    """Every collective of an HLO module and how often it runs; those among a single device are left out.
+    """Returns every collective of an HLO module and how often it runs; those among a single device are left out.
 
     `Collective.counted` says of which the count is not exact.
 
@@ -54,7 +54,7 @@ def count_collectives_in_hlo(text: str, mesh_sizes: Mapping[str, int]) -> Counte
 
 
 def count_flops_in_hlo(text: str) -> int:
-    """Floating-point operations of the matrix products that one device computes: 2 for a multiplication and its sum.
+    """Returns the floating-point operations of one device's matrix products: 2 for a multiplication and its sum.
 
     Raises:
       HloError: a product in a spelling that is not known, or in a loop that turns as often as data say.
@@ -69,7 +69,7 @@ def count_flops_in_hlo(text: str) -> int:
 
 
 def _source(instruction: Instruction, computation: Sequence[Instruction], frames: Mapping[int, str]) -> str:
-    """Its own line; where the partitioner left none, that of what reads its result."""
+    """Returns its own line; where the partitioner left none, that of what reads its result."""
     name = re.compile(rf"%{re.escape(instruction.name)}(#\d+)?[,)]")
     readers = (other.rest for other in computation if name.search(other.rest))
     lines = (source_line(metadata, frames) for metadata in (instruction.rest, *readers))
@@ -79,7 +79,7 @@ def _source(instruction: Instruction, computation: Sequence[Instruction], frames
 def walk(
     module: Module, name: str, scope: str = "", times: int = 1, counted: Counted = ""
 ) -> Iterator[tuple[str, Instruction, str, int, Counted]]:
-    """Every instruction that runs: its computation, itself, its scope, how often, and how that count is meant."""
+    """Yields every instruction that runs: its computation, itself, its scope, how often, and what that count means."""
     for instruction in module[name]:
         op_name = instruction.op_name
         here = op_name if op_name.startswith("jit(") else f"{scope}/{op_name}".strip("/")
@@ -117,7 +117,7 @@ def _dot_flops(computation: Sequence[Instruction], dot: Instruction) -> int:
 
 
 def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int]) -> Iterator[Collective]:
-    """The messages of a collective instruction, one for each array that it moves.
+    """Yields the messages of a collective instruction, one for each array that it moves.
 
     Args:
       instruction: its opcode is one of `KINDS`, its type that of its result.
@@ -137,7 +137,7 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int
 
 
 def _first_group(rest: str, sizes: Mapping[str, int]) -> Sequence[int]:
-    """The partition ids of one group of devices; the others are its translations."""
+    """Returns the partition ids of one group of devices; the others are its translations."""
     if named := re.search(
         r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", rest
     ):
@@ -154,7 +154,10 @@ def _first_group(rest: str, sizes: Mapping[str, int]) -> Sequence[int]:
 
 
 def _named_group(mesh: str, dims: str | None, permutation: str | None, names: str) -> list[int]:
-    """Of `mesh['dp'=2,'tp'=4] {'tp'}`: ids 0 to 3. The devices may be listed in another order, as an iota."""
+    """Returns the first group of `mesh['dp'=2,'tp'=4] {'tp'}`: ids 0 to 3.
+
+    The devices may be listed in another order, as an iota.
+    """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh)}
     ids = _iota(dims or str(math.prod(sizes.values())), permutation).reshape(tuple(sizes.values()))
     taking_part = re.findall(r"'([^']+)'", names)
@@ -162,14 +165,14 @@ def _named_group(mesh: str, dims: str | None, permutation: str | None, names: st
 
 
 def _iota(dims: str, permutation: str | None) -> np.ndarray:
-    """`[2,4]T(1,0)`: 0 to 7 in that shape, transposed."""
+    """Returns the ids of `[2,4]T(1,0)`: 0 to 7 in that shape, transposed."""
     shape = [int(dim) for dim in dims.split(",")]
     ids = np.arange(math.prod(shape)).reshape(shape)
     return ids.transpose([int(dim) for dim in permutation.split(",")]) if permutation else ids
 
 
 def _ring(pairs: Sequence[tuple[str, str]]) -> list[int]:
-    """The longest chain of devices that a permutation connects; some may keep what they have."""
+    """Returns the longest chain of devices that a permutation connects; some may keep what they have."""
     target = {int(source): int(to) for source, to in pairs}
     return max((_chain(first, target) for first in sorted(target)), key=len, default=[0])
 
@@ -182,6 +185,6 @@ def _chain(first: int, target: Mapping[int, int]) -> list[int]:
 
 
 def _axes(group: Sequence[int], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the members of a group differ."""
+    """Returns the mesh axes along which the members of a group differ."""
     positions = np.array(np.unravel_index(np.array(group), tuple(sizes.values())))
     return tuple(axis for axis, along in zip(sizes, positions, strict=True) if len(set(along.tolist())) > 1)

@@ -1,4 +1,4 @@
-"""How a compiled step holds the arrays of its state: declared against realised shardings."""
+"""Shardings of the arrays of a compiled step's state: declared against realised."""
 
 import itertools
 import math
@@ -15,19 +15,19 @@ from jaxtp.mesh import axes_of
 
 @dataclass(frozen=True)
 class Holding:
-    """How a compiled step holds one array of its state."""
+    """An array of the state, as a compiled step holds it."""
 
     name: str
     """Its dotted path."""
 
     shape: tuple[int, ...]
-    """Of the whole array."""
+    """Shape of the whole array."""
 
     shard: tuple[int, ...]
-    """Of the part on one device."""
+    """Shape of the part on one device."""
 
     dtype: str
-    """Of its elements."""
+    """Dtype of its elements."""
 
     itemsize: int
     """Bytes of an element."""
@@ -40,12 +40,12 @@ class Holding:
 
     @property
     def bytes(self) -> int:
-        """Of the whole array."""
+        """Bytes of the whole array."""
         return math.prod(self.shape) * self.itemsize
 
     @property
     def bytes_per_device(self) -> int:
-        """Of the part on one device."""
+        """Bytes of the part on one device."""
         return math.prod(self.shard) * self.itemsize
 
     @property
@@ -56,7 +56,7 @@ class Holding:
 
     @property
     def declaration(self) -> str:
-        """What it declares, in words."""
+        """Its declaration, in words."""
         if self.declared is None:
             return "no spec declared"
         if self.unasked:
@@ -64,14 +64,14 @@ class Holding:
         return str(self.declared)
 
     def matrices(self) -> set[tuple[int, ...]]:
-        """The shapes in which it may travel: each dim whole or as it is held; of stacked ones, also a single layer."""
+        """Returns the shapes in which it may travel: each dim whole or as it is held; also a single stacked layer."""
         dims = [sorted({whole, part}) for whole, part in zip(self.shape, self.shard, strict=True)]
         single = [dims[1:]] if len(dims) > 2 else []
         return {shape for choices in [dims, *single] if len(choices) > 1 for shape in itertools.product(*choices)}
 
 
 def read_holdings(compiled: Any, state: Any, mesh: Mesh) -> tuple[Holding, ...]:
-    """How a compiled step holds its state.
+    """Returns how a compiled step holds its state.
 
     Args:
       compiled: a `jax.stages.Compiled` of `state, ... -> state` or `-> (state, ...)`; of a step that returns no
@@ -109,7 +109,7 @@ def _state_shardings(compiled: Any, state: Any) -> Any:
 
 
 def _replicated_over(sharding: Sharding, shape: tuple[int, ...], mesh: Mesh) -> Iterator[str]:
-    """The axes along which the second device holds what the first one does."""
+    """Yields the axes along which the second device holds what the first one does."""
     held = sharding.devices_indices_map(tuple(shape))
     origin = (0,) * mesh.devices.ndim
     for dim, (axis, size) in enumerate(mesh.shape.items()):

@@ -1,4 +1,4 @@
-"""How often a loop turns: known only where integers that begin and step by constants are compared.
+"""Number of turns of a loop: known only where integers that begin and step by constants are compared.
 
 The jaxpr and the HLO are read by the same rule, so that neither account knows a count that the other does not.
 """
@@ -14,7 +14,7 @@ from jax.extend import core
 from jaxtp.audit.text import Instruction, Module, Operand, named, root_of
 
 Counted = Literal["", "at most", "a turn"]
-"""How a count is meant: exactly, or as one of these two."""
+"""Meaning of a count: exact, or one of these two."""
 
 AT_MOST: Final = "at most"
 """A collective in a branch of a conditional: it runs as often as that branch is taken, and all are counted."""
@@ -36,12 +36,12 @@ class Progression:
     step: int
 
     def after(self, turns: int) -> int:
-        """Its value after so many turns."""
+        """Returns its value after so many turns."""
         return self.first + turns * self.step
 
 
 def turns(direction: str, left: Progression | None, right: Progression | None) -> int | None:
-    """How often a loop turns while `left direction right` holds; None if that is not known.
+    """Returns how often a loop turns while `left direction right` holds; None if that is not known.
 
     Args:
       direction: LT, LE, GT, GE or NE.
@@ -68,14 +68,14 @@ def _until_equal(gap: int, step: int) -> int | None:
 
 
 def _until_negative(gap: int, step: int) -> int | None:
-    """While a gap is positive."""
+    """Returns the number of turns in which a gap is positive; None if it stays so."""
     if gap <= 0:
         return 0
     return -(gap // step) if step < 0 else None
 
 
 def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
-    """How often a loop runs its body and its condition, and how that is meant.
+    """Returns how often a loop runs its body and its condition, and how that is meant.
 
     Args:
       turns: of the loop; None if that is not known.
@@ -85,7 +85,7 @@ def runs(turns: int | None, counted: Counted) -> tuple[int, int, Counted]:
 
 
 def turns_in_jaxpr(loop: Any) -> int | None:
-    """How often a `while` equation turns; None where that depends on data."""
+    """Returns how often a `while` equation turns; None where that depends on data."""
     condition = loop.params["cond_jaxpr"].jaxpr
     test = _maker(condition, condition.outvars[0])
     if test is None or test.primitive.name not in _DIRECTIONS:
@@ -123,7 +123,7 @@ def _step(body: Any, before: Any, after: Any) -> int | None:
 
 
 def _maker(jaxpr: Any, variable: Any) -> Any:
-    """The equation that computes a variable; None if there is none."""
+    """Returns the equation that computes a variable; None if there is none."""
     return next((e for e in jaxpr.eqns if any(made is variable for made in e.outvars)), None)
 
 
@@ -135,7 +135,7 @@ def _integer(operand: Any) -> int | None:
 
 
 def turns_in_hlo(module: Module, around: Sequence[Instruction], loop: Instruction) -> int | None:
-    """How often a `while` instruction turns: as the compiler has noted, else as its condition says; None if neither.
+    """Returns how often a `while` instruction turns, by the compiler's note or else its condition; None if not known.
 
     Args:
       module: the computations.

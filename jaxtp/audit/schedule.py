@@ -22,7 +22,7 @@ class Scheduled:
     """Collectives of one kind over the same mesh axes, and what is computed beside them."""
 
     collective: Collective
-    """All of them as one: its bytes are those of all messages of a step, on one device."""
+    """Sum of them: its bytes are those of all messages of a step, on one device."""
 
     count: int
     """Operations in a step; one may move several arrays."""

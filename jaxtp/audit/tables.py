@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def columns(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells under a header, each column as wide as its widest cell; numbers to the right."""
+    """Returns rows of cells under a header, each column as wide as its widest cell; numbers to the right."""
     table = [header, *rows]
     widths = [max(len(row[i]) for row in table) for i in range(len(header))]
     return "\n".join(

@@ -33,13 +33,13 @@ class Instruction:
     """A line of a computation."""
 
     root: str | None
-    """Not None for the instruction whose value the computation returns."""
+    """Mark of the instruction whose value the computation returns; None for others."""
 
     name: str
     type: str
     opcode: str
     rest: str
-    """What follows the opening parenthesis: operands, attributes, metadata."""
+    """Text after the opening parenthesis: operands, attributes, metadata."""
 
     @property
     def op_name(self) -> str:
@@ -59,7 +59,7 @@ class Instruction:
         return [(name, int(part) if part else None) for name, part in found]
 
     def attribute(self, name: str) -> str | None:
-        """The word that follows `name=`, without quotes; None if there is no such attribute."""
+        """Returns the word that follows `name=`, without quotes; None if there is no such attribute."""
         found = re.search(rf'\b{name}=(?:"([^"]*)"|%?([\w.\-]+))', self.rest)
         return None if found is None else (found[1] if found[1] is not None else found[2])
 
@@ -69,7 +69,7 @@ Module = Mapping[str, Sequence[Instruction]]
 
 
 def parse_module(text: str) -> tuple[Module, str]:
-    """The computations of a module, and the name of the one that is run.
+    """Returns the computations of a module, and the name of the one that is run.
 
     Raises:
       HloError: it is not the text of a module.
@@ -89,17 +89,17 @@ def parse_module(text: str) -> tuple[Module, str]:
 
 
 def root_of(computation: Sequence[Instruction]) -> Instruction | None:
-    """The instruction whose value a computation returns."""
+    """Returns the instruction whose value a computation returns."""
     return next((instruction for instruction in computation if instruction.root), None)
 
 
 def named(computation: Sequence[Instruction], name: str) -> Instruction | None:
-    """The instruction of that name."""
+    """Returns the instruction of that name."""
     return next((instruction for instruction in computation if instruction.name == name), None)
 
 
 def read_frames(text: str) -> dict[int, str]:
-    """`file:line` by the id of a stack frame: of the innermost one that is not in an installed library."""
+    """Returns `file:line` by the id of a stack frame: of the innermost one that is not in an installed library."""
     files = {int(i): name for i, name in re.findall(r'^(\d+) "(.+)"$', _table(text, "FileNames"), re.MULTILINE)}
     places = {
         int(i): f"{files.get(int(file), '?')}:{line}"
@@ -117,7 +117,7 @@ def read_frames(text: str) -> dict[int, str]:
 
 
 def source_line(metadata: str, frames: Mapping[int, str]) -> str:
-    """`file:line` that the metadata of an instruction names; empty if none."""
+    """Returns `file:line` that the metadata of an instruction names; empty if none."""
     if found := _FRAME.search(metadata):
         return frames.get(int(found[1]), "")
     written = _WRITTEN_OUT.search(metadata)

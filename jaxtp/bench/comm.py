@@ -56,6 +56,6 @@ def _place(asked: CommConfig, config: TrainConfig, mesh: Mesh) -> Place:
 
 
 def _lines(messages: Sequence[Message]) -> list[Line]:
-    """Of each axis that has one."""
+    """Returns the line of each axis that has one."""
     groups = itertools.groupby(messages, key=lambda message: message.axis)
     return [line for line in (fit(list(group)) for _, group in groups) if line is not None]

@@ -31,7 +31,7 @@ class TimedProduct:
     """Devices that share the block."""
 
     name: str
-    """What is multiplied."""
+    """Name of the product."""
 
     m: int
     k: int
@@ -91,15 +91,12 @@ def measure_pairs(model: ModelConfig, tps: Sequence[int], rows: int, length: int
     """Times the pair at every tp, over the first so many devices, in turn with its computing alone; see above."""
     width = hidden_width(model)
     for tp in tps:
-        alone = pair_program(model, width // tp, rows, length)
-        if tp == 1:
-            seconds = medians({"computing": alone}, repeats.rounds, calls=repeats.in_a_row)
-            yield Pair(tp, seconds["computing"], seconds["computing"])
-            continue
-        with jax.set_mesh(make_mesh(tp=tp)):
-            together = pair_program(model, width, rows, length)
-        seconds = medians({"all": together, "computing": alone}, repeats.rounds, calls=repeats.in_a_row)
-        yield Pair(tp, seconds["all"], seconds["computing"])
+        programs = {"computing": pair_program(model, width // tp, rows, length)}
+        if tp > 1:
+            with jax.set_mesh(make_mesh(tp=tp)):
+                programs["all"] = pair_program(model, width, rows, length)
+        seconds = medians(programs, repeats.rounds, calls=repeats.in_a_row)
+        yield Pair(tp, seconds.get("all", seconds["computing"]), seconds["computing"])
 
 
 def _product(m: int, k: int, n: int, dtype: str) -> Program:
@@ -115,7 +112,7 @@ def hidden_width(model: ModelConfig) -> int:
 
 
 def pair_program(model: ModelConfig, width: int, rows: int, length: int) -> partial[Any]:
-    """Both layers, forward and backward, on the mesh in context or on one device: a compiled program on random data."""
+    """Compiles both layers, forward and backward, on random data, for the mesh in context or for one device."""
     shared: dict[str, Any] = {"precision": model.precision, "sequence_parallel": model.sequence_parallel}
     layers = (
         ColumnParallelLinear(model.d_model, width, rngs=nnx.Rngs(0), **shared),
@@ -128,7 +125,7 @@ def pair_program(model: ModelConfig, width: int, rows: int, length: int) -> part
 
 
 def _forward_and_backward(graph: Any, kernels: Any, x: Array, grad: Array) -> Any:
-    """Also gives the output, so that no reduction is dead code."""
+    """Returns the gradients, and the output, so that no reduction is dead code."""
 
     def apply(kernels: Any, x: Array) -> Array:
         column, row = nnx.merge(graph, kernels)
@@ -140,7 +137,7 @@ def _forward_and_backward(graph: Any, kernels: Any, x: Array, grad: Array) -> An
 
 
 def _activation(model: ModelConfig, rows: int, length: int, seed: int) -> Array:
-    """Random `[rows, length, d_model]` in the compute dtype, split as between layers."""
+    """Returns random `[rows, length, d_model]` in the compute dtype, split as between layers."""
     shape = (rows, length, model.d_model)
     key, dtype = jax.random.key(seed), model.precision.compute
     if current_mesh() is None:

@@ -20,12 +20,12 @@ SIZES = tuple(KIB * 4**i for i in range(2, 10))
 """Bytes, 16 KiB to 256 MiB: what layers move, from one token's activations to a gathered weight."""
 
 CPU_SIZES = tuple(KIB * 4**i for i in range(2, 6))
-"""To 1 MiB: a laptop holds every virtual device's array, and copies each."""
+"""Bytes, up to 1 MiB: a laptop holds every virtual device's array, and copies each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommConfig(TrainConfig):
-    """What to measure: the mesh and the sizes of a training configuration."""
+    """Command line of a measurement: the mesh and the sizes of a training configuration."""
 
     message_bytes: Annotated[tuple[Count, ...], tyro.conf.arg(metavar="16384 1048576 ...")] = ()
     """Sizes of messages in bytes. By default 16 KiB to 256 MiB in steps of four, on CPUs to 1 MiB."""
@@ -37,26 +37,26 @@ class CommConfig(TrainConfig):
     """Runs in each measurement, divided by their number, so that starting one from Python counts for little."""
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """Where to write a hardware file with what was measured, for python -m jaxtp.estimate --hardware FILE.yamlx8."""
+    """Hardware file to write with what was measured, for python -m jaxtp.estimate --hardware FILE.yamlx8."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
     """Hardware that the rest of the file is taken from, and whose peak products are compared with; by default what the
     devices say that they are."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Where to write every number, for machines."""
+    """File to write every number to, for machines."""
 
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Where to draw bandwidth over size, and computing beside communication over tp (pip install 'jaxtp[plot]')."""
+    """File to draw bandwidth over size, and computing beside communication over tp, in (pip install 'jaxtp[plot]')."""
 
 
 def message_sizes(asked: CommConfig, platform: str) -> Sequence[int]:
-    """Those that are asked for, or those that suit the platform."""
+    """Returns the sizes that are asked for, or those that suit the platform."""
     return asked.message_bytes or (CPU_SIZES if platform == "cpu" else SIZES)
 
 
 def rows_on_a_device(config: TrainConfig, mesh: dict[str, int]) -> int:
-    """Sequences of a micro-batch on each device of the mesh; at least 1."""
+    """Returns the number of sequences of a micro-batch on each device of the mesh; at least 1."""
     return max(1, config.data.global_batch_size // (batch_parts(mesh) * config.train.accumulation))
 
 
@@ -72,7 +72,7 @@ def usable_tps(model: ModelConfig, devices: int) -> list[int]:
 
 
 def hardware_of(asked: CommConfig, device: jax.Device) -> Hardware | None:
-    """The row of the hardware table that the devices are compared with; None if there is none.
+    """Returns the row of the hardware table that the devices are compared with; None if there is none.
 
     Raises:
       ConfigError: the name that is asked for is not known, or a file is to be written with nothing to base it on.

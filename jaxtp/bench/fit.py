@@ -1,4 +1,4 @@
-"""What measurements come to in the terms of an estimate: latency and bandwidth."""
+"""Measurements in the terms of an estimate: latency and bandwidth."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class Line:
     """Seconds of a collective along an axis, as `latency + bytes sent / speed`."""
 
     axis: str
-    """Of the mesh."""
+    """Axis of the mesh."""
 
     devices: int
     """Along it."""
@@ -31,7 +31,7 @@ class Line:
 
 
 def fit(messages: Sequence[Message]) -> Line | None:
-    """The line through all-reduces, all-gathers and reduce-scatters of one axis; None if times do not grow with bytes.
+    """Returns the line through all collectives of one axis but permutes; None if times do not grow with bytes.
 
     Errors count relative to the times, so that short messages decide the latency and long ones the speed. Permutes,
     between neighbours, are left out: a step of training has none.
@@ -52,7 +52,7 @@ def fit(messages: Sequence[Message]) -> Line | None:
 def measured_fields(
     hardware: Hardware, sizes: Mapping[str, int], lines: Sequence[Line], matmul_efficiency: float
 ) -> dict[str, float]:
-    """The fields of a hardware file that give an estimate what was measured.
+    """Returns the fields of a hardware file that give an estimate what was measured.
 
     What does not grow with bytes is all latency: a start and the steps around a ring of that size are not told apart.
     Where an axis lies within a domain of fast links its speed is that of a link, or, of links between pairs, of those

@@ -20,25 +20,25 @@ VIRTUAL = "virtual CPU devices share one processor: their times mean nothing for
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where it was measured."""
+    """Devices that were measured, and how."""
 
     kind: str
-    """As JAX calls the devices."""
+    """Name that JAX gives the devices."""
 
     platform: str
     """cpu, gpu or tpu."""
 
     devices: int
-    """In the mesh."""
+    """Number of devices in the mesh."""
 
     processes: int
-    """That drive them."""
+    """Number of processes that drive them."""
 
     sizes: dict[str, int]
     """Devices along each axis of the mesh."""
 
     dtype: str
-    """Of messages and products."""
+    """Dtype of messages and products."""
 
     hardware: Hardware | None
     """The row of the table that they are compared with."""
@@ -56,16 +56,16 @@ class Place:
         return self.platform == "cpu"
 
     def __str__(self) -> str:
-        """`8 x NVIDIA H100 80GB HBM3`."""
+        """Returns number and kind of the devices: `8 x NVIDIA H100 80GB HBM3`."""
         return f"{self.devices} virtual CPU devices" if self.virtual else f"{self.devices} x {self.kind}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What came out."""
+    """Results of a measurement."""
 
     place: Place
-    """Where."""
+    """Devices that were measured."""
 
     messages: Sequence[Message]
     """Collectives."""
@@ -74,10 +74,10 @@ class Measured:
     """Through them, an axis each."""
 
     products: Sequence[TimedProduct]
-    """Of a block; at tp 1 at least."""
+    """Products of a block; at tp 1 at least."""
 
     pairs: Sequence[Pair]
-    """Of layers."""
+    """Pairs of layers."""
 
     @property
     def matmul_efficiency(self) -> float | None:
@@ -89,7 +89,7 @@ class Measured:
         return sum(one.flops for one in taken) / sum(one.seconds for one in taken) / self.place.peak
 
     def hardware_file(self) -> str:
-        """A YAML file of the measured fields, for `jaxtp.hardware_file.read`; the place names its hardware.
+        """Returns a YAML file of the measured fields, for `jaxtp.hardware_file.read`; the place names its hardware.
 
         Raises:
           ConfigError: the times of an axis have no line.
@@ -110,7 +110,7 @@ class Measured:
         return "\n".join(lines) + "\n"
 
     def record(self) -> dict[str, Any]:
-        """Every number, in seconds, bytes and FLOPs, as plain dicts and lists."""
+        """Returns every number, in seconds, bytes and FLOPs, as plain dicts and lists."""
         plain = dataclasses.asdict(self) | {"messages": [message.record() for message in self.messages]}
         note = {"note": VIRTUAL} if self.place.virtual else {}
         return {"jax": jax.__version__, **note, **plain, "matmul_efficiency": self.matmul_efficiency}

@@ -29,7 +29,7 @@ class Message:
     """A collective along one axis, and its time."""
 
     collective: Collective
-    """What moves: its bytes are those of the array that each device ends with (all-reduce, all-gather, permute) or
+    """Collective whose bytes are those of the array that each device ends with (all-reduce, all-gather, permute) or
     begins with."""
 
     seconds: float
@@ -57,13 +57,13 @@ def _all_reduce(x: Array, axis: str) -> Array:
 
 
 def _all_gather(x: Array, axis: str) -> Array:
-    """Of `x` the part that a device contributes, where then the first device's lies."""
+    """Gathers the part of `x` that a device contributes, which lies where then the first device's does."""
     part = x.shape[0] // axis_size(axis)
     return all_gather(x[:part], axis)
 
 
 def _reduce_scatter(x: Array, axis: str) -> Array:
-    """The rest of `x` stays as it is."""
+    """Scatters into the first part of `x`; the rest stays as it is."""
     return lax.dynamic_update_slice_in_dim(x, reduce_scatter(x, axis), 0, 0)
 
 
@@ -73,7 +73,7 @@ KINDS: Mapping[str, Callable[[Array, str], Array]] = {
     "reduce-scatter": _reduce_scatter,
     PERMUTE: permute,
 }
-"""By name, each from an array of a device to one of the same shape, so that a loop can repeat it."""
+"""Functions by kind, each from an array of a device to one of the same shape, so that a loop can repeat it."""
 
 
 def measure_messages(
@@ -94,7 +94,7 @@ def measure_messages(
 
 
 def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
-    """A function of an array, split over all devices, that runs a collective `times` times on their parts."""
+    """Returns a function of an array, split over all devices, that runs a collective `times` times on their parts."""
 
     def body(x: Array) -> Array:
         return lax.scan(lambda x, _: (KINDS[kind](x, axis), None), x, length=times)[0]
@@ -103,7 +103,7 @@ def repeated(kind: str, axis: str, times: int) -> Callable[[Array], Array]:
 
 
 def _together(mesh: Mesh, axis: str, x: Array, repeats: Repeats) -> Iterator[Message]:
-    """One size, every kind in turn."""
+    """Times messages of one size, every kind in turn."""
     programs: dict[str, Program] = {}
     moved: dict[str, Collective] = {}
     with jax.set_mesh(mesh):
@@ -117,7 +117,7 @@ def _together(mesh: Mesh, axis: str, x: Array, repeats: Repeats) -> Iterator[Mes
 
 
 def _random(mesh: Mesh, axis: str, dtype: str, size: int) -> Array:
-    """An array of which each device has `size` bytes, or a little less: a number of elements that the axis divides."""
+    """Returns an array of `size` bytes on each device, or a little less: a number of elements that the axis divides."""
     parts = mesh.shape[axis]
     each = max(1, size // (jnp.dtype(dtype).itemsize * parts)) * parts
     make = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=NamedSharding(mesh, P(AXES)))

@@ -1,4 +1,4 @@
-"""What `python -m jaxtp.bench comm` prints."""
+"""Report of `python -m jaxtp.bench comm`."""
 
 import itertools
 import math
@@ -21,7 +21,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def heading(place: Place, config: TrainConfig, rows: int, repeats: Repeats) -> str:
-    """Where and what is measured, with `rows` sequences on each device."""
+    """Returns where and what is measured, with `rows` sequences on each device."""
     model, length = config.model, config.data.sequence_length
     processes = f", {place.processes} processes" if place.processes > 1 else ""
     lines = {
@@ -36,14 +36,14 @@ def heading(place: Place, config: TrainConfig, rows: int, repeats: Repeats) -> s
 
 
 def messages_lines(messages: Sequence[Message], lines: Sequence[Line]) -> str:
-    """The table of collectives, and what each axis comes to."""
+    """Returns the table of collectives, and the line of each axis."""
     if not messages:
         return "one device: nothing moves"
     return "\n".join((_messages_table(messages), *map(_line, lines)))
 
 
 def _messages_table(messages: Sequence[Message]) -> str:
-    """A line for each axis and size: microseconds, and GB/s that each device sends."""
+    """Returns a table of microseconds, and GB/s that each device sends, for each axis and size."""
     header = ["over", "devices", "KiB"]
     for kind in KINDS:
         header += [f"{kind}, us", "GB/s"]
@@ -65,7 +65,7 @@ def _line(line: Line) -> str:
 
 
 def products_table(products: Sequence[TimedProduct], peak: float | None, hardware: Hardware | None) -> str:
-    """A line for each product at each tp; with the share of the peak, in FLOP/s, where there is one."""
+    """Returns a table of the products at each tp; with the share of the peak, in FLOP/s, where there is one."""
     header = ["tp", "product on a device", "m x k x n", "us", "TFLOP/s"]
     rows = []
     for product in products:
@@ -79,7 +79,7 @@ def products_table(products: Sequence[TimedProduct], peak: float | None, hardwar
 
 
 def pairs_table(pairs: Sequence[Pair]) -> str:
-    """A line for each tp: the pair, what of it is computing, and how much faster it is than on one device."""
+    """Returns a table of the pair at each tp: its time, what of it is computing, its speed relative to one device."""
     if not pairs:
         return "column and row layer: their mesh takes all processes' devices, and the model cannot use as many"
     header = ("tp", "column and row, us", "computing, us", "communication, us", "of the time", "x tp 1")
@@ -99,13 +99,13 @@ def pairs_table(pairs: Sequence[Pair]) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three digits that say something, in a column whose unit is given: `1,234`, `12.3`, `0.0123`."""
+    """Returns three digits that say something, in a column whose unit is given: `1,234`, `12.3`, `0.0123`."""
     if value == 0 or value >= 100:
         return f"{value:,.0f}"
     return f"{value:.{2 - math.floor(math.log10(value))}f}" if value >= 1e-6 else f"{value:.2e}"
 
 
 def _in_unit(value: float, unit: str) -> str:
-    """`12.3 GB`, `40.1 kB`: in the largest of its units of which it has one."""
+    """Returns a value in the largest unit of which it has at least one: `12.3 GB`, `40.1 kB`."""
     power, prefix = next(((power, prefix) for power, prefix in _PREFIXES if value >= power), (1.0, ""))
     return f"{_digits(value / power)} {prefix}{unit}"

@@ -17,7 +17,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Repeats:
-    """How often what is measured runs."""
+    """Numbers of measurements and runs."""
 
     rounds: int = 10
     """Measurements, of which the median is taken."""
@@ -33,7 +33,7 @@ def medians(
     calls: int = 1,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
-    """Median seconds of a call of each program; every round runs all of them in turn, so that all see the same machine.
+    """Returns the median seconds of a call of each program; a round runs all in turn, so that all see the same machine.
 
     Args:
       programs: what to run, by name.

@@ -30,7 +30,7 @@ collective that no module declared. Exit code 1 if anything differs; the first m
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
 VIRTUAL = Place(devices=8, per_process=8, bfloat16=True, kind="devices")
-"""What a model is taken to be trained on, where the configuration does not say."""
+"""Devices that a model is taken to be trained on, where the configuration does not say."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,11 +11,11 @@ from jaxtp.train.config import TrainConfig
 
 @dataclass(frozen=True, kw_only=True)
 class CheckConfig(TrainConfig):
-    """What to check: a training configuration, and on which meshes."""
+    """Command line of a check: a training configuration, and the meshes to check it on."""
 
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
     """Meshes to compare with one device; an axis that is left out is 1. By default the configuration's own, scaled down
     to 16 devices, and others that use each axis alone and together."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Where to write every number, for machines."""
+    """File to write every number to, for machines."""

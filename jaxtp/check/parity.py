@@ -28,10 +28,10 @@ NOISE = 0.1
 """Added to every weight: initial values are special (zero biases, equal scales), and hide mistakes."""
 
 DOCUMENTS = 4
-"""In a row of a packed batch, about."""
+"""Number of documents in a row of a packed batch, about."""
 
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}
-"""For virtual CPU devices: the same program compiles in less than half the time."""
+"""Options for virtual CPU devices: the same program compiles in less than half the time."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Tolerance:
     """Relative errors allowed."""
 
     scalar: float
-    """Of losses and gradient norms, in which the rounding of many tokens averages out."""
+    """Tolerance of losses and gradient norms, in which the rounding of many tokens averages out."""
 
     tensor: float
-    """Of each gradient and each updated array."""
+    """Tolerance of each gradient and each updated array."""
 
 
 TOLERANCES = {
@@ -51,14 +51,14 @@ TOLERANCES = {
     # 1 and 8 units: a row layer's partial sums are rounded to bfloat16 on each device before they are added.
     "bfloat16": Tolerance(scalar=2.0**-7, tensor=8 * 2.0**-7),
 }
-"""By compute dtype."""
+"""Tolerances by compute dtype."""
 
 Arrays = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What three updates came to."""
+    """Numbers that three updates give."""
 
     losses: np.ndarray
     """Before each update."""
@@ -67,13 +67,13 @@ class Numbers:
     """Before each update."""
 
     gradients: Arrays
-    """Of the first batch, by parameter; whole and unpadded, like the next."""
+    """Gradients of the first batch, by parameter; whole and unpadded, like the next."""
 
     state: Arrays
     """Parameters and optimizer after the last update."""
 
     problems: tuple[str, ...] = ()
-    """What the audit of the compiled step found."""
+    """Problems that the audit of the compiled step found."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,13 @@ class Errors:
     """The array of the updated state that is the farthest off."""
 
     def within(self, tolerance: Tolerance) -> bool:
-        """Whether all of them are tolerated; a NaN is not."""
+        """Returns whether all of them are tolerated; a NaN is not."""
         scalars = self.loss <= tolerance.scalar and self.grad_norm <= tolerance.scalar
         return scalars and self.gradient <= tolerance.tensor and self.update <= tolerance.tensor
 
 
 def initial_arrays(config: TrainConfig) -> Arrays:
-    """The state that every mesh starts from, unpadded: initial values, each weight moved away from its own."""
+    """Returns the state that every mesh starts from, unpadded: initial values, each weight moved away from its own."""
     blueprint = _plan(config, make_mesh())
     arrays = to_logical(blueprint.create(config.run.seed), blueprint.mesh)
     return {
@@ -105,7 +105,7 @@ def initial_arrays(config: TrainConfig) -> Arrays:
 
 
 def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
-    """A batch of random tokens for each update, some labels masked, unevenly over the rows; packed as in the run."""
+    """Returns random tokens for each update, some labels masked, unevenly over the rows; packed as in the run."""
     made = []
     shape = (config.data.global_batch_size, config.data.sequence_length + 1)
     for update in range(UPDATES):
@@ -123,7 +123,7 @@ def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
 
 
 def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = False) -> Numbers:
-    """Three updates on the mesh of a case.
+    """Runs three updates on the mesh of a case.
 
     Args:
       config: the (shrunk) run.
@@ -165,7 +165,7 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
 
 
 def compare(actual: Numbers, expected: Numbers) -> Errors:
-    """The errors of `actual`, relative to `expected`."""
+    """Returns the errors of `actual`, relative to `expected`."""
     gradients = {name: relative_error(actual.gradients[name], g) for name, g in expected.gradients.items()}
     updates = {name: relative_error(actual.state[name], a) for name, a in expected.state.items()}
     worst_gradient, worst_update = _worst(gradients), _worst(updates)
@@ -180,18 +180,18 @@ def compare(actual: Numbers, expected: Numbers) -> Errors:
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
-    """L2 norm of the difference over that of the expected value, in float64; absolute where that is zero."""
+    """Returns the L2 norm of the difference over that of the expected value, in float64; absolute where it is zero."""
     difference = float(np.linalg.norm(np.float64(actual) - np.float64(expected)))
     return difference / (float(np.linalg.norm(np.float64(expected))) or 1.0)
 
 
 def on_case(config: TrainConfig, case: Case) -> TrainConfig:
-    """The configuration with the case's sequence parallelism."""
+    """Returns the configuration with the case's sequence parallelism."""
     return changed(config, {"model.sequence_parallel": case.sequence_parallel})
 
 
 def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
-    """Unpadded arrays as a state of this mesh."""
+    """Returns unpadded arrays as a state of this mesh."""
     targets = abstract_logical(abstract, mesh)
     with jax.set_mesh(mesh):
         return from_logical({n: jax.device_put(arrays[n], t.sharding) for n, t in targets.items()}, abstract, mesh)
@@ -207,7 +207,7 @@ def _moved(name: str, array: Array) -> np.ndarray:
 
 
 def on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:
-    """A state's arrays, unpadded and whole."""
+    """Returns a state's arrays, unpadded and whole."""
     return {name: np.asarray(array) for name, array in to_logical(state, mesh).items()}
 
 

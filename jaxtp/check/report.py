@@ -1,4 +1,4 @@
-"""What a check found: a line per case for people, a dict for machines."""
+"""Results of a check: a line per case for people, a dict for machines."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ HEADER = f"{'':4}  {'mesh':<44}{'dtype':<10}{'loss':>9}{'grad norm':>11}{'gradie
 
 @dataclass(frozen=True)
 class Verdict:
-    """One case against one device."""
+    """A case compared with one device."""
 
     case: Case
     dtype: str
     tolerance: Tolerance
     errors: Errors | None
-    """None if the step could not be run."""
+    """Errors; None if the step could not be run."""
     problems: tuple[str, ...]
-    """Of the compiled step, or why it could not be run."""
+    """Problems of the compiled step, or why it could not be run."""
     first_difference: str | None = None
     """The first module that differs, where any does."""
 
@@ -30,7 +30,7 @@ class Verdict:
         return self.errors is not None and self.errors.within(self.tolerance) and not self.problems
 
     def lines(self) -> list[str]:
-        """The row of the table; below it what is wrong, if anything."""
+        """Returns the row of the table; below it what is wrong, if anything."""
         name = f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<44}{self.dtype:<10}"
         if self.errors is None:
             return [name, *(f"        {problem}" for problem in self.problems)]

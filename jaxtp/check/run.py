@@ -15,7 +15,7 @@ from jaxtp.train.config import TrainConfig, check
 
 
 def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
-    """What will be run: the shrunk configuration, and the cases.
+    """Returns what will be run: the shrunk configuration, and the cases.
 
     Raises:
       ConfigError: the configuration does not hold on its own mesh, or a chosen mesh cannot hold it.
@@ -32,7 +32,7 @@ def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
 
 
 def dtypes(small: TrainConfig) -> list[str]:
-    """The compute dtypes of a check: float32, and the configuration's own if that is another."""
+    """Returns the compute dtypes of a check: float32, and the configuration's own if that is another."""
     return list(dict.fromkeys(("float32", small.model.precision.compute)))
 
 
@@ -57,7 +57,7 @@ def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
 
 
 def _run(config: TrainConfig, case: Case, initial: parity.Arrays, dtype: str) -> parity.Numbers | Verdict:
-    """The numbers of a case, or why there are none."""
+    """Returns the numbers of a case, or why there are none."""
     try:
         return parity.run(config, case, initial, audited=case != ONE_DEVICE)
     except Exception as error:  # a broken layer fails in whatever way it is broken; the verdict says how
@@ -83,7 +83,7 @@ def _compare(
 
 
 def _own(errors: parity.Errors, tolerance: parity.Tolerance) -> str:
-    """What is left when every module's output and its gradient agree."""
+    """Returns what is left when every module's output and its gradient agree."""
     if not errors.gradient <= tolerance.tensor:
         return f"{errors.worst_gradient}: its own gradient, where outputs and their gradients agree"
     return f"{errors.worst_update}: its update, where all gradients agree"
@@ -106,6 +106,6 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
 
 
 def _with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
-    """All of it in float32; with another compute dtype, as configured."""
+    """Returns the run with all of it in float32; with another compute dtype, as configured."""
     parts = ("param", "compute", "reduce", "logits")
     return changed(config, {f"model.precision.{part}": dtype for part in parts}) if dtype == "float32" else config

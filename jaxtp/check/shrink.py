@@ -35,7 +35,7 @@ class Case:
         return math.prod(self.sizes.values())
 
     def __str__(self) -> str:
-        """Such as `fsdp 2 x tp 4, sequence-parallel`."""
+        """Returns the mesh in words, such as `fsdp 2 x tp 4, sequence-parallel`."""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
         return f"{mesh}, sequence-parallel" if self.sequence_parallel else mesh
 
@@ -73,7 +73,7 @@ def cases_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Case]:
 
 
 def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
-    """The same architecture and parallel structure, small, for all the cases.
+    """Returns the same architecture and parallel structure, small, for all the cases.
 
     Args:
       config: the run, which fits each case's mesh.
@@ -96,7 +96,7 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
 
 
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
-    """What was shrunk: `model.d_model 4096 -> 64`."""
+    """Yields what was shrunk: `model.d_model 4096 -> 64`."""
     for section in ("model", "data", "train"):
         before, after = getattr(config, section), getattr(small, section)
         for field in dataclasses.fields(before):
@@ -106,7 +106,7 @@ def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
 
 
 def _own_mesh(mesh: Mapping[str, int]) -> dict[str, int]:
-    """tp as it is, up to 16; fsdp and dp at most 2 each, as many as 16 devices allow."""
+    """Returns tp as it is, up to 16, and fsdp and dp of at most 2 each, as many as 16 devices allow."""
     tp = mesh[TP]
     while tp > MAX_DEVICES:
         tp = next((tp // prime for prime in (2, 3, 5, 7) if tp % prime == 0), 1)

@@ -26,7 +26,7 @@ class MeshFlags:
     """Shards of each matrix product."""
 
     def make(self) -> Mesh:
-        """The mesh.
+        """Returns the mesh.
 
         Raises:
           MeshError: there are not so many devices.
@@ -80,10 +80,10 @@ class Export:
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
 
     merged: Switch = False
-    """Of a run that trained adapters: the whole model, with the adapters added to the kernels that they are beside."""
+    """Writes the whole model of a run that trained adapters, which are added to the kernels that they are beside."""
 
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Of a run that trained adapters: the model beside them, where it is not where the run found it."""
+    """Model beside the adapters of a run that trained some, where it is not where the run found it."""
 
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")

@@ -85,7 +85,7 @@ def _base(command: Export) -> Path | None:
 
 
 def _tokenizer(command: Export, checkpoint: Path, info: dict[str, Any]) -> Path | None:
-    """The folder of the tokenizer's files: as asked for, as they came with the model, or that of the data."""
+    """Returns the folder of the tokenizer's files: as asked for, as they came with the model, or that of the data."""
     if command.tokenizer_from is not None:
         return expand(command.tokenizer_from)
     data = info["config"].get("data", {}).get("path")

@@ -26,7 +26,7 @@ from jaxtp.train import folder as run_folder
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
 
 IMPORTED = "imported"
-"""In a checkpoint's info: where the model is from, and in which dtype it came."""
+"""Key of a checkpoint's info: where the model is from, and in which dtype it came."""
 _DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
@@ -62,7 +62,7 @@ def _save(folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, importe
 
 
 def _dtype(source: Folder, family: Family) -> str:
-    """What all tensors are stored in, or what holds any of them."""
+    """Returns the dtype that all tensors are stored in, or one that holds any of them."""
     stored = dtypes(source.tensors, family)
     return _DTYPES[stored.pop()] if len(stored) == 1 else "float32"
 

@@ -26,7 +26,7 @@ _SAME = {
 
 
 def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:
-    """A table: a line for each module.
+    """Yields a table: a line for each module.
 
     Raises:
       HFError: as `read_config`, or a plan that is not one.
@@ -46,7 +46,7 @@ def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]
 
 
 def our_plan(parameters: nnx.State, family: Family) -> dict[str, str]:
-    """How each module is split over tp, in PyTorch's words, read off the declarations of its parameters."""
+    """Returns how each module is split over tp, in PyTorch's words, read off the declarations of its parameters."""
     tensors = {tensor.ours: tensor for tensor in family.tensors}
     plan: dict[str, str] = {}
     for path, variable in named_variables(parameters).items():

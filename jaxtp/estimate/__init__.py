@@ -1,1 +1,1 @@
-"""What a training step takes on hardware that need not be there: memory, time, communication."""
+"""Memory, time and communication of a training step on hardware that need not be there."""

@@ -104,7 +104,7 @@ def _tell(asked: EstimateConfig, config: TrainConfig, where: Target, model: Mode
 
 
 def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> Exception | None:
-    """Tiers 2 and 3, as far as they are asked for; what one could not do takes nothing back of the others."""
+    """Runs tiers 2 and 3, as far as they are asked for; what one could not do takes nothing back of the others."""
     failed: Exception | None = None
     try:
         request_devices(best)
@@ -129,7 +129,7 @@ def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> E
 
 
 def _foreseen(asked: EstimateConfig, where: Target) -> list[str]:
-    """That tier 3 cannot be had, where it is asked for, said before the others begin."""
+    """Returns the line that says that tier 3 cannot be had, where it is asked for; printed before the others begin."""
     if asked.tier < 3:
         return []
     try:
@@ -140,13 +140,13 @@ def _foreseen(asked: EstimateConfig, where: Target) -> list[str]:
 
 
 def _hosts(where: Target) -> dict[str, int]:
-    """The hosts of a target, and the devices of each."""
+    """Returns the number of hosts of a target, and of the devices of each."""
     each = math.gcd(where.devices, where.hardware.domain)
     return {"hosts": where.devices // each, "devices_per_host": each}
 
 
 def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]:
-    """Those that are asked about, or all.
+    """Returns the meshes that are asked about, or all.
 
     Raises:
       MeshError, ConfigError: one is not of that form, or of another number of devices.
@@ -163,7 +163,7 @@ def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]
 
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:
-    """The configuration as it is, if its own mesh can be made of the devices and can run it."""
+    """Returns the configuration as it is; None if its own mesh cannot be made of the devices or cannot run it."""
     try:
         sizes = fill(config.mesh.sizes, where.devices)
     except MeshError:

@@ -1,4 +1,4 @@
-"""What would be faster where something fits, and what would fit where nothing does: each change is searched."""
+"""Changes that would be faster where something fits, or would fit where nothing does: each is searched."""
 
 import dataclasses
 import itertools
@@ -48,7 +48,7 @@ class Change:
 
     flags: str
     meaning: str
-    """What they do, as a verb and its object; empty for what says it itself."""
+    """Effect of the flags, as a verb and its object; empty where the flags name it."""
 
     apply: Callable[[TrainConfig, Target], Run | None]
     """Gives the changed run; None where it is as it was, or cannot be."""
@@ -63,15 +63,15 @@ class Alternative:
 
     setting: Setting
     meaning: str = ""
-    """What the flags do, as a relative clause."""
+    """Effect of the flags, as a relative clause."""
 
     def __str__(self) -> str:
-        """The change with its meaning, up to a verb."""
+        """Returns the change with its meaning, up to a verb."""
         return f"{self.change}, {self.meaning}," if self.meaning else self.change
 
 
 def faster(found: Search, model: Model) -> Iterator[Alternative]:
-    """What would be faster than the best, or free much memory, the fastest first.
+    """Yields what would be faster than the best, or free much memory, the fastest first.
 
     All changes are searched together too: what computes in 16 bits can have a kernel that needs them. Several at once
     are told of where they are faster than each of them with fewer.
@@ -91,7 +91,7 @@ def faster(found: Search, model: Model) -> Iterator[Alternative]:
 
 
 def _is_better(changes: tuple[Change, ...], tried: Mapping[tuple[Change, ...], Setting]) -> bool:
-    """Whether they fit and are faster than fewer of them; of one that it frees memory is enough."""
+    """Returns whether they fit and are faster than fewer of them; a single change may free memory instead."""
     with_all = tried[changes]
     fewer = [setting for some, setting in tried.items() if set(some) < set(changes)]
     as_fast = any(setting.fits and setting.time.expected <= NEAR * with_all.time.expected for setting in fewer)
@@ -100,7 +100,7 @@ def _is_better(changes: tuple[Change, ...], tried: Mapping[tuple[Change, ...], S
 
 
 def _together(changes: Sequence[Change], run: Run) -> Iterator[tuple[tuple[Change, ...], Run]]:
-    """The run with each of the changes, with two of them, and so on, as far as they can be made."""
+    """Yields the run with each of the changes, with two of them, and so on, as far as they can be made."""
     for count in range(1, len(changes) + 1):
         for some in itertools.combinations(changes, count):
             changed: Run | None = run
@@ -116,7 +116,7 @@ def _alternative(changes: Sequence[Change], setting: Setting) -> Alternative:
 
 
 def remedies(found: Search, model: Model) -> Iterator[Alternative]:
-    """What would fit, the cheapest first; what costs more goes with all that costs nothing, if it must.
+    """Yields what would fit, the cheapest first; what costs more goes with all that costs nothing, if it must.
 
     Args:
       found: a search in which nothing fits.
@@ -140,7 +140,7 @@ def remedies(found: Search, model: Model) -> Iterator[Alternative]:
 
 
 def _cheap(run: Run, model: Model) -> Iterator[Alternative]:
-    """What costs nothing but a setting, or several; none that holds another that would do."""
+    """Yields what costs nothing but a setting, or several; none that contains another that would do."""
     enough: list[set[Change]] = []
     for changes, (config, where) in _together((*FREE, *SMALLER), run):
         if not any(some <= set(changes) for some in enough) and (fits := _fits(config, where, model)):
@@ -180,11 +180,11 @@ FREE = (
     Change(MORE_MEMORY, "", _with_more_memory),
 )
 SMALLER = (Change(f"--model.loss-chunk {CHUNK}", "", _with_smaller_chunk),)
-"""What makes nothing faster."""
+"""Changes that save memory and make nothing faster."""
 
 
 def _shorter(config: TrainConfig, where: Target) -> Iterator[Alternative]:
-    """Half the sequence, or a quarter."""
+    """Yields the longest of half the sequence, a quarter, and so on, that fits."""
     length = config.data.sequence_length // 2
     while length >= SHORTEST:
         shorter = changed(config, {"data.sequence_length": length})
@@ -195,7 +195,7 @@ def _shorter(config: TrainConfig, where: Target) -> Iterator[Alternative]:
 
 
 def _other_training(config: TrainConfig, where: Target) -> Iterator[Alternative]:
-    """Less to store: weights and moments in 16 bits, or few that are trained."""
+    """Yields ways to store less: weights and moments in 16 bits, or few that are trained."""
     in_half = {"model.precision.param": "bfloat16"}
     adapters = changed(config, {"model.lora.rank": LORA_RANK})
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
@@ -211,7 +211,7 @@ def _other_training(config: TrainConfig, where: Target) -> Iterator[Alternative]
 
 
 def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[Alternative]:
-    """Twice as many, and so on; with a batch that they divide."""
+    """Yields the smallest multiple of the devices, by powers of two, that fits."""
     factor = 2
     while factor <= MAX_FACTOR and factor * where.devices <= MAX_DEVICES:
         more = dataclasses.replace(where, devices=where.devices * factor)
@@ -222,7 +222,7 @@ def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[
 
 
 def _fits(config: TrainConfig, where: Target, model: Model) -> Setting | None:
-    """The best setting that fits with the margin, if one does; all are searched only where the leanest of one does."""
+    """Returns the best setting that fits with the margin, if any; searches all only where the leanest of one fits."""
     able, _ = runnable(config, fitting_meshes(where.devices))
     if not any(estimate(leanest(on_mesh), where, model).has_margin for on_mesh in able):
         return None

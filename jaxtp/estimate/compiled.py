@@ -1,4 +1,4 @@
-"""What tiers 2 and 3 print, and their records for machines."""
+"""Reports of tiers 2 and 3, for people and for machines."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from jaxtp.hardware import GB
 
 
 def partitioned_lines(setting: Setting, found: Partitioned) -> Iterator[str]:
-    """Tier 2 beside tier 1."""
+    """Yields the lines that show tier 2 beside tier 1."""
     yield f"compiled {setting} for {setting.target.devices} virtual CPU devices in {found.seconds:.0f} s"
     accounts = found.planned, found.realised
     unit, size = unit_of(sum(found.planned.values()))
@@ -38,7 +38,7 @@ def _verdict(found: Partitioned) -> str:
 
 
 def partitioned_record(found: Partitioned) -> dict[str, Any]:
-    """Tier 2."""
+    """Returns tier 2 as plain values."""
     return {
         "provenance": "compiled",
         "equal_to_tier_1": found.equal,
@@ -50,7 +50,7 @@ def partitioned_record(found: Partitioned) -> dict[str, Any]:
 
 
 def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
-    """Tier 3 beside tier 1."""
+    """Yields the lines that show tier 3 beside tier 1."""
     where = f"{setting.target.devices} x {setting.target.hardware.name}"
     yield f"compiled {setting} for {where}, which need not be there, in {found.seconds:.0f} s"
     peak, room = found.needed_bytes, setting.target.room
@@ -80,12 +80,12 @@ def _scheduled(one: Scheduled) -> tuple[str, ...]:
 
 
 def fits(setting: Setting, found: Compiled) -> bool:
-    """Whether there is memory for what was compiled."""
+    """Returns whether there is memory for what was compiled."""
     return found.needed_bytes <= setting.target.room
 
 
 def target_record(setting: Setting, found: Compiled) -> dict[str, Any]:
-    """Tier 3."""
+    """Returns tier 3 as plain values."""
     return {
         "provenance": "compiled",
         **dataclasses.asdict(found),

@@ -21,10 +21,10 @@ HARDWARE = (
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateConfig(TrainConfig):
-    """What to estimate: a training configuration, and the hardware that it is meant for."""
+    """Command line of an estimate: a training configuration, and the hardware that it is meant for."""
 
     hardware: Annotated[str, tyro.conf.arg(metavar="h100x8", help=HARDWARE)] = "h100x8"
-    """What it is meant to run on: `HARDWARE` is its help, which names what there is."""
+    """Hardware that it is meant to run on: `HARDWARE` is its help, which names what there is."""
 
     tier: Literal[1, 2, 3] = 1
     """1: arithmetic, in seconds. 2: also compiles the best mesh for virtual CPU devices, and compares what it moves.
@@ -46,10 +46,10 @@ class EstimateConfig(TrainConfig):
     0 for training alone."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Where to write every number, for machines."""
+    """File to write every number to, for machines."""
 
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Where to draw memory by kind and time by part over tp (pip install 'jaxtp[plot]')."""
+    """File to draw memory by kind and time by part over tp in (pip install 'jaxtp[plot]')."""
 
     timeout: Positive = 300.0
     """Seconds that tier 3 waits for the compiler."""

@@ -1,4 +1,4 @@
-"""What generating takes: weights and KV cache on each device, and the time of a token where every row is full.
+"""Costs of generating: weights and KV cache on each device, and the time of a token where every row is full.
 
 A token takes reading the weights and the whole cache once, and the collectives of each layer. Left out are prefill (its
 time, and the memory of its activations), sampling, and the time of norms, products and attention's own arithmetic. Each
@@ -26,7 +26,7 @@ LEFT_OUT = "left out: prefill, its time and its activations; sampling"
 
 @dataclass(frozen=True)
 class Generation:
-    """One mesh to generate on."""
+    """A mesh to generate on."""
 
     sizes: Mapping[str, int]
     weights: int
@@ -34,7 +34,7 @@ class Generation:
     cache: int
     """Bytes of keys and values on each device, where every row is full; exact."""
     seconds: float
-    """Of a token of every row, with the cache full: modelled, of weights, cache and links alone."""
+    """Time of a token of every row, with the cache full: modelled, from weights, cache and links alone."""
     rows: int
     room: float
 
@@ -45,14 +45,14 @@ class Generation:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all rows, with the cache full."""
+        """Tokens per second of all rows, with the cache full."""
         return self.rows / self.seconds
 
 
 def generations(
     config: ModelConfig, where: Target, model: Model, meshes: Sequence[Mapping[str, int]], rows: int, length: int
 ) -> list[Generation]:
-    """Every mesh that can hold the model and divide the rows; those that fit first, the fastest of them first.
+    """Returns every mesh that can hold the model and divide the rows; those that fit first, the fastest of them first.
 
     Args:
       config: the model.
@@ -95,7 +95,7 @@ def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length
 
 
 def table(found: Sequence[Generation], length: int) -> str:
-    """A line for each mesh."""
+    """Returns a table with a line for each mesh."""
     lines = [
         (
             describe_mesh(one.sizes),
@@ -117,7 +117,7 @@ def table(found: Sequence[Generation], length: int) -> str:
 
 
 def records(found: Sequence[Generation]) -> list[dict[str, Any]]:
-    """For machines."""
+    """Returns the meshes as plain values."""
     return [
         {
             **one.sizes,

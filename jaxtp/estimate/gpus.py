@@ -1,4 +1,4 @@
-"""What XLA's compiler for NVIDIA GPUs must be told about a GPU that is not there.
+"""Descriptions of GPUs that are not there, for XLA's compiler.
 
 It reads a `GpuTargetConfigProto` in text form (openxla/xla, xla/stream_executor/device_description.proto). A field that
 is missing is zero there, and divided by: the compiler then ends its process without a word, so every one is given.

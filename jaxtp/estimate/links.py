@@ -31,7 +31,7 @@ middling size are left out, and each collective is counted by itself: a compiler
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxtp.communication import ALL_REDUCE, Axes, Collective
@@ -46,9 +46,9 @@ class Way(NamedTuple):
     hop: float
     network_hop: float
     inside: float
-    """Of the speed, on one host."""
+    """Share of the speed on one host."""
     across: float
-    """Of the speed, on several."""
+    """Share of the speed on several hosts."""
     most: float = math.inf
     """Bytes/s on several hosts."""
 
@@ -75,7 +75,7 @@ RCCL_LL = Protocol(
     Way(12 / 17, 0.8 / 4.5, 10.5 / 24.1, 0.06, 0.06),
 )
 POST = 1.0 / 3.4
-"""Of a hop: what a step of a ring takes at least where the network is in it."""
+"""Least share of a hop that a step of a ring takes where the network is in it."""
 
 PCIE = 64e9
 """Bytes/s one way of PCIe 5.0 x16: what is faster is NVLink."""
@@ -86,7 +86,7 @@ PAT_EACH_S = 2.8e-6
 
 
 def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collective) -> float:
-    """Seconds of one collective.
+    """Returns the seconds of one collective.
 
     Args:
       hardware: its links.
@@ -97,7 +97,7 @@ def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collec
 
 
 def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -> Iterator[tuple[float, float]]:
-    """Seconds however little is sent, and bytes/s, of each way that there is."""
+    """Yields the seconds however little is sent, and the bytes/s, of each way that there is."""
     devices = parts(sizes, axes)
     hosts = devices // inside_domain(hardware, sizes, axes)
     start, hop, network = hardware.latency, hardware.hop, hardware.network_hop
@@ -120,7 +120,7 @@ def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -
 
 
 def _protocols(hardware: Hardware) -> Sequence[Protocol]:
-    """Those that are chosen from."""
+    """Returns the protocols that are chosen from."""
     if hardware.platform == "tpu" or 0 in (hardware.hop, hardware.network_hop):
         return (SIMPLE,)
     if hardware.platform == "rocm":
@@ -128,19 +128,17 @@ def _protocols(hardware: Hardware) -> Sequence[Protocol]:
     return (SIMPLE, LL, LL128) if hardware.link > PCIE else (SIMPLE, LL)
 
 
-def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> bool:
-    """Whether devices along these axes are in several domains."""
-    axes = tuple(axes)
+def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> bool:
+    """Returns whether devices along these axes are in several domains."""
     return inside_domain(hardware, sizes, axes) < parts(sizes, axes)
 
 
-def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> float:
-    """Bytes/s that each device of a ring along these axes can send.
+def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> float:
+    """Returns the bytes/s that each device of a ring along these axes can send.
 
     A ring that leaves its domain goes through the network as often as it has devices there: each brings its own share.
     Where links join pairs directly, a ring has those between its devices.
     """
-    axes = tuple(axes)
     inside = inside_domain(hardware, sizes, axes)
     link = link_of(hardware, inside)
     if leaves_domain(hardware, sizes, axes):

@@ -32,20 +32,20 @@ Bytes = Mapping[tuple[str, Axes], float]
 
 @dataclass(frozen=True)
 class Partitioned:
-    """What the partitioner made of a step."""
+    """A training step after SPMD partitioning, beside tier 1."""
 
     planned: Bytes
-    """By tier 1."""
+    """Bytes by tier 1."""
     realised: Bytes
     """After SPMD partitioning, sums of single numbers apart."""
     problems: tuple[str, ...]
-    """What the compiled step does that nobody planned, one line each."""
+    """Lines about what the compiled step does that nobody planned."""
     warnings: tuple[str, ...]
-    """What the compiler printed."""
+    """Lines that the compiler printed."""
     seconds: float
-    """To trace and compile."""
+    """Time to trace and compile."""
     notes: tuple[str, ...]
-    """How the program differs from the one for the hardware."""
+    """Lines about what differs from the program for the hardware."""
     bound: bool
     """Tier 1 gives the most that can be moved, of this model."""
 
@@ -117,7 +117,7 @@ def bytes_sent(moved: Traffic) -> Bytes:
 
 
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-    """The same program with what only an accelerator has left out."""
+    """Returns the same program with what only an accelerator has left out, and notes on it."""
     notes = []
     if config.model.attention == "cudnn":
         config = with_attention(config, "xla")

@@ -46,7 +46,7 @@ def _time(panel: Any, settings: list[Setting]) -> None:
 
 
 def _stack(panel: Any, parts: dict[str, list[float]]) -> None:
-    """Bars from the first part up."""
+    """Draws bars from the first part up."""
     below = [0.0] * len(next(iter(parts.values())))
     for number, (name, values) in enumerate(parts.items()):
         panel.bar(range(len(values)), values, bottom=below, width=0.6, label=name, color=f"C{number}", zorder=2)

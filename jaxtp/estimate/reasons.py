@@ -12,15 +12,15 @@ from jaxtp.mesh import TP
 from jaxtp.models.costs import describe_padding
 
 UNITS = (("milliseconds", 1e-3), ("seconds", 1), ("minutes", 60), ("hours", 3600), ("days", 86400))
-"""Of time; devices are paid by the hour, never by the day."""
+"""Units of time; devices are paid by the hour, never by the day."""
 FAR = 1.5
-"""What lacks more than half of the room again is not spoken of."""
+"""Largest memory, as a multiple of the room, of settings that are mentioned as faster."""
 
 NO_REMEDY = "No more of these devices would help: look at the sequence and the loss chunk."
 
 
 def why(found: Search, configured: Setting | None, alternatives: Iterable[Alternative]) -> list[str]:
-    """Sentences about what was found; at least one setting fits.
+    """Returns sentences about what was found; at least one setting fits.
 
     Args:
       found: the search.
@@ -43,7 +43,7 @@ def why(found: Search, configured: Setting | None, alternatives: Iterable[Altern
 
 
 def what_would_fit(found: Search, alternatives: Iterable[Alternative]) -> list[str]:
-    """Sentences about a search in which nothing fits: what the least lacks, and what would do.
+    """Returns sentences about a search in which nothing fits: what the least lacks, and what would do.
 
     Args:
       found: the search.
@@ -83,7 +83,7 @@ def _better(other: Alternative, best: Setting) -> str:
 
 
 def _superlative(found: Search, best: Setting) -> str:
-    """The fastest, or of several as fast the simplest."""
+    """Returns words for the fastest, or for the simplest of several as fast."""
     surely = "surely " if best.fits_surely else ""
     fastest = min(setting.time.expected for setting in found.fitting if setting.has_margin == best.has_margin)
     if best.time.expected == fastest:
@@ -92,7 +92,7 @@ def _superlative(found: Search, best: Setting) -> str:
 
 
 def _run(best: Setting) -> str:
-    """How long all steps take, and how much of the devices' time."""
+    """Returns how long all steps take, and how much of the devices' time."""
     steps, devices = best.config.train.steps, best.target.devices
     seconds = [each * steps for each in (best.time.overlapped, best.time.serial)]
     of_devices, unit = in_unit([devices * each for each in seconds], UNITS[:-1])
@@ -101,7 +101,7 @@ def _run(best: Setting) -> str:
 
 
 def in_unit(seconds: Sequence[float], units: Sequence[tuple[str, float]]) -> tuple[str, str]:
-    """A range of times in the largest unit of which there are at least two, and its name: `5.41 to 6.32`, `hours`."""
+    """Returns a range of times in the largest unit of which it has two, and its name: `5.41 to 6.32`, `hours`."""
     name, size = next((unit for unit in reversed(units) if max(seconds) >= 2 * unit[1]), units[0])
     return " to ".join(
         f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in (s / size for s in seconds)
@@ -109,7 +109,7 @@ def in_unit(seconds: Sequence[float], units: Sequence[tuple[str, float]]) -> tup
 
 
 def _limit(best: Setting) -> str:
-    """The largest part of a step."""
+    """Names the largest part of a step."""
     time = best.time
     parts = {
         "matrix products with weights": time.products,
@@ -123,13 +123,13 @@ def _limit(best: Setting) -> str:
 
 
 def _over(time: StepTime) -> str:
-    """`over tp 32%, over fsdp 20%`, of a step."""
+    """Returns the shares of a step that communication takes: `over tp 32%, over fsdp 20%`."""
     each = sorted(time.communication.items(), key=lambda part: -part[1])
     return ", ".join(f"over {' and '.join(axes)} {seconds / time.serial:.0%}" for axes, seconds in each)
 
 
 def _doubt(best: Setting) -> Iterator[str]:
-    """Where even the best fits by less than the model of memory may be off, or something is not modelled."""
+    """Yields doubts: the best fits by less than the error of the model of memory, or something is not modelled."""
     if not best.update_is_modelled:
         yield (
             f"None is sure: what the update by {best.config.optimizer.name} computes, moves and holds is not modelled; "
@@ -143,7 +143,7 @@ def _doubt(best: Setting) -> Iterator[str]:
 
 
 def _others(found: Search, best: Setting) -> Iterator[str]:
-    """The best of another tp that fits, for the two that come next."""
+    """Yields the best of another tp that fits, for the two that come next."""
     seen = {best.sizes[TP]}
     for setting in found.fitting:
         if setting.sizes[TP] in seen or len(seen) > 2:
@@ -164,7 +164,7 @@ def _as_configured(best: Setting, configured: Setting | None) -> Iterator[str]:
 
 
 def _would_be_faster(found: Search, best: Setting) -> Iterator[str]:
-    """The fastest of those that do not lack too much, if it does not fit, or not surely."""
+    """Yields the fastest of those that do not lack too much, if it does not fit, or not surely."""
     near = (setting for setting in found.all if setting.memory.total < FAR * setting.target.room)
     fastest = min(near, key=lambda setting: setting.time.expected, default=best)
     faster = best.time.expected / fastest.time.expected
@@ -178,7 +178,7 @@ def _would_be_faster(found: Search, best: Setting) -> Iterator[str]:
 
 
 def _how(setting: Setting, beside: Setting | None = None) -> str:
-    """The mesh, and remat and micro-batches where they differ from those of another."""
+    """Returns the mesh, and remat and micro-batches where they differ from those of another."""
     config = setting.config
     ways = (f"remat {config.model.remat}", f"micro-batches of {setting.rows}")
     before = ("", "") if beside is None else (f"remat {beside.config.model.remat}", f"micro-batches of {beside.rows}")
@@ -191,7 +191,7 @@ def _share(setting: Setting) -> str:
 
 
 def _beside(setting: Setting, best: Setting) -> str:
-    """How fast it is; what is faster than the best has less to spare."""
+    """Returns how fast it is; what is faster than the best has less to spare."""
     ratio = setting.time.expected / best.time.expected
     if ratio < 1 / NEAR:
         return f"{1 / ratio:.2f} x as fast, but less sure to fit"

@@ -23,7 +23,7 @@ def record(
     alternatives: Sequence[Alternative],
     words: Sequence[str],
 ) -> dict[str, Any]:
-    """Everything that tier 1 found, as plain values; sizes in bytes, times in seconds."""
+    """Returns everything that tier 1 found, as plain values; sizes in bytes, times in seconds."""
     return {
         "jaxtp": jaxtp.__version__,
         "jax": jax.__version__,
@@ -51,7 +51,7 @@ def record(
 
 
 def setting_record(setting: Setting) -> dict[str, Any]:
-    """One setting; `tokens_per_second` is in the middle of its range."""
+    """Returns a setting as plain values; `tokens_per_second` is in the middle of its range."""
     time = setting.time
     return {
         **setting.sizes,

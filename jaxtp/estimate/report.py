@@ -1,4 +1,4 @@
-"""What an estimate prints: the settings, ranked; the best one in detail, each number with where it comes from."""
+"""Report of an estimate: the settings, ranked; the best one in detail, each number with where it comes from."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ PROVENANCE_OF_MEMORY = {"parameters": EXACT, "optimizer": EXACT, "batch": EXACT}
 
 
 def heading(config: TrainConfig, where: Target, model: Model) -> str:
-    """What is asked: hardware, model, batch."""
+    """Returns what is asked: hardware, model, batch."""
     hardware, sizes, data = where.hardware, config.model, config.data
     tokens = data.global_batch_size * data.sequence_length
     rows = {
@@ -57,13 +57,13 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
 
 
 def _assumed_length(data: DataConfig) -> str:
-    """That the length of sequences is the default, which decides about attention, memory and time."""
+    """Returns a note where the length of sequences is the default, which decides about attention, memory and time."""
     assumed = data.sequence_length == DataConfig().sequence_length
     return " (the default; --data.sequence-length N asks about another)" if assumed else ""
 
 
 def _stored_in_16_bits(model: ModelConfig) -> str | None:
-    """The dtype of a model in Hugging Face format, where that has 16 bits and what is computed has not."""
+    """Returns the dtype of a model in Hugging Face format, where that has 16 bits and the compute dtype has not."""
     if model.from_hf is None or model.precision.compute != "float32" or not model.from_hf.exists():
         return None
     stored = stored_dtype(model.from_hf)
@@ -77,7 +77,7 @@ def _links(hardware: Hardware) -> str:
 
 
 def ranking(found: Search) -> str:
-    """The best setting of each mesh, a line each."""
+    """Returns a table with the best setting of each mesh."""
     shown = found.settings[:MAX_ROWS]
     table = columns(
         ("mesh", "remat", "micro-batches", "GB", "to spare", "tokens/s", "MFU", "computing"), [_row(s) for s in shown]
@@ -95,7 +95,7 @@ def ranking(found: Search) -> str:
 
 
 def _left_out(found: Search) -> list[str]:
-    """That only some numbers of micro-batches were tried, where that is so."""
+    """Returns a note where only some numbers of micro-batches were tried."""
     best = found.settings[0]
     every = divisors(rows_of(best.config))
     tried = {setting.config.train.accumulation for setting in found.all if setting.sizes == best.sizes}
@@ -131,7 +131,7 @@ def _spare(setting: Setting) -> str:
 
 
 def details(setting: Setting) -> str:
-    """Memory, time and communication of one setting."""
+    """Returns memory, time and communication of one setting."""
     return "\n\n".join((_memory(setting), _time(setting), _communication(setting)))
 
 
@@ -183,17 +183,17 @@ def _communication(setting: Setting) -> str:
 
 
 def label(kind: str) -> str:
-    """The name of a kind of memory as it is printed."""
+    """Returns the name of a kind of memory as it is printed."""
     return {"logits": "head and logits"}.get(kind, kind.replace("_", " "))
 
 
 def unit_of(largest: float) -> tuple[str, float]:
-    """GB, or MB for what would be nothing."""
+    """Returns GB and its bytes, or MB where the largest value would be nothing in GB."""
     return ("GB", GB) if largest >= GB / 10 else ("MB", GB / 1000)
 
 
 def is_plain(model: ModelConfig) -> bool:
-    """Whether the formulas are exact for it: a Llama; biases, q/k norms, adapters and tied tables make them bounds."""
+    """Returns whether the formulas are exact: for a Llama; biases, q/k norms, adapters, tied tables make bounds."""
     plain = all(
         not (block.attention_bias or block.attention_out_bias or block.mlp_bias) and block.qk_norm == "none"
         for block in model.block_kinds()
@@ -202,7 +202,7 @@ def is_plain(model: ModelConfig) -> bool:
 
 
 def provenance_of_moves(config: TrainConfig) -> str:
-    """Of tier 1's collectives; rules that multiply whole matrices leave theirs to the compiler."""
+    """Returns how tier 1 knows the collectives; rules that multiply whole matrices leave theirs to the compiler."""
     provenance = EXACT if is_plain(config.model) else AT_MOST
     rule = config.optimizer
     return provenance if optimizers.is_elementwise(rule) else f"{provenance}, but for the update by {rule.name}"

@@ -34,19 +34,19 @@ class StepTime:
     """The optimizer and the sums of gradients, at the speed of memory."""
 
     communication: Mapping[Axes, float]
-    """By mesh axes."""
+    """Seconds by mesh axes."""
 
     crossing: frozenset[Axes]
-    """Of them, those that leave a domain of fast links."""
+    """Mesh axes of `communication` that leave a domain of fast links."""
 
     @property
     def computing(self) -> float:
-        """What a device does by itself."""
+        """Seconds that a device computes."""
         return self.products + self.attention + self.elementwise + self.update
 
     @property
     def moving(self) -> float:
-        """All communication."""
+        """Seconds of all communication."""
         return sum(self.communication.values())
 
     @property
@@ -67,14 +67,14 @@ class StepTime:
 
     @property
     def computing_share(self) -> float:
-        """Of a step in which nothing overlaps."""
+        """Share of computing in a step in which nothing overlaps."""
         return self.computing / self.serial
 
 
 def step_time(
     hardware: Hardware, sizes: Mapping[str, int], costs: StepCosts, memory: Memory, accumulation: int
 ) -> StepTime:
-    """The model's account of a step.
+    """Returns the model's account of a step.
 
     Args:
       hardware: what each device can do.

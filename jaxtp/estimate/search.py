@@ -18,11 +18,11 @@ from jaxtp.train.memory import MODEL, Memory, StoredArray, costs_of_step, memory
 from jaxtp.train.metrics import flops_per_token
 
 REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "full")
-"""Those that are tried; `offload` only where it is configured: the way to the host's memory is not modelled."""
+"""Policies that are tried; `offload` only where it is configured: the way to the host's memory is not modelled."""
 
 
 MEMORY_ERROR = 0.2
-"""Of what is modelled, without the state: in `scripts/results/estimate_accuracy.txt` it is 18% too little at most."""
+"""Error of the model, without the state: in `scripts/results/estimate_accuracy.txt` it is 18% too little at most."""
 
 NEAR = 1.05
 """Slower by less than that is as fast: the model of time is not that good."""
@@ -37,7 +37,7 @@ MAX_ACCUMULATIONS = 16
 """Numbers of micro-batches that are tried on a mesh, of all that divide its rows."""
 
 MAX_SETTINGS = 4096
-"""Of a search, about: each takes milliseconds. On many meshes fewer numbers of micro-batches are tried."""
+"""Most settings of a search, about: each takes milliseconds. On many meshes fewer micro-batches are tried."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Target:
 
 
 def target(hardware: Hardware, devices: int, memory_fraction: float) -> Target:
-    """What JAX's allocator takes of a device's memory, or what communication and the driver leave, if that is less."""
+    """Returns hardware with the memory that JAX's allocator takes, or that communication and driver leave, if less."""
     if hardware.platform == "tpu":
         return Target(hardware, devices, hardware.memory - hardware.reserved)
     return Target(hardware, devices, min(memory_fraction * hardware.memory, hardware.memory - hardware.reserved))
@@ -59,13 +59,13 @@ def target(hardware: Hardware, devices: int, memory_fraction: float) -> Target:
 
 @dataclass(frozen=True)
 class Model:
-    """What is the same for every setting."""
+    """Facts about the model that are the same for every setting."""
 
     arrays: tuple[StoredArray, ...]
     parameters: int
-    """Without padding."""
+    """Number of parameters without padding."""
     flops_per_token: float
-    """As MFU counts them."""
+    """FLOPs of a token as MFU counts them."""
 
 
 def describe_model(config: TrainConfig) -> Model:
@@ -77,10 +77,10 @@ def describe_model(config: TrainConfig) -> Model:
 
 @dataclass(frozen=True)
 class Setting:
-    """One way to run, and what it comes to on each device."""
+    """A way to run, and its costs on each device."""
 
     config: TrainConfig
-    """With this mesh, remat and accumulation."""
+    """Configuration with this mesh, remat and accumulation."""
     target: Target
     memory: Memory
     costs: StepCosts
@@ -124,7 +124,7 @@ class Setting:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all devices, at the middle of the range of a step's time."""
+        """Tokens per second of all devices, at the middle of the range of a step's time."""
         return self._tokens / self.time.expected
 
     @property
@@ -134,7 +134,7 @@ class Setting:
 
     @property
     def mfu_range(self) -> tuple[float, float]:
-        """Of the dense bfloat16 peak."""
+        """Range of the share of the dense bfloat16 peak."""
         peak = self.target.devices * self.target.hardware.flops
         low, high = (tokens * self.flops_per_token / peak for tokens in self.tokens_per_second_range)
         return low, high
@@ -144,13 +144,13 @@ class Setting:
         return self.config.data.global_batch_size * self.config.data.sequence_length
 
     def __str__(self) -> str:
-        """`fsdp 2 x tp 4`."""
+        """Returns the axes of several devices: `fsdp 2 x tp 4`."""
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
 
 
 @dataclass(frozen=True)
 class Search:
-    """What was found."""
+    """Result of a search."""
 
     settings: tuple[Setting, ...]
     """The best of each mesh: those that fit with the margin, the fastest first; those that fit by less than the model's
@@ -164,7 +164,7 @@ class Search:
 
     @property
     def fitting(self) -> list[Setting]:
-        """Those that fit."""
+        """Settings that fit, the best of each mesh."""
         return [setting for setting in self.settings if setting.fits]
 
 
@@ -202,7 +202,7 @@ def search(
 def runnable(
     config: TrainConfig, meshes: Sequence[Mapping[str, int]], *, as_configured: bool = False
 ) -> tuple[list[TrainConfig], dict[str, str]]:
-    """The run on each mesh that can run it, in one micro-batch unless as configured; and why the others cannot."""
+    """Returns the run on each mesh that can run it, in one micro-batch unless as configured; why the others cannot."""
     able, refused = [], {}
     once = config if as_configured else changed(config, {"train.accumulation": 1})
     for sizes in meshes:
@@ -215,13 +215,13 @@ def runnable(
 
 
 def leanest(config: TrainConfig) -> TrainConfig:
-    """The run in the setting that takes the least memory on its mesh: one row at a time, and as little kept."""
+    """Returns the run in the setting that takes the least memory on its mesh: one row at a time, and as little kept."""
     remat = "offload" if config.model.remat == "offload" else "full"
     return changed(config, {"model.remat": remat, "train.accumulation": rows_of(config)})
 
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
-    """The nearest numbers of devices that can; each reason once, with the first mesh that it stands against."""
+    """Returns the nearest numbers of devices that can, and each reason once, with the first mesh that it is for."""
     fewer = (n for n in range(devices - 1, max(0, devices - FURTHEST), -1) if _can_run(config, n))
     more = (n for n in range(devices + 1, devices + FURTHEST) if _can_run(config, n))
     near = [f"{n:,}" for count in (fewer, more) if (n := next(count, None)) is not None]
@@ -240,7 +240,7 @@ def _can_run(config: TrainConfig, devices: int) -> bool:
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
-    """What a configuration comes to on its own mesh, on each device.
+    """Returns the costs of a configuration on its own mesh, on each device.
 
     Args:
       config: the run, with the size of every axis.
@@ -254,20 +254,20 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
 
 
 def _choose(settings: Sequence[Setting]) -> Setting:
-    """The best setting of a mesh: of those that are as fast as the fastest that fits, the one that takes the least."""
+    """Returns the best setting of a mesh: of those as fast as the fastest that fits, the one that takes the least."""
     first = min(settings, key=rank)
     as_fast = [s for s in settings if s.fits and _is_as_fast(s, first)]
     return min(as_fast, key=lambda setting: setting.memory.total) if first.fits else first
 
 
 def rank(setting: Setting) -> tuple[int, float, float]:
-    """What settings are sorted by: whether they fit, with the margin or not, then time; others by what they lack."""
+    """Returns a key to sort settings: whether they fit, with the margin or not, then time; others by what they lack."""
     how = 0 if setting.has_margin else 1 if setting.fits else 2
     return how, 0.0 if setting.fits else -setting.spare, setting.time.expected
 
 
 def _simplest_first(ranked: list[Setting]) -> tuple[Setting, ...]:
-    """Of the first and what is as fast and as sure, the simplest goes first; the others stay in their order."""
+    """Returns the simplest of the first and what is as fast and as sure, then the others in their order."""
     first = ranked[0]
     as_good = [s for s in ranked if s.fits and s.has_margin == first.has_margin and _is_as_fast(s, first)]
     simplest = min(as_good, key=_complexity, default=first)
@@ -279,25 +279,25 @@ def _is_as_fast(setting: Setting, first: Setting) -> bool:
 
 
 def _complexity(setting: Setting) -> tuple[bool, int, int]:
-    """Layers that wait for the network, micro-batches, devices that share a layer: fewer are simpler."""
+    """Returns a key to sort by: whether layers wait for the network, micro-batches, devices that share a layer."""
     hardware, sizes = setting.target.hardware, setting.sizes
     return leaves_domain(hardware, sizes, (TP,)), setting.config.train.accumulation, sizes[TP]
 
 
 def rows_of(config: TrainConfig) -> int:
-    """Sequences of a step on each device."""
+    """Returns the number of sequences of a step on each device."""
     return max(1, config.data.global_batch_size // batch_parts(config.mesh.sizes))
 
 
 def _choices(config: TrainConfig, most: int) -> Iterator[TrainConfig]:
-    """Every remat policy with every number of micro-batches that divides the rows of a device, if they are not many."""
+    """Yields every remat policy with every number of micro-batches that divides a device's rows, at most so many."""
     for remat in dict.fromkeys((*REMATS, config.model.remat)):
         for count in _spread(divisors(rows_of(config)), most):
             yield changed(config, {"model.remat": remat, "train.accumulation": count})
 
 
 def _spread(values: Sequence[int], most: int) -> list[int]:
-    """As many of them, the first and the last among them."""
+    """Returns as many of the values, the first and the last among them."""
     most = max(2, most)
     if len(values) <= most:
         return list(values)

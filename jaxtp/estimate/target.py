@@ -41,7 +41,7 @@ _DIFFERENCES = {
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What the compiler for a target made of a training step. Bytes are those of each device."""
+    """A training step as the compiler for a target made it. Bytes are those of each device."""
 
     argument_bytes: int
     """State and batch."""
@@ -50,22 +50,22 @@ class Compiled:
     """The block that everything else lives in."""
 
     alive_bytes: int
-    """At once, at most; the gaps between them make the block larger."""
+    """Most bytes that are alive at once; the gaps between them make the block larger."""
 
     peak_bytes: int
-    """That the allocator must give: arguments, temporaries and results that take nobody's place."""
+    """Bytes that the allocator must give: arguments, temporaries and results that take nobody's place."""
 
     score_bytes: int
     """Modelled, of the peak: scores of XLA's attention, which cuDNN's would not hold; 0 unless cudnn is asked for."""
 
     collectives: tuple[Scheduled, ...]
-    """What moves, by kind and axes, and what is computed beside it."""
+    """Collectives by kind and axes, and what is computed beside them."""
 
     seconds: float
-    """That the compiler took, when it was asked."""
+    """Time that the compiler took, when it was asked."""
 
     notes: tuple[str, ...]
-    """How this differs from the program on real devices, and what the compiler warned of."""
+    """Notes on how this differs from the program on real devices, and the compiler's warnings."""
 
     @property
     def needed_bytes(self) -> int:
@@ -129,7 +129,7 @@ def ask(
     worker: Sequence[str] | None = None,
     cache: Path | None = None,
 ) -> Compiled:
-    """As `compile_for`, of a worker.
+    """Asks a worker for what `compile_for` returns.
 
     Args:
       config: the run.

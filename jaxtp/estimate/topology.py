@@ -33,20 +33,20 @@ class Topology:
     """cuda or tpu."""
 
     name: str
-    """Of a TPU slice, `v5e:4x4`; of GPUs partitions, hosts and GPUs of each, `1x4x8`."""
+    """Name of a TPU slice, `v5e:4x4`; for GPUs partitions, hosts and GPUs of each, `1x4x8`."""
 
     target_config: str = ""
-    """Of a GPU."""
+    """Description of a GPU."""
 
     compiler: str
     """The installed package that compiles for it, with its version."""
 
     here: bool = False
-    """It is this machine's own devices, and no description."""
+    """Whether the devices are this machine's own, and not described."""
 
 
 def gpus_here(hardware: str, driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
-    """How many GPUs of a kind this machine lets us use, as their driver says; none of them is woken.
+    """Returns the number of GPUs of a kind that this machine lets us use, as their driver says; none of them is woken.
 
     Args:
       hardware: a name of the hardware table.
@@ -60,7 +60,7 @@ def gpus_here(hardware: str, driver: Path = Path("/proc/driver/nvidia/gpus")) ->
 
 
 def this_machine(hardware: str, devices: int) -> Topology | None:
-    """So many of this machine's own GPUs; None if they are fewer, of another kind, or JAX cannot compile for them."""
+    """Returns so many of this machine's GPUs; None if there are fewer, of another kind, or none compiles for them."""
     if gpus_here(hardware) < devices:
         return None
     try:
@@ -70,7 +70,7 @@ def this_machine(hardware: str, devices: int) -> Topology | None:
 
 
 def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
-    """The description of so many devices that need not be there.
+    """Returns the description of so many devices that need not be there.
 
     Args:
       hardware: a name of the hardware table.
@@ -93,7 +93,7 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
 
 
 def installed(packages: Sequence[str], extra: str) -> str:
-    """The first package that is installed, with its version.
+    """Returns the first package that is installed, with its version.
 
     Raises:
       TargetError: none is; the message names the extra that brings it.
@@ -107,7 +107,7 @@ def installed(packages: Sequence[str], extra: str) -> str:
 
 
 def torus(devices: int, dims: int) -> tuple[int, ...]:
-    """The shape nearest to a cube of so many devices.
+    """Returns the shape nearest to a cube of so many devices.
 
     Raises:
       TargetError: their number is not a power of two.

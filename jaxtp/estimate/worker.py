@@ -30,7 +30,7 @@ ABSENT_GPU = {"xla_gpu_autotune_level": 0}
 """There is none to time kernels on."""
 
 _FORMAT = "3"
-"""Of an answer, for those that are kept."""
+"""Version of the format of an answer, for those that are kept."""
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def _lower(config: TrainConfig, mesh: Mesh) -> Any:
 
 
 def _key(lowered: Any, target: dict[str, Any], sizes: dict[str, int]) -> str:
-    """Of the program, the target and the versions that decide what comes out."""
+    """Returns a hash of the program, the target and the versions that decide what comes out."""
     parts = (lowered.as_text(), json.dumps([target, sizes]), jax.__version__, jaxtp.__version__, _FORMAT)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
@@ -86,7 +86,7 @@ def _compile(lowered: Any, target: dict[str, Any], sizes: dict[str, int]) -> dic
 
 
 def _memory(compiled: Any, platform: str) -> dict[str, int]:
-    """A GPU's temporaries are one block, had as a whole; of a TPU's, what is alive at once is what its report has."""
+    """Returns the sizes of a program; a GPU's temporaries are one block, a TPU's report has what is alive at once."""
     stats = compiled.memory_analysis()
     arguments, temporaries = stats.argument_size_in_bytes, stats.temp_size_in_bytes
     block = arguments + temporaries + stats.output_size_in_bytes - stats.alias_size_in_bytes

@@ -1,1 +1,1 @@
-"""What a plan makes of a model: how each parameter is split, what moves, and what it costs."""
+"""Explains a plan for a model: how each parameter is split, what moves, and what it costs."""

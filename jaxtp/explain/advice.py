@@ -39,7 +39,7 @@ def advice(subject: Subject, styles: Mapping[str, Style], sizes: Mapping[str, in
 
 
 def _needed_whole(record: Record, group: Group) -> Iterator[str]:
-    """Notes on column layers whose output something needs whole."""
+    """Yields notes on column layers whose output something needs whole."""
     calls = {call.path: call for call in record.calls}
     for path, why in record.blocked.items():
         sent = group.sent(calls[path], 1)
@@ -52,7 +52,7 @@ def _needed_whole(record: Record, group: Group) -> Iterator[str]:
 def _fed_whole(
     record: Record, modules: Mapping[str, nnx.Module], styles: Mapping[str, Style], group: Group
 ) -> Iterator[str]:
-    """Notes on row layers whose input is not split."""
+    """Yields notes on row layers whose input is not split."""
     for call in record.calls:
         style, ports = styles.get(call.path), ports_of(modules[call.path], call.method, call.shapes[0].ndim)
         splits_input = ports is not None and ports.row is not None
@@ -67,7 +67,7 @@ def _fed_whole(
 
 
 def _reduced_apart(record: Record, styles: Mapping[str, Style], group: Group) -> Iterator[str]:
-    """Notes on column layers that read one array, and each reduce its gradient."""
+    """Yields notes on column layers that read one array, and each reduce its gradient."""
     readers: dict[object, dict[str, Call]] = {}
     for call in record.calls:
         style = styles.get(call.path)

@@ -100,7 +100,7 @@ def run(command: Explain) -> None:
 
 
 def _model(command: Explain) -> tuple[Callable[[], nnx.Module], list[jax.ShapeDtypeStruct]]:
-    """A function that makes the model, and abstract inputs."""
+    """Returns a function that makes the model, and abstract inputs."""
     inputs = [_input(text) for text in command.input]
     if not command.model.endswith((".yaml", ".yml")):
         return _function(command.model), inputs
@@ -138,7 +138,7 @@ def _input(text: str) -> jax.ShapeDtypeStruct:
 
 
 def _named(flag: str, text: str) -> Any:
-    """What `file.py:name` or `package.module:name` stands for."""
+    """Returns what `file.py:name` or `package.module:name` stands for."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise ConfigError(f"{flag} {text}: should be FILE.py:NAME or package.module:NAME")

@@ -47,7 +47,7 @@ class Split:
         return tuple(size // parts(sizes, axes_of(entry)) for size, entry in zip(self.shape, entries, strict=True))
 
     def bytes(self, sizes: Mapping[str, int]) -> int:
-        """Bytes on a device."""
+        """Returns the bytes on a device."""
         return math.prod(self.shard(sizes)) * jnp.dtype(self.dtype).itemsize
 
 
@@ -84,7 +84,7 @@ class Explanation:
     """The collectives of one forward and backward pass that the program asks for; empty without inputs."""
 
     added: Traffic
-    """Those that the compiler's partitioner adds between the layers, where it was asked."""
+    """Collectives that the compiler's partitioner adds between the layers, where it was asked."""
 
     notes: tuple[str, ...]
     """Notes on what the plan costs that another one would not."""
@@ -108,7 +108,7 @@ class Explanation:
         return sum(split.bytes(self.sizes) for row in self.rows for split in row.parameters)
 
     def sent(self, axis: str) -> float:
-        """Bytes that a device sends along an axis, alone or with others, in a forward and a backward pass."""
+        """Returns the bytes that a device sends along an axis, alone or with others, forward and backward."""
         along = ({one: n for one, n in found.items() if axis in one.axes} for found in (self.traffic, self.added))
         return sum(map(total_sent, along))
 
@@ -174,7 +174,7 @@ def _added(model: Any, plan: Plan | None, subject: Subject, sizes: dict[str, int
 
 
 def _inexact(found: Iterable[Collective]) -> Iterator[str]:
-    """Notes on what is not counted exactly."""
+    """Yields notes on what is not counted exactly."""
     meanings = {
         A_TURN: "in a loop that turns as often as its data say, what moves is counted for one turn",
         AT_MOST: "of a conditional every branch is counted, so that less may move",

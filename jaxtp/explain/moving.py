@@ -1,4 +1,4 @@
-"""What moves in one forward and one backward pass of a model, by module."""
+"""Collectives of one forward and one backward pass of a model, by module."""
 
 import re
 from collections.abc import Callable

@@ -10,7 +10,7 @@ from jaxtp.parallel.layouts import dim_over
 
 _COLUMNS = 6
 _MOST_PARTS = 16
-"""Of an axis that are drawn; more would be a grey square."""
+"""Most parts of an axis that are drawn; more would be a grey square."""
 
 
 def draw(found: Explanation, figure: Any) -> None:
@@ -56,13 +56,13 @@ def _draw_matrix(panel: Any, title: str, split: Split, sizes: Mapping[str, int])
 
 
 def _rows(split: Split) -> int:
-    """How many of the dims are drawn downwards: those up to the first that is split; the others go to the right."""
+    """Returns the number of dims drawn downwards: those up to the first that is split; the others go to the right."""
     first = next((dim for dim, entry in enumerate(split.spec) if axes_of(entry)), 0)
     return min(first + 1, len(split.shape) - 1)
 
 
 def _colour(split: Split, sizes: Mapping[str, int], row: float, column: float) -> tuple[float, float, float]:
-    """Hue, saturation and value at a point of the rectangle."""
+    """Returns hue, saturation and value at a point of the rectangle."""
     shards = parts(sizes, STORAGE)
     tp, stored = _place(split, TP, sizes[TP], row, column), _place(split, STORAGE, shards, row, column)
     hue = 0.0 if tp is None else tp / sizes[TP]

@@ -62,7 +62,7 @@ def original_class(module: nnx.Module) -> type:
 
 
 def has_method(cls: type, name: str) -> bool:
-    """Whether a class has a method; `hasattr` finds the `__call__` of its metaclass, too."""
+    """Returns whether a class has a method; `hasattr` finds the `__call__` of its metaclass, too."""
     return any(name in vars(base) for base in cls.__mro__)
 
 

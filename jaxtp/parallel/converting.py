@@ -14,7 +14,7 @@ from jaxtp.parallel.styles import Layouts, PrepareInput
 def prepare(
     cls: type, style: PrepareInput, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call in the layouts that a style wants.
+    """Returns the arguments of a call in the layouts that a style wants.
 
     Raises:
       TypeError: it names a positional argument that was given by keyword, or not at all.
@@ -35,7 +35,7 @@ def _several(layouts: Layouts) -> tuple[Layout | None, ...]:
 
 
 def convert_all(values: Any, before: Layouts, after: Layouts) -> Any:
-    """A value, or each of a tuple, in other layouts."""
+    """Returns a value, or each of a tuple, in other layouts."""
     if not isinstance(values, tuple):
         return convert(values, _several(before)[0], _several(after)[0])
     rest = (None,) * len(values)
@@ -44,7 +44,7 @@ def convert_all(values: Any, before: Layouts, after: Layouts) -> Any:
 
 
 def convert(x: Any, before: Layout | None, after: Layout | None) -> Any:
-    """A value in another layout; None of the two leaves it as it is."""
+    """Returns a value in another layout; as it is where that is None."""
     if x is None or after is None:
         return x
     if after == Replicate():
@@ -54,7 +54,7 @@ def convert(x: Any, before: Layout | None, after: Layout | None) -> Any:
 
 
 def constrained(x: Any, layout: Layout) -> Array:
-    """A global array in a layout, by the compiler's collectives.
+    """Returns a global array in a layout, by the compiler's collectives.
 
     Raises:
       ValueError: the layout does not divide it.

@@ -38,12 +38,12 @@ class Copies:
         self.copies = copies
 
     def tree_flatten(self) -> tuple[tuple[Any], None]:
-        """The array: functions of leaves see its shape, not that of the copies."""
+        """Returns the array: functions of leaves see its shape, not that of the copies."""
         return (self.array,), None
 
     @classmethod
     def tree_unflatten(cls, _: None, children: tuple[Any]) -> "Copies":
-        """Without copies: nobody knows what was made of the array."""
+        """Returns the array without copies: nobody knows what was made of it."""
         return cls(*children, None)
 
     def __jax_array__(self) -> Array:
@@ -113,5 +113,5 @@ def make_copies(x: Array, layout: Layout) -> Array | Copies:
 
 
 def copies_spec(x: Copies) -> PartitionSpec:
-    """The spec of `x.copies`."""
+    """Returns the spec of `x.copies`."""
     return PartitionSpec(TP, *activation_spec(Replicate(), x.array.ndim, batched=has_batch(x.array.shape)))

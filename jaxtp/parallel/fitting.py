@@ -1,4 +1,4 @@
-"""What a plan comes to, module by module, or why it does not fit: before anything is changed."""
+"""Decisions of a plan, module by module, or why it does not fit: before anything is changed."""
 
 import inspect
 import math
@@ -23,18 +23,18 @@ from jaxtp.parallel.swap import Role, role_of
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a module."""
+    """A module, its role and how its parameters are stored."""
 
     found: Found
     role: Role | None
-    """None: it keeps its class."""
+    """Role; None if it keeps its class."""
 
     specs: dict[str, PartitionSpec]
-    """Of its own parameters, by their names in it."""
+    """Specs of its own parameters, by their names in it."""
 
 
 def decide(modules: Sequence[Found], plan: Plan, sizes: Mapping[str, int], fsdp: bool) -> list[Decision]:
-    """The role of each module and the specs of its parameters.
+    """Returns the role of each module and the specs of its parameters.
 
     Args:
       modules: of the model.
@@ -93,7 +93,7 @@ def _spec(
 
 
 def _declared(name: str, parameter: nnx.Param[Any], sizes: Mapping[str, int]) -> PartitionSpec:
-    """The split that a parameter was given by the author of its module, as our own layers do."""
+    """Returns the split that a parameter was given by the author of its module, as our own layers do."""
     spec = PartitionSpec(*parameter.get_metadata()["out_sharding"])
     unknown = {axis for entry in spec for axis in axes_of(entry)} - set(AXES)
     if unknown:
@@ -196,7 +196,7 @@ def _check_sizes(found: Found, style: Style, sizes: Mapping[str, int]) -> None:
 
 
 def _check_tied(decisions: Sequence[Decision]) -> None:
-    """A parameter of several modules is stored in one way; one that no type knows goes along with the others."""
+    """Checks that a parameter of several modules is stored in one way; where no type is known it follows the others."""
     first: dict[int, tuple[str, PartitionSpec]] = {}
     for decision in decisions:
         follows = decision.found.signature is None and decision.role is not None and decision.role.style is None
@@ -208,7 +208,7 @@ def _check_tied(decisions: Sequence[Decision]) -> None:
 
 
 def declarations(decisions: Sequence[Decision]) -> list[tuple[nnx.Param[Any], PartitionSpec]]:
-    """Every parameter and its spec; of a tied one, a module whose type is known has the say."""
+    """Returns every parameter and its spec; for a tied one, that of a module whose type is known."""
     ordered = sorted(decisions, key=lambda decision: decision.found.signature is not None)
     found = {id(p): (p, d.specs[name]) for d in ordered for name, p in d.found.parameters.items()}
     return list(found.values())

@@ -28,16 +28,12 @@ _LINEN = "linen keeps parameters outside of its modules, where there is nothing 
 
 @dataclass(frozen=True)
 class Creation:
-    """How a model is made.
-
-    Args:
-      build: a function without arguments.
-    """
+    """Creation of a model by a function without arguments."""
 
     build: Build
 
     def abstract(self) -> nnx.Module:
-        """The model without arrays.
+        """Returns the model without arrays.
 
         Raises:
           PlanError: what makes it is no function without arguments, draws from something else that was made outside,
@@ -67,7 +63,7 @@ class Creation:
         return _merge_abstract(made[-1], state)
 
     def lower(self, shardings: tuple[NamedSharding, ...]) -> Any:
-        """The `jax.stages.Lowered` of its creation: the arrays of its state in these shardings, captured `nnx.Rngs`."""
+        """Returns its creation, lowered: of the arrays of its state in these shardings, and the captured `nnx.Rngs`."""
         outside, given = nnx.split(captured(self.build))
 
         def create(given: nnx.State) -> tuple[tuple[Any, ...], nnx.State]:
@@ -77,7 +73,7 @@ class Creation:
         return jax.jit(create, out_shardings=(shardings, None)).lower(given)
 
     def run(self, shardings: tuple[NamedSharding, ...]) -> tuple[Any, ...]:
-        """The arrays of the model's state, each in its parts."""
+        """Returns the arrays of the model's state, each in its parts."""
         outside = captured(self.build)
         arrays, drawn = self.lower(shardings).compile()(nnx.state(outside))
         nnx.update(outside, drawn)
@@ -103,7 +99,7 @@ class Creation:
             return  # a function in C has no signature to ask
 
     def _make(self, outside: Any, given: nnx.State) -> tuple[nnx.Module, dict[str, nnx.Rngs]]:
-        """The model, inside a trace, and the copies of the captured `nnx.Rngs` that it has drawn from."""
+        """Returns the model, inside a trace, and the copies of the captured `nnx.Rngs` that it has drawn from."""
         copies = nnx.merge(outside, given, copy=True)
         model = with_captured(self.build, copies)()
         if not isinstance(model, nnx.Module):
@@ -163,7 +159,7 @@ def mark_arrays(model: nnx.Module) -> None:
 
 
 def _traced(node: Any) -> Iterator[jax.core.Tracer]:
-    """The traced arrays that a node of a model is, or that a function in it refers to."""
+    """Yields the traced arrays that a node of a model is, or that a function in it refers to."""
     if isinstance(node, jax.core.Tracer):
         yield node
     elif isinstance(node, partial):
@@ -174,7 +170,7 @@ def _traced(node: Any) -> Iterator[jax.core.Tracer]:
 
 
 def _closure(function: types.FunctionType) -> dict[str, Any]:
-    """The variables that a function has from around it; not those that have no value yet."""
+    """Returns the variables that a function has from around it; not those that have no value yet."""
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     return {name: value for name, cell in cells for value in _contents(cell)}
 
@@ -187,7 +183,7 @@ def _contents(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def captured(build: Any) -> dict[str, nnx.Rngs]:
-    """The `nnx.Rngs` that a function has from outside, by name: of its closure, of its module, of a `partial`."""
+    """Returns the `nnx.Rngs` that a function has from its closure, its module or a `partial`, by name."""
     if isinstance(build, partial):
         return captured(build.func) | {k: v for k, v in build.keywords.items() if isinstance(v, nnx.Rngs)}
     if not isinstance(build, types.FunctionType):
@@ -199,7 +195,7 @@ def captured(build: Any) -> dict[str, nnx.Rngs]:
 
 
 def with_captured(build: Any, copies: Mapping[str, nnx.Rngs]) -> Build:
-    """The function with others in their place."""
+    """Returns the function with others in their place."""
     if isinstance(build, partial):
         keywords = {name: copies.get(name, value) for name, value in build.keywords.items()}
         return partial(with_captured(build.func, copies), *build.args, **keywords)

@@ -1,4 +1,4 @@
-"""How an activation lies along tp, split in one dim or whole on every device; and how a parameter is stored.
+"""Layouts of activations along tp, split in one dim or whole on every device; specs of stored parameters.
 
 The names of layouts are those of `torch.distributed.tensor`. A layout says nothing of the batch, which dp and fsdp
 divide in dim 0, and nothing of parameters, whose split follows from the style of their module.
@@ -14,7 +14,7 @@ from jaxtp.mesh import BATCH, STORAGE, TP, axes_of, parts
 
 @dataclass(frozen=True)
 class Shard:
-    """Each device of a tp group holds its part of one dim.
+    """Layout in which each device of a tp group holds its part of one dim.
 
     Args:
       dim: the dim; a negative one counts from the last.
@@ -35,7 +35,7 @@ Layout = Shard | Replicate
 
 
 def activation_spec(layout: Layout, ndim: int, *, batched: bool = True) -> PartitionSpec:
-    """The spec of a global activation of so many dims.
+    """Returns the spec of a global activation of so many dims.
 
     Args:
       layout: along tp.
@@ -54,12 +54,12 @@ def activation_spec(layout: Layout, ndim: int, *, batched: bool = True) -> Parti
 
 
 def has_batch(shape: tuple[int, ...], batch_ndim: int = 2) -> bool:
-    """Whether dp and fsdp divide dim 0 of an activation: not if it has too few dims, or a single row for all."""
+    """Returns whether dp and fsdp divide dim 0 of an activation: not if it has too few dims, or one row for all."""
     return len(shape) >= batch_ndim and shape[0] != 1
 
 
 def same_layout(one: Layout, other: Layout, ndim: int) -> bool:
-    """Whether two layouts of an activation of so many dims are one: `Shard(-1)` is `Shard(2)` where `ndim` is 3."""
+    """Returns whether two layouts of an activation are one: `Shard(-1)` is `Shard(2)` where `ndim` is 3."""
     if isinstance(one, Shard) and isinstance(other, Shard):
         return one.dim % ndim == other.dim % ndim
     return one == other
@@ -77,7 +77,7 @@ def _dim_of(layout: Shard, ndim: int, batched: bool) -> int:
 def stored_spec(
     shape: tuple[int, ...], tp_dim: int | None, sizes: Mapping[str, int], *, fsdp: bool = True
 ) -> PartitionSpec:
-    """The spec of a parameter: fsdp takes the largest dim that it divides and tp leaves over.
+    """Returns the spec of a parameter: fsdp takes the largest dim that it divides and tp leaves over.
 
     Args:
       shape: of the parameter of a single layer.
@@ -105,5 +105,5 @@ def gathered(spec: PartitionSpec) -> PartitionSpec:
 
 
 def stacked(spec: PartitionSpec, layers: int) -> PartitionSpec:
-    """The spec of a parameter of stacked layers, with so many more dims in front, which are not split."""
+    """Returns the spec of a parameter of stacked layers, with so many more dims in front, which are not split."""
     return PartitionSpec(*(None,) * layers, *spec)

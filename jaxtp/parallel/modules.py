@@ -69,17 +69,13 @@ def _with_aliases(path: str, aliases: list[list[str]]) -> tuple[str, ...]:
 
 
 def _own_parameters(node: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Param[Any]]]:
-    for name, value in _members(node):
+    if isinstance(node, list | tuple):
+        node = dict(enumerate(node))
+    for name, value in (node if isinstance(node, dict) else vars(node)).items():
         if isinstance(value, nnx.Param):
             yield f"{prefix}{name}", value
         elif isinstance(value, CONTAINERS):
             yield from _own_parameters(value, f"{prefix}{name}.")
-
-
-def _members(node: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(node, list | tuple):
-        return enumerate(node)
-    return iter((node if isinstance(node, dict) else vars(node)).items())
 
 
 def _stack(module: nnx.Module, read: Signature) -> tuple[int, ...]:

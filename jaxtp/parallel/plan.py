@@ -25,7 +25,7 @@ class PlanError(UserError):
 
 
 def expand_braces(pattern: str) -> list[str]:
-    """`a.{b,c}.d` is `a.b.d` and `a.c.d`."""
+    """Returns the patterns without braces: `a.b.d` and `a.c.d` for `a.{b,c}.d`."""
     found = re.search(r"\{([^{}]*)\}", pattern)
     if found is None:
         return [pattern]
@@ -34,7 +34,7 @@ def expand_braces(pattern: str) -> list[str]:
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether a pattern matches a whole path."""
+    """Returns whether a pattern matches a whole path."""
     return any(_match(_names(p), _names(path)) for p in expand_braces(pattern))
 
 
@@ -45,7 +45,7 @@ def _names(path: str) -> tuple[str, ...]:
 def assign_styles(
     plan: Plan, modules: Sequence[Sequence[str]], parameters: Iterable[str] = ()
 ) -> list[tuple[str, Style | None]]:
-    """The pattern and the style of each module; `""` and None where no pattern matches.
+    """Returns the pattern and the style of each module; `""` and None where no pattern matches.
 
     Args:
       plan: patterns and styles.
@@ -105,7 +105,7 @@ def _nothing(pattern: str, paths: list[str], parameters: list[str]) -> str:
 
 
 def _starts(path: str) -> list[str]:
-    """A path and those that it begins with, the longest first; the last is that of the model itself."""
+    """Returns a path and those that it begins with, the longest first; the last is that of the model itself."""
     names = path.split(".")
     return [".".join(names[:n]) for n in range(len(names), -1, -1)]
 
@@ -119,7 +119,7 @@ def _is_hashable(style: Style) -> bool:
 
 
 def spelled(style: Style) -> str:
-    """A style as one writes it in a plan."""
+    """Returns a style as one writes it in a plan."""
     given = [(field.name, getattr(style, field.name)) for field in fields(style)]
     changed = [
         (name, value) for (name, value), default in zip(given, fields(style), strict=True) if value != default.default
@@ -130,7 +130,7 @@ def spelled(style: Style) -> str:
 
 
 def patterns_for(styles: Mapping[str, Any]) -> dict[str, str]:
-    """A pattern for each path: as many of its numbers are `*` as the modules that match agree on.
+    """Returns a pattern for each path: as many of its numbers are `*` as the modules that match agree on.
 
     Args:
       styles: what is to agree, of every module by path: its style, or anything that can be compared.
@@ -143,13 +143,13 @@ def patterns_for(styles: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _general_pattern(path: str, style: Any, styles: Mapping[str, Any], matching: Mapping[str, set[str]]) -> str:
-    """The most general one that is right, with no star that matches a single number."""
+    """Returns the most general one that is right, with no star that matches a single number."""
     right = [p for p in _generalisations(path) if all(styles[other] == style for other in matching[p])]
     return [p for p in right if matching[p] == matching[right[0]]][-1]
 
 
 def _generalisations(path: str) -> list[str]:
-    """The path with some of its numbers starred, most of them and the first ones first."""
+    """Returns the path with some of its numbers starred, most of them and the first ones first."""
     choices = [("*", part) if part.isdigit() else (part,) for part in path.split(".")]
     found = [".".join(parts) for parts in itertools.product(*choices)]
     return sorted(found, key=lambda pattern: -pattern.split(".").count("*"))

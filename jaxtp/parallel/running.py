@@ -47,27 +47,27 @@ from jaxtp.parallel.styles import Colwise, Rowwise, SequenceParallel, Style
 
 @dataclass(frozen=True)
 class Cut:
-    """What a style comes to for a module of some signature."""
+    """A style, applied to a module of some signature."""
 
     letter: str | None
     """The letter that is split; None if parameters are whole along tp."""
 
     arrives: Layout
-    """How the body wants its input."""
+    """Layout in which the body wants its input."""
 
     leaves: Layout
-    """How the result leaves."""
+    """Layout in which the result leaves."""
 
     fsdp: bool = True
     """Parameters are stored split over fsdp too."""
 
     def tp_dim(self, letters: str) -> int | None:
-        """The dim that tp splits of a parameter with these letters."""
+        """Returns the dim that tp splits of a parameter with these letters."""
         return letters.index(self.letter) if self.letter is not None and self.letter in letters else None
 
 
 def cut_of(style: Style | None, signature: Signature, *, fsdp: bool = True) -> Cut:
-    """How a style splits a module; None and those that change layouts only leave it whole along tp."""
+    """Returns how a style splits a module; None and those that change layouts only leave it whole along tp."""
     if isinstance(style, Colwise) and signature.column:
         natural = Shard(signature.outputs[signature.column])
         return Cut(signature.column, style.input_layouts, style.output_layouts or natural, fsdp)
@@ -80,7 +80,7 @@ def cut_of(style: Style | None, signature: Signature, *, fsdp: bool = True) -> C
 
 
 def attend_cut(lookup: Cut, signature: Signature) -> Cut:
-    """How `nnx.Embed.attend` runs on a table that is split for lookups.
+    """Returns how `nnx.Embed.attend` runs on a table that is split for lookups.
 
     The query lies as the embeddings do that the lookup gives: it is the other end of the same stream.
     """
@@ -93,7 +93,7 @@ def attend_cut(lookup: Cut, signature: Signature) -> Cut:
 
 @dataclass(frozen=True)
 class Run:
-    """One call of a module's method on global arrays."""
+    """A call of a module's method on global arrays."""
 
     module: Any
     """An `nnx.Module`."""
@@ -104,10 +104,10 @@ class Run:
     signature: Signature
     cut: Cut
     name: str
-    """For the profile and for errors."""
+    """Name for the profile and for errors."""
 
     def __call__(self, x: Any) -> Array:
-        """The result, a global array; `x` is one, or `Copies`."""
+        """Returns the result, a global array; `x` is one, or `Copies`."""
         copied = isinstance(x, Copies) and x.copies is not None and self._splits_columns
         x = x if copied else jnp.asarray(x)
         batched = has_batch(x.shape, self.signature.batch_ndim or x.ndim + 1)
@@ -144,7 +144,7 @@ class Run:
         return Shard(self.signature.outputs[self.cut.letter]) if split else self.cut.leaves  # type: ignore[index]
 
     def _spec(self, name: str, shape: tuple[int, ...], batched: bool) -> PartitionSpec:
-        """As stored; without a batch to divide, every device computes all rows, from weights whole over fsdp."""
+        """Returns the spec as stored; with no batch to divide, all rows are computed from weights whole over fsdp."""
         sizes = mesh_sizes(current_mesh())
         spec = stored_spec(shape, self.cut.tp_dim(self.signature.params[name]), sizes, fsdp=self.cut.fsdp)
         return spec if batched else gathered(spec)
@@ -189,12 +189,12 @@ class Run:
         )
 
     def _compute_dtype(self, shard: Array) -> Any:
-        """The module would cast its weights to this anyway: cast before, the gather moves less."""
+        """Returns the dtype to which the module would cast its weights anyway: cast before, the gather moves less."""
         dtype = self.module.dtype
         return dtype if dtype is not None and self.module.promote_dtype is promote_dtype else shard.dtype
 
     def _local(self, weights: Mapping[str, Array]) -> nnx.Module:
-        """The module as this device sees it."""
+        """Returns the module as this device sees it."""
         local: Any = nnx.clone(self.module)
         set_class(local, original_class(self.module))
         for name, weight in weights.items():
@@ -208,7 +208,7 @@ class Run:
         return local
 
     def _beside(self, weight: Array, letters: str, y: Array) -> Array:
-        """A weight in the shape of the result, of which this device may hold a part of one dim."""
+        """Returns a weight in the shape of the result, of which this device may hold a part of one dim."""
         dims = [self.signature.outputs[letter] % y.ndim for letter in letters]
         shape = [1] * y.ndim
         for dim, size in zip(dims, weight.shape, strict=True):
@@ -230,7 +230,7 @@ def _divided(sizes: int | tuple[int, ...], dim: int) -> int | tuple[int, ...]:
 
 
 def _look_up(method: Callable[..., Array], local: Any, ids: Array, vocabulary: int) -> Array:
-    """Rows of this device's part of the table; zero where another device has them; of no id at all, what Flax gives."""
+    """Returns rows of this device's part of the table; zero where another has them; for no id at all, as Flax does."""
     ids = jnp.where(ids < 0, ids + vocabulary, ids)
     rows = local.num_embeddings
     position = ids - axis_index(TP) * rows

@@ -1,4 +1,4 @@
-"""What the stock modules of Flax compute, as far as splitting them goes: a letter for each dim, as in an einsum.
+"""Signatures of the stock modules of Flax, for splitting them: a letter for each dim, as in an einsum.
 
 `nnx.Linear` is `...i, io -> ...o`. A letter that the result has can be split without a reduction (by columns); one
 that it lacks is summed over (by rows). Everything else about a split module follows from its letters: how its
@@ -43,7 +43,7 @@ class Signature:
     """Dims from which on dim 0 of the input is a batch, whose rows the module keeps apart; None: it mixes them."""
 
     def sizes(self, module: nnx.Module) -> dict[str, int]:
-        """The whole size of each letter that an attribute tells."""
+        """Returns the whole size of each letter that an attribute tells."""
         values = ((getattr(module, name), letters) for name, letters in self.attributes.items())
         pairs = (zip(letters, (v,) if isinstance(v, int) else v, strict=True) for v, letters in values)
         return {letter: size for pair in pairs for letter, size in pair}
@@ -64,19 +64,19 @@ def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
 
 
 def attend_signature() -> Signature:
-    """Of `nnx.Embed.attend`: `...d, vd -> ...v`."""
+    """Returns the signature of `nnx.Embed.attend`: `...d, vd -> ...v`."""
     return Signature({"embedding": "vd"}, {"d": -1}, {"v": -1}, attributes=_EMBED_SIZES)
 
 
 def fitting(style: str) -> str:
-    """For messages: the modules that a style fits."""
+    """Names the modules that a style fits, for messages."""
     norms = "nnx.LayerNorm, nnx.RMSNorm and modules without parameters"
     linear = "nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed"
     return norms if style == "SequenceParallel" else linear
 
 
 def hindrance(module: nnx.Module) -> str:
-    """Why a module is not split over tp although its kind is one that is, in words; empty if its kind is not."""
+    """Returns why a module is not split over tp although its kind is one that is; empty if its kind is not."""
     cls = original_class(module)
     kind = next((kind for kind in _READERS if issubclass(cls, kind)), None)
     if issubclass(cls, nnx.bridge.ToNNX):
@@ -145,7 +145,7 @@ def _einsum(module: nnx.Einsum, einsum_str: str | None = None) -> Signature | No
 
 
 def _positions(operand: str, letters: str) -> dict[str, int]:
-    """Dims of the letters in one operand of an einsum; what stands after an ellipsis is counted from the end."""
+    """Returns the dims of the letters in an operand of an einsum; what follows an ellipsis is counted from the end."""
     before, dots, after = operand.partition("...")
     if not dots:
         before, after = "", operand

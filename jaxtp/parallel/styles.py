@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from jaxtp.parallel.layouts import Layout, Replicate
 
 Layouts = Layout | None | tuple[Layout | None, ...]
-"""Of one argument or of several; None leaves an argument as it is."""
+"""Layouts of one argument or of several; None leaves an argument as it is."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PrepareInput:
     desired_input_kwarg_layouts: Mapping[str, Layout] | None = None
 
     def __hash__(self) -> int:
-        """Of the values; mappings count by their items."""
+        """Hashes the values; mappings count by their items."""
         kwargs = (self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {})
         return hash((self.input_layouts, self.desired_input_layouts, *(frozenset(k.items()) for k in kwargs)))
 
@@ -96,10 +96,10 @@ class PrepareOutput:
 
 @dataclass(frozen=True)
 class PrepareInputOutput(PrepareInput, PrepareOutput):
-    """Both, for one module; by keyword."""
+    """Does both for one module; by keyword."""
 
     __hash__ = PrepareInput.__hash__
 
 
 Style = Colwise | Rowwise | SequenceParallel | PrepareInput | PrepareOutput | PrepareInputOutput | Replicate
-"""What a plan may give a module."""
+"""Styles that a plan may give a module."""

@@ -7,7 +7,7 @@ import functools
 import inspect
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,7 @@ class Role:
     """The part that a module has in a parallel model."""
 
     style: Style | None
-    """None: it computes as it did, from parameters that are gathered over fsdp."""
+    """Style; None: it computes as it did, from parameters that are gathered over fsdp."""
 
     fsdp: bool
     """Whether its parameters are stored split over fsdp."""
@@ -79,7 +79,8 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs:
     """Computes on shards if the rows of the input can be told apart, else on global arrays."""
     if not args and (name := _first_argument(cls)) in kwargs:
         args, kwargs = (kwargs[name],), {k: v for k, v in kwargs.items() if k != name}
-    read = signature(module, **_static(kwargs)) if args and not _arrays((args[1:], kwargs)) else None
+    equation = {name: value for name, value in kwargs.items() if name == "einsum_str"}
+    read = signature(module, **equation) if args and not _arrays((args[1:], kwargs)) else None
     splits = isinstance(role.style, Colwise | Rowwise)
     if read is None and splits:
         raise TypeError(f"{cls.__name__} as {role.style} takes one array, and nothing else that is one")
@@ -156,10 +157,6 @@ def _divides_batch(x: Any, batch_ndim: int | None) -> bool:
 
 def _arrays(tree: Any) -> bool:
     return any(hasattr(leaf, "dtype") for leaf in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Copies)))
-
-
-def _static(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name == "einsum_str"}
 
 
 def _name(cls: type, style: Style | None) -> str:

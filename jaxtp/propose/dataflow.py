@@ -105,7 +105,7 @@ class _Walk:
         return replace(whole, dim=ports.column, labels=frozenset({mark.path}))
 
     def keep(self, call: Call, ports: Ports) -> Flow:
-        """A layer leaves the split dim alone.
+        """Returns the flow out of a layer that leaves the split dim alone.
 
         A norm can be told to run on parts; the gradient of its parameters is then summed. Any other runs on whole
         arrays: what it reads is gathered, and the gradient of what it makes.
@@ -149,7 +149,7 @@ class _Walk:
             raise Blocked(f"becomes a dim of {size} by {name}, which tp {self.tp} does not divide")
 
     def reduce_gradients(self, equation: Any, flows: list[Flow], labels: Labels, times: int) -> None:
-        """A whole operand beside a split one: its gradient is gathered, or summed where it has no such dim."""
+        """Counts the gradient of a whole operand beside a split one: gathered, or summed where it has no such dim."""
         for flow, operand in zip(flows, equation.invars, strict=True):
             if flow.dim is None and flow.trained:
                 kind = ALL_GATHER if has_split_dim(equation, flows, flow, operand.aval) else ALL_REDUCE
@@ -179,7 +179,7 @@ class _Walk:
         return [self.meet([*found], aval, times) for *found, aval in zip(*results, avals, strict=True)]
 
     def meet(self, flows: list[Flow], aval: Any, times: int) -> Flow:
-        """What is known of a value that is one of several: split as any of them is, unless they differ.
+        """Returns what is known of a value that is one of several: split as any of them is, unless they differ.
 
         The gradient of one that is whole is then gathered.
         """
@@ -198,7 +198,7 @@ class _Walk:
         return Flow(dim, labels, trained, batched)
 
     def shift(self, flow: Flow, by: int) -> Flow:
-        """An array of a scan beside one step of it: a dim less, or more."""
+        """Returns an array of a scan beside one step of it: a dim less, or more."""
         flow = replace(flow, key=object(), source=None, entered=(), left=())
         if flow.dim is None:
             return flow

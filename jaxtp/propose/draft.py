@@ -21,7 +21,7 @@ class Draft:
     group: Group
     record: Record
     regions: list[Region]
-    """All that there are."""
+    """Every region that there is."""
 
     closed: dict[str, str]
     """Layers whose output cannot be left split, and why."""
@@ -29,10 +29,10 @@ class Draft:
     chosen: list[Region]
     styles: dict[str, Style] = field(default_factory=dict)
     bytes: dict[str, float] = field(default_factory=dict)
-    """That a device sends for each styled module."""
+    """Bytes that a device sends for each styled module."""
 
     shared: dict[str, list[str]] = field(default_factory=dict)
-    """By module, the column layers for which it brings an array to all devices at once."""
+    """Column layers for which a module brings an array to all devices at once, by module."""
 
     @cached_property
     def patterns(self) -> dict[str, str]:
@@ -45,15 +45,15 @@ class Draft:
         return list(dict.fromkeys(call.path for call in self.record.calls))
 
     def calls(self, path: str, method: str | None = None) -> list[Call]:
-        """The calls of a layer."""
+        """Returns the calls of a layer."""
         return [call for call in self.record.calls if call.path == path and method in (None, call.method)]
 
     def region(self, path: str) -> Region | None:
-        """The chosen region that a layer belongs to."""
+        """Returns the chosen region that a layer belongs to."""
         return next((region for region in self.chosen if path in region.layers), None)
 
     def saved(self, *paths: str) -> float:
-        """Bytes of parameters that a device does without where some layers are split."""
+        """Returns the bytes of parameters that a device does without where some layers are split."""
         return (1 - 1 / self.group.tp) * sum(parameter_bytes(self.traced.modules[path]) for path in paths)
 
 
@@ -78,18 +78,18 @@ def draft_plan(traced: Traced, group: Group) -> Draft:
 
 
 def _head_pays(draft: Draft, region: Region) -> bool:
-    """Whether layers that end the model save more bytes of parameters than their split moves."""
+    """Returns whether layers that end the model save more bytes of parameters than their split moves."""
     return not region.rows and draft.saved(*region.columns) > region.bytes
 
 
 def is_vocabulary(draft: Draft, path: str) -> bool:
-    """Whether a layer is an embedding whose rows can be split."""
+    """Returns whether a layer is an embedding whose rows can be split."""
     module = draft.traced.modules[path]
     tied = {*draft.traced.tied, *draft.traced.tied.values()}
     return isinstance(module, nnx.Embed) and path not in tied and module.num_embeddings % draft.group.tp == 0
 
 
 def vocabulary_bytes(draft: Draft, path: str) -> float:
-    """That a device sends to sum what an embedding looks up, and the gradients of what it is applied to as a head."""
+    """Returns the bytes a device sends to sum what an embedding looks up, and the gradients of its inputs as a head."""
     looked_up, attended = draft.calls(path, "__call__"), draft.calls(path, "attend")
     return draft.group.rows(looked_up) + draft.group.columns(attended)

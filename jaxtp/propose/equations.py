@@ -13,7 +13,7 @@ _CALLS = {
 
 
 def live(jaxpr: Any) -> list[Any]:
-    """The equations that the results need, in order."""
+    """Returns the equations that the results need, in order."""
     needed, live = set(map(id, jaxpr.outvars)), []
     for equation in reversed(jaxpr.eqns):
         if any(id(variable) in needed for variable in equation.outvars):
@@ -23,7 +23,7 @@ def live(jaxpr: Any) -> list[Any]:
 
 
 def body_of(equation: Any) -> Any:
-    """The jaxpr that an equation calls on its operands; None of an operation, and of loops and branches."""
+    """Returns the jaxpr that an equation calls on its operands; None for an operation, and for loops and branches."""
     if equation.primitive.name not in _CALLS:
         return None
     found = next((equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None)
@@ -32,24 +32,24 @@ def body_of(equation: Any) -> Any:
 
 
 def opened(jaxpr: Any) -> Any:
-    """A jaxpr that may be closed, without the values of its constants."""
+    """Returns a jaxpr that may be closed, without the values of its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def parts_of_scan(equation: Any, body: Any) -> tuple[int, int]:
-    """How many constants a scan has, and how many values it carries: they have the dims that they have in the body."""
+    """Returns the numbers of constants and of carried values of a scan, whose dims are the same in its body."""
     sliced = sum(v.aval.ndim != b.aval.ndim for v, b in zip(equation.invars, body.invars, strict=True))
     carried = sum(v.aval.ndim == b.aval.ndim for v, b in zip(equation.outvars, body.outvars, strict=True))
     return len(body.invars) - carried - sliced, carried
 
 
 def differentiable(aval: Any) -> bool:
-    """Whether an abstract value is of a dtype that has gradients."""
+    """Returns whether an abstract value is of a dtype that has gradients."""
     return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
 
 
 def source_of(equation: Any, flows: list[Flow]) -> tuple[int, frozenset[int]] | None:
-    """Of a result, the bytes and dims of what was broadcast to it; None if nothing was."""
+    """Returns the bytes and dims of what was broadcast to a result; None if nothing was."""
     name, arrays = equation.primitive.name, [v.aval for v in equation.invars if v.aval.ndim]
     if name == "broadcast_in_dim" and arrays:
         (aval, flow), dims = (arrays[0], flows[0]), equation.params["broadcast_dimensions"]
@@ -61,7 +61,7 @@ def source_of(equation: Any, flows: list[Flow]) -> tuple[int, frozenset[int]] | 
 
 
 def has_split_dim(equation: Any, flows: list[Flow], flow: Flow, aval: Any) -> bool:
-    """Whether a whole operand has the dim that is split in another one; if not, the split one multiplies all of it."""
+    """Returns whether a whole operand has the dim split in another one; if not, the split one multiplies all of it."""
     side, dim = next((i, f.dim) for i, f in enumerate(flows) if f.dim is not None)
     if equation.primitive.name == "dot_general":
         return dim in equation.params["dimension_numbers"][1][side]

@@ -1,4 +1,4 @@
-"""What is known of the arrays of a model, and what a walk through its jaxpr finds."""
+"""Facts about the arrays of a model, and findings of a walk through its jaxpr."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 from jaxtp.communication import Collective
 
 ROOT = "the model itself"
-"""For messages: the module whose path is empty."""
+"""Name of the module whose path is empty, for messages."""
 
 Labels = frozenset[str]
 """The column layers by whose outputs an array is split."""
@@ -15,7 +15,7 @@ Labels = frozenset[str]
 
 @dataclass(frozen=True)
 class Flow:
-    """What is known of an array."""
+    """Facts about an array."""
 
     dim: int | None = None
     """Split along tp, where the layers of `labels` are column layers."""
@@ -43,7 +43,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a stock layer."""
+    """A call of a stock layer."""
 
     path: str
     method: str
@@ -54,7 +54,7 @@ class Call:
     """Abstract values of its input and output."""
 
     times: int
-    """How often it runs in one forward pass."""
+    """Number of runs in one forward pass."""
 
     row: bool = False
     """Its input is split in the dim that a row layer splits."""
@@ -62,7 +62,7 @@ class Call:
 
 @dataclass
 class Record:
-    """What a walk found."""
+    """Findings of a walk."""
 
     calls: list[Call] = field(default_factory=list)
     norms: list[Call] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Record:
     """Layers whose output is needed whole, and why."""
 
     through: dict[str, dict[str, None]] = field(default_factory=dict)
-    """By layer, the operations that its split output passes."""
+    """Operations that the split output of a layer passes, by layer."""
 
     moved: dict[Labels, Counter[Collective]] = field(default_factory=dict)
     """The sums and gathers of gradients, over tp, because of a split between layers."""

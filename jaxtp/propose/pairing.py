@@ -57,21 +57,21 @@ class Group:
         return cls(sizes[TP], batch_parts(sizes))
 
     def columns(self, calls: Iterable[Call]) -> float:
-        """Bytes that a device sends to sum the gradients of the inputs of column layers, each input once."""
+        """Returns the bytes that a device sends to sum the gradients of column layers' inputs, each input once."""
         read = {(call.given.key, call.times): call for call in calls if call.given.trained}
         return sum(self.sent(call, 0, ALL_REDUCE) for call in read.values())
 
     def rows(self, calls: Iterable[Call]) -> float:
-        """Bytes that a device sends to sum the outputs of row layers."""
+        """Returns the bytes that a device sends to sum the outputs of row layers."""
         return sum(self.sent(call, 1, ALL_REDUCE) for call in calls)
 
     def sent(self, call: Call, which: int, kind: str = ALL_GATHER) -> float:
-        """Bytes that a device sends to gather or to sum the inputs (0) or outputs (1) of a call."""
+        """Returns the bytes that a device sends to gather or to sum the inputs (0) or outputs (1) of a call."""
         aval = call.shapes[which]
         return call.times * self.over_tp(kind, aval.size * aval.dtype.itemsize)
 
     def over_tp(self, kind: str, size: float) -> float:
-        """Bytes that a device sends for one collective, of `size` bytes in the whole batch."""
+        """Returns the bytes that a device sends for one collective, of `size` bytes in the whole batch."""
         return Collective(kind, (TP,), self.tp, size / self.parts).bytes_sent
 
 
@@ -93,15 +93,17 @@ def find_regions(traced: Traced, group: Group) -> tuple[list[Region], Record, di
 
 
 def choose(regions: list[Region]) -> list[Region]:
-    """Returns, of the regions that move less than their layers would alone, those that exclude each other nowhere and
-    split most layers, at the least cost."""
+    """Returns regions that exclude each other nowhere and split most layers, at the least cost.
+
+    A region that moves no less than its layers would alone is none of them.
+    """
     paired = [region for region in regions if region.rows and region.bytes < region.alone]
     chosen = [region for component in _components(paired) for region in _best(component)]
     return [region for region in paired if region in chosen]
 
 
 def excludes(one: Region, other: Region) -> bool:
-    """Whether a layer would be a column of one and a row of the other."""
+    """Returns whether a layer would be a column of one and a row of the other."""
     return bool(one.columns & other.rows or one.rows & other.columns)
 
 

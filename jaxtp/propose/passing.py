@@ -29,7 +29,7 @@ class Blocked(Exception):  # noqa: N818  # an outcome, not an error
 
 
 def pass_through(equation: Any, dims: Dims) -> list[int | None]:
-    """The split dim of each result of an equation.
+    """Returns the split dim of each result of an equation.
 
     Args:
       equation: of a jaxpr, without a jaxpr inside.
@@ -47,12 +47,12 @@ def pass_through(equation: Any, dims: Dims) -> list[int | None]:
 
 
 def whole(equation: Any, dim: int) -> Blocked:
-    """The outcome of an operation that needs a dim whole; `dim` is of its first operand."""
+    """Returns the outcome of an operation that needs a dim whole; `dim` is that of its first operand."""
     return Blocked(f"goes into {equation.primitive.name}, which needs all {equation.invars[0].aval.shape[dim]} of it")
 
 
 def agree(dims: Dims) -> int:
-    """The one dim that all split operands share.
+    """Returns the one dim that all split operands share.
 
     Raises:
       Blocked: they differ.
@@ -74,7 +74,7 @@ def _without(equation: Any, dim: int, gone: Sequence[int]) -> int:
 
 
 def _reshape(equation: Any, dims: Dims) -> list[int | None]:
-    """The split dim stays the outermost of the dims that it is cut into or merged with."""
+    """Keeps the split dim the outermost of the dims that it is cut into or merged with."""
     dim, before, after = agree(dims[:1]), equation.invars[0].aval.shape, equation.outvars[0].aval.shape
     outside = math.prod(before[:dim])
     if before[dim] == 1 or equation.params.get("dimensions") is not None:
@@ -86,7 +86,7 @@ def _reshape(equation: Any, dims: Dims) -> list[int | None]:
 
 
 def _slice(equation: Any, dims: Dims) -> list[int | None]:
-    """Of slices, splits, reversals, updates, sorts and cumulative sums: the dim must be left as it is."""
+    """Checks that slices, splits, reversals, updates, sorts and cumulative sums leave the dim as it is."""
     dim = agree(dims)
     params, source = equation.params, equation.invars[0].aval.shape
     touched = params.get("dimensions", (params.get("axis", params.get("dimension")),))
@@ -115,7 +115,7 @@ def _pad(equation: Any, dims: Dims) -> list[int | None]:
 
 
 def _gather(equation: Any, dims: Dims) -> list[int | None]:
-    """Rows picked from an array whose other dims are taken whole."""
+    """Passes rows picked from an array whose other dims are taken whole."""
     dim, numbers = agree(dims), equation.params["dimension_numbers"]
     operand = equation.invars[0].aval
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
@@ -132,7 +132,7 @@ def _window(equation: Any, dims: Dims) -> list[int | None]:
 
 
 def _dot(equation: Any, dims: Dims) -> list[int | None]:
-    """A batch dim of both, or a dim of one that is not summed over."""
+    """Passes a batch dim of both operands, or a dim of one that is not summed over."""
     (contracted, batch), sides = equation.params["dimension_numbers"], []
     for side, dim in enumerate(dims):
         if dim is None:

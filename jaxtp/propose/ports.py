@@ -1,4 +1,4 @@
-"""Where the features of a stock layer go in and come out, in dims: what a split by columns or rows means for them."""
+"""Dims at which the features of a stock layer go in and come out, which a split by columns or rows divides."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,28 +14,28 @@ class Ports:
     """Dims of a layer's input and output, counted from the front."""
 
     row: int | None
-    """Of the input, the one that a row layer splits; None for ids and norms."""
+    """Dim of the input that a row layer splits; None for ids and norms."""
 
     column: int | None
-    """Of the output, the one that a column layer splits; None for norms."""
+    """Dim of the output that a column layer splits; None for norms."""
 
     kept: Mapping[int, int]
     """Dims of the input that the layer leaves alone, and where they are in the output."""
 
 
 def is_stock(module: nnx.Module) -> bool:
-    """Whether a module runs a stock layer's own code."""
+    """Returns whether a module runs a stock layer's own code."""
     return signature(module) is not None
 
 
 def is_norm(module: nnx.Module) -> bool:
-    """Whether it is a stock layer that gives features back as it got them."""
+    """Returns whether it is a stock layer that gives features back as it got them."""
     read = signature(module)
     return read is not None and read.inputs.keys() == read.outputs.keys()
 
 
 def ports_of(module: nnx.Module, method: str, ndim: int) -> Ports | None:
-    """The ports of a stock layer that is called on an input of `ndim` dims; None of what no style splits.
+    """Returns the ports of a stock layer that is called on an input of `ndim` dims; None for what no style splits.
 
     That is an embedding's `attend`, a convolution in groups, a `LinearGeneral` with batch axes.
     """
@@ -52,12 +52,12 @@ def ports_of(module: nnx.Module, method: str, ndim: int) -> Ports | None:
 
 
 def parameter_bytes(module: nnx.Module) -> int:
-    """Of a module and those in it."""
+    """Returns the bytes of parameters of a module and those in it."""
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
 
 
 def _kept(read: Signature, ndim: int) -> dict[int, int]:
-    """Of a convolution, the batch alone: its windows reach over the other dims."""
+    """Returns the dims that a layer leaves alone; of a convolution the batch: its windows reach over the other dims."""
     if read.batch_ndim is None:
         return {}
     unnamed = [

@@ -15,13 +15,13 @@ class Reason:
     """Its pattern in the plan, or that of several modules with one reason."""
 
     style: str
-    """As it is written in the plan; empty for a module that stays whole."""
+    """Style as it is written in the plan; empty for a module that stays whole."""
 
     why: str
-    """In words."""
+    """Reason in words."""
 
     bytes: float
-    """That each device sends over tp in a forward and a backward pass, all modules of the pattern together."""
+    """Bytes that each device sends over tp, forward and backward, for all modules of the pattern together."""
 
     def __str__(self) -> str:
         sent = f"  {self.bytes:,.0f} bytes" if self.bytes else ""
@@ -44,7 +44,7 @@ class Proposal(dict[str, Style]):
 
     @property
     def bytes(self) -> float:
-        """That each device sends over tp in a forward and a backward pass, without recomputation."""
+        """Bytes that each device sends over tp in a forward and a backward pass, without recomputation."""
         return sum(reason.bytes for reason in self.reasons)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Proposal(dict[str, Style]):
 
 
 def merge_reasons(reasons: Iterable[Reason]) -> list[Reason]:
-    """Reasons that differ in their bytes alone, added up."""
+    """Adds up reasons that differ in their bytes alone."""
     merged: dict[tuple[str, str, str], float] = {}
     for reason in reasons:
         key = (reason.module, reason.style, reason.why)

@@ -15,7 +15,7 @@ from jaxtp.propose.proposal import Reason
 
 
 def reasons(draft: Draft) -> Iterator[Reason]:
-    """A reason for each module that has a style, each layer that has none, and modules with matrices of their own."""
+    """Yields a reason for each module that has a style, each layer that has none, and modules with own matrices."""
     for path in in_order(draft):
         if path in draft.styles:
             style, sent = spelled(draft.styles[path]), draft.bytes.get(path, 0)
@@ -30,7 +30,7 @@ def reasons(draft: Draft) -> Iterator[Reason]:
 
 
 def in_order(draft: Draft) -> list[str]:
-    """The layers as they are called, each module that shares an array for some of them before those."""
+    """Returns the layers as they are called, each module that shares an array for some of them before those."""
     order: list[str] = []
     norms = [call.path for call in draft.record.norms if isinstance(draft.styles.get(call.path), SequenceParallel)]
     for path in dict.fromkeys([*draft.layers, *norms]):
@@ -61,7 +61,7 @@ def _why_styled(draft: Draft, path: str) -> str:
 
 
 def _input(draft: Draft, path: str) -> str:
-    """What becomes of the gradient of a column layer's input."""
+    """Returns what becomes of the gradient of a column layer's input."""
     if not any(call.given.trained for call in draft.calls(path)):
         return "its input has no gradient"
     sharing = [module for module, readers in draft.shared.items() if path in readers]
@@ -69,7 +69,7 @@ def _input(draft: Draft, path: str) -> str:
 
 
 def _through(draft: Draft, path: str) -> str:
-    """The operations between the layers of a region."""
+    """Names the operations between the layers of a region."""
     passed = draft.record.through.get(path, {})
     names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
     return f" through {', '.join(names)}" if names else ""
@@ -95,7 +95,7 @@ def _as_row(draft: Draft, path: str) -> str:
 
 
 def _better(draft: Draft, region: Region) -> str:
-    """Why a region was not chosen."""
+    """Returns why a region was not chosen."""
     if region.bytes >= region.alone:
         return f", which moves {region.bytes:,.0f} bytes, no less than each alone ({region.alone:,.0f})"
     rivals = {path for other in draft.chosen if excludes(region, other) for path in other.layers}

@@ -9,7 +9,7 @@ from jaxtp.propose.draft import Draft
 from jaxtp.propose.flows import Call
 
 RESULT = ""
-"""In place of an argument: what a module returns."""
+"""Name of the result of a module, in place of an argument."""
 
 Share = tuple[str, str | None, list[Call]]
 """A module, its argument (or `RESULT`; None for a layer that shares with nobody), and who reads it."""
@@ -43,7 +43,7 @@ def _readers(draft: Draft) -> list[list[Call]]:
 
 
 def _sharing(draft: Draft, calls: list[Call], arguments: dict[str, set[str]]) -> Iterator[Share]:
-    """The innermost module that all readers are in, or else the one that made the array, or else several."""
+    """Yields the innermost module that all readers are in, or else the one that made the array, or else several."""
     if len({call.path for call in calls}) == 1:
         yield calls[0].path, None, calls
         return
@@ -75,7 +75,7 @@ def _alone(calls: list[Call]) -> Iterator[Share]:
 
 
 def _entries(call: Call, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:
-    """Modules around a layer through whose arguments its input came as it is, from the outermost."""
+    """Returns the modules around a layer through whose arguments its input came as it is, from the outermost."""
     return [
         (path, argument)
         for path, argument in call.given.entered

@@ -1,4 +1,4 @@
-"""What a plan is proposed for, tried on and explained: a model, one call of it and a mesh, of which none is there."""
+"""Model, call and mesh for which a plan is proposed, tried and explained; none of them needs devices."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
