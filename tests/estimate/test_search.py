@@ -172,7 +172,8 @@ def test_a_kernel_that_cannot_compute_the_model_is_not_proposed():
     half = dataclasses.replace(CONFIG.model, precision=jaxtp.Precision(compute="bfloat16"))
     capped = dataclasses.replace(half, attention_softcap=50.0)
     fused = [
-        alternatives._fused(dataclasses.replace(CONFIG, model=model), Target(H100, 8, 1e12)) for model in (half, capped)
+        alternatives._with_fused_attention(dataclasses.replace(CONFIG, model=model), Target(H100, 8, 1e12))
+        for model in (half, capped)
     ]
     assert fused[0] is not None
     assert fused[1] is None
