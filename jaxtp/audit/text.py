@@ -14,11 +14,10 @@ _INSTRUCTION = re.compile(
     r"^\s+(?P<root>ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<opcode>[a-z][a-z0-9\-]*)\((?P<rest>.*)$"
 )
 _CALLEE = re.compile(r"(?:to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _WRITTEN_OUT = re.compile(r'source_file="([^"]+)" source_line=(\d+)')
 _LIBRARIES = ("/site-packages/", "/dist-packages/")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-
 
 Operand = tuple[str, int | None]
 """The name of what an instruction reads; with a number, that part of a tuple (`%p#1`)."""

@@ -277,6 +277,7 @@ MISTAKES = {
     "{file}:build --input 4x8:float33": "should be a shape such as",
     "{file}:build --plan {file}:PLAN --propose": "leave one of them out",
     "{file}:build --mesh tp=0": "tp=0 is not a number of devices",
+    "{file}:build --plot plot.xyz": "--plot plot.xyz: pictures are ",
     "{file}:build --plan {file}:PLAN --mesh tp=3": "not divisible by tp=3",
 }
 
