@@ -9,7 +9,19 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "jaxtp"
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 LEVELS = [
-    {"mesh", "collectives", "config", "console", "entry", "files", "hardware", "hardware_file", "launch", "reading"},
+    {
+        "mesh",
+        "collectives",
+        "config",
+        "console",
+        "entry",
+        "files",
+        "hardware",
+        "hardware_file",
+        "interrupt",
+        "launch",
+        "reading",
+    },
     {"layers", "parallel", "audit", "data"},
     {"models", "checkpoint", "propose"},
     {"hf"},

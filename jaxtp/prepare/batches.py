@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 
 from jaxtp.data.chat_tokenizer import without_marks
 from jaxtp.data.manifest import TRAIN, VALIDATION
+from jaxtp.interrupt import Interrupt
 from jaxtp.prepare.errors import Document, PrepareError, Problem, Turn
 from jaxtp.prepare.formats import Fields, Source
-from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.sources import Position, read
 
 BATCH_BYTES = 2**22

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtp.data.manifest import TRAIN
+from jaxtp.interrupt import Interrupt
 from jaxtp.prepare.batches import Batch, Entry, ahead, batches, fraction, split_of
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
-from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import Position
 

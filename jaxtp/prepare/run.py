@@ -1,5 +1,6 @@
 """From inputs to a finished dataset."""
 
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
@@ -14,13 +15,13 @@ from jaxtp.data.manifest import MANIFEST, SPLITS, TRAIN, VALIDATION, Manifest, t
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.files import write_atomically
+from jaxtp.interrupt import Interrupt, InterruptError
 from jaxtp.prepare import errors, folder
 from jaxtp.prepare.batches import Batch, Entry, ahead, batches, split_of
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.conversation import Conversations, open_conversations
 from jaxtp.prepare.errors import PrepareError, Turn
 from jaxtp.prepare.formats import Source
-from jaxtp.prepare.interrupt import Interrupt, InterruptError
 from jaxtp.prepare.journal import Seen, State
 from jaxtp.prepare.marks import described
 from jaxtp.prepare.report import Report
@@ -43,7 +44,11 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     conversations = open_conversations(config, given)
     sources = find_sources(config)
     try:
-        with folder.locked(out), Interrupt() as interrupt, Report(sum(source.size for source in sources)) as report:
+        with (
+            folder.locked(out),
+            Interrupt(signal.SIGINT) as interrupt,
+            Report(sum(source.size for source in sources)) as report,
+        ):
             state = begin(out, config, sources, given)
             if state is None:
                 report.line(f"{out} is finished; there is nothing to do")

@@ -12,12 +12,12 @@ from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 from jaxtp.files import sha256, write_atomically
+from jaxtp.interrupt import Interrupt
 from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
 from jaxtp.prepare.conversation import template_checksum
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
-from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.journal import State
 from jaxtp.prepare.marks import with_marks
 from jaxtp.prepare.report import Report

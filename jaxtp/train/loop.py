@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints
@@ -112,9 +113,12 @@ class Loop:
 
     def _stop_asked(self) -> bool:
         """Returns whether to stop; several processes ask each other, by a collective, only where a step is logged."""
-        if jax.process_count() > 1 and self._run.step % self._config.train.log_every:
+        asked = self._run.interrupt.received is not None
+        if jax.process_count() == 1:
+            return asked
+        if self._run.step % self._config.train.log_every:
             return False
-        return self._run.interrupt.agreed()
+        return bool(multihost_utils.process_allgather(asked).any())
 
     def _stop(self) -> None:
         self._finish_step()

@@ -12,11 +12,11 @@ from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.hf.runs import check_base, describe_base, load_base
+from jaxtp.interrupt import Interrupt
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check_vocabulary
 from jaxtp.train.initialisation import check_origin, check_tokenizer, keep_files_of_origin, with_model
-from jaxtp.train.interrupt import Interrupt
 from jaxtp.train.memory_check import require_memory
 from jaxtp.train.metrics import Timing
 from jaxtp.train.place import open_mesh
