@@ -16,7 +16,7 @@ from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
 from jaxtp.files import write_atomically
 from jaxtp.prepare.config import PrepareConfig
-from jaxtp.prepare.errors import TooLargeError, Turn
+from jaxtp.prepare.errors import TooLargeError, Turn, shown
 
 _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
@@ -151,16 +151,11 @@ def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, st
 
 def _checked(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
-        raise ChatError(f"not a list of messages, but {_shown(messages)}")
+        raise ChatError(f"not a list of messages, but {shown(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise ChatError(f"message {number} is not an object with role and content, but {_shown(message)}")
+            raise ChatError(f"message {number} is not an object with role and content, but {shown(message)}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise ChatError(f"message {number}: {key!r} is not a string, but {_shown(message.get(key))}")
+                raise ChatError(f"message {number}: {key!r} is not a string, but {shown(message.get(key))}")
     return messages
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return f"{text[:40]}..." if len(text) > 40 else text

@@ -1,6 +1,7 @@
 """What can be wrong with inputs: an item that cannot be read, and a mistake that ends the command."""
 
-from typing import NamedTuple
+import json
+from typing import Any, NamedTuple
 
 END = -1
 """As the `item` of an event: the rest of its source cannot be read."""
@@ -55,3 +56,9 @@ class Problem(NamedTuple):
     done: int
     harmless: bool = False
     """Left out and counted, whatever `--on-error` says."""
+
+
+def shown(value: Any) -> str:
+    """Returns the beginning of a value as JSON, for messages."""
+    text = json.dumps(value, default=str)
+    return f"{text[:40]}..." if len(text) > 40 else text
