@@ -20,7 +20,7 @@ TEXT_FIELD = "text"
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to read, how to make tokens of it, and where they go."""
+    """The inputs, how they become tokens, and where those go."""
 
     inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")] = ()
     """Text, .jsonl and .parquet files, all but the last also as .gz and .zst; folders of them, or of source files; of
@@ -112,12 +112,12 @@ class PrepareConfig:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether documents begin with what the loss leaves out."""
+        """Whether documents begin with a prompt, which the loss leaves out."""
         return self.prompt_field is not None or self.messages is not None
 
     @property
     def limits(self) -> Limits:
-        """Returns the most that may be in memory at a time."""
+        """The most that may be in memory at a time."""
         return Limits(self.max_document_bytes, self.max_window_bytes)
 
     @property
@@ -138,12 +138,12 @@ _NOT_OF_THE_RESULT = {
 
 
 def arguments(config: PrepareConfig) -> dict[str, Any]:
-    """The settings that decide what the dataset holds, as plain values."""
+    """Returns the settings that decide what the dataset holds, as plain values."""
     return {key: value for key, value in to_plain(config).items() if key not in _NOT_OF_THE_RESULT}
 
 
 def check(config: PrepareConfig) -> None:
-    """Checks what no single setting can.
+    """Checks the settings against each other.
 
     Raises:
       ConfigError: with every contradiction.

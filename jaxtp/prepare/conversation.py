@@ -1,4 +1,4 @@
-"""Conversations into turns: an answer of the assistant, and as its prompt all that comes before it."""
+"""Makes turns of conversations: an answer of the assistant, and as its prompt all that comes before it."""
 
 import hashlib
 import json
@@ -26,7 +26,7 @@ class Conversations:
 
     Args:
       config: names the template.
-      tokenizer: of the dataset.
+      tokenizer: tokenizer of the dataset.
 
     Raises:
       ChatError: no template, or one that fails on the simplest conversation.
@@ -44,7 +44,7 @@ class Conversations:
         self._probe = self.turns(_PROBE)
 
     def turns(self, messages: Any) -> tuple[Turn, ...]:
-        """The answers in a conversation; what comes after the last one is left out.
+        """Returns the answers in a conversation; what comes after the last one is left out.
 
         Raises:
           ChatError: it is no conversation, has no answer, or the template refuses it.
@@ -64,7 +64,7 @@ class Conversations:
         return tuple(turns)
 
     def encode(self, turns: Sequence[Turn]) -> list[list[NDArray[Any]]]:
-        """The ids of prompt and answer of each turn."""
+        """Returns the ids of prompt and answer of each turn."""
         pairs = [(turn.prompt or "", turn.text) for turn in turns]
         dtype = self._tokenizer.info.dtype
         return [[part.astype(dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
@@ -75,7 +75,7 @@ class Conversations:
         write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(self.special_tokens, indent=1) + "\n").encode())
 
     def begins_with(self, prefix: tuple[int, ...]) -> bool:
-        """Whether the template writes the tokens that texts begin with."""
+        """Returns whether the template writes the tokens that texts begin with."""
         (ids, _), *_ = self.encode(self._probe)
         return np.array_equal(ids[: len(prefix)], prefix)
 
@@ -97,7 +97,7 @@ class Conversations:
 
 
 def open_conversations(config: PrepareConfig, tokenizer: Tokenizer | None) -> Conversations | None:
-    """What reads the conversations that a command line asks for; prefix and end token then are what the template has.
+    """Returns the reader of the conversations that a command line asks for; the template gives prefix and end token.
 
     Raises:
       ChatError, TokenizerFileError: as `Conversations`.
@@ -114,7 +114,7 @@ def open_conversations(config: PrepareConfig, tokenizer: Tokenizer | None) -> Co
 
 
 def template_of(config: PrepareConfig) -> tuple[str, str]:
-    """The chat template, and what it is called in messages.
+    """Returns the chat template, and its name in messages.
 
     Raises:
       ChatError: there is none.
@@ -132,13 +132,13 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 
 
 def template_checksum(config: PrepareConfig) -> str:
-    """What tells whether an interrupted command goes on with the same template."""
+    """Returns a hash by which an interrupted command tells whether it goes on with the same template."""
     named = special_tokens(tokenizer_file(config.tokenizer).parent) if config.tokenizer else {}
     return hashlib.sha256(json.dumps([template_of(config)[0], named]).encode()).hexdigest()
 
 
 def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """What the template may name: as it is said beside the tokenizer, or else what documents begin and end with."""
+    """Returns the tokens that the template may name: those beside the tokenizer, else documents' first and last."""
     if config.tokenizer is None or not isinstance(tokenizer, HuggingFaceTokenizer):
         return {}
     info, found = tokenizer.info, {}
