@@ -179,7 +179,7 @@ def newest(run: Path) -> Path:
     Raises:
       CheckpointError: there is none.
     """
-    if found := _finished(run):
+    if found := finished(run):
         return found[-1]
     raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
 
@@ -190,7 +190,7 @@ def newest_info(run: Path) -> dict[str, Any] | None:
     Raises:
       CheckpointError: it cannot be read now, which may pass.
     """
-    for folder in reversed(_finished(run)):
+    for folder in reversed(finished(run)):
         try:
             return stored_info(folder)
         except DamagedError:
@@ -198,8 +198,8 @@ def newest_info(run: Path) -> dict[str, Any] | None:
     return None
 
 
-def _finished(run: Path) -> list[Path]:
-    """The folders of the finished checkpoints of a run, oldest first; the folder itself if it is one."""
+def finished(run: Path) -> list[Path]:
+    """Returns the folders of the finished checkpoints of a run, oldest first; the folder itself if it is one."""
     if (run / "state").is_dir():
         return [run]
     for folder in (run / "checkpoints", run):

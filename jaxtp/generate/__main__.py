@@ -8,8 +8,7 @@ from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.manifest import DatasetError
 from jaxtp.data.template import ChatError
-from jaxtp.data.tokenizer import TokenizerError
-from jaxtp.data.tokenizer_files import TokenizerFileError
+from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.generate.command import run
 from jaxtp.generate.config import GenerateConfig, check
 from jaxtp.generate.engine import GenerationError
@@ -40,7 +39,6 @@ MISTAKES = (
     CheckpointError,
     DatasetError,
     TokenizerError,
-    TokenizerFileError,
     ChatError,
     GenerationError,
 )

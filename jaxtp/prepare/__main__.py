@@ -7,8 +7,7 @@ from jaxtp import config as configuration
 from jaxtp import entry
 from jaxtp.data.store import DatasetError, open_dataset, verify
 from jaxtp.data.template import ChatError
-from jaxtp.data.tokenizer import TokenizerError
-from jaxtp.data.tokenizer_files import TokenizerFileError
+from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.prepare.config import PrepareConfig, check
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.run import prepare
@@ -26,7 +25,7 @@ python -m jaxtp.prepare --verify data/books
 compares a dataset with its checksums.
 """
 
-MISTAKES = (configuration.ConfigError, PrepareError, DatasetError, TokenizerError, TokenizerFileError, ChatError)
+MISTAKES = (configuration.ConfigError, PrepareError, DatasetError, TokenizerError, ChatError)
 """What a user can put right: reported in one message, with exit code 2."""
 INTERRUPTED = "interrupted; the same command, without --overwrite, goes on"
 

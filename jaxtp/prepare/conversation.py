@@ -30,7 +30,7 @@ class Conversations:
 
     Raises:
       ChatError: no template, or one that fails on the simplest conversation.
-      TokenizerFileError: a file beside the tokenizer is damaged.
+      TokenizerError: a file beside the tokenizer is damaged.
     """
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
@@ -100,7 +100,7 @@ def open_conversations(config: PrepareConfig, tokenizer: Tokenizer | None) -> Co
     """Returns the reader of the conversations that a command line asks for; the template gives prefix and end token.
 
     Raises:
-      ChatError, TokenizerFileError: as `Conversations`.
+      ChatError, TokenizerError: as `Conversations`.
     """
     if config.messages is None or tokenizer is None:
         return None
@@ -118,7 +118,7 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 
     Raises:
       ChatError: there is none.
-      TokenizerFileError: its file cannot be read.
+      TokenizerError: its file cannot be read.
     """
     if config.template is not None:
         return read_template(config.template), str(config.template)

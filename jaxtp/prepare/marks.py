@@ -18,8 +18,7 @@ def with_marks(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceT
       config: the command line.
 
     Raises:
-      TokenizerError: it cannot be used, or nothing tells which token ends a document.
-      TokenizerFileError: a file beside it is damaged.
+      TokenizerError: it or a file beside it cannot be used, or nothing tells which token ends a document.
     """
     eos, _ = _end(config)
     special = config.special_tokens

@@ -35,8 +35,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
 
     Raises:
       PrepareError: a bad input, a folder that cannot be written or holds something else.
-      TokenizerError: a tokenizer that cannot be used.
-      TokenizerFileError: a file beside it is damaged.
+      TokenizerError: a tokenizer that cannot be used, or a file beside it that is damaged.
       ChatError: a chat template that is missing or fails.
       KeyboardInterrupt: Ctrl-C.
     """

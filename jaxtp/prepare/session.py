@@ -31,8 +31,7 @@ def given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
     """Returns the tokenizer that a command names; None where it is to be trained.
 
     Raises:
-      TokenizerError: its file cannot be used.
-      TokenizerFileError: a file beside it is damaged.
+      TokenizerError: its file, or one beside it, cannot be used.
     """
     if config.train_bpe is not None:
         return None

@@ -9,7 +9,8 @@ from corpora import jsonl, packed, parquet, prepared, texts
 
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.store import DatasetError, open_dataset, verify
-from jaxtp.data.tokenizer import HuggingFaceTokenizer, TokenizerError
+from jaxtp.data.tokenizer import HuggingFaceTokenizer
+from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.prepare import formats
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import PrepareError
