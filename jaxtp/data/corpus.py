@@ -1,4 +1,4 @@
-"""What a run is trained on and evaluated on: prepared datasets, a text file, or the sources of the standard library."""
+"""The data of a run: prepared datasets, a text file, or the sources of the standard library."""
 
 import hashlib
 import platform
@@ -19,7 +19,7 @@ from jaxtp.data.store import Dataset, open_dataset
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 PREFIX = "prefix"
-"""In what `Corpus.describe` gives: the tokens that each document begins with, where there are any."""
+"""Key of the tokens that each document begins with in `Corpus.describe`, where there are any."""
 _SKIPPED_FOLDERS = {
     "test",
     "tests",
@@ -49,24 +49,24 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads."""
+    """All data of a run."""
 
     sources: tuple[Source, ...]
-    """One, or those of a mixture; all by one tokenizer."""
+    """One source, or those of a mixture; all by one tokenizer."""
 
     tokenizer: TokenizerInfo
 
     description: str
-    """For people: what was read."""
+    """Name of the data, for people."""
 
     @property
     def unit(self) -> str:
-        """What a token is: bytes or tokens."""
+        """The word for tokens: bytes or tokens."""
         return "bytes" if self.tokenizer.kind == BYTES else "tokens"
 
     @property
     def train_tokens(self) -> int:
-        """Tokens of all sources to train on."""
+        """Number of tokens of all sources to train on."""
         return sum(source.train.num_tokens for source in self.sources)
 
     @property
@@ -78,17 +78,17 @@ class Corpus:
 
     @property
     def validation_tokens(self) -> int:
-        """Tokens of all sources that are held out."""
+        """Number of tokens of all sources that are held out."""
         return sum(source.validation.num_tokens for source in self.sources)
 
     @cached_property  # the loop asks at every save
     def identity(self) -> str:
-        """A hash of all that is read, and of the weights."""
+        """Hash of all that is read, and of the weights."""
         parts = [f"{s.weight} {s.train.identity} {s.validation.identity}" for s in self.sources]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """What a run stores of it, to notice when the data changes under a resumed run, and to generate as they are."""
+        """Returns what a run stores, to notice when the data of a resumed run change, and to generate texts alike."""
         prefix = {PREFIX: list(self.tokenizer.prefix)} if self.tokenizer.prefix else {}  # older runs say nothing of it
         return {
             "source": self.description,
@@ -108,7 +108,7 @@ def load_corpus(
     Args:
       path: a dataset that `python -m jaxtp.prepare` made, or a text file; None for the standard library.
       mixture: instead of `path`, weights of several such, by path.
-      validation: what to evaluate on instead of the parts that are held out of them: a dataset (its validation split,
+      validation: documents to evaluate on instead of those that are held out of them: a dataset (its validation split,
         or all of it if it has none) or a text file.
 
     Raises:
@@ -129,7 +129,7 @@ def load_corpus(
 
 @dataclass(frozen=True)
 class Part:
-    """What is read from one place."""
+    """The data in one place."""
 
     train: Documents | None
     validation: Documents | None
@@ -138,7 +138,7 @@ class Part:
 
 
 def standard_library(root: Path | None = None) -> Part:
-    """The sources of the standard library of this Python, in the order of their paths; a file is a document.
+    """Returns the sources of the standard library of this Python, in the order of their paths; a file is a document.
 
     Without test folders, site-packages and `encodings` (tables, not prose). A file is held out if a hash of its
     path says so, about one in twenty.
@@ -162,7 +162,7 @@ def standard_library(root: Path | None = None) -> Part:
 
 
 def text_file(path: Path) -> Part:
-    """Any file, as the bytes of one document; the last twentieth is held out.
+    """Returns any file as the bytes of one document; the last twentieth is held out.
 
     Raises:
       CorpusError: the file is missing, unreadable or empty, or of a format that `jaxtp.prepare` reads.
@@ -193,7 +193,7 @@ def _documents(dataset: Dataset, name: str) -> Documents | None:
 
 
 def _whole(part: Part) -> Part:
-    """Everything of a dataset that was prepared for evaluation and holds nothing out itself."""
+    """Returns all of a dataset that was prepared for evaluation and holds nothing out itself."""
     return Part(None, part.validation or part.train, part.tokenizer, part.description)
 
 

@@ -46,7 +46,7 @@ from jaxtp.files import sha256
 __all__ = ["Dataset", "DatasetError", "Split", "open_dataset", "verify"]
 
 _BLOCK = 2**22
-"""Entries of a file that `verify` holds in memory at a time."""
+"""Number of entries of a file that `verify` holds in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Split(Documents):
 
 
 def verify(dataset: Dataset) -> Iterator[str]:
-    """Reads all of a dataset, a few MB at a time, and says what is not as it was written."""
+    """Reads all of a dataset, a few MB at a time; yields what is not as it was written."""
     tokenizer = dataset.tokenizer
     if tokenizer.sha256 is not None:
         yield from _verify_sum(dataset.folder / TOKENIZER, tokenizer.sha256)
@@ -176,7 +176,7 @@ def _verify_sum(path: Path, expected: str) -> Iterator[str]:
 
 
 def _verify_offsets(path: Path, shard: Shard) -> Iterator[str]:
-    """That they ascend from 0 to the number of tokens, and the longest document is what the manifest says."""
+    """Yields what is wrong with offsets, which ascend from 0 to the number of tokens, or with the longest document."""
     last, longest = np.zeros(1, np.int64), 0
     for number, block in enumerate(_blocks(path, OFFSET)):
         offsets = block.view(np.int64)
@@ -192,7 +192,7 @@ def _verify_offsets(path: Path, shard: Shard) -> Iterator[str]:
 
 
 def _blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """A file in pieces; nothing where it cannot be read, of which `_verify_sum` has told."""
+    """Yields a file in pieces; nothing where it cannot be read, which `_verify_sum` has reported."""
     try:
         with path.open("rb") as file:
             while (block := np.fromfile(file, dtype, _BLOCK)).size:

@@ -10,7 +10,6 @@ import os
 import pickle
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -20,14 +19,11 @@ from typing import Any, BinaryIO
 TEXT, REFUSED, FAILED, BROKEN = range(4)
 """Kinds of answer: the rendered text; or why the template refuses the conversation, why it fails, or why it is none."""
 
-HEADER = struct.Struct(">BQ")
-"""Before an answer: its kind, and its bytes as UTF-8."""
-
 OUT_OF_MEMORY = 77
-"""The exit code."""
+"""Exit code."""
 
 _SHOWN = 300
-"""Characters of an error that are kept: a template may have written it."""
+"""Number of characters of an error that are kept: a template may have written it."""
 
 
 class RefusedError(Exception):
@@ -38,8 +34,8 @@ def main(memory: int, characters: int) -> None:
     """Answers requests until there are no more.
 
     Args:
-      memory: the most bytes that the process may take.
-      characters: the most that a text may have.
+      memory: bytes that the process may take at most.
+      characters: number of characters that a text may have at most.
     """
     with suppress(ValueError, OSError):  # not every system limits it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -61,9 +57,9 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
         kind, text = _answer(template, variables)
         if len(text) > characters:
             kind, text = FAILED, f"its text has more than {characters:,} characters"
-        content = text.encode(errors="replace")
+        answer = json.dumps([kind, text], ensure_ascii=False).encode(errors="replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(HEADER.pack(kind, len(content)) + content)
+        answers.write(answer + b"\n")
         answers.flush()
 
 
@@ -116,7 +112,7 @@ def _now(form: str) -> str:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Without Jinja's own escapes for HTML."""
+    """Returns a value as JSON, without Jinja's own escapes for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 
