@@ -41,10 +41,10 @@ OPTIMIZER_SCOPE = "optimizer"
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step does beside the model and the optimizer."""
+    """Settings of a step beside the model and the optimizer."""
 
     accumulation: int = 1
-    """Micro-batches whose gradients are added up before the update."""
+    """Number of micro-batches whose gradients are added up before the update."""
 
     z_loss: float = 0.0
     """Weight of the squared log-normaliser of the softmax."""
@@ -53,10 +53,10 @@ class StepSettings:
     """Seed of dropout's masks, which differ from step to step."""
 
     max_skipped: int = 0
-    """Steps in a row that may be skipped because they are not finite. After more of them nothing changes any more."""
+    """Number of steps in a row that may be skipped because they are not finite. After more of them nothing changes."""
 
     norm_groups: tuple[str, ...] = ()
-    """Patterns of parameter path whose gradients' and parameters' norms are given too."""
+    """Patterns of parameter path whose gradients' and parameters' norms are returned too."""
 
 
 def train_step(config: TrainConfig, blueprint: Blueprint) -> JittedTrainStep:
@@ -71,11 +71,6 @@ def train_step(config: TrainConfig, blueprint: Blueprint) -> JittedTrainStep:
     return make_train_step(blueprint, optimizers.learning_rate(config.optimizer, config.train.steps), settings)
 
 
-def eval_step(config: TrainConfig, blueprint: Blueprint) -> EvalStep:
-    """Returns the evaluation of a run, in the micro-batches of its training step: what holds one holds the other."""
-    return make_eval_step(blueprint, config.train.accumulation)
-
-
 def trace_step(
     config: TrainConfig, blueprint: Blueprint, step: JittedTrainStep | None = None, state: nnx.State | None = None
 ) -> Any:
@@ -83,7 +78,7 @@ def trace_step(
 
     Args:
       config: the run.
-      blueprint: of its state.
+      blueprint: the description of its state.
       step: what `train_step` returns, if it is there.
       state: the state; by default its description.
     """
@@ -109,9 +104,9 @@ def make_train_step(
     counts it.
 
     Args:
-      blueprint: of the state.
+      blueprint: the description of the state.
       schedule: the learning rate by update.
-      settings: what else a step does.
+      settings: the settings.
       with_grads: returns the gradients too, as a third result, in the parameters' shardings.
     """
     kind = trained(blueprint.config.lora)
@@ -158,9 +153,9 @@ def make_eval_step(blueprint: Blueprint, micro_batches: int = 1) -> EvalStep:
     """Compiles `state, batch -> summed loss, number of valid tokens`.
 
     Args:
-      blueprint: of the state.
-      micro_batches: how many a batch is read in, one after the other. As many as the training step's, so that an
-        evaluation takes no more memory than training: it is the forward pass alone.
+      blueprint: the description of the state.
+      micro_batches: number of micro-batches of a batch, one after the other. As many as the training step's, so that
+        an evaluation takes no more memory than training: it is the forward pass alone.
     """
 
     def step(state: nnx.State, batch: Batch) -> tuple[Array, Array]:
@@ -231,7 +226,7 @@ def row_keys(key: Array, rows: Array) -> Array:
 
 
 def _split_rows(array: Array, steps: int) -> Array:
-    """`[B, ...] -> [steps, B / steps, ...]`, each device's rows cut on that device: nothing moves."""
+    """Returns `[steps, B / steps, ...]` of `[B, ...]`, each device's rows cut on that device: nothing moves."""
     sizes = mesh_sizes(jax.sharding.get_abstract_mesh())
     devices = batch_parts(sizes)
     rest = array.shape[1:]

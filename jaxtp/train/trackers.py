@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: `metrics.jsonl` always, and whatever else the configuration names."""
+"""Writes the numbers of a run: to `metrics.jsonl` always, and to the trackers that the configuration names."""
 
 import contextlib
 import importlib
@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import jax
 from tensorboardX.proto.event_pb2 import Event, SessionLog
@@ -30,22 +30,12 @@ METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 _IDENTITIES = "trackers.json"
 _FLUSH_SECONDS = 30.0
-"""Between flushes of TensorBoard's file, each of which waits for the disk."""
-
-
-class Tracker(Protocol):
-    """One place that records go to."""
-
-    def write(self, record: Record) -> None:
-        """Takes the numbers of one step."""
-
-    def close(self) -> None:
-        """Makes sure that all of them are written."""
+"""Seconds between flushes of TensorBoard's file, each of which waits for the disk."""
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """The run that a tracker is told about."""
+    """The run whose numbers are tracked."""
 
     folder: Path
 
@@ -55,7 +45,7 @@ class Tracked:
     evaluation at step 0 of a run that begins again."""
 
     project: str = "jaxtp"
-    """What W&B and Aim file the run under; its name there is that of its folder."""
+    """Project of W&B, or experiment of Aim; the run's name there is that of its folder."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved configuration, as plain values."""
@@ -76,7 +66,8 @@ class Jsonl:
     def __init__(self, run: Tracked):
         self._path = run.folder / METRICS
         with writing(self._path):
-            kept = [line for line in _lines(self._path) if _step(line) < run.logs_from]
+            before = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
+            kept = [line for line in before.splitlines() if _step(line) < run.logs_from]
             write_atomically(self._path, "".join(line + "\n" for line in kept).encode())
             self._file: TextIO = self._path.open("a", encoding="utf-8")
 
@@ -89,14 +80,14 @@ class Jsonl:
 
     def close(self) -> None:
         """Closes the file."""
-        with contextlib.suppress(OSError):  # of a write that failed, which has been said
+        with contextlib.suppress(OSError):  # that of a write that failed, which has been reported
             self._file.close()
 
 
 class TensorBoard:
     """Event files in `tensorboard/`; steps that are made again are marked to be forgotten.
 
-    Written by the run itself: where tensorboardX's own thread meets a full disk it ends, and its queue then blocks
+    The run writes them itself: tensorboardX's own thread ends where it meets a full disk, and its queue then blocks
     whoever writes.
     """
 
@@ -186,13 +177,14 @@ class Aim:
         self._run.close()
 
 
+Tracker = TensorBoard | WeightsAndBiases | Aim
 _BY_NAME: dict[str, Callable[[Tracked], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "aim": Aim}
 _EXTRAS = {"wandb", "aim"}
-"""Trackers that are packages of their own, by names that are also pip's extras."""
+"""Trackers that are packages of their own; their names are also those of pip's extras."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Checks, importing nothing, that every tracker can be had.
+    """Checks, importing nothing, that every tracker is installed.
 
     Raises:
       ConfigError: one needs an extra.
@@ -203,12 +195,12 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """`metrics.jsonl` and the others, on process 0. One of the others that fails gets no more; the run goes on.
+    """Writes to `metrics.jsonl` and to other trackers, on process 0. One of the others that fails gets no more.
 
     Args:
-      names: of the others.
-      run: what they are told of it.
-      warn: told which one failed.
+      names: names of the others.
+      run: the run.
+      warn: takes a message for one that failed.
 
     Raises:
       RunFolderError: a file in the run's folder cannot be written.
@@ -228,13 +220,13 @@ class Trackers:
             raise
 
     def write(self, record: Record) -> None:
-        """To each of them."""
+        """Writes a record to each of them."""
         if self._log is not None:
             self._log.write(record)
         self._each(lambda tracker: tracker.write(record))
 
     def close(self) -> None:
-        """Each of them."""
+        """Closes each of them."""
         self._each(lambda tracker: tracker.close())
         if self._log is not None:
             self._log.close()
@@ -250,24 +242,16 @@ class Trackers:
 
 
 def _identity(folder: Path, name: str, new: str | None) -> str | None:
-    """What a service calls the run in this folder: as it was stored there, or `new`, which is then stored."""
+    """Returns a service's name of the run in this folder: the one that is stored there, or `new`, which it stores."""
     path = folder / _IDENTITIES
-    stored = _read_identities(path)
+    try:
+        stored: dict[str, str] = dict(json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):  # none yet, or cut short
+        stored = {}
     if name not in stored and new is not None:
         stored[name] = new
         write_atomically(path, json.dumps(stored).encode())
     return stored.get(name)
-
-
-def _read_identities(path: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):  # none yet, or cut short
-        return {}
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _step(line: str) -> float:
