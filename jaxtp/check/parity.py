@@ -16,6 +16,7 @@ from jaxtp.audit.audit import audit
 from jaxtp.check.shrink import UPDATES, Case
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
+from jaxtp.config import changed
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import make_mesh, mesh_of, mesh_sizes
@@ -23,7 +24,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.state import Blueprint, plan_state
-from jaxtp.train.step import OPTIMIZER_SCOPE, StepSettings, make_train_step
+from jaxtp.train.step import OPTIMIZER_SCOPE, make_train_step
 
 NOISE = 0.1
 """Added to every weight: initial values are special (zero biases, equal scales), and hide mistakes."""
@@ -135,9 +136,7 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
     config = on_case(config, case)
     mesh = mesh_of(case.sizes)
     blueprint = _plan(config, mesh)
-    settings = StepSettings(config.train.accumulation, config.train.z_loss, config.run.seed)
-    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
-    step = make_train_step(blueprint, schedule, settings, with_grads=True)
+    step = make_train_step(changed(config, {"metrics.norm_groups": ()}), blueprint, with_grads=True)
     state = place(initial, blueprint.abstract, mesh)
     placed = [jax.device_put(batch, NamedSharding(mesh, batch_spec(None))) for batch in batches(config)]
     problems: list[str] = []

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.loader import Batch, batches
@@ -23,7 +22,7 @@ from jaxtp.train.profiling import Profiler
 from jaxtp.train.setup import Run
 from jaxtp.train.state import parameter_count
 from jaxtp.train.step import Scalars, TrainStep, trace_step
-from jaxtp.train.trackers import Tracked, Trackers
+from jaxtp.train.trackers import Trackers
 from jaxtp.train.watchdog import Watchdog
 
 
@@ -42,8 +41,7 @@ class Loop:
         self._config = config = run.config
         self._mesh = run.blueprint.mesh
         self._report, self._timing = run.report, run.timing
-        tracked = Tracked(config.run.dir, run.step, config.metrics.project, configuration.to_plain(config))
-        self._trackers = Trackers(config.metrics.trackers, tracked, run.report.line)
+        self._trackers = Trackers(config, run.step, run.report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds)
         self._in_flight: tuple[int, int, Scalars] | None = None

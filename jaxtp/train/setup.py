@@ -23,7 +23,7 @@ from jaxtp.train.place import open_mesh
 from jaxtp.train.report import Report, summary
 from jaxtp.train.resume import restore, with_origin
 from jaxtp.train.state import Blueprint, plan_state, trained_parameters
-from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, train_step
+from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
 from jaxtp.train.trackers import check_installed
 
 
@@ -92,7 +92,7 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
     if step < config.train.steps:
         folder.write_config(config)
 
-    steps = train_step(config, blueprint), make_eval_step(blueprint, config.train.accumulation)
+    steps = make_train_step(config, blueprint), make_eval_step(blueprint, config.train.accumulation)
     timing.begun()
     return Run(config, data, blueprint, *steps, checkpoints, report, interrupt, timing, state, step, next_sample, base)
 

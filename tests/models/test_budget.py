@@ -18,9 +18,9 @@ from jaxtp.layers.lora import LoraConfig, trained
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import StepSettings, make_train_step
+from jaxtp.train.step import make_train_step
 
 B, T = 8, 16
 CONFIG = {"d_model": 64, "d_ff": 96, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
@@ -132,7 +132,7 @@ def step_bytes(config, mesh, accumulation=1):
     mesh = jaxtp.make_mesh(*mesh)
     settings = OptimizerConfig()
     plan = plan_state(config, optimizers.build(settings, 10), mesh)
-    step = make_train_step(plan, optimizers.learning_rate(settings, 10), StepSettings(accumulation))
+    step = make_train_step(TrainConfig(train=LoopConfig(accumulation=accumulation)), plan)
     with jax.set_mesh(mesh):
         jaxpr = step.trace(plan.abstract, abstract_batch(mesh, STEP_B, T)).jaxpr
     sizes = mesh_sizes(mesh)

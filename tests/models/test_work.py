@@ -13,9 +13,9 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import StepSettings, make_train_step
+from jaxtp.train.step import make_train_step
 
 B, T = 16, 16
 MODEL = jaxtp.ModelConfig(
@@ -27,8 +27,7 @@ SHAPE = {"batch_size": B, "sequence_length": T}
 def compiled_flops(config, mesh, accumulation):
     mesh = jaxtp.make_mesh(*mesh)
     plan = plan_state(config, optimizers.build(OptimizerConfig(), 10), mesh)
-    schedule = optimizers.learning_rate(OptimizerConfig(), 10)
-    step = make_train_step(plan, schedule, StepSettings(accumulation))
+    step = make_train_step(TrainConfig(train=LoopConfig(accumulation=accumulation)), plan)
     with jax.set_mesh(mesh):
         lowered = step.lower(plan.sharded, abstract_batch(mesh, B, T))
     _, text = compile_with_spmd_text(lowered, {"xla_backend_optimization_level": 0})
