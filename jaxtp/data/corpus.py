@@ -15,7 +15,7 @@ import numpy as np
 from jaxtp.config import expand
 from jaxtp.data.documents import Documents, InMemory, Tokens
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
-from jaxtp.data.store import Dataset, open_dataset
+from jaxtp.data.store import open_dataset
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 PREFIX = "prefix"
@@ -89,14 +89,14 @@ class Corpus:
 
     def describe(self) -> dict[str, Any]:
         """Returns what a run stores, to notice when the data of a resumed run change, and to generate texts alike."""
-        prefix = {PREFIX: list(self.tokenizer.prefix)} if self.tokenizer.prefix else {}  # older runs say nothing of it
+        prefix = list(self.tokenizer.prefix)
         return {
             "source": self.description,
             "train_tokens": self.train_tokens,
             "validation_tokens": self.validation_tokens,
             "tokenizer": self.tokenizer.name,
             "sha256": self.identity,
-            **prefix,
+            **({PREFIX: prefix} if prefix else {}),  # older runs say nothing of it
         }
 
 
@@ -119,7 +119,7 @@ def load_corpus(
         parts = {name: _open(expand(Path(name))) for name in mixture}
     else:
         parts = {"": _open(path) if path else standard_library()}
-    held_out = _whole(_open(validation)) if validation else None
+    held_out = _open(validation) if validation else None
     _require_one_tokenizer({**parts, **({str(validation): held_out} if held_out else {})})
     sources = tuple(_source(name, (mixture or {}).get(name, 1.0), part, held_out) for name, part in parts.items())
     tokenizer = next(iter(parts.values())).tokenizer
@@ -183,22 +183,13 @@ def _open(path: Path) -> Part:
     if not path.is_dir():
         return text_file(path)
     dataset = open_dataset(path)
-    train, validation = (_documents(dataset, name) for name in (TRAIN, VALIDATION))
-    return Part(train, validation, dataset.tokenizer, str(path))
-
-
-def _documents(dataset: Dataset, name: str) -> Documents | None:
-    split = dataset.splits.get(name)
-    return split if split is not None and split.num_tokens else None
-
-
-def _whole(part: Part) -> Part:
-    """Returns all of a dataset that was prepared for evaluation and holds nothing out itself."""
-    return Part(None, part.validation or part.train, part.tokenizer, part.description)
+    splits = {name: split for name, split in dataset.splits.items() if split.num_tokens}
+    return Part(splits.get(TRAIN), splits.get(VALIDATION), dataset.tokenizer, str(path))
 
 
 def _source(name: str, weight: float, part: Part, held_out: Part | None) -> Source:
-    validation = held_out.validation if held_out else part.validation
+    # A dataset that was prepared for evaluation may hold nothing out itself.
+    validation = held_out.validation or held_out.train if held_out else part.validation
     if part.train is None:
         raise CorpusError(f"{part.description} has no documents to train on; prepare it with a smaller --held-out")
     if validation is None:

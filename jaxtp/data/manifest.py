@@ -106,20 +106,10 @@ class Manifest:
 
     def to_json(self) -> str:
         """Returns the text of `dataset.json`; the same dataset gives the same text."""
-        splits = {
-            name: {**totals(shards), "shards": [asdict(shard) for shard in shards]}
-            for name, shards in self.splits.items()
-        }
-        record = {
-            "format": FORMAT,
-            "tokenizer": asdict(self.tokenizer),
-            "prompts": self.prompts,
-            "splits": splits,
-            "skipped": dict(self.skipped),
-            "inputs": dict(self.inputs),
-            "arguments": dict(self.arguments),
-        }
-        return json.dumps(record, indent=1) + "\n"
+        record = asdict(self)
+        record["splits"] = {n: totals(shards) | {"shards": record["splits"][n]} for n, shards in self.splits.items()}
+        order = ("tokenizer", "prompts", "splits", "skipped", "inputs", "arguments")
+        return json.dumps({"format": FORMAT, **{key: record[key] for key in order}}, indent=1) + "\n"
 
 
 def shard_file(folder: Path, split: str, shard: int, suffix: str) -> Path:
@@ -172,14 +162,8 @@ def _manifest(record: Any) -> Manifest:
     tokenizer = read_tokenizer_info(_take(record, "tokenizer", dict))
     prompts = _take(record, "prompts", bool)
     splits = {name: _split(name, value, prompts) for name, value in _take(record, "splits", dict).items()}
-    return Manifest(
-        tokenizer,
-        splits,
-        prompts,
-        _take(record, "skipped", dict),
-        _take(record, "arguments", dict),
-        _take(record, "inputs", dict),
-    )
+    others = (_take(record, key, dict) for key in ("skipped", "arguments", "inputs"))
+    return Manifest(tokenizer, splits, prompts, *others)
 
 
 def read_tokenizer_info(record: Any) -> TokenizerInfo:

@@ -33,11 +33,8 @@ class Mixture(Sequence[T]):
         self._sources = sources
         self.counts = cycle_counts(weights)
         self._cycle = schedule(self.counts)
-        ranks = np.zeros_like(self._cycle)
-        for source in range(len(sources)):
-            chosen = self._cycle == source
-            ranks[chosen] = np.arange(chosen.sum())
-        self._ranks = ranks
+        chosen = self._cycle[:, None] == np.arange(len(sources))
+        self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1  # a sample's index among those of its source in the cycle
 
     def __len__(self) -> int:
         return sys.maxsize

@@ -65,13 +65,11 @@ def open_dataset(folder: Path) -> Dataset:
       DatasetError: an unfinished, damaged or foreign folder; the message names the file.
     """
     manifest = read_manifest(folder)
-    splits = {
-        name: Split(folder, name, shards, manifest.tokenizer.dtype, manifest.prompts)
-        for name, shards in manifest.splits.items()
-    }
+    splits, dtype = {}, manifest.tokenizer.dtype
     for name, shards in manifest.splits.items():
+        splits[name] = Split(folder, name, shards, dtype, manifest.prompts)
         for index, shard in enumerate(shards):
-            for suffix, size in shard.file_sizes(manifest.tokenizer.dtype).items():
+            for suffix, size in shard.file_sizes(dtype).items():
                 _require_size(shard_file(folder, name, index, suffix), size)
     return Dataset(folder, manifest.tokenizer, splits)
 

@@ -4,7 +4,6 @@ A template may ask for more memory or time than there is in a hundred ways, with
 string. The kernel bounds a process of its own in all of them. It imports nothing of jaxtp, so that it starts quickly.
 """
 
-import datetime
 import json
 import os
 import pickle
@@ -13,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any, BinaryIO
 
@@ -92,7 +92,7 @@ def _environment() -> Any:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment
 
 
@@ -105,10 +105,6 @@ def _shown(error: Exception) -> str:
 
 def _refuse(message: str) -> None:
     raise RefusedError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
 
 
 def _to_json(value: Any, **options: Any) -> str:

@@ -5,6 +5,7 @@ spells a special token, such as `<|endoftext|>`, is text.
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -283,16 +284,9 @@ def _type(file: dict[str, Any], part: str) -> Any:
 
 
 def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    group: list[tuple[int, str]] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece[1])
-        if size >= _GROUP:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    sizes = itertools.accumulate((len(text) for _, text in pieces), initial=0)
+    for _, group in itertools.groupby(zip(pieces, sizes, strict=False), key=lambda each: each[1] // _GROUP):
+        yield [piece for piece, _ in group]
 
 
 def _byte_of_character() -> dict[str, int]:

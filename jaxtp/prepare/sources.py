@@ -142,17 +142,16 @@ def _table(name: str, config: PrepareConfig) -> Source:
     except ImportError:
         raise PrepareError(f"{name} needs the library datasets: pip install 'jaxtp[datasets]'") from None
     first, *rest = name.removeprefix(HUGGING_FACE).split(":")
+    is_folder = Path(first).is_dir()
+    if not (is_folder or rest):
+        raise PrepareError(f"{name}: no such folder; of a dataset by name also name the split: {name}:train")
     datasets.disable_progress_bars()
     try:
-        if Path(first).is_dir():
+        if is_folder:
             found = datasets.load_from_disk(first)
             table = found[rest[0]] if rest else found
-        elif rest:
-            table = datasets.load_dataset(first, *rest[:-1], split=rest[-1])
         else:
-            raise PrepareError(f"{name}: no such folder; of a dataset by name also name the split: {name}:train")
-    except PrepareError:
-        raise
+            table = datasets.load_dataset(first, *rest[:-1], split=rest[-1])
     except Exception as error:  # the library has no exception of its own
         raise PrepareError(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
     if not isinstance(table, datasets.Dataset):
