@@ -50,7 +50,7 @@ class StoredTensor:
     file: Path
     name: str
     dtype: str
-    """As the format spells it: F32, BF16, F16, ..."""
+    """Dtype as the format spells it: F32, BF16, F16, ..."""
     shape: tuple[int, ...]
     offset: int
     """Offset of its first byte in the file."""

@@ -35,7 +35,7 @@ class RowSettings:
     """Whole documents, each with a segment of its own, or all tokens one after the other."""
 
     long_documents: LongDocuments = "split"
-    """What to do with a document longer than a row, where they are packed."""
+    """Handling of a document longer than a row, where they are packed."""
 
 
 class Data:

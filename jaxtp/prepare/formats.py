@@ -46,16 +46,6 @@ class Fields:
 
 
 @dataclass(frozen=True)
-class Limits:
-    """The most that may be in memory at a time; what needs more counts as unreadable."""
-
-    document: int
-    """Bytes of a document, or of a line of JSONL."""
-    window: int
-    """Bytes that unpacking a zstd file keeps."""
-
-
-@dataclass(frozen=True)
 class Source:
     """One file, or one table of the library datasets."""
 
@@ -65,7 +55,10 @@ class Source:
     modified: int
     """Nanoseconds."""
     format: str
-    limits: Limits
+    max_document: int
+    """Bytes of a document, or of a line of JSONL, at most: more count as unreadable."""
+    max_window: int
+    """Bytes that unpacking a zstd file may keep."""
     found: bool = False
     """Whether it was found in a folder, rather than named."""
     table: Any = None
@@ -113,12 +106,12 @@ def _read_text(source: Source, start: int, fields: Fields) -> Iterator[Event]:
         yield source.problem(errors.NO_FIELD, f"text has no fields; {what} are read from JSONL and Parquet")
         return
     try:
-        with open_stream(Path(source.path), source.limits.window) as stream:
-            content = stream.content.read(source.limits.document + 1)
+        with open_stream(Path(source.path), source.max_window) as stream:
+            content = stream.content.read(source.max_document + 1)
     except (*BROKEN, WindowError, OSError) as error:
         yield _unreadable(source, error, "")
         return
-    if len(content) > source.limits.document:
+    if len(content) > source.max_document:
         yield source.problem(errors.TOO_LARGE, _too_large(source))
     else:
         yield _text_document(source, content)
@@ -139,8 +132,8 @@ def _text_document(source: Source, content: bytes) -> Event:
 def _read_jsonl(source: Source, start: int, fields: Fields) -> Iterator[Event]:
     number = 0
     try:
-        with open_stream(Path(source.path), source.limits.window) as stream:
-            for number, line in enumerate(_lines(stream.content, source.limits.document), 1):
+        with open_stream(Path(source.path), source.max_window) as stream:
+            for number, line in enumerate(_lines(stream.content, source.max_document), 1):
                 if number > start and not line.isspace():
                     yield _line(_Item(source, "line", number, stream.file.tell()), line, fields)
     except (*BROKEN, WindowError, OSError) as error:
@@ -164,7 +157,7 @@ def _is_cut(line: bytes, limit: int) -> bool:
 
 
 def _line(item: _Item, line: bytes, fields: Fields) -> Event:
-    if _is_cut(line, item.source.limits.document):
+    if _is_cut(line, item.source.max_document):
         return item.problem(errors.TOO_LARGE, _too_large(item.source))
     try:
         record = json.loads(line.removeprefix(_BOM if item.number == 1 else b"").decode())
@@ -276,7 +269,7 @@ def _read_table(source: Source, start: int, fields: Fields) -> Iterator[Event]:
 
 
 def _too_large(source: Source) -> str:
-    return f"more than {source.limits.document:,} bytes; a larger --max-document-bytes reads it"
+    return f"more than {source.max_document:,} bytes; a larger --max-document-bytes reads it"
 
 
 def _no_rows(source: Source) -> Problem:
@@ -284,7 +277,7 @@ def _no_rows(source: Source) -> Problem:
 
 
 def _row(item: _Item, values: list[Any], fields: Fields) -> Event:
-    if any(isinstance(value, str) and _is_longer(value, item.source.limits.document) for value in values):
+    if any(isinstance(value, str) and _is_longer(value, item.source.max_document) for value in values):
         return item.problem(errors.TOO_LARGE, _too_large(item.source))
     return _document(item, values, fields)
 
@@ -306,7 +299,7 @@ def pyarrow_and_parquet() -> tuple[Any, Any]:
 def _unreadable(source: Source, error: Exception, place: str) -> Problem:
     """Returns the problem of a file that cannot be read or decompressed, from some place on."""
     if isinstance(error, WindowError):
-        window = f"unpacking takes more than {source.limits.window:,} bytes of memory"
+        window = f"unpacking takes more than {source.max_window:,} bytes of memory"
         return source.problem(errors.TOO_LARGE, f"{window}; a larger --max-window-bytes allows it, up to 2**31")
     if isinstance(error, BROKEN):
         kind = Path(source.path).suffix.removeprefix(".")

@@ -99,7 +99,8 @@ def _of_input(name: str, config: PrepareConfig) -> list[Source]:
 
 def _file(path: Path, status: os.stat_result, config: PrepareConfig, found: bool) -> Source:
     kind = formats.format_of(path) if config.format == "auto" else config.format
-    return Source(str(path), status.st_size, status.st_mtime_ns, kind, config.limits, found)
+    limits = config.max_document_bytes, config.max_window_bytes
+    return Source(str(path), status.st_size, status.st_mtime_ns, kind, *limits, found)
 
 
 def _walk(root: Path, config: PrepareConfig) -> list[Path]:
@@ -156,4 +157,5 @@ def _table(name: str, config: PrepareConfig) -> Source:
         raise PrepareError(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
     if not isinstance(table, datasets.Dataset):
         raise PrepareError(f"{name} has several splits; name one: {', '.join(f'{name}:{split}' for split in table)}")
-    return Source(name, int(table.data.nbytes), 0, DATASETS, config.limits, table=table)
+    limits = config.max_document_bytes, config.max_window_bytes
+    return Source(name, int(table.data.nbytes), 0, DATASETS, *limits, table=table)

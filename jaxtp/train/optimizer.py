@@ -132,15 +132,15 @@ def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
 
     Newton-Schulz multiplies whole matrices: it is written on global arrays, and the compiler gathers what it needs.
     """
+
+    def matrix_dims(updates: Any) -> Any:
+        """Returns the last two dims of each leaf, which is a stack of matrices `[L, in, out]`."""
+        return jax.tree.map(lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), updates)
+
     return optax.chain(
-        optax.contrib.scale_by_muon(beta=config.beta1, weight_dimension_numbers=_matrix_dims),
+        optax.contrib.scale_by_muon(beta=config.beta1, weight_dimension_numbers=matrix_dims),
         optax.stateless_with_tree_map(lambda update, _: update * (0.2 * max(update.shape[-2:]) ** 0.5)),
     )
-
-
-def _matrix_dims(updates: Any) -> Any:
-    """Returns the dims of each leaf's matrices, which are the last two: a leaf is a stack `[L, in, out]`."""
-    return jax.tree.map(lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), updates)
 
 
 def _muon_labels(params: Any) -> Any:

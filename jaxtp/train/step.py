@@ -17,7 +17,6 @@ from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.lora import trained
-from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train import optimizer as optimizers
@@ -150,7 +149,9 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, loop: LoopConfig, key: Arr
         )
 
     grads_of_sum = jax.value_and_grad(loss_sum, has_aux=True)
-    zeros = _ZERO_SUMS, jax.tree.map(partial(_zero_gradient, model.config.precision), params)
+    # In a dtype that loses no digits of gradients that are added up, as a 16-bit parameter's own would.
+    sum_dtype = model.config.precision.sum_dtype
+    zeros = _ZERO_SUMS, jax.tree.map(lambda param: jnp.zeros_like(param, dtype=sum_dtype(param.dtype)), params)
     (total, count), grads = _sum_over_micro_batches(
         lambda micro: grads_of_sum(params, *micro),
         (batch, jnp.arange(len(batch["inputs"]))),
@@ -171,11 +172,6 @@ def _sum_over_micro_batches(of_micro: Callable[[Any], Any], inputs: Any, count: 
 
     sums, _ = jax.lax.scan(add, zeros, jax.tree.map(lambda array: _split_rows(array, count), inputs))
     return sums
-
-
-def _zero_gradient(precision: Precision, param: Array) -> Array:
-    """Returns zeros to add gradients to, in a dtype that loses no digits of them, as a 16-bit parameter's own would."""
-    return jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype))
 
 
 def dropout_key(seed: int, updates: Array | int) -> Array:
