@@ -43,7 +43,9 @@ class _HeldOut(Sequence[Row]):
         beyond = int(index) >= len(self._order)
         source, position = self._order[0 if beyond else int(index)].tolist()
         row: Row = self._sources[source][position]
-        return _nothing_of(row) if beyond else row
+        if beyond:  # padding of the same shapes, no label of which counts
+            row = {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in row.items()}
+        return row
 
     def __repr__(self) -> str:
         return f"HeldOut({len(self._order)} rows)"  # Grain prints its sources in errors
@@ -56,8 +58,3 @@ def _order(lengths: Sequence[int], weights: Sequence[float], count: int) -> NDAr
     position = np.concatenate([np.arange(n) for n in counts])
     due = (position + 0.5) / np.asarray(weights)[source]
     return np.stack([source, position], axis=1)[np.argsort(due, kind="stable")[:count]]
-
-
-def _nothing_of(row: Row) -> Row:
-    """Returns padding of the same shapes, no label of which counts."""
-    return {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in row.items()}

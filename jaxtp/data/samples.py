@@ -52,7 +52,13 @@ class Data:
     """
 
     def __init__(self, corpus: Corpus, settings: RowSettings, seed: int):
-        _require_length(corpus, settings.length)
+        for source in corpus.sources:
+            if (there := source.train.num_tokens) < settings.length:
+                raise CorpusError(
+                    f"{source.name or corpus.description} has {there:,} {corpus.unit} to train on, less than one "
+                    f"sequence of data.sequence_length={settings.length}; use more of them, or at most "
+                    f"--data.sequence-length {there}"
+                )
         self.corpus = corpus
         self.train_rows = [make_rows(source.train, settings) for source in corpus.sources]
         held_out_of = _distinct(corpus.sources)
@@ -85,16 +91,6 @@ def _distinct(sources: Sequence[Source]) -> list[Source]:
         weight = distinct[source.validation.identity].weight if source.validation.identity in distinct else 0.0
         distinct[source.validation.identity] = replace(source, weight=weight + source.weight)
     return list(distinct.values())
-
-
-def _require_length(corpus: Corpus, length: int) -> None:
-    for source in corpus.sources:
-        if source.train.num_tokens < length:
-            raise CorpusError(
-                f"{source.name or corpus.description} has {source.train.num_tokens:,} {corpus.unit} to train on, less "
-                f"than one sequence of data.sequence_length={length}; use more of them, or at most "
-                f"--data.sequence-length {source.train.num_tokens}"
-            )
 
 
 def make_rows(documents: Documents, settings: RowSettings) -> Rows:

@@ -259,16 +259,12 @@ def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
         return eos
     if eos is not None:
         if eos not in ids:
-            raise TokenizerError(f"{name}: has no token {eos!r}; {_end_like(ids)}")
+            special = ", ".join([token for token in ids if token.startswith(("<", "["))][:8])
+            raise TokenizerError(f"{name}: has no token {eos!r}; it has {special or 'none that looks like an end'}")
         return ids[eos]
     if named := [ids[token] for token in END_TOKENS if token in ids]:
         return named[0]
     raise TokenizerError(f"{name}: which token ends a document? Name it by --eos TOKEN, or give --no-eos")
-
-
-def _end_like(ids: dict[str, int]) -> str:
-    special = [token for token in ids if token.startswith(("<", "["))][:8]
-    return f"it has {', '.join(special)}" if special else "it has none that looks like an end"
 
 
 def _splits_like_gpt2(file: dict[str, Any]) -> bool:

@@ -66,18 +66,15 @@ def run(config: GenerateConfig, folder: Path) -> None:
 
 def _listener(config: GenerateConfig, source: Source) -> Listener:
     """Returns the listener of a chat; a template that refuses its beginning is found before the weights are read."""
-    listener = Listener(source.tokenizer, _template(config, source), special_tokens=config.special_tokens)
-    listener.ids([*opening(config.system), {"role": "user", "content": "a"}])
-    return listener
-
-
-def _template(config: GenerateConfig, source: Source) -> ChatTemplate:
     text, name = source.template, f"the chat template of {source.name}"
     if config.template is not None:
         text, name = read_template(config.template), str(config.template)
     if text is None:
         raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
-    return ChatTemplate(text, name, source.special_tokens)
+    template = ChatTemplate(text, name, source.special_tokens)
+    listener = Listener(source.tokenizer, template, special_tokens=config.special_tokens)
+    listener.ids([*opening(config.system), {"role": "user", "content": "a"}])
+    return listener
 
 
 def _complete(generator: Generator, prompts: Sequence[str | None], config: GenerateConfig) -> None:

@@ -112,7 +112,8 @@ class Programs:
         chunks, tokens = jax.jit(bound(read_chunk), donate_argnums=(1, 2)), jax.jit(bound(read_token), donate_argnums=1)
         with _within(self._mesh):
             self._create = jax.jit(bound(self._empty)).lower(self._state).compile()
-            self._start = jax.tree.map(_abstract, self._create(self._state))
+            start = self._create(self._state)
+            self._start = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), start)
             self._read_chunk = chunks.lower(self._state, *self._start, ids, counts).compile()
             self._read_token = tokens.lower(self._state, self._start[0], counts).compile()
         self._samplers: dict[tuple[GenerationSettings, int], Any] = {}
@@ -189,10 +190,6 @@ def cache_bytes(model: Decoder, shape: Shape) -> int:
 
 def _within(mesh: Mesh | None) -> AbstractContextManager[Any]:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
-
-
-def _abstract(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def mesh_of(model: Decoder) -> Mesh | None:

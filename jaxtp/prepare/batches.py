@@ -116,7 +116,11 @@ def ahead(items: Iterator[T], interrupt: Interrupt) -> Iterator[T]:
     try:
         asked.put(True)
         while True:
-            item, error = _wait(made, interrupt)
+            try:
+                item, error = made.get(timeout=_PATIENCE)
+            except Empty:
+                interrupt.check()
+                continue
             if error is not None:
                 raise error
             if not item:
@@ -135,11 +139,3 @@ def _make(items: Iterator[T], asked: Queue[bool], made: Queue[tuple[Iterable[T],
             made.put((list(itertools.islice(items, 1)), None))
         except BaseException as error:
             made.put(([], error))
-
-
-def _wait(made: Queue[T], interrupt: Interrupt) -> T:
-    while True:
-        try:
-            return made.get(timeout=_PATIENCE)
-        except Empty:
-            interrupt.check()

@@ -123,7 +123,7 @@ class GroupConfig:
     """Multiplies the learning rate; 0 freezes."""
 
     weight_decay: NonNegative | None = None
-    """Instead of optimizer.weight_decay, for vectors too."""
+    """Weight decay instead of optimizer.weight_decay, for vectors too."""
 
 
 @dataclass(frozen=True, kw_only=True)
