@@ -41,10 +41,8 @@ class Packed(Rows):
 
     def __init__(self, documents: Documents, length: int, vocab_size: int, long: str = "split"):
         super().__init__(documents, length, vocab_size)
-        num_tokens = 0
         with tempfile.TemporaryFile() as pieces, tempfile.TemporaryFile() as rows:
-            for placed in self._plan(long, pieces, rows):
-                num_tokens += placed
+            num_tokens = sum(self._plan(long, pieces, rows))
             # Memory maps: the plan is on disk, and in memory only where it is read.
             self._pieces = _mapped(pieces).reshape(-1, 2)
             self._rows = _mapped(rows)
@@ -74,7 +72,7 @@ class Packed(Rows):
         return used
 
     def _plan(self, long: str, pieces: IO[bytes], rows: IO[bytes]) -> Iterator[int]:
-        """Writes the pieces of documents in the order of the rows, and where each row begins; yields their tokens."""
+        """Writes pieces in the order of the rows, and where each row begins; yields the number of tokens of each block."""
         np.zeros(1, np.int64).tofile(rows)
         placed, first = 0, 0
         for lengths in _blocks(self._documents.lengths()):
