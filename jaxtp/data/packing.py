@@ -72,7 +72,7 @@ class Packed(Rows):
         return used
 
     def _plan(self, long: str, pieces: IO[bytes], rows: IO[bytes]) -> Iterator[int]:
-        """Writes pieces in the order of the rows, and where each row begins; yields the number of tokens of each block."""
+        """Writes pieces in the order of the rows, and where each row begins; yields the size of each block."""
         np.zeros(1, np.int64).tofile(rows)
         placed, first = 0, 0
         for lengths in _blocks(self._documents.lengths()):
