@@ -35,7 +35,7 @@ from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.state import Blueprint, TrainState, bytes_per_device, plan_state
 from jaxtp.train.step import make_train_step
 
@@ -66,7 +66,7 @@ class Measured:
         self.sizes = mesh_sizes(self.mesh)
         plan = plan_state if explicit else plan_without_layers
         self.plan = plan(model, optimizers.build(SETTINGS, 10), self.mesh)
-        step = make_train_step(self.plan, optimizers.learning_rate(SETTINGS, 10))
+        step = make_train_step(TrainConfig(optimizer=SETTINGS), self.plan)
         with jax.set_mesh(self.mesh) if explicit else constraints_only(self.mesh):
             lowered = step.lower(self.plan.sharded, abstract_batch(self.mesh, rows, length))
             started = time.perf_counter()

@@ -14,9 +14,9 @@ from jaxtp.layers.lora import trained
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import StepSettings, make_train_step
+from jaxtp.train.step import make_train_step
 
 B, T = 16, 16
 """Sequences of a step, and their length."""
@@ -24,9 +24,9 @@ B, T = 16, 16
 
 def step_of(config, mesh, accumulation):
     """A training step, and the plan of its state."""
-    settings = OptimizerConfig()
-    plan = plan_state(config, optimizers.build(settings, 10), mesh)
-    return make_train_step(plan, optimizers.learning_rate(settings, 10), StepSettings(accumulation)), plan
+    run = TrainConfig(model=config, train=LoopConfig(accumulation=accumulation))
+    plan = plan_state(config, optimizers.build(run.optimizer, run.train.steps), mesh)
+    return make_train_step(run, plan), plan
 
 
 def step_bytes(config, mesh, accumulation=1):

@@ -19,6 +19,7 @@ LEVELS = [
         "hardware",
         "hardware_file",
         "hints",
+        "interrupt",
         "launch",
         "reading",
     },

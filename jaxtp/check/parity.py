@@ -22,7 +22,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.state import Blueprint, plan_state
-from jaxtp.train.step import OPTIMIZER_SCOPE, StepSettings, make_train_step
+from jaxtp.train.step import OPTIMIZER_SCOPE, make_train_step
 
 NOISE = 0.1
 """Added to every weight: initial values are special (zero biases, equal scales), and hide mistakes."""
@@ -134,9 +134,7 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
     config = on_case(config, case)
     mesh = mesh_of(case.sizes)
     blueprint = _plan(config, mesh)
-    settings = StepSettings(config.train.accumulation, config.train.z_loss, config.run.seed)
-    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
-    step = make_train_step(blueprint, schedule, settings, with_grads=True)
+    step = make_train_step(changed(config, {"metrics.norm_groups": ()}), blueprint, with_grads=True)
     state = place(initial, blueprint.abstract, mesh)
     placed = [jax.device_put(batch, NamedSharding(mesh, batch_spec(None))) for batch in batches(config)]
     problems: list[str] = []

@@ -17,7 +17,7 @@ _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 
 
 def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
-    """16 hexadecimal digits for each array; of elements of at most 4 bytes.
+    """Returns 16 hexadecimal digits for each array, whose elements have at most 4 bytes.
 
     One array at a time: what a compiler keeps in between is then at most of the size of the largest.
     """

@@ -1,4 +1,4 @@
-"""Between the arrays of a mesh, which may be padded, and those of a checkpoint, which are not.
+"""Converts between the arrays of a mesh, which may be padded, and those of a checkpoint, which are not.
 
 A size that tp does not divide is padded on that mesh. Checkpoints hold the logical shape, so that any mesh
 can read them; no array is ever whole on one device, unless none of its other dims can be divided.
@@ -21,7 +21,7 @@ Arrays = dict[str, Array]
 
 
 def named_variables(state: nnx.State) -> dict[str, nnx.Variable[Any]]:
-    """The variables of a state by dotted path."""
+    """Returns the variables of a state by dotted path."""
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
@@ -32,7 +32,7 @@ def filled(state: nnx.State, arrays: Arrays) -> nnx.State:
 
 
 def logical_size(state: nnx.State) -> int:
-    """Elements of a state, padding not counted."""
+    """Returns the number of elements of a state, padding not counted."""
     return sum(math.prod(logical_shape(variable)) for variable in named_variables(state).values())
 
 

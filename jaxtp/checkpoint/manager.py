@@ -1,9 +1,8 @@
-"""Saving and restoring a run: asynchronous, sharded, atomic, checked, on any mesh."""
+"""Saves and restores a run: asynchronously, sharded, atomically, checked, on any mesh."""
 
 import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import jax
@@ -32,8 +31,8 @@ class Checkpoints:
     """The checkpoints of one run, in one folder, one subfolder for each step.
 
     Args:
-      folder: created if it is missing.
-      keep: how many of the newest to keep.
+      folder: the folder; it is created if it is missing.
+      keep: number of the newest to keep.
       keep_every: also keeps those whose step is a multiple of it; 0 for none.
       keep_best: also keeps the one with the lowest validation loss.
 
@@ -56,7 +55,7 @@ class Checkpoints:
             raise CheckpointError(f"{folder}: {error.strerror}") from None
 
     def steps(self) -> list[int]:
-        """The steps of the finished checkpoints, oldest first."""
+        """Returns the steps of the finished checkpoints, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(
@@ -65,7 +64,7 @@ class Checkpoints:
         """Starts to save; waits first for the save before it.
 
         Args:
-          step: updates made so far.
+          step: number of updates made so far.
           state: every variable of the run.
           mesh: the mesh that holds it.
           info: JSON values to store beside the arrays.
@@ -103,7 +102,7 @@ class Checkpoints:
             raise self._unwritable(error) from error
 
     def info(self, step: int) -> dict[str, Any]:
-        """What `save` stored beside the arrays.
+        """Returns what `save` stored beside the arrays.
 
         Raises:
           CheckpointError: it is damaged (`DamagedError`), or cannot be read.
@@ -114,10 +113,10 @@ class Checkpoints:
         """Reads a checkpoint into the shapes and shardings that `state` declares on `mesh`.
 
         Args:
-          step: which checkpoint.
+          step: step of the checkpoint.
           state: an abstract (or real) state of the same model; its dtypes may be others than those stored.
           mesh: any mesh, whichever one wrote the checkpoint.
-          info: of this checkpoint, if it has been read.
+          info: what `info` returns for this checkpoint, if it has been read.
 
         Raises:
           DamagedError: the checkpoint is damaged.
@@ -163,9 +162,7 @@ class Checkpoints:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Closes; an error that is under way is not replaced by that of the last save."""
         with contextlib.nullcontext() if error is None else contextlib.suppress(CheckpointError):
             self.close()
@@ -183,14 +180,14 @@ def restore_newest(
     accept: Callable[[dict[str, Any]], None],
     warn: Callable[[str], None],
 ) -> tuple[int, nnx.State, dict[str, Any]] | None:
-    """The newest checkpoint that is whole: its step, state and info; None if there is none at all.
+    """Returns step, state and info of the newest checkpoint that is whole; None if there is none at all.
 
     Args:
-      checkpoints: where to look.
-      state: abstract, as `Checkpoints.restore` wants it.
-      mesh: where to put it.
+      checkpoints: the checkpoints of the run.
+      state: an abstract state, as `Checkpoints.restore` wants it.
+      mesh: the mesh of the result.
       accept: raises if the info is that of another run, which is no damage.
-      warn: told of each damaged checkpoint; it is set aside.
+      warn: takes a message for each damaged checkpoint, which is set aside.
 
     Raises:
       CheckpointError: there are checkpoints, and every one is damaged, or the newest that is not cannot be read, or is
@@ -215,12 +212,12 @@ def restore_newest(
 
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """The model's parameters of the newest checkpoint of a run, and nothing else of it.
+    """Reads the model's parameters in the newest checkpoint of a run, and nothing else of it.
 
     Args:
       run: its folder, or the folder of its checkpoints, or that of one of them.
       weights: the abstract parameters, which may have another dtype than those stored.
-      mesh: where to put them.
+      mesh: the mesh of the result.
 
     Returns:
       The parameters, and the checkpoint that they are from.
@@ -239,8 +236,6 @@ def _policy(keep: int, keep_every: int, keep_best: bool) -> policies.Preservatio
     if keep_every:
         kept.append(policies.EveryNSteps(keep_every))
     if keep_best:
-        lowest = policies.BestN(
-            get_metric_fn=lambda metrics: -metrics[EVAL_LOSS], n=1, keep_checkpoints_without_metrics=False
-        )
-        kept.append(lowest)
+        highest = {"get_metric_fn": lambda metrics: -metrics[EVAL_LOSS], "keep_checkpoints_without_metrics": False}
+        kept.append(policies.BestN(n=1, **highest))
     return policies.AnyPreservationPolicy(kept)

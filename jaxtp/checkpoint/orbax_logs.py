@@ -1,4 +1,4 @@
-"""Keeps what libraries say of a failed read out of a command's output; its own message says what is damaged."""
+"""Keeps the libraries' messages on a failed read out of a command's output; its own message says what is damaged."""
 
 import logging
 import sys
@@ -27,12 +27,8 @@ def quieten() -> None:
     before = sys.unraisablehook
 
     def hook(unraisable: Any) -> None:
-        if not _is_left_over(unraisable):
+        of_a_read = "_read_array_index_and_device_put" in repr(unraisable.object)
+        if not of_a_read and "Event loop is closed" not in str(unraisable.exc_value):
             before(unraisable)
 
     sys.unraisablehook = hook
-
-
-def _is_left_over(unraisable: Any) -> bool:
-    of_a_read = "_read_array_index_and_device_put" in repr(unraisable.object)
-    return of_a_read or "Event loop is closed" in str(unraisable.exc_value)

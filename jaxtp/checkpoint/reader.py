@@ -1,4 +1,4 @@
-"""Reading a checkpoint without its run: on one device, an array at a time."""
+"""Reads a checkpoint without its run: on one device, an array at a time."""
 
 import json
 from collections.abc import Iterator
@@ -22,16 +22,16 @@ class Stored:
     """A checkpoint on disk."""
 
     folder: Path
-    """Of this step."""
+    """Folder of its step."""
 
     info: dict[str, Any]
-    """What was stored beside the arrays."""
+    """Values that were stored beside the arrays."""
 
     arrays: dict[str, jax.ShapeDtypeStruct]
-    """What is there, by name."""
+    """Shapes and dtypes of the arrays that are there, by name."""
 
     def read(self, name: str) -> Array:
-        """One array, whole, on one device.
+        """Returns one array, whole, on one device.
 
         Raises:
           CheckpointError: it cannot be read.
@@ -39,7 +39,7 @@ class Stored:
         return read_arrays(self.folder, {name: self.arrays[name]})[name]
 
     def verify(self, name: str) -> str | None:
-        """What is wrong with an array, or None.
+        """Returns what is wrong with an array, or None.
 
         Raises:
           CheckpointError: it cannot be read, which says nothing about it.
@@ -58,11 +58,11 @@ class Stored:
         return None
 
     def bytes_on_disk(self) -> int:
-        """Of all files of the checkpoint."""
+        """Returns the bytes of all files of the checkpoint."""
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file())
 
     def summary(self) -> Iterator[str]:
-        """What wrote it, in lines."""
+        """Yields lines on the run that wrote it."""
         yield f"step      {self.folder.name}, next sample {self.info['next_sample']:,}"
         yield f"written   on mesh {describe_mesh(self.info['mesh'])} by {self.info['processes']} process(es)"
         yield f"versions  {', '.join(f'{name} {version}' for name, version in self.info['versions'].items())}"
@@ -71,7 +71,7 @@ class Stored:
             yield f"{section:<10}{json.dumps(values)}"
 
     def table(self) -> str:
-        """A line for each array: shape, dtype, bytes, and how it was split."""
+        """Returns a line for each array: shape, dtype, bytes, and how it was split."""
         lines = []
         for name, array in self.arrays.items():
             shape = "x".join(map(str, array.shape)) or "scalar"
@@ -100,7 +100,7 @@ def open_checkpoint(folder: Path) -> Stored:
 
 
 def difference(a: Stored, b: Stored, name: str) -> str | None:
-    """How an array differs between two checkpoints, in words; None if it does not."""
+    """Returns how an array differs between two checkpoints, in words; None if it does not."""
     for present, absent in ((a, b), (b, a)):
         if name not in absent.arrays:
             return f"only in {present.folder}"

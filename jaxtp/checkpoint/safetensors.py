@@ -1,4 +1,4 @@
-"""The safetensors format, read and written: 8 bytes that say how long the header is, the header in JSON, the data.
+"""Reads and writes the safetensors format: 8 bytes that say how long the header is, the header in JSON, the data.
 
 A file is not trusted: its header is checked against its size before anything is read, and nothing in it is executed.
 Tensors are read in blocks of rows, so that none is ever whole in memory unless it is small. The format is described at
@@ -24,7 +24,7 @@ from jaxtp.reading import MAX_JSON, open_regular, parse_json, shown
 Block = NDArray[Any]
 
 DTYPES = {"F32": np.dtype(np.float32), "BF16": np.dtype(jnp.bfloat16), "F16": np.dtype(np.float16)}
-"""Those of a model's weights."""
+"""Dtypes of a model's weights."""
 
 _ITEM_BYTES = {
     **{name: dtype.itemsize for name, dtype in DTYPES.items()},
@@ -40,7 +40,7 @@ _BLOCK = 2**24
 
 
 class SafetensorsError(ValueError):
-    """A file that is not what the format says."""
+    """A file that does not follow the format."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,14 @@ class StoredTensor:
     file: Path
     name: str
     dtype: str
-    """As the format spells it: F32, BF16, F16, ..."""
+    """Dtype as the format spells it: F32, BF16, F16, ..."""
     shape: tuple[int, ...]
     offset: int
-    """Of its first byte in the file."""
+    """Offset of its first byte in the file."""
     num_bytes: int
 
     def blocks(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Block]]:
-        """Its rows `[first, last)` in blocks: the index of a block's first row, and the block `[rows, ...]`.
+        """Yields its rows `[first, last)` in blocks: the index of a block's first row, and the block `[rows, ...]`.
 
         A block is valid until the next is asked for: all are read into the same memory.
 
@@ -76,7 +76,7 @@ class StoredTensor:
                 yield row, block
 
     def read(self) -> Block:
-        """The whole tensor; for small ones.
+        """Returns the whole tensor; for small ones.
 
         Raises:
           SafetensorsError: as `blocks`.
@@ -98,7 +98,7 @@ class StoredTensor:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of a file, by name, in the order of their data.
+    """Returns the tensors of a file, by name, in the order of their data.
 
     Raises:
       SafetensorsError: it is no regular file, or its header is damaged or does not fit the data.
@@ -121,7 +121,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 Layout = Mapping[str, tuple[str, tuple[int, ...]]]
-"""Dtype, as the format spells it, and shape of each tensor, in the order of their data."""
+"""The dtype, as the format spells it, and the shape of each tensor, in the order of their data."""
 
 
 def write_file(path: Path, layout: Layout, tensor_of: Callable[[str], Block]) -> None:
@@ -129,8 +129,8 @@ def write_file(path: Path, layout: Layout, tensor_of: Callable[[str], Block]) ->
 
     Args:
       path: the file.
-      layout: what it will hold.
-      tensor_of: gives the array of a name, of that dtype and shape.
+      layout: names, dtypes and shapes of its tensors.
+      tensor_of: returns the array of a name, in that dtype and shape.
     """
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # transformers wants to be told whose layouts they are
     end = 0
@@ -175,7 +175,7 @@ def _entry(path: Path, name: str, value: Any, start: int) -> StoredTensor:
 
 
 def _without_gaps(path: Path, tensors: list[StoredTensor], start: int, size: int) -> dict[str, StoredTensor]:
-    """The tensors in the order of their data, which they must cover, each byte once."""
+    """Returns the tensors in the order of their data, which they must cover, each byte once."""
     for tensor in tensors:
         if (end := tensor.offset + tensor.num_bytes) > size:
             raise SafetensorsError(

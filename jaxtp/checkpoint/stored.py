@@ -1,4 +1,4 @@
-"""The folder of one checkpoint: what is in it, and whether it is damaged or only cannot be read now."""
+"""Reads the folder of one checkpoint, and tells damage from what only cannot be read now."""
 
 import hashlib
 import json
@@ -95,10 +95,7 @@ def stored_info(folder: Path) -> dict[str, Any]:
 
 def describe_arrays(arrays: Arrays) -> dict[str, Any]:
     """Returns what the info of a checkpoint says of its arrays, which is what a restore compares them with."""
-    return {
-        _SHAPES: {name: list(array.shape) for name, array in arrays.items()},
-        _CHECKSUMS: checksums(arrays),
-    }
+    return {_SHAPES: {name: list(array.shape) for name, array in arrays.items()}, _CHECKSUMS: checksums(arrays)}
 
 
 def seal(info: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,7 +108,7 @@ def _digest(info: Mapping[str, Any]) -> str:
 
 
 def stored_arrays(folder: Path) -> dict[str, Any]:
-    """Shapes and dtypes of the arrays in the folder of a checkpoint, by name.
+    """Returns shapes and dtypes of the arrays in the folder of a checkpoint, by name.
 
     Raises:
       CheckpointError: they are damaged (`DamagedError`), or cannot be read.
@@ -127,7 +124,7 @@ def stored_arrays(folder: Path) -> dict[str, Any]:
 
 
 def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct]) -> Arrays:
-    """Some of the arrays in the folder of a checkpoint, in the shardings and dtypes that `target` gives them.
+    """Returns some of the arrays in the folder of a checkpoint, in the shardings and dtypes that `target` gives them.
 
     Raises:
       CheckpointError: they are damaged (`DamagedError`), or cannot be read.
@@ -135,22 +132,20 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct]) -> Arrays
 
     def read() -> Arrays:
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
-        arrays: Arrays = ocp.PyTreeCheckpointer().restore(
-            (folder / "state").resolve(),
-            ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True),
-        )
+        restore = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
+        arrays: Arrays = ocp.PyTreeCheckpointer().restore((folder / "state").resolve(), restore)
         return arrays
 
     return read_or_explain(folder, read)
 
 
 def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
-    """Some of the arrays of a checkpoint: read in the dtypes that they are stored in, checked, and cast.
+    """Returns some of the arrays of a checkpoint: read in the dtypes that they are stored in, checked, and cast.
 
     Args:
-      folder: of the checkpoint.
+      folder: folder of the checkpoint.
       target: the arrays, without padding.
-      info: what `stored_info` says.
+      info: what `stored_info` returns.
 
     Raises:
       DamagedError: they are not what was written.
@@ -175,12 +170,12 @@ def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: M
 
 
 def newest(run: Path) -> Path:
-    """The folder of the newest checkpoint of a run, or the folder itself if it is one.
+    """Returns the folder of the newest checkpoint of a run, or the folder itself if it is one.
 
     Raises:
       CheckpointError: there is none.
     """
-    if found := _finished(run):
+    if found := finished(run):
         return found[-1]
     raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
 
@@ -191,7 +186,7 @@ def newest_info(run: Path) -> dict[str, Any] | None:
     Raises:
       CheckpointError: it cannot be read now, which may pass.
     """
-    for folder in reversed(_finished(run)):
+    for folder in reversed(finished(run)):
         try:
             return stored_info(folder)
         except DamagedError:
@@ -199,8 +194,8 @@ def newest_info(run: Path) -> dict[str, Any] | None:
     return None
 
 
-def _finished(run: Path) -> list[Path]:
-    """The folders of the finished checkpoints of a run, oldest first; the folder itself if it is one."""
+def finished(run: Path) -> list[Path]:
+    """Returns the folders of the finished checkpoints of a run, oldest first; the folder itself if it is one."""
     if (run / "state").is_dir():
         return [run]
     for folder in (run / "checkpoints", run):

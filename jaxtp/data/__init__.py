@@ -1,1 +1,1 @@
-"""From bytes on disk to batches of tokens on the mesh."""
+"""Reads bytes on disk as batches of tokens on the mesh."""

@@ -1,4 +1,4 @@
-"""What a chat template wrote into tokens: its special tokens are those tokens, and what a message spells is text.
+"""Makes tokens of what a chat template wrote: its special tokens are tokens, and what a message spells is text.
 
 Noncharacters of Unicode, which no message may hold, keep the two apart. A special token that a message spells is
 replaced by `U+FDD2 number U+FDD3` while the template is at work; those that are then in the text are the template's,
@@ -15,14 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.template import ChatError
-from jaxtp.data.tokenizer import (
-    ByteTokenizer,
-    HuggingFaceTokenizer,
-    Tokenizer,
-    TokenizerError,
-    load_library,
-    understood,
-)
+from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, load_library, understood
+from jaxtp.data.tokenizer_files import TokenizerError
 
 _BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
 _OURS = re.compile(f"[{_BEFORE}-{_END}]")
@@ -34,7 +28,7 @@ class SpecialTokens:
     """Tells special tokens that a template writes from those that a message spells.
 
     Args:
-      tokens: as they are spelled.
+      tokens: the special tokens, as they are spelled.
       keep: leaves those of messages as they are, so that they become tokens too.
     """
 
@@ -45,10 +39,10 @@ class SpecialTokens:
         self._keep = keep
 
     def escape(self, value: Any) -> Any:
-        """A message, or a part of it, to be rendered.
+        """Returns a message, or a part of it, to be rendered.
 
         Raises:
-          ChatError: text that is none.
+          ChatError: a code point in it is no character.
         """
         if isinstance(value, Mapping):
             return {key: self.escape(part) for key, part in value.items() if part is not None}
@@ -57,7 +51,7 @@ class SpecialTokens:
         return self._escape_text(value) if isinstance(value, str) else value
 
     def mark(self, rendered: str) -> str:
-        """Rendered text with marks around the template's special tokens, and the messages as they were.
+        """Returns rendered text with marks around the template's special tokens, and the messages as they were.
 
         Noncharacters that the template writes itself, or leaves where it cuts a message, are left out.
         """
@@ -79,26 +73,26 @@ class SpecialTokens:
 
 
 def marks(token: str) -> str:
-    """A special token between its marks."""
+    """Returns a special token between its marks."""
     return f"{_BEFORE}{token}{_AFTER}"
 
 
 def without_marks(marked: str) -> str:
-    """The text that people would see."""
+    """Returns the text that people would see."""
     return marked.replace(_BEFORE, "").replace(_AFTER, "")
 
 
 def without_noncharacters(text: str) -> str:
-    """The text with U+FFFD for what no message may hold."""
+    """Returns the text with U+FFFD for what no message may hold."""
     return _OURS.sub("\ufffd", text)
 
 
 class RenderedTokenizer:
-    """A `tokenizer.json` for marked text.
+    """Encodes marked text by a `tokenizer.json`; `tokens` are its special tokens, `ids` their ids.
 
     Args:
       content: the file.
-      name: what it is called in messages.
+      name: its name in messages.
 
     Raises:
       TokenizerError: it is not a tokenizer, or its special tokens cannot be told from text.
@@ -108,9 +102,7 @@ class RenderedTokenizer:
         library = load_library(content, name)
         special = {token.content: id for id, token in library.get_added_tokens_decoder().items() if token.special}
         self.tokens = tuple(special)
-        """Its special tokens."""
         self.ids = frozenset(special.values())
-        """Their ids."""
         self._name = name
         file = json.dumps(_renamed(json.loads(library.to_str()), {token: marks(token) for token in special}))
         self._library = load_library(file.encode(), name)
@@ -119,9 +111,9 @@ class RenderedTokenizer:
                 raise TokenizerError(f"{name}: its special token {token!r} cannot be told from text that spells it")
 
     def encode_batch(self, turns: Sequence[tuple[str, str]]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """The ids of each marked text that is given in two parts, cut where the second begins.
+        """Yields the ids of each marked text that is given in two parts, cut where the second begins.
 
-        A token of both is of the first.
+        A token of both belongs to the first.
 
         Raises:
           TokenizerError: the tokenizer has no token for something in them.
@@ -138,29 +130,29 @@ class RenderedTokenizer:
             yield ids[:cut], ids[cut:]
 
     def begins_afresh(self, marked: str) -> bool:
-        """Whether a text gives the same ids alone and after another text."""
+        """Returns whether a text gives the same ids alone and after another text."""
         return marked.startswith(_BEFORE)
 
 
 class RenderedBytes:
-    """Bytes, as a `RenderedTokenizer`: among them are no special tokens."""
+    """Encodes marked text as bytes, like a `RenderedTokenizer` without special tokens."""
 
     tokens: tuple[str, ...] = ()
     ids: frozenset[int] = frozenset()
 
     def encode_batch(self, turns: Sequence[tuple[str, str]]) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
-        """The bytes of both parts of each text."""
+        """Yields the bytes of both parts of each text."""
         for turn in turns:
             first, second = ByteTokenizer().encode_batch(turn)
             yield first, second
 
     def begins_afresh(self, marked: str) -> bool:
-        """Bytes always give the same ids."""
+        """Returns True: bytes always give the same ids."""
         return True
 
 
 def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer | RenderedBytes:
-    """The one for marked text that belongs to a tokenizer.
+    """Returns the tokenizer of marked text that belongs to a tokenizer.
 
     Raises:
       TokenizerError: its special tokens cannot be told from text.
@@ -171,12 +163,12 @@ def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer | RenderedByte
 
 
 def _renamed(file: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """A tokenizer with other names for some tokens, and without a template of its own."""
+    """Returns a tokenizer with other names for some tokens, and without a template of its own."""
     model = file["model"]
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(token, token): id for token, id in vocabulary.items()}
-    else:  # of Unigram: pairs of token and score
+    else:  # Unigram has pairs of token and score
         model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
     if model.get("unk_token") is not None:
         model["unk_token"] = names.get(model["unk_token"], model["unk_token"])

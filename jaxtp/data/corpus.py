@@ -1,4 +1,4 @@
-"""What a run is trained on and evaluated on: prepared datasets, a text file, or the sources of the standard library."""
+"""The data of a run: prepared datasets, a text file, or the sources of the standard library."""
 
 import hashlib
 import platform
@@ -15,12 +15,12 @@ import numpy as np
 from jaxtp.config import expand
 from jaxtp.data.documents import Documents, InMemory, Tokens
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
-from jaxtp.data.store import Dataset, open_dataset
+from jaxtp.data.store import open_dataset
 from jaxtp.entry import UserError
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 PREFIX = "prefix"
-"""In what `Corpus.describe` gives: the tokens that each document begins with, where there are any."""
+"""Key of the tokens that each document begins with in `Corpus.describe`, where there are any."""
 _SKIPPED_FOLDERS = {
     "test",
     "tests",
@@ -50,24 +50,24 @@ class Source:
 
 @dataclass(frozen=True)
 class Corpus:
-    """What a run reads."""
+    """All data of a run."""
 
     sources: tuple[Source, ...]
-    """One, or those of a mixture; all by one tokenizer."""
+    """One source, or those of a mixture; all by one tokenizer."""
 
     tokenizer: TokenizerInfo
 
     description: str
-    """For people: what was read."""
+    """Name of the data, for people."""
 
     @property
     def unit(self) -> str:
-        """What a token is: bytes or tokens."""
+        """The word for tokens: bytes or tokens."""
         return "bytes" if self.tokenizer.kind == BYTES else "tokens"
 
     @property
     def train_tokens(self) -> int:
-        """Tokens of all sources to train on."""
+        """Number of tokens of all sources to train on."""
         return sum(source.train.num_tokens for source in self.sources)
 
     @property
@@ -79,25 +79,25 @@ class Corpus:
 
     @property
     def validation_tokens(self) -> int:
-        """Tokens of all sources that are held out."""
+        """Number of tokens of all sources that are held out."""
         return sum(source.validation.num_tokens for source in self.sources)
 
     @cached_property  # the loop asks at every save
     def identity(self) -> str:
-        """A hash of all that is read, and of the weights."""
+        """Hash of all that is read, and of the weights."""
         parts = [f"{s.weight} {s.train.identity} {s.validation.identity}" for s in self.sources]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def describe(self) -> dict[str, Any]:
-        """What a run stores of it, to notice when the data changes under a resumed run, and to generate as they are."""
-        prefix = {PREFIX: list(self.tokenizer.prefix)} if self.tokenizer.prefix else {}  # older runs say nothing of it
+        """Returns what a run stores, to notice when the data of a resumed run change, and to generate texts alike."""
+        prefix = list(self.tokenizer.prefix)
         return {
             "source": self.description,
             "train_tokens": self.train_tokens,
             "validation_tokens": self.validation_tokens,
             "tokenizer": self.tokenizer.name,
             "sha256": self.identity,
-            **prefix,
+            **({PREFIX: prefix} if prefix else {}),  # older runs say nothing of it
         }
 
 
@@ -109,7 +109,7 @@ def load_corpus(
     Args:
       path: a dataset that `python -m jaxtp.prepare` made, or a text file; None for the standard library.
       mixture: instead of `path`, weights of several such, by path.
-      validation: what to evaluate on instead of the parts that are held out of them: a dataset (its validation split,
+      validation: documents to evaluate on instead of those that are held out of them: a dataset (its validation split,
         or all of it if it has none) or a text file.
 
     Raises:
@@ -120,7 +120,7 @@ def load_corpus(
         parts = {name: _open(expand(Path(name))) for name in mixture}
     else:
         parts = {"": _open(path) if path else standard_library()}
-    held_out = _whole(_open(validation)) if validation else None
+    held_out = _open(validation) if validation else None
     _require_one_tokenizer({**parts, **({str(validation): held_out} if held_out else {})})
     sources = tuple(_source(name, (mixture or {}).get(name, 1.0), part, held_out) for name, part in parts.items())
     tokenizer = next(iter(parts.values())).tokenizer
@@ -130,7 +130,7 @@ def load_corpus(
 
 @dataclass(frozen=True)
 class Part:
-    """What is read from one place."""
+    """The data in one place."""
 
     train: Documents | None
     validation: Documents | None
@@ -139,7 +139,7 @@ class Part:
 
 
 def standard_library(root: Path | None = None) -> Part:
-    """The sources of the standard library of this Python, in the order of their paths; a file is a document.
+    """Returns the sources of the standard library of this Python, in the order of their paths; a file is a document.
 
     Without test folders, site-packages and `encodings` (tables, not prose). A file is held out if a hash of its
     path says so, about one in twenty.
@@ -163,7 +163,7 @@ def standard_library(root: Path | None = None) -> Part:
 
 
 def text_file(path: Path) -> Part:
-    """Any file, as the bytes of one document; the last twentieth is held out.
+    """Returns any file as the bytes of one document; the last twentieth is held out.
 
     Raises:
       CorpusError: the file is missing, unreadable or empty, or of a format that `jaxtp.prepare` reads.
@@ -184,22 +184,13 @@ def _open(path: Path) -> Part:
     if not path.is_dir():
         return text_file(path)
     dataset = open_dataset(path)
-    train, validation = (_documents(dataset, name) for name in (TRAIN, VALIDATION))
-    return Part(train, validation, dataset.tokenizer, str(path))
-
-
-def _documents(dataset: Dataset, name: str) -> Documents | None:
-    split = dataset.splits.get(name)
-    return split if split is not None and split.num_tokens else None
-
-
-def _whole(part: Part) -> Part:
-    """Everything of a dataset that was prepared for evaluation and holds nothing out itself."""
-    return Part(None, part.validation or part.train, part.tokenizer, part.description)
+    splits = {name: split for name, split in dataset.splits.items() if split.num_tokens}
+    return Part(splits.get(TRAIN), splits.get(VALIDATION), dataset.tokenizer, str(path))
 
 
 def _source(name: str, weight: float, part: Part, held_out: Part | None) -> Source:
-    validation = held_out.validation if held_out else part.validation
+    # A dataset that was prepared for evaluation may hold nothing out itself.
+    validation = held_out.validation or held_out.train if held_out else part.validation
     if part.train is None:
         raise CorpusError(f"{part.description} has no documents to train on; prepare it with a smaller --held-out")
     if validation is None:

@@ -1,98 +1,144 @@
-"""What every source of training data is: documents of tokens, one after the other, read where they lie."""
+"""Documents of tokens, one after the other, read where they lie: the interface of all training data."""
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtp.data.manifest import DOCUMENTS, PROMPTS, TOKENS
+
 Tokens = NDArray[np.unsignedinteger[Any]]
 
 
-class Documents(Protocol):
-    """Documents of token ids, such as a split of a prepared dataset (`data/store.py`)."""
+class Documents(ABC):
+    """Documents of token ids in shards, such as a split of a prepared dataset (`data/store.py`).
+
+    Args:
+      num_documents: number of documents in each shard.
+      num_tokens: number of tokens in each shard.
+      dtype: dtype of the tokens.
+    """
+
+    has_prompts = False
+    """Whether documents may begin with a prompt, which the loss leaves out."""
+
+    def __init__(self, num_documents: Sequence[int], num_tokens: Sequence[int], dtype: np.dtype[Any]):
+        # The first document and the first token of each shard, and at the end how many there are.
+        self._first_document = list(accumulate(num_documents, initial=0))
+        self._first_token = list(accumulate(num_tokens, initial=0))
+        self.num_documents, self.num_tokens = self._first_document[-1], self._first_token[-1]
+        self._dtype = dtype
 
     @property
-    def num_documents(self) -> int:
-        """How many there are."""
+    @abstractmethod
+    def identity(self) -> str:
+        """Hash of the contents, in hexadecimal digits."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all of them."""
+    @abstractmethod
+    def place(self, index: int) -> str:
+        """Returns where a document lies, for messages: `data/x/train-00003.tokens, document 17`."""
+
+    @abstractmethod
+    def _array(self, shard: int, suffix: str) -> NDArray[Any]:
+        """Returns an array of a shard: its tokens, its offsets (the first token of each document), or its prompts."""
 
     @property
     def num_loss_tokens(self) -> int:
         """Number of tokens that the loss counts: without prompts, and without first tokens, which follow nothing."""
-
-    @property
-    def has_prompts(self) -> bool:
-        """Whether the first tokens of a document may be a prompt, which the loss leaves out."""
-
-    @property
-    def identity(self) -> str:
-        """A hash of the contents, in hexadecimal digits."""
+        if not self.has_prompts:
+            return self.num_tokens - self.num_documents
+        shards = enumerate(self.lengths())
+        return sum(int(np.maximum(n - np.maximum(self._array(shard, PROMPTS), 1), 0).sum()) for shard, n in shards)
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Tokens of each document, in order, in parts of any size."""
+        """Yields the number of tokens of each document, an array for each shard."""
+        for shard in range(len(self._first_token) - 1):
+            yield np.diff(self._array(shard, DOCUMENTS))
 
     def document(self, index: int, start: int = 0, stop: int | None = None) -> Tokens:
-        """Tokens `start` to `stop` of a document."""
+        """Returns the tokens `[start:stop]` of a document, neither negative: a view of the shard.
+
+        Raises:
+          IndexError: there is no such document.
+        """
+        shard, row = self._locate(index)
+        first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
+        return self._array(shard, TOKENS)[first + start : last if stop is None else min(last, first + stop)]
 
     def prompt_length(self, index: int) -> int:
-        """Tokens of a document that are its prompt."""
+        """Returns the number of tokens at a document's beginning that are its prompt; 0 if documents have none.
+
+        Raises:
+          IndexError: there is no such document.
+        """
+        shard, row = self._locate(index)
+        return int(self._array(shard, PROMPTS)[row]) if self.has_prompts else 0
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens `start` to `stop` of all documents one after the other."""
+        """Returns tokens by their position among those of all documents; a view where they lie in one shard.
+
+        Raises:
+          IndexError: the range goes beyond the last token.
+        """
+        if not 0 <= start <= stop <= self.num_tokens:
+            raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
+        parts = []
+        shard = bisect_right(self._first_token, start) - 1
+        while start < stop:
+            first, end = self._first_token[shard], min(stop, self._first_token[shard + 1])
+            parts.append(self._array(shard, TOKENS)[start - first : end - first])
+            shard, start = shard + 1, end
+        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
 
     def document_at(self, position: int) -> int:
-        """The document that holds a position of them."""
+        """Returns the index of the document that holds the token at a position among those of all documents.
 
-    def place(self, index: int) -> str:
-        """Where a document is, for messages."""
+        Raises:
+          IndexError: there is no such token.
+        """
+        if not 0 <= position < self.num_tokens:
+            raise IndexError(f"token {position} of {self.num_tokens}")
+        shard = bisect_right(self._first_token, position) - 1
+        offsets = self._array(shard, DOCUMENTS)
+        row = int(np.searchsorted(offsets, position - self._first_token[shard], side="right")) - 1
+        return self._first_document[shard] + row
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Returns the shard of a document, and its index there."""
+        if not 0 <= index < self.num_documents:
+            raise IndexError(f"document {index} of {self.num_documents}")
+        shard = bisect_right(self._first_document, index) - 1
+        return shard, index - self._first_document[shard]
 
 
-class InMemory:
+class InMemory(Documents):
     """Documents that are one array.
 
     Args:
-      tokens: `[num_tokens]`, of all documents.
-      lengths: tokens of each.
+      tokens: `[num_tokens]`, the tokens of all documents.
+      lengths: number of tokens of each document.
       source: where they are from, for messages.
     """
 
-    has_prompts = False
-
     def __init__(self, tokens: Tokens, lengths: NDArray[np.int64], source: str):
-        self._tokens = tokens
-        self._offsets = np.concatenate([[0], np.cumsum(lengths)])
+        super().__init__([len(lengths)], [len(tokens)], tokens.dtype)
+        self._arrays = {TOKENS: tokens, DOCUMENTS: np.concatenate([[0], np.cumsum(lengths)])}
         self._source = source
-        self.num_documents = len(lengths)
-        self.num_tokens = len(tokens)
-        self.num_loss_tokens = len(tokens) - len(lengths)
-        self.identity = hashlib.sha256(tokens.tobytes() + self._offsets.tobytes()).hexdigest()
 
-    def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Tokens of each document."""
-        yield np.diff(self._offsets)
-
-    def document(self, index: int, start: int = 0, stop: int | None = None) -> Tokens:
-        """Tokens `start` to `stop` of a document."""
-        first, last = int(self._offsets[index]), int(self._offsets[index + 1])
-        return self._tokens[first + start : last if stop is None else min(first + stop, last)]
-
-    def prompt_length(self, index: int) -> int:
-        """None of them has a prompt."""
-        return 0
-
-    def tokens(self, start: int, stop: int) -> Tokens:
-        """Tokens `start` to `stop` of all documents one after the other."""
-        return self._tokens[start:stop]
-
-    def document_at(self, position: int) -> int:
-        """The document that holds a position of them."""
-        return int(np.searchsorted(self._offsets, position, side="right")) - 1
+    @cached_property
+    def identity(self) -> str:
+        """The sha256 of tokens and offsets."""
+        return hashlib.sha256(b"".join(array.tobytes() for array in self._arrays.values())).hexdigest()
 
     def place(self, index: int) -> str:
-        """Where a document is, for messages."""
+        """Returns where a document lies, for messages."""
         return f"{self._source}, document {index}"
+
+    def _array(self, shard: int, suffix: str) -> NDArray[Any]:
+        return self._arrays[suffix]

@@ -1,4 +1,4 @@
-"""What an evaluation reads: each held-out row at most once, so that its loss is that of the rows alone."""
+"""The rows of an evaluation: each held-out row at most once, so that its loss is that of the rows alone."""
 
 from collections.abc import Sequence
 from typing import SupportsIndex
@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from jaxtp.data.rows import IGNORE, Row, Samples
 
 SEED = 0
-"""Of the order, whatever that of the run: evaluations of several runs read the same rows."""
+"""Seed of the order, whatever that of the run: evaluations of several runs read the same rows."""
 
 
 def held_out(sources: Sequence[Sequence[Row]], weights: Sequence[float], *, batches: int, batch_size: int) -> Samples:
-    """So many batches, or as many as there are rows for; in the last one rows beyond the end count nothing.
+    """Returns so many batches, or as many as there are rows for; in the last one rows beyond the end count nothing.
 
     Args:
       sources: rows, at least one in each.
-      weights: which share of the rows is of each source, as long as it has some left.
-      batches: at most.
-      batch_size: rows in each.
+      weights: share of the rows that each source gives, as long as it has some left.
+      batches: number of batches at most.
+      batch_size: number of rows in each.
 
     Returns:
       A multiple of `batch_size` rows.
@@ -43,21 +43,18 @@ class _HeldOut(Sequence[Row]):
         beyond = int(index) >= len(self._order)
         source, position = self._order[0 if beyond else int(index)].tolist()
         row: Row = self._sources[source][position]
-        return _nothing_of(row) if beyond else row
+        if beyond:  # padding of the same shapes, no label of which counts
+            row = {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in row.items()}
+        return row
 
     def __repr__(self) -> str:
         return f"HeldOut({len(self._order)} rows)"  # Grain prints its sources in errors
 
 
 def _order(lengths: Sequence[int], weights: Sequence[float], count: int) -> NDArray[np.int64]:
-    """The first `count` rows of all sources, `[n, 2]`: row k of a source is due at (k + 1/2) / weight."""
+    """Returns the first `count` rows of all sources, `[n, 2]`: row k of a source is due at (k + 1/2) / weight."""
     counts = [min(length, count) for length in lengths]
     source = np.repeat(np.arange(len(counts)), counts)
     position = np.concatenate([np.arange(n) for n in counts])
     due = (position + 0.5) / np.asarray(weights)[source]
     return np.stack([source, position], axis=1)[np.argsort(due, kind="stable")[:count]]
-
-
-def _nothing_of(row: Row) -> Row:
-    """Padding of the same shapes, no label of which counts."""
-    return {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in row.items()}

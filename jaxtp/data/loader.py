@@ -15,14 +15,14 @@ Batch = dict[str, jax.Array]
 
 
 def batches(samples: Samples, mesh: Mesh, *, global_batch_size: int, start: int, count: int) -> Iterator[Batch]:
-    """Batches on the mesh, read ahead by Grain's threads; each process reads its own rows.
+    """Yields batches on the mesh, read ahead by Grain's threads; each process reads its own rows.
 
     Args:
       samples: rows, by global sample index.
-      mesh: where the batch goes.
-      global_batch_size: B, sequences in a batch over all processes.
+      mesh: the mesh that the batch is split over.
+      global_batch_size: B, the number of sequences in a batch over all processes.
       start: global index of the first sample.
-      count: batches to give.
+      count: number of batches.
     """
     sharding = NamedSharding(mesh, batch_spec(None))
     shape = (global_batch_size, len(samples[0]["inputs"]))
@@ -31,7 +31,7 @@ def batches(samples: Samples, mesh: Mesh, *, global_batch_size: int, start: int,
 
 
 def local_batches(samples: Samples, rows: range, global_batch_size: int, start: int, count: int) -> Iterator[Row]:
-    """The given rows of each batch, `[len(rows), T]`, on the host."""
+    """Yields the given rows of each batch, `[len(rows), T]`, on the host."""
 
     def read(batch: int) -> Row:
         first = start + int(batch) * global_batch_size
@@ -45,13 +45,13 @@ def local_batches(samples: Samples, rows: range, global_batch_size: int, start: 
 def abstract_batch(
     mesh: Mesh, global_batch_size: int, sequence_length: int, *, packed: bool = False
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtype and sharding of a batch, to compile a step with."""
+    """Returns shapes, dtype and sharding of a batch, to compile a step with."""
     sharding = NamedSharding(mesh, batch_spec(None))
     tokens = jax.ShapeDtypeStruct((global_batch_size, sequence_length), np.int32, sharding=sharding)
     return dict.fromkeys(("inputs", "labels", *([SEGMENTS] if packed else [])), tokens)
 
 
 def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> range:
-    """The rows of a batch that this process's devices hold; contiguous, because tp varies fastest in the mesh."""
+    """Returns the rows of a batch that this process's devices hold; contiguous, for tp varies fastest in the mesh."""
     slices = [index[0] for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]
     return range(min(s.start or 0 for s in slices), max(s.stop or shape[0] for s in slices))

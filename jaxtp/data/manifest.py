@@ -1,4 +1,4 @@
-"""The manifest of a dataset: `dataset.json`, what `jaxtp.data.store` and `jaxtp.prepare` agree on."""
+"""The manifest of a dataset: `dataset.json`, which `jaxtp.prepare` writes and `jaxtp.data.store` reads."""
 
 import json
 from collections.abc import Mapping
@@ -34,13 +34,13 @@ class DatasetError(UserError):
 
 @dataclass(frozen=True)
 class TokenizerInfo:
-    """Which tokenizer made the tokens."""
+    """The tokenizer that made the tokens."""
 
     kind: str
     """`bytes`, or `huggingface` for a `tokenizer.json`."""
 
     sha256: str | None
-    """Of `tokenizer.json`; None for bytes."""
+    """The sha256 of `tokenizer.json`; None for bytes."""
 
     vocab_size: int
     """Every id is below it."""
@@ -63,26 +63,26 @@ class TokenizerInfo:
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the tokens on disk: the smallest that holds every id."""
+        """Dtype of the tokens on disk: the smallest that holds every id."""
         size = self.vocab_size
         return np.dtype("<u1" if size <= 2**8 else "<u2" if size <= 2**16 else "<u4")
 
 
 @dataclass(frozen=True)
 class Shard:
-    """What the manifest says of one shard."""
+    """Sizes and checksums of one shard."""
 
     documents: int
     tokens: int
     text_bytes: int
-    """Of the documents as UTF-8, before tokenization."""
+    """Bytes of the documents as UTF-8, before tokenization."""
     longest: int
-    """Tokens of the longest document."""
+    """Number of tokens of the longest document."""
     sha256: Mapping[str, str]
-    """Of each file, by suffix."""
+    """The sha256 of each file, by suffix."""
 
     def file_sizes(self, dtype: np.dtype[Any]) -> dict[str, int]:
-        """Bytes of each file, by suffix."""
+        """Returns the bytes of each file, by suffix."""
         sizes = {
             TOKENS: self.tokens * dtype.itemsize,
             DOCUMENTS: (self.documents + 1) * OFFSET.itemsize,
@@ -93,50 +93,36 @@ class Shard:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All of `dataset.json`."""
+    """Content of `dataset.json`."""
 
     tokenizer: TokenizerInfo
     splits: Mapping[str, tuple[Shard, ...]]
     prompts: bool = False
     """Whether the documents are instruction data: each with the length of its prompt."""
     skipped: Mapping[str, int] = field(default_factory=dict)
-    """How many files, rows or documents were left out, by reason."""
+    """Number of files, rows or documents that were left out, by reason."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """What `jaxtp.prepare` was asked for."""
+    """Settings of `jaxtp.prepare`."""
     inputs: Mapping[str, int] = field(default_factory=dict)
-    """How many files were read, and their bytes."""
+    """Number of files that were read, and their bytes."""
 
     def to_json(self) -> str:
-        """The text of `dataset.json`; the same dataset gives the same text."""
-        splits = {
-            name: {**totals(shards), "shards": [asdict(shard) for shard in shards]}
-            for name, shards in self.splits.items()
-        }
-        record = {
-            "format": FORMAT,
-            "tokenizer": asdict(self.tokenizer),
-            "prompts": self.prompts,
-            "splits": splits,
-            "skipped": dict(self.skipped),
-            "inputs": dict(self.inputs),
-            "arguments": dict(self.arguments),
-        }
-        return json.dumps(record, indent=1) + "\n"
+        """Returns the text of `dataset.json`; the same dataset gives the same text."""
+        record = asdict(self)
+        record["splits"] = {n: totals(shards) | {"shards": record["splits"][n]} for n, shards in self.splits.items()}
+        order = ("tokenizer", "prompts", "splits", "skipped", "inputs", "arguments")
+        return json.dumps({"format": FORMAT, **{key: record[key] for key in order}}, indent=1) + "\n"
 
 
 def shard_file(folder: Path, split: str, shard: int, suffix: str) -> Path:
-    """`folder/train-00003.tokens`."""
+    """Returns the path of a shard's file: `folder/train-00003.tokens`."""
     return folder / f"{split}-{shard:05}.{suffix}"
 
 
 def totals(shards: tuple[Shard, ...]) -> dict[str, int]:
-    """Of a split, from its shards."""
-    return {
-        "documents": sum(shard.documents for shard in shards),
-        "tokens": sum(shard.tokens for shard in shards),
-        "text_bytes": sum(shard.text_bytes for shard in shards),
-        "longest": max((shard.longest for shard in shards), default=0),
-    }
+    """Returns the sizes of a split, from those of its shards."""
+    sums = {name: sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens", "text_bytes")}
+    return {**sums, "longest": max((shard.longest for shard in shards), default=0)}
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -178,18 +164,12 @@ def _manifest(record: Any) -> Manifest:
     tokenizer = read_tokenizer_info(_take(record, "tokenizer", dict))
     prompts = _take(record, "prompts", bool)
     splits = {name: _split(name, value, prompts) for name, value in _take(record, "splits", dict).items()}
-    return Manifest(
-        tokenizer,
-        splits,
-        prompts,
-        _take(record, "skipped", dict),
-        _take(record, "arguments", dict),
-        _take(record, "inputs", dict),
-    )
+    others = (_take(record, key, dict) for key in ("skipped", "arguments", "inputs"))
+    return Manifest(tokenizer, splits, prompts, *others)
 
 
 def read_tokenizer_info(record: Any) -> TokenizerInfo:
-    """A tokenizer as `dataclasses.asdict` wrote it; datasets that are older than prefixes have none.
+    """Returns a tokenizer that `dataclasses.asdict` wrote; datasets that are older than prefixes have none.
 
     Raises:
       DatasetError: it is none.
@@ -215,7 +195,7 @@ def _split(name: str, record: Any, prompts: bool) -> tuple[Shard, ...]:
 
 
 def read_shard(record: Any, prompts: bool) -> Shard:
-    """A shard as `dataclasses.asdict` wrote it.
+    """Returns a shard that `dataclasses.asdict` wrote.
 
     Raises:
       DatasetError: it is none.
@@ -223,13 +203,8 @@ def read_shard(record: Any, prompts: bool) -> Shard:
     sha256 = _take(record, "sha256", dict)
     if set(sha256) != {TOKENS, DOCUMENTS, *([PROMPTS] if prompts else [])}:
         raise DatasetError(f"damaged: a shard of the files {', '.join(sha256) or 'none'}")
-    shard = Shard(
-        documents=_count(record, "documents"),
-        tokens=_count(record, "tokens"),
-        text_bytes=_count(record, "text_bytes"),
-        longest=_count(record, "longest"),
-        sha256={suffix: _take(sha256, suffix, str) for suffix in sha256},
-    )
+    counts = {name: _count(record, name) for name in ("documents", "tokens", "text_bytes", "longest")}
+    shard = Shard(**counts, sha256={suffix: _take(sha256, suffix, str) for suffix in sha256})
     if not 1 <= shard.documents <= shard.tokens or not 1 <= shard.longest <= shard.tokens:
         raise DatasetError(f"damaged: a shard of {shard.documents} documents and {shard.tokens} tokens")
     return shard

@@ -1,4 +1,4 @@
-"""Several sources by weight: which of them each sample is from.
+"""Mixes several sources by weight: says which of them each sample is from.
 
 Sample `i` of a mixture is from one source, and the so-many-th of it, whatever the mesh or where a run was resumed. A
 cycle of samples holds each source exactly by its weight, and within it every source is less than one sample from its
@@ -18,26 +18,23 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 
 PARTS = 10_000
-"""Weights are taken to this part of their sum: a cycle is at most so many samples."""
+"""Number of samples in a cycle at most: weights are rounded to this part of their sum."""
 
 
 class Mixture(Sequence[T]):
     """Samples of several endless sources.
 
     Args:
-      sources: each by index of its own sample.
-      weights: of each, above 0; only their ratios matter, and of these four digits.
+      sources: samples of each source, by index.
+      weights: weight of each source, above 0; only their ratios matter, and of these four digits.
     """
 
     def __init__(self, sources: Sequence[Sequence[T]], weights: Sequence[float]):
         self._sources = sources
         self.counts = cycle_counts(weights)
         self._cycle = schedule(self.counts)
-        ranks = np.zeros_like(self._cycle)
-        for source in range(len(sources)):
-            chosen = self._cycle == source
-            ranks[chosen] = np.arange(chosen.sum())
-        self._ranks = ranks
+        chosen = self._cycle[:, None] == np.arange(len(sources))
+        self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1  # a sample's index among those of its source in the cycle
 
     def __len__(self) -> int:
         return sys.maxsize
@@ -47,7 +44,7 @@ class Mixture(Sequence[T]):
         return self._sources[source][position]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """The source of a sample, and its index there."""
+        """Returns the source of a sample, and its index there."""
         cycle, offset = divmod(index, len(self._cycle))
         source = int(self._cycle[offset])
         return source, cycle * self.counts[source] + int(self._ranks[offset])
@@ -57,14 +54,14 @@ class Mixture(Sequence[T]):
 
 
 def cycle_counts(weights: Sequence[float]) -> list[int]:
-    """Samples of each source in a cycle: the smallest whole numbers in the ratio of the weights, to 1 / `PARTS`."""
+    """Returns the samples of each source in a cycle: the smallest integers in the weights' ratio, to 1 / `PARTS`."""
     total = sum(map(Fraction, weights))
     parts = [max(round(Fraction(weight) / total * PARTS), 1) for weight in weights]
     return [part // int(np.gcd.reduce(parts)) for part in parts]
 
 
 def schedule(counts: Sequence[int]) -> NDArray[np.int64]:
-    """The source of each sample of a cycle, `[sum(counts)]`."""
+    """Returns the source of each sample of a cycle, `[sum(counts)]`."""
     shares, total = np.asarray(counts, np.int64), int(sum(counts))
     slack = max(2 * len(counts) - 2, 1)
     given = np.zeros(len(counts), np.int64)

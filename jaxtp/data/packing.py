@@ -1,4 +1,4 @@
-"""Documents packed whole into rows, with the least padding that is quick to find.
+"""Packs whole documents into rows, with the least padding that is quick to find.
 
 Best fit decreasing, on the histogram of lengths rather than on the documents one by one (Krell et al., arXiv
 2107.02027): each step places all documents of a length that fit the rows with the same room. It takes time by the
@@ -7,72 +7,59 @@ number of different lengths, hardly by that of the documents.
 
 import bisect
 import tempfile
-from collections.abc import Iterator, Sequence
-from typing import IO, Any, SupportsIndex
+from collections.abc import Iterator
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.documents import Documents
-from jaxtp.data.rows import SEGMENTS, Row, check_vocabulary, empty_row
+from jaxtp.data.rows import SEGMENTS, Row, Rows, check_vocabulary, empty_row
 from jaxtp.entry import UserError
 
 BLOCK = 2**17
-"""Documents that are packed among themselves: what a plan takes in memory while it is made, some MB, stays the same
-however many there are."""
+"""Number of documents that are packed among themselves. A plan takes some MB of memory while it is made, however many
+there are."""
 
 Pattern = tuple[int, ...]
 """Lengths of the documents in a row."""
 
 
-class Packed(Sequence[Row]):
+class Packed(Rows):
     """Rows of whole documents, each with a segment of its own; what is left of a row is padding.
 
     A document longer than a row is cut into full rows and a rest, if `long` is "split": each token is an input once.
 
     Args:
-      documents: what to pack.
+      documents: documents to pack.
       length: T.
       vocab_size: every token is below it.
-      long: what becomes of a document longer than a row: "split", "drop" or "stop".
+      long: what to do with a document longer than a row: "split", "drop" or "stop".
 
     Raises:
       LongDocumentError: there is one, and `long` is "stop".
     """
 
     def __init__(self, documents: Documents, length: int, vocab_size: int, long: str = "split"):
-        self._documents = documents
-        self._length = length
-        self._vocab_size = vocab_size
-        self.num_split = self.num_dropped = 0
-        self.num_tokens = 0
+        super().__init__(documents, length, vocab_size)
         with tempfile.TemporaryFile() as pieces, tempfile.TemporaryFile() as rows:
-            self._plan(long, pieces, rows)
+            num_tokens = sum(self._plan(long, pieces, rows))
             # Memory maps: the plan is on disk, and in memory only where it is read.
             self._pieces = _mapped(pieces).reshape(-1, 2)
             self._rows = _mapped(rows)
-
-    @property
-    def padding(self) -> float:
-        """Share of all positions that hold no token."""
-        return 1 - self.num_tokens / max(len(self) * self._length, 1)
+        self.padding = 1 - num_tokens / max(len(self) * length, 1)
 
     def __len__(self) -> int:
         return len(self._rows) - 1
 
-    def __getitem__(self, index: SupportsIndex) -> Row:  # type: ignore[override]
-        if not 0 <= int(index) < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        first, last = self._rows[int(index) : int(index) + 2].tolist()
+    def _row(self, index: int) -> Row:
+        first, last = self._rows[index : index + 2].tolist()
         row = empty_row(self._length)
         row[SEGMENTS] = np.zeros(self._length, np.int32)
         at = 0
         for segment, (document, start) in enumerate(self._pieces[first:last].tolist(), start=1):
             at += self._place(row, at, segment, document, start)
         return row
-
-    def __repr__(self) -> str:
-        return f"Packed({len(self)} x {self._length} tokens)"  # Grain prints its sources in errors
 
     def _place(self, row: Row, at: int, segment: int, document: int, start: int) -> int:
         """Writes a document from token `start` on into a row; returns how many of its tokens are inputs there."""
@@ -85,7 +72,8 @@ class Packed(Sequence[Row]):
         row[SEGMENTS][at : at + used] = segment
         return used
 
-    def _plan(self, long: str, pieces: IO[bytes], rows: IO[bytes]) -> None:
+    def _plan(self, long: str, pieces: IO[bytes], rows: IO[bytes]) -> Iterator[int]:
+        """Writes pieces in the order of the rows, and where each row begins; yields the size of each block."""
         np.zeros(1, np.int64).tofile(rows)
         placed, first = 0, 0
         for lengths in _blocks(self._documents.lengths()):
@@ -96,7 +84,7 @@ class Packed(Sequence[Row]):
             block.tofile(pieces)
             (placed + np.cumsum(counts)).tofile(rows)
             placed += len(block)
-            self.num_tokens += int(sizes.sum())
+            yield int(sizes.sum())
 
     def _without_long(
         self, long: str, documents: NDArray[np.int64], lengths: NDArray[np.int64]
@@ -129,7 +117,7 @@ def _blocks(parts: Iterator[NDArray[np.int64]]) -> Iterator[NDArray[np.int64]]:
 def _pieces(
     documents: NDArray[np.int64], lengths: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Documents cut at multiples of `room`: `[n, 2]` of document and first token, and the tokens `[n]` of each."""
+    """Returns documents cut at multiples of `room`: document and first token `[n, 2]`, and number of tokens `[n]`."""
     parts = -(-lengths // room)
     owner = np.repeat(np.arange(len(lengths)), parts)
     part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -141,7 +129,7 @@ def _pieces(
 def _pack(
     pieces: NDArray[np.int64], sizes: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Pieces in the order of the rows that they go to, the size of each, and the number of pieces in each row."""
+    """Returns the pieces in the order of their rows, the size of each, and the number of pieces in each row."""
     by_size = np.argsort(sizes, kind="stable")
     histogram = np.bincount(sizes, minlength=room + 1)
     next_of_size = np.cumsum(histogram) - histogram
@@ -158,14 +146,14 @@ def _pack(
 
 
 def best_fit(histogram: NDArray[np.int64], room: int) -> list[tuple[Pattern, int]]:
-    """Rows for documents, the longest first, each where it leaves the least room.
+    """Returns rows for documents, the longest first, each where it leaves the least room.
 
     Args:
-      histogram: documents `[room + 1]` of each length; those of length 0 need no row.
+      histogram: number of documents `[room + 1]` of each length; those of length 0 need no row.
       room: length of a row.
 
     Returns:
-      Patterns of lengths, each with the number of rows that are filled like it.
+      The patterns of lengths, each with the number of rows that are filled like it.
     """
     rows = _OpenRows()
     for size in range(room, 0, -1):
@@ -189,14 +177,14 @@ class _OpenRows:
         self._rooms: list[int] = []  # the keys that have rows, ascending
 
     def leave(self, pattern: Pattern, count: int, room: int) -> None:
-        """Adds so many rows that are filled like this."""
+        """Adds `count` rows of a pattern."""
         if count:
             if not self._by_room.setdefault(room, []):
                 bisect.insort(self._rooms, room)
             self._by_room[room].append((pattern, count))
 
     def take(self, size: int) -> tuple[Pattern, int, int] | None:
-        """Removes rows with the least room that suffices: their pattern, how many they are, and the room."""
+        """Removes the rows with the least room that suffices; returns their pattern, their number, and the room."""
         fitting = bisect.bisect_left(self._rooms, size)
         if fitting == len(self._rooms):
             return None
@@ -207,7 +195,7 @@ class _OpenRows:
         return pattern, count, room
 
     def all(self) -> list[tuple[Pattern, int]]:
-        """Every row."""
+        """Returns every pattern, with the number of its rows."""
         return [row for rows in self._by_room.values() for row in rows]
 
 

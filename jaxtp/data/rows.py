@@ -1,5 +1,6 @@
-"""Rows of a batch: what one sequence of it is made of."""
+"""Rows of a batch: one sequence each."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import SupportsIndex, TypeAlias
 
@@ -28,7 +29,7 @@ class TokenError(UserError):
 
 
 def check_vocabulary(tokens: Tokens, documents: Documents, index: int, vocab_size: int) -> None:
-    """Checks tokens of one document.
+    """Checks that tokens of one document are in the vocabulary.
 
     Raises:
       TokenError: one is not below `vocab_size`.
@@ -40,33 +41,49 @@ def check_vocabulary(tokens: Tokens, documents: Documents, index: int, vocab_siz
         )
 
 
-class Concatenated(Sequence[Row]):
-    """All tokens one after the other, cut into rows wherever they are full; only the last one is padded.
-
-    Attention crosses from document to document. Each token is an input once.
+class Rows(Sequence[Row]):
+    """Rows of documents.
 
     Args:
-      documents: where the tokens are.
+      documents: documents that the rows are made of.
       length: T.
       vocab_size: every token is below it.
     """
 
     padding = 0.0
+    """Share of all positions that hold no token."""
     num_split = 0
+    """Number of documents that were cut because they are longer than a row."""
     num_dropped = 0
+    """Number of documents that were left out because they are longer than a row."""
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
-        self._documents = documents
-        self._length = length
-        self._vocab_size = vocab_size
-
-    def __len__(self) -> int:
-        return -(-self._documents.num_tokens // self._length)
+        self._documents, self._length, self._vocab_size = documents, length, vocab_size
 
     def __getitem__(self, index: SupportsIndex) -> Row:  # type: ignore[override]
         if not 0 <= int(index) < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        start = int(index) * self._length
+        return self._row(int(index))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} x {self._length} tokens)"  # Grain prints its sources in errors
+
+    @abstractmethod
+    def _row(self, index: int) -> Row:
+        """Returns a row that exists."""
+
+
+class Concatenated(Rows):
+    """All tokens one after the other, cut into rows wherever they are full; only the last one is padded.
+
+    Attention crosses from document to document. Each token is an input once.
+    """
+
+    def __len__(self) -> int:
+        return -(-self._documents.num_tokens // self._length)
+
+    def _row(self, index: int) -> Row:
+        start = index * self._length
         tokens = self._documents.tokens(start, min(start + self._length + 1, self._documents.num_tokens))
         if len(tokens) and tokens.max() >= self._vocab_size:
             worst = start + int(tokens.argmax())
@@ -77,10 +94,7 @@ class Concatenated(Sequence[Row]):
         row["labels"][: len(tokens) - 1] = tokens[1:]
         return row
 
-    def __repr__(self) -> str:
-        return f"Concatenated({len(self)} x {self._length} tokens)"  # Grain prints its sources in errors
-
 
 def empty_row(length: int) -> Row:
-    """Nothing but padding."""
+    """Returns a row of nothing but padding."""
     return {"inputs": np.zeros(length, np.int32), "labels": np.full(length, IGNORE, np.int32)}

@@ -15,16 +15,15 @@ from jaxtp.data.documents import Documents
 from jaxtp.data.held_out import held_out
 from jaxtp.data.mixture import Mixture
 from jaxtp.data.packing import Packed
-from jaxtp.data.rows import Concatenated, Samples
+from jaxtp.data.rows import Concatenated, Rows, Samples
 
 Packing = Literal["documents", "concatenated"]
 LongDocuments = Literal["split", "drop", "stop"]
-Rows = Packed | Concatenated
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """How documents become rows."""
+    """Settings by which documents become rows."""
 
     length: int
     """T."""
@@ -36,16 +35,16 @@ class RowSettings:
     """Whole documents, each with a segment of its own, or all tokens one after the other."""
 
     long_documents: LongDocuments = "split"
-    """What becomes of a document longer than a row, where they are packed."""
+    """Handling of a document longer than a row, where they are packed."""
 
 
 class Data:
     """The samples of a corpus.
 
     Args:
-      corpus: what to read.
-      settings: how it becomes rows.
-      seed: of the order of the samples to train on; those to evaluate on are always the same.
+      corpus: the documents.
+      settings: settings by which they become rows.
+      seed: seed of the order of the samples to train on; those to evaluate on are always the same.
 
     Raises:
       CorpusError: there are not enough tokens for one sequence.
@@ -53,7 +52,13 @@ class Data:
     """
 
     def __init__(self, corpus: Corpus, settings: RowSettings, seed: int):
-        _require_length(corpus, settings.length)
+        for source in corpus.sources:
+            if (there := source.train.num_tokens) < settings.length:
+                raise CorpusError(
+                    f"{source.name or corpus.description} has {there:,} {corpus.unit} to train on, less than one "
+                    f"sequence of data.sequence_length={settings.length}; use more of them, or at most "
+                    f"--data.sequence-length {there}"
+                )
         self.corpus = corpus
         self.train_rows = [make_rows(source.train, settings) for source in corpus.sources]
         held_out_of = _distinct(corpus.sources)
@@ -70,17 +75,17 @@ class Data:
                 )
 
     def epochs(self, samples: int) -> list[float]:
-        """How often so many samples go through each source."""
+        """Returns how often so many samples go through each source."""
         shares = [weight / sum(self.weights) for weight in self.weights]
         return [samples * share / len(rows) for share, rows in zip(shares, self.train_rows, strict=True)]
 
     def validation(self, batches: int, batch_size: int) -> Samples:
-        """At most so many batches of held-out rows, each row once, as `held_out` describes."""
+        """Returns at most so many batches of held-out rows, each row once, as `held_out` describes."""
         return held_out(self.validation_rows, self._validation_weights, batches=batches, batch_size=batch_size)
 
 
 def _distinct(sources: Sequence[Source]) -> list[Source]:
-    """Sources that hold out different documents: one for all that are evaluated on the same, with their weight."""
+    """Returns sources that hold out different documents: one for all that share theirs, with their weights' sum."""
     distinct: dict[str, Source] = {}
     for source in sources:
         weight = distinct[source.validation.identity].weight if source.validation.identity in distinct else 0.0
@@ -88,18 +93,8 @@ def _distinct(sources: Sequence[Source]) -> list[Source]:
     return list(distinct.values())
 
 
-def _require_length(corpus: Corpus, length: int) -> None:
-    for source in corpus.sources:
-        if source.train.num_tokens < length:
-            raise CorpusError(
-                f"{source.name or corpus.description} has {source.train.num_tokens:,} {corpus.unit} to train on, less "
-                f"than one sequence of data.sequence_length={length}; use more of them, or at most "
-                f"--data.sequence-length {source.train.num_tokens}"
-            )
-
-
 def make_rows(documents: Documents, settings: RowSettings) -> Rows:
-    """The rows of documents.
+    """Returns the rows of documents.
 
     Raises:
       CorpusError: documents with prompts are to be concatenated.
@@ -116,6 +111,6 @@ def make_rows(documents: Documents, settings: RowSettings) -> Rows:
 
 
 def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Samples:
-    """All rows of all sources, endlessly; each epoch of a source in an order of its own."""
+    """Returns all rows of all sources, endlessly; each epoch of a source in an order of its own."""
     endless = [grain.MapDataset.source(rows).seed(seed).shuffle().repeat() for rows in sources]
     return endless[0] if len(endless) == 1 else grain.MapDataset.source(Mixture(endless, weights))

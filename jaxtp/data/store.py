@@ -18,17 +18,16 @@ The format, version 1. A dataset is a folder:
 """
 
 import hashlib
-from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtp.data.documents import Documents
 from jaxtp.data.manifest import (
     DOCUMENTS,
     OFFSET,
@@ -44,10 +43,10 @@ from jaxtp.data.manifest import (
 )
 from jaxtp.files import sha256
 
-__all__ = ["Dataset", "DatasetError", "Split", "TokenizerInfo", "open_dataset", "verify"]
+__all__ = ["Dataset", "DatasetError", "Split", "open_dataset", "verify"]
 
 _BLOCK = 2**22
-"""Entries of a file that `verify` holds in memory at a time."""
+"""Number of entries of a file that `verify` holds in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +65,11 @@ def open_dataset(folder: Path) -> Dataset:
       DatasetError: an unfinished, damaged or foreign folder; the message names the file.
     """
     manifest = read_manifest(folder)
-    splits = {
-        name: Split(folder, name, shards, manifest.tokenizer.dtype, manifest.prompts)
-        for name, shards in manifest.splits.items()
-    }
+    splits, dtype = {}, manifest.tokenizer.dtype
     for name, shards in manifest.splits.items():
+        splits[name] = Split(folder, name, shards, dtype, manifest.prompts)
         for index, shard in enumerate(shards):
-            for suffix, size in shard.file_sizes(manifest.tokenizer.dtype).items():
+            for suffix, size in shard.file_sizes(dtype).items():
                 _require_size(shard_file(folder, name, index, suffix), size)
     return Dataset(folder, manifest.tokenizer, splits)
 
@@ -87,7 +84,7 @@ def _require_size(path: Path, expected: int) -> None:
         raise DatasetError(f"{path}: damaged dataset: {how}: {found:,} bytes of {expected:,}")
 
 
-class Split:
+class Split(Documents):
     """The documents of one split, in order, over all its shards.
 
     Nothing is read before it is asked for, and what is read stays the operating system's to drop: memory does not grow
@@ -95,15 +92,11 @@ class Split:
     """
 
     def __init__(self, folder: Path, name: str, shards: tuple[Shard, ...], dtype: np.dtype[Any], has_prompts: bool):
-        self._folder, self._name, self._shards, self._dtype = folder, name, shards, dtype
+        super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
         self.has_prompts = has_prompts
-        """Whether `prompt_length` says more than 0."""
-        # Of each shard the first document and the first token, and at the end how many there are.
-        self._first_document = list(accumulate((shard.documents for shard in shards), initial=0))
-        self._first_token = list(accumulate((shard.tokens for shard in shards), initial=0))
-        self.num_documents, self.num_tokens = self._first_document[-1], self._first_token[-1]
+        self._folder, self._name, self._shards = folder, name, shards
         self.longest = max((shard.longest for shard in shards), default=0)
-        """Tokens of the longest document."""
+        """Number of tokens of the longest document."""
         self._maps: dict[tuple[int, str], NDArray[Any]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,21 +112,12 @@ class Split:
 
     @cached_property
     def identity(self) -> str:
-        """sha256 over the checksums of the shards: another one is other data."""
+        """The sha256 of the shards' checksums: another one is other data."""
         sums = "".join(shard.sha256[suffix] for shard in self._shards for suffix in sorted(shard.sha256))
         return hashlib.sha256(sums.encode()).hexdigest()
 
-    @property
-    def num_loss_tokens(self) -> int:
-        """Tokens that the loss counts: without prompts, and without first tokens, which follow nothing."""
-        if not self.has_prompts:
-            return self.num_tokens - self.num_documents
-        prompts = (np.maximum(self._map(shard, PROMPTS), 1) for shard in range(len(self._shards)))
-        parts = zip(self.lengths(), prompts, strict=True)
-        return sum(int(np.maximum(lengths - prompt, 0).sum()) for lengths, prompt in parts)
-
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Tokens of each document, an array for each shard.
+        """Yields the number of tokens of each document, an array for each shard.
 
         Raises:
           DatasetError: the offsets are not those of the manifest's documents.
@@ -141,73 +125,15 @@ class Split:
         for index, shard in enumerate(self._shards):
             for problem in _verify_offsets(shard_file(self._folder, self._name, index, DOCUMENTS), shard):
                 raise DatasetError(f"{problem}: damaged dataset; python -m jaxtp.prepare --verify {self._folder}")
-            yield np.diff(self._map(index, DOCUMENTS))
-
-    def document(self, index: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """The tokens `[start:stop]` of a document, neither negative: a view of the file.
-
-        Raises:
-          IndexError: there is no such document.
-        """
-        shard, row = self._locate(index)
-        offsets = self._map(shard, DOCUMENTS)
-        first, last = int(offsets[row]), int(offsets[row + 1])
-        if stop is not None:
-            last = min(last, first + stop)
-        return self._map(shard, TOKENS)[first + start : last]
-
-    def prompt_length(self, index: int) -> int:
-        """How many tokens at a document's beginning are prompt: 0 where the data are no instructions.
-
-        Raises:
-          IndexError: there is no such document.
-        """
-        shard, row = self._locate(index)
-        return int(self._map(shard, PROMPTS)[row]) if self.has_prompts else 0
-
-    def tokens(self, start: int, stop: int) -> NDArray[Any]:
-        """Tokens by their position in the whole split; a view where they lie in one shard.
-
-        Raises:
-          IndexError: the range goes beyond the split.
-        """
-        if not 0 <= start <= stop <= self.num_tokens:
-            raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
-        parts = []
-        shard = bisect_right(self._first_token, start) - 1
-        while start < stop:
-            first, end = self._first_token[shard], min(stop, self._first_token[shard + 1])
-            parts.append(self._map(shard, TOKENS)[start - first : end - first])
-            shard, start = shard + 1, end
-        return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
-
-    def document_at(self, position: int) -> int:
-        """The document that the token at a position of the whole split belongs to.
-
-        Raises:
-          IndexError: there is no such token.
-        """
-        if not 0 <= position < self.num_tokens:
-            raise IndexError(f"token {position} of {self.num_tokens}")
-        shard = bisect_right(self._first_token, position) - 1
-        offsets = self._map(shard, DOCUMENTS)
-        row = int(np.searchsorted(offsets, position - self._first_token[shard], side="right")) - 1
-        return self._first_document[shard] + row
+            yield np.diff(self._array(index, DOCUMENTS))
 
     def place(self, index: int) -> str:
-        """Where a document lies, for messages: `data/x/train-00003.tokens, document 17`."""
+        """Returns where a document lies, for messages: `data/x/train-00003.tokens, document 17`."""
         shard, row = self._locate(index)
         return f"{shard_file(self._folder, self._name, shard, TOKENS)}, document {row}"
 
-    def _locate(self, index: int) -> tuple[int, int]:
-        """The shard of a document, and its index there."""
-        if not 0 <= index < self.num_documents:
-            raise IndexError(f"document {index} of {self.num_documents}")
-        shard = bisect_right(self._first_document, index) - 1
-        return shard, index - self._first_document[shard]
-
-    def _map(self, shard: int, suffix: str) -> NDArray[Any]:
-        """A file as an array; two threads that come first both map it, and either map will do."""
+    def _array(self, shard: int, suffix: str) -> NDArray[Any]:
+        """Returns a file as an array; two threads that come first both map it, and either map will do."""
         found = self._maps.get((shard, suffix))
         if found is None:
             path = shard_file(self._folder, self._name, shard, suffix)
@@ -215,14 +141,14 @@ class Split:
                 # Offsets as signed integers: numpy would make float64 of uint64 and an index together.
                 dtypes = {TOKENS: self._dtype, DOCUMENTS: np.dtype("<i8"), PROMPTS: PROMPT}
                 found = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
-            except (OSError, ValueError) as error:  # of an empty file or one whose size is no multiple
+            except (OSError, ValueError) as error:  # a ValueError for an empty file or one whose size is no multiple
                 raise DatasetError(f"{path}: damaged dataset: {error}") from None
             self._maps[shard, suffix] = found
         return found
 
 
 def verify(dataset: Dataset) -> Iterator[str]:
-    """Reads all of a dataset, a few MB at a time, and says what is not as it was written."""
+    """Reads all of a dataset, a few MB at a time; yields what is not as it was written."""
     tokenizer = dataset.tokenizer
     if tokenizer.sha256 is not None:
         yield from _verify_sum(dataset.folder / TOKENIZER, tokenizer.sha256)
@@ -248,7 +174,7 @@ def _verify_sum(path: Path, expected: str) -> Iterator[str]:
 
 
 def _verify_offsets(path: Path, shard: Shard) -> Iterator[str]:
-    """That they ascend from 0 to the number of tokens, and the longest document is what the manifest says."""
+    """Yields what is wrong with offsets, which ascend from 0 to the number of tokens, or with the longest document."""
     last, longest = np.zeros(1, np.int64), 0
     for number, block in enumerate(_blocks(path, OFFSET)):
         offsets = block.view(np.int64)
@@ -264,7 +190,7 @@ def _verify_offsets(path: Path, shard: Shard) -> Iterator[str]:
 
 
 def _blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """A file in pieces; nothing where it cannot be read, of which `_verify_sum` has told."""
+    """Yields a file in pieces; nothing where it cannot be read, which `_verify_sum` has reported."""
     try:
         with path.open("rb") as file:
             while (block := np.fromfile(file, dtype, _BLOCK)).size:

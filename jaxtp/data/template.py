@@ -1,5 +1,6 @@
-"""Chat templates as models come with them: Jinja in a sandbox, in a process with limits."""
+"""Renders the chat templates that models come with: Jinja in a sandbox, in a process with limits."""
 
+import json
 import pickle
 import signal
 import subprocess
@@ -21,26 +22,26 @@ ASSISTANT = "assistant"
 """The role of the model."""
 
 MAX_TEMPLATE = 2**20
-"""Characters of a template; those that models come with have up to some ten thousand."""
+"""Number of characters of a template at most; those that models come with have up to some ten thousand."""
 SECONDS = 10.0
-"""Of computing, for loading a template and rendering one conversation by it."""
+"""Seconds of computing at most, for loading a template and rendering one conversation by it."""
 MEMORY = 2**30
-"""Bytes that the process may take which does that."""
+"""Bytes that the process which does that may take."""
 MAX_TEXT = 2**26
-"""Characters of a rendered conversation."""
+"""Number of characters of a rendered conversation at most."""
 
 
 class ChatError(UserError):
-    """A template that is missing, broken, or against the conversation; or what is no conversation."""
+    """A template that is missing, broken, or against the conversation; or a value that is no conversation."""
 
 
 class ChatTemplate:
-    """A conversation into the text that a model goes on from.
+    """Renders a conversation as the text that a model goes on from.
 
     Args:
-      template: in Jinja.
-      name: what it is called in messages.
-      special_tokens: what it may name, such as bos_token.
+      template: the template, in Jinja.
+      name: its name in messages.
+      special_tokens: texts of the tokens that it may name, such as bos_token.
 
     Raises:
       ChatError: it is no template, takes too much to load, or the library jinja2 is not installed.
@@ -55,7 +56,7 @@ class ChatTemplate:
         self._ask(None)
 
     def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
-        """The conversation, and the beginning of the next answer if one is wanted.
+        """Returns the conversation as text, with the beginning of the next answer if one is wanted.
 
         Raises:
           ChatError: the template refuses it, fails, or takes too much time or memory.
@@ -77,11 +78,11 @@ class ChatTemplate:
 
 
 class _EndedError(Exception):
-    """The worker ended over a request; says over what."""
+    """The worker ended over a request; the message says why."""
 
 
 class _Renderer:
-    """The worker, for all templates of this process: it starts with the first request, and again where it has ended."""
+    """The worker for all templates of this process: it starts with the first request, and again after it has ended."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -129,14 +130,11 @@ def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> tuple[int, 
     assert process.stdout is not None
     process.stdin.write(request)
     process.stdin.flush()
-    header = process.stdout.read(worker.HEADER.size)
-    if len(header) < worker.HEADER.size:
+    answer = process.stdout.readline()
+    if not answer.endswith(b"\n"):
         raise EOFError
-    kind, size = worker.HEADER.unpack(header)
-    content = process.stdout.read(size)
-    if len(content) < size:
-        raise EOFError
-    return kind, content.decode()
+    kind, text = json.loads(answer)
+    return kind, text
 
 
 def _close(process: "subprocess.Popen[bytes]") -> None:

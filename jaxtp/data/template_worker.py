@@ -4,30 +4,26 @@ A template may ask for more memory or time than there is in a hundred ways, with
 string. The kernel bounds a process of its own in all of them. It imports nothing of jaxtp, so that it starts quickly.
 """
 
-import datetime
 import json
 import os
 import pickle
 import resource
 import signal
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from datetime import datetime
 from functools import cache, lru_cache
 from typing import Any, BinaryIO
 
 TEXT, REFUSED, FAILED, BROKEN = range(4)
 """Kinds of answer: the rendered text; or why the template refuses the conversation, why it fails, or why it is none."""
 
-HEADER = struct.Struct(">BQ")
-"""Before an answer: its kind, and its bytes as UTF-8."""
-
 OUT_OF_MEMORY = 77
-"""The exit code."""
+"""Exit code."""
 
 _SHOWN = 300
-"""Characters of an error that are kept: a template may have written it."""
+"""Number of characters of an error that are kept: a template may have written it."""
 
 
 class RefusedError(Exception):
@@ -38,8 +34,8 @@ def main(memory: int, characters: int) -> None:
     """Answers requests until there are no more.
 
     Args:
-      memory: the most bytes that the process may take.
-      characters: the most that a text may have.
+      memory: bytes that the process may take at most.
+      characters: number of characters that a text may have at most.
     """
     with suppress(ValueError, OSError):  # not every system limits it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
@@ -61,9 +57,9 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
         kind, text = _answer(template, variables)
         if len(text) > characters:
             kind, text = FAILED, f"its text has more than {characters:,} characters"
-        content = text.encode(errors="replace")
+        answer = json.dumps([kind, text], ensure_ascii=False).encode(errors="replace")
         signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(HEADER.pack(kind, len(content)) + content)
+        answers.write(answer + b"\n")
         answers.flush()
 
 
@@ -96,7 +92,7 @@ def _environment() -> Any:
 
     environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
     environment.filters["tojson"] = _to_json
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
     return environment
 
 
@@ -111,12 +107,8 @@ def _refuse(message: str) -> None:
     raise RefusedError(message)
 
 
-def _now(form: str) -> str:
-    return datetime.datetime.now().strftime(form)
-
-
 def _to_json(value: Any, **options: Any) -> str:
-    """Without Jinja's own escapes for HTML."""
+    """Returns a value as JSON, without Jinja's own escapes for HTML."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 

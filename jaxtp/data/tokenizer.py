@@ -1,23 +1,24 @@
-"""Text into tokens and back: bytes, or any `tokenizer.json` of Hugging Face.
+"""Turns text into tokens and back: bytes, or any `tokenizer.json` of Hugging Face.
 
 Nothing is added on encoding: no special tokens, no truncation, no padding, no dropout. Unless told otherwise, text that
 spells a special token, such as `<|endoftext|>`, is text.
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.corpus import BYTE_TOKENIZER
 from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
-from jaxtp.entry import UserError
+from jaxtp.data.tokenizer_files import TokenizerError, reading
 from jaxtp.reading import inside, read_bytes
 
 END_TOKENS = (
@@ -29,10 +30,10 @@ END_TOKENS = (
     "<|eos|>",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-"""Names of the token that ends a document, in the tokenizers that people use."""
+"""Usual names of the token that ends a document."""
 
 _MAX_FILE = 2**28
-"""Bytes; the largest have some 50 million."""
+"""Bytes of a file at most; the largest have some 50 million."""
 _PIECE = 2**20
 """Characters after which a long text is cut, where that changes nothing: so one text keeps all cores busy."""
 _GROUP = 2**24
@@ -40,35 +41,17 @@ _GROUP = 2**24
 _CUT = re.compile(r"(?<=\S)\n")
 
 
-class TokenizerError(UserError):
-    """A tokenizer that cannot be read, or that cannot do what is asked of it."""
-
-
-class Tokenizer(Protocol):
-    """Text into tokens and back."""
-
-    @property
-    def info(self) -> TokenizerInfo:
-        """What a dataset says of it."""
-
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The ids of each text, without an end token."""
-
-    def decode(self, ids: NDArray[Any]) -> bytes:
-        """The text of ids, as UTF-8; the end token has none. Ids may begin or end within a character."""
-
-
 class ByteTokenizer:
-    """A token is a byte of UTF-8."""
+    """Makes a token of each byte of UTF-8."""
 
     info = BYTE_TOKENIZER
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The bytes of each text."""
+        """Returns the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
     def decode(self, ids: NDArray[Any]) -> bytes:
-        """The bytes."""
+        """Returns the bytes."""
         return np.asarray(ids).astype(np.uint8).tobytes()
 
 
@@ -77,7 +60,7 @@ class HuggingFaceTokenizer:
 
     Args:
       content: the file.
-      name: what it is called in messages.
+      name: its name in messages.
       eos: the end token, or its id; None to find it by the names that are in use.
       has_eos: whether documents end in it.
       special_tokens: whether text that spells a special token becomes that token.
@@ -96,9 +79,7 @@ class HuggingFaceTokenizer:
         special_tokens: bool = False,
     ):
         self.name = name
-        """What it is called in messages."""
         self.content = content
-        """The file."""
         self._tokenizer = load_library(content, name)
         self._tokenizer.encode_special_tokens = not special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -107,7 +88,7 @@ class HuggingFaceTokenizer:
         size = max(ids.values()) + 1  # not their number: there may be gaps
         eos_id = _end_token(ids, name, eos) if has_eos else None
         self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
-        """Kind, checksum, sizes."""
+        """The description of the tokenizer that a dataset has."""
         file = json.loads(self._tokenizer.to_str())  # not the content, of which the library may read what is no JSON
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._cuts_at_lines = _splits_like_gpt2(file) and not any(
@@ -116,7 +97,7 @@ class HuggingFaceTokenizer:
         self._is_byte_level = _type(file, "decoder") == "ByteLevel"
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """The ids of each text, on all cores.
+        """Returns the ids of each text, without an end token; works on all cores.
 
         Raises:
           TokenizerError: the tokenizer has no token for something in them.
@@ -129,7 +110,9 @@ class HuggingFaceTokenizer:
         return [found[0] if len(found) == 1 else np.concatenate(found) for found in ids]
 
     def decode(self, ids: NDArray[Any]) -> bytes:
-        """The text of ids, as UTF-8; special tokens are spelled out, but for the end token.
+        """Returns the text of ids, as UTF-8; special tokens are spelled out, but for the end token.
+
+        Ids may begin or end within a character.
 
         Raises:
           TokenizerError: an id that is not in the vocabulary.
@@ -145,12 +128,12 @@ class HuggingFaceTokenizer:
             raise understood(error, f"{self.name}: cannot decode") from None
 
     def spelled(self, token: int) -> str:
-        """A token as the vocabulary has it, for messages."""
+        """Returns a token as the vocabulary has it, for messages."""
         return str(self._tokenizer.id_to_token(token))
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
-        """What the tokenizer's own template puts before a text, such as its first token; nothing here adds it.
+        """Ids that the tokenizer's own template puts before a text, such as its first token; nothing here adds them.
 
         Raises:
           TokenizerError: it cannot encode a letter.
@@ -164,7 +147,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _bytes_of(self) -> dict[int, bytes]:
-        """What each token of a byte-level tokenizer stands for."""
+        """Bytes that each token of a byte-level tokenizer stands for."""
         byte_of = _byte_of_character()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         return {
@@ -190,11 +173,14 @@ class HuggingFaceTokenizer:
         yield text[start:]
 
 
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
 def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
-    """The tokenizer of a dataset.
+    """Returns the tokenizer of a dataset.
 
     Args:
-      folder: of the dataset.
+      folder: folder of the dataset.
       special_tokens: whether text that spells a special token becomes that token.
 
     Raises:
@@ -214,15 +200,13 @@ def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """The content of a tokenizer's file.
+    """Returns the content of a tokenizer's file.
 
     Raises:
       TokenizerError: it cannot be read.
     """
-    try:
+    with reading(path):
         return read_bytes(path, _MAX_FILE)
-    except OSError as error:
-        raise TokenizerError(f"{path}: {error.strerror}") from None
 
 
 def tokenizer_file(path: Path) -> Path:
@@ -231,14 +215,12 @@ def tokenizer_file(path: Path) -> Path:
     Raises:
       TokenizerError: in the folder it is a link out of it.
     """
-    try:
+    with reading(path / TOKENIZER):
         return inside(path, TOKENIZER) if path.is_dir() else path
-    except OSError as error:
-        raise TokenizerError(f"{path / TOKENIZER}: {error.strerror}") from None
 
 
 def load_library(content: bytes, name: str) -> Any:
-    """A tokenizer of the library, with all that would cut, fill or vary turned off.
+    """Returns a tokenizer of the library, with truncation, padding and dropout turned off.
 
     Raises:
       TokenizerError: it is none.
@@ -259,7 +241,10 @@ def load_library(content: bytes, name: str) -> Any:
 
 
 def understood(error: BaseException, what: str) -> BaseException:
-    """The library raises plain `Exception`, and where it panics something that is not even that."""
+    """Returns the error of the library as a `TokenizerError`.
+
+    The library raises plain `Exception`, and where it panics something that is not even that; others stay as they are.
+    """
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return TokenizerError(f"{what}: {str(error)[:300]}")
     return error
@@ -274,17 +259,12 @@ def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
         return eos
     if eos is not None:
         if eos not in ids:
-            raise TokenizerError(f"{name}: has no token {eos!r}; {_end_like(ids)}")
+            special = ", ".join([token for token in ids if token.startswith(("<", "["))][:8])
+            raise TokenizerError(f"{name}: has no token {eos!r}; it has {special or 'none that looks like an end'}")
         return ids[eos]
-    for token in END_TOKENS:
-        if token in ids:
-            return ids[token]
+    if named := [ids[token] for token in END_TOKENS if token in ids]:
+        return named[0]
     raise TokenizerError(f"{name}: which token ends a document? Name it by --eos TOKEN, or give --no-eos")
-
-
-def _end_like(ids: dict[str, int]) -> str:
-    special = [token for token in ids if token.startswith(("<", "["))][:8]
-    return f"it has {', '.join(special)}" if special else "it has none that looks like an end"
 
 
 def _splits_like_gpt2(file: dict[str, Any]) -> bool:
@@ -300,20 +280,13 @@ def _type(file: dict[str, Any], part: str) -> Any:
 
 
 def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    group: list[tuple[int, str]] = []
-    size = 0
-    for piece in pieces:
-        group.append(piece)
-        size += len(piece[1])
-        if size >= _GROUP:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
+    sizes = itertools.accumulate((len(text) for _, text in pieces), initial=0)
+    for _, group in itertools.groupby(zip(pieces, sizes, strict=False), key=lambda each: each[1] // _GROUP):
+        yield [piece for piece, _ in group]
 
 
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's alphabet: a printable byte of Latin-1 stands for itself, the others for characters from 256 on."""
+    """Returns the byte of each character of GPT-2's alphabet, in which a printable byte of Latin-1 is itself."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,7 +1,8 @@
-"""What lies beside a `tokenizer.json` in a folder of Hugging Face: end token, special tokens, chat template."""
+"""The files beside a `tokenizer.json` in a folder of Hugging Face: end token, special tokens, chat template."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,30 @@ _MAX_TEMPLATE = 2**20
 """Bytes; the longest have some 20,000."""
 
 
-class TokenizerFileError(UserError):
-    """A file beside a tokenizer that cannot be read, or that says something else than it should."""
+class TokenizerError(UserError):
+    """A tokenizer or a file beside it that cannot be read, or that cannot do what is asked of it."""
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Surrounds what reads a file.
+
+    Raises:
+      TokenizerError: the file cannot be read.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise TokenizerError(f"{path}: {error.strerror}") from None
 
 
 def end_token(folder: Path) -> tuple[str | int, Path] | None:
-    """The token that ends a text, by name or id, and the file that says so; None where none does.
+    """Returns the token that ends a text, by name or id, and the file that says so; None where none does.
 
     tokenizer_config.json comes first, then config.json and generation_config.json, of several ids the first.
 
     Raises:
-      TokenizerFileError: one of the files is damaged.
+      TokenizerError: one of the files is damaged.
     """
     named = special_tokens(folder).get("eos_token")
     if named is not None:
@@ -39,51 +53,56 @@ def end_token(folder: Path) -> tuple[str | int, Path] | None:
 
 
 def end_ids(path: Path) -> list[int]:
-    """The `eos_token_id` of a config.json or generation_config.json: ids that end a text; none where it has none.
+    """Returns the `eos_token_id` of a config.json or generation_config.json: the ids that end a text, if any.
 
     Raises:
-      TokenizerFileError: the file is damaged, or they are no ids.
+      TokenizerError: the file is damaged, or they are no ids.
     """
     ids = read(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
-        raise TokenizerFileError(f"{path}: eos_token_id = {shown(ids)}: should be ids")
+        raise TokenizerError(f"{path}: eos_token_id = {shown(ids)}: should be ids")
     return listed
 
 
 def context(path: Path) -> int | None:
-    """The `max_position_embeddings` of a config.json: tokens that the model was made for at most.
+    """Returns the `max_position_embeddings` of a config.json: the most tokens that the model was made for.
 
     Raises:
-      TokenizerFileError: the file is damaged, or that is no number of tokens.
+      TokenizerError: the file is damaged, or that is no number of tokens.
     """
     longest = read(path).get(LONGEST)
     if longest is not None and (type(longest) is not int or longest < 1):
-        raise TokenizerFileError(
+        raise TokenizerError(
             f"{path}: max_position_embeddings = {str(longest)[:100]}: should be a whole number, 1 or more"
         )
     return longest
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """What a chat template may name, such as bos_token and eos_token, as tokenizer_config.json spells it.
+    """Returns what a chat template may name, such as bos_token and eos_token, as tokenizer_config.json spells it.
 
     Raises:
-      TokenizerFileError: the file is damaged.
+      TokenizerError: the file is damaged.
     """
     described = read(folder / TOKENIZER_CONFIG)
-    spelled = {name: _content(described.get(name)) for name in SPECIAL_TOKENS}
-    return {name: text for name, text in spelled.items() if isinstance(text, str)}
+    spelled = {name: described.get(name) for name in SPECIAL_TOKENS}
+    # An object instead of a string also says how the token is matched.
+    texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in spelled.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def chat_template(folder: Path) -> str | None:
-    """The file of its own; or what tokenizer_config.json has: one, or of several by name the one called default.
+    """Returns the chat template, if there is one: chat_template.jinja, or that of tokenizer_config.json.
+
+    Of several by name the one called default.
 
     Raises:
-      TokenizerFileError: a file is damaged.
+      TokenizerError: a file is damaged.
     """
     if os.path.lexists(folder / TEMPLATE):
-        return _text(_content_of(folder / TEMPLATE, _MAX_TEMPLATE), folder / TEMPLATE)
+        with reading(folder / TEMPLATE):
+            return read_template(inside(folder, TEMPLATE))
     template = read(folder / TOKENIZER_CONFIG).get("chat_template")
     if isinstance(template, list):
         named = (entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default")
@@ -92,47 +111,30 @@ def chat_template(folder: Path) -> str | None:
 
 
 def read_template(path: Path) -> str:
-    """The text of a template's file, wherever it is.
+    """Returns the text of a template's file, wherever it is.
 
     Raises:
-      TokenizerFileError: it cannot be read.
+      TokenizerError: it cannot be read.
     """
-    try:
-        return _text(read_bytes(path, _MAX_TEMPLATE), path)
-    except OSError as error:
-        raise TokenizerFileError(f"{path}: {error.strerror}") from None
-
-
-def read(path: Path) -> dict[str, Any]:
-    """A JSON object; an empty one if there is no such file.
-
-    Raises:
-      TokenizerFileError: it is damaged.
-    """
-    if not os.path.lexists(path):
-        return {}
-    content = _content_of(path, MAX_JSON)
-    try:
-        return parse_json(content, str(path))
-    except ValueError as error:
-        raise TokenizerFileError(str(error)) from None
-
-
-def _content_of(path: Path, most: int) -> bytes:
-    """Returns the content of a file that does not lie outside of its folder by way of a link."""
-    try:
-        return read_bytes(inside(path.parent, path.name), most)
-    except OSError as error:
-        raise TokenizerFileError(f"{path}: {error.strerror}") from None
-
-
-def _text(content: bytes, path: Path) -> str:
+    with reading(path):
+        content = read_bytes(path, _MAX_TEMPLATE)
     try:
         return content.decode()
     except UnicodeDecodeError:
-        raise TokenizerFileError(f"{path}: not UTF-8") from None
+        raise TokenizerError(f"{path}: not UTF-8") from None
 
 
-def _content(token: Any) -> Any:
-    """Of a token that is spelled as a string, or as an object that says how it is matched too."""
-    return token.get("content") if isinstance(token, Mapping) else token
+def read(path: Path) -> dict[str, Any]:
+    """Returns the JSON object in a file that is no link out of its folder; an empty one if there is no such file.
+
+    Raises:
+      TokenizerError: it is damaged.
+    """
+    if not os.path.lexists(path):
+        return {}
+    with reading(path):
+        content = read_bytes(inside(path.parent, path.name), MAX_JSON)
+    try:
+        return parse_json(content, str(path))
+    except ValueError as error:
+        raise TokenizerError(str(error)) from None

@@ -7,7 +7,8 @@ import numpy as np
 
 from jaxtp.data.chat_tokenizer import SpecialTokens, rendered_tokenizer, without_noncharacters
 from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
-from jaxtp.data.tokenizer import Tokenizer, TokenizerError
+from jaxtp.data.tokenizer import Tokenizer
+from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.generate.engine import GenerationError, Generator
 from jaxtp.generate.request import Piece
 from jaxtp.generate.settings import GenerationSettings

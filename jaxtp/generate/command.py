@@ -20,7 +20,7 @@ from jaxtp.data.tokenizer_files import read_template
 from jaxtp.generate.chat import Listener, converse, opening
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
 from jaxtp.generate.engine import Generator
-from jaxtp.generate.loading import Options, Source, open_source
+from jaxtp.generate.loading import Source, open_source
 from jaxtp.generate.prompts import read_prompts
 from jaxtp.generate.request import Piece, Result
 from jaxtp.mesh import describe_mesh, mesh_sizes
@@ -39,15 +39,11 @@ def run(config: GenerateConfig, folder: Path) -> None:
     Raises:
       ValueError: a user's mistake, most of them before the weights are read.
     """
-    prompts: list[str | None] = [
-        *config.prompt,
-        *(read_prompts(config.prompt_file, config.field) if config.prompt_file else []),
-    ]
+    prompts: list[str | None] = list(config.prompt)
+    if config.prompt_file is not None:
+        prompts += read_prompts(config.prompt_file, config.field)
     request_devices(config.mesh)
-    options = Options(
-        config.dtype, config.tokenizer, config.base, config.special_tokens, ignore_config=config.ignore_config
-    )
-    source = open_source(folder, options)
+    source = open_source(folder, config)
     listener = _listener(config, source) if config.chat else None
     mesh = open_mesh(config.mesh, source.config)
     model = source.load(mesh)
@@ -70,18 +66,15 @@ def run(config: GenerateConfig, folder: Path) -> None:
 
 def _listener(config: GenerateConfig, source: Source) -> Listener:
     """Returns the listener of a chat; a template that refuses its beginning is found before the weights are read."""
-    listener = Listener(source.tokenizer, _template(config, source), special_tokens=config.special_tokens)
-    listener.ids([*opening(config.system), {"role": "user", "content": "a"}])
-    return listener
-
-
-def _template(config: GenerateConfig, source: Source) -> ChatTemplate:
     text, name = source.template, f"the chat template of {source.name}"
     if config.template is not None:
         text, name = read_template(config.template), str(config.template)
     if text is None:
         raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
-    return ChatTemplate(text, name, source.special_tokens)
+    template = ChatTemplate(text, name, source.special_tokens)
+    listener = Listener(source.tokenizer, template, special_tokens=config.special_tokens)
+    listener.ids([*opening(config.system), {"role": "user", "content": "a"}])
+    return listener
 
 
 def _complete(generator: Generator, prompts: Sequence[str | None], config: GenerateConfig) -> None:
@@ -93,13 +86,11 @@ def _complete(generator: Generator, prompts: Sequence[str | None], config: Gener
         print()
         return
     for result in in_order(pieces, [index for index, prompt in enumerate(prompts) if prompt is not None]):
+        prompt = prompts[result.index]
         if config.json:
-            print(json.dumps({"prompt": prompts[result.index], **asdict(result)}, ensure_ascii=False), flush=True)
+            print(json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False), flush=True)
         else:
-            print(
-                f"--- {result.index}: {json.dumps(prompts[result.index], ensure_ascii=False)}\n{result.text}",
-                flush=True,
-            )
+            print(f"--- {result.index}: {json.dumps(prompt, ensure_ascii=False)}\n{result.text}", flush=True)
 
 
 def in_order(pieces: Iterable[Piece], indices: Iterable[int]) -> Iterator[Result]:

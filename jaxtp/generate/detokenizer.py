@@ -45,11 +45,9 @@ class Detokenizer:
 
     def _new(self) -> bytes:
         """Returns the bytes that the tokens not given out add to those that were, of which only the last matter."""
-        before, now = (self._decode(self._ids[self._start : end]) for end in (self._given, len(self._ids)))
+        parts = (self._ids[self._start : end] for end in (self._given, len(self._ids)))
+        before, now = (self._tokenizer.decode(np.array(ids, np.int64)) if ids else b"" for ids in parts)
         return now[len(before) :]
-
-    def _decode(self, ids: list[int]) -> bytes:
-        return self._tokenizer.decode(np.array(ids, np.int64)) if ids else b""
 
 
 class StopTexts:

@@ -178,8 +178,8 @@ class Generator:
         vocab_size = self.model.config.vocab_size
         if not ids:
             raise GenerationError(f"prompt {index} is empty; the model needs at least one token to go on from")
-        if not all(0 <= token < vocab_size for token in ids):
-            wrong = next(token for token in ids if not 0 <= token < vocab_size)
+        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
             raise GenerationError(
                 f"prompt {index} has the token {wrong}, and the model has those from 0 to {vocab_size - 1}: the "
                 "tokenizer is not the model's"

@@ -1,4 +1,4 @@
-"""How a path becomes a model to generate from: its weights, tokenizer, chat template and defaults.
+"""Opens the model at a path to generate from: its weights, tokenizer, chat template and defaults.
 
 The path is that of a run of `jaxtp.train`, of one of its checkpoints, or of a folder in Hugging Face format.
 """
@@ -12,7 +12,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.reader import Stored, open_checkpoint
-from jaxtp.checkpoint.stored import CheckpointError, newest
+from jaxtp.checkpoint.stored import finished
 from jaxtp.config import expand, nearest_file
 from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES, MANIFEST, TOKENIZER
@@ -20,13 +20,21 @@ from jaxtp.data.tokenizer import (
     ByteTokenizer,
     HuggingFaceTokenizer,
     Tokenizer,
-    TokenizerError,
     load_tokenizer,
     read_tokenizer,
     tokenizer_file,
 )
-from jaxtp.data.tokenizer_files import GENERATION, MODEL_CONFIG, chat_template, context, end_ids, special_tokens
+from jaxtp.data.tokenizer_files import (
+    GENERATION,
+    MODEL_CONFIG,
+    TokenizerError,
+    chat_template,
+    context,
+    end_ids,
+    special_tokens,
+)
 from jaxtp.entry import UserError
+from jaxtp.generate.config import GenerateConfig
 from jaxtp.hf import peft
 from jaxtp.hf.attributes import read_config
 from jaxtp.hf.folder import CONFIG
@@ -40,26 +48,6 @@ from jaxtp.models.decoder import Decoder
 
 class SourceError(UserError):
     """A path from which no model can be read, or a model without its tokenizer."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Choices that replace what a model has or says itself."""
-
-    dtype: DType | None = None
-    """Dtype of weights and computation; None for the model's own."""
-
-    tokenizer: Path | None = None
-    """A tokenizer.json, or a folder that has one, instead of the model's own."""
-
-    base: Path | None = None
-    """Folder of the model beside the adapters of a run, if it is no longer where the run found it."""
-
-    special_tokens: bool = False
-    """Whether text that spells a special token becomes that token."""
-
-    ignore_config: tuple[str, ...] = ()
-    """Attributes of a config.json to pass over although they are not understood."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +81,26 @@ class Source:
     """The most tokens of a prompt and its text that the model was made for; None where nothing says so."""
 
 
-def open_source(path: Path, options: Options = Options()) -> Source:
+def open_source(path: Path, asked: GenerateConfig = GenerateConfig()) -> Source:
     """Returns the model at a path.
+
+    Args:
+      path: the folder.
+      asked: settings that replace what the model has or says itself: dtype, tokenizer, base, special_tokens and
+        ignore_config.
 
     Raises:
       SourceError: there is no model, or it has no tokenizer.
-      ValueError: it is damaged or not understood (`CheckpointError`, `DatasetError`, `TokenizerError`,
-        `TokenizerFileError`, `ConfigError`, `HFError`).
+      ValueError: it is damaged or not understood (`CheckpointError`, `DatasetError`, `TokenizerError`, `ConfigError`,
+        `HFError`).
     """
     if not os.path.isdir(path):  # unlike Path's, it takes names of any length
         what = "is no folder" if os.path.exists(path) else "no such folder"
         raise SourceError(f"--model {path}: {what}{nearest_file(path)}")
     if (path / CONFIG).is_file():
-        return _open_hf(path, options)
-    if _has_checkpoint(path):
-        return _open_run(path, options)
+        return _open_hf(path, asked)
+    if finished(path):
+        return _open_run(path, asked)
     if (path / peft.CONFIG).is_file():
         raise SourceError(
             f"--model {path}: adapters in PEFT's format, without their model; give the run that trained them, or "
@@ -118,15 +111,15 @@ def open_source(path: Path, options: Options = Options()) -> Source:
     )
 
 
-def _open_hf(folder: Path, options: Options) -> Source:
-    config = _inference_config(read_config(folder, options.ignore_config), options.dtype)
-    if options.tokenizer is None and not (folder / TOKENIZER).is_file():
+def _open_hf(folder: Path, asked: GenerateConfig) -> Source:
+    config = _inference_config(read_config(folder, asked.ignore_config), asked.dtype)
+    if asked.tokenizer is None and not (folder / TOKENIZER).is_file():
         raise SourceError(f"{folder} has no {TOKENIZER}; name one by --tokenizer PATH")
-    tokenizer = open_tokenizer(options.tokenizer or folder, special_tokens=options.special_tokens)
+    tokenizer = open_tokenizer(asked.tokenizer or folder, special_tokens=asked.special_tokens)
 
     def load(mesh: Mesh) -> Decoder:
         with jax.set_mesh(mesh):
-            return load_hf(folder, precision=config.precision, ignore_config=options.ignore_config)
+            return load_hf(folder, precision=config.precision, ignore_config=asked.ignore_config)
 
     return Source(
         name=str(folder),
@@ -141,30 +134,22 @@ def _open_hf(folder: Path, options: Options) -> Source:
     )
 
 
-def _has_checkpoint(path: Path) -> bool:
-    try:
-        newest(path)
-    except CheckpointError:
-        return False
-    return True
-
-
-def _open_run(path: Path, options: Options) -> Source:
+def _open_run(path: Path, asked: GenerateConfig) -> Source:
     """Returns the model of the newest checkpoint of a run, or of the checkpoint whose folder is given."""
-    if options.ignore_config:
+    if asked.ignore_config:
         raise SourceError(f"--ignore-config is of a model in Hugging Face's format, and {path} is a run")
     checkpoint = open_checkpoint(path)
     folder, info = checkpoint.folder, checkpoint.info
-    config = _inference_config(model_of(folder, info), options.dtype)
-    place = _tokenizer_place(checkpoint, options)
-    tokenizer = _tokenizer_of_run(checkpoint, place, options)
+    config = _inference_config(model_of(folder, info), asked.dtype)
+    place = _tokenizer_place(checkpoint, asked.tokenizer)
+    tokenizer = _tokenizer_of_run(checkpoint, place, asked)
     folders = [found for found in (place, kept_files(folder)) if found is not None and found.is_dir()]
     template, names = _chat(folders)
     return Source(
         name=f"{path}, step {folder.name}",
         config=config,
         tokenizer=tokenizer,
-        load=lambda mesh: load_merged(folder, info, config, mesh, options.base),
+        load=lambda mesh: load_merged(folder, info, config, mesh, asked.base),
         end_ids=tokenizer.info.end_ids.union(*map(_end_ids, folders)),
         prefix=tuple(info.get("corpus", {}).get(PREFIX, ())),
         template=template,
@@ -190,19 +175,19 @@ def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
     )
 
 
-def _tokenizer_place(checkpoint: Stored, options: Options) -> Path | None:
+def _tokenizer_place(checkpoint: Stored, asked: Path | None) -> Path | None:
     """Returns where the tokenizer of a run's data should be, and the chat template that they were made by."""
     data = checkpoint.info["config"].get("data", {})
     mixture = next(iter(data.get("mixture") or ()), None)
-    places = (options.tokenizer, data.get("path"), mixture, kept_files(checkpoint.folder))
+    places = (asked, data.get("path"), mixture, kept_files(checkpoint.folder))
     return next((expand(Path(place)) for place in places if place is not None), None)
 
 
-def _tokenizer_of_run(checkpoint: Stored, place: Path | None, options: Options) -> Tokenizer:
+def _tokenizer_of_run(checkpoint: Stored, place: Path | None, asked: GenerateConfig) -> Tokenizer:
     """Returns the tokenizer that a run was trained with, which its checksum proves."""
     folder, recorded = checkpoint.folder, checkpoint.info.get("corpus", {}).get("tokenizer")
     if recorded == BYTES:
-        if options.tokenizer is not None:
+        if asked.tokenizer is not None:
             raise SourceError(f"{folder} was trained on bytes; leave --tokenizer out")
         return ByteTokenizer()
     if place is None:
@@ -211,7 +196,7 @@ def _tokenizer_of_run(checkpoint: Stored, place: Path | None, options: Options) 
         raise SourceError(
             f"the tokenizer of {folder} was in {place}, and there is nothing; name it by --tokenizer PATH"
         )
-    tokenizer = open_tokenizer(place, special_tokens=options.special_tokens)
+    tokenizer = open_tokenizer(place, special_tokens=asked.special_tokens)
     if recorded is not None and tokenizer.info.sha256 != recorded:
         raise SourceError(f"{place} is not the tokenizer that {folder} was trained with: its sha256 is another")
     return tokenizer

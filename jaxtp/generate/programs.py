@@ -110,16 +110,13 @@ class Programs:
 
         ids, counts = map(self._from_host, self._chunk([], 0))
         chunks, tokens = jax.jit(bound(read_chunk), donate_argnums=(1, 2)), jax.jit(bound(read_token), donate_argnums=1)
-        with self._context():
-            self._create = jax.jit(bound(self._nothing)).lower(self._state).compile()
-            self._start = jax.tree.map(_abstract, self._create(self._state))
+        with _within(self._mesh):
+            self._create = jax.jit(bound(self._empty)).lower(self._state).compile()
+            start = self._create(self._state)
+            self._start = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), start)
             self._read_chunk = chunks.lower(self._state, *self._start, ids, counts).compile()
             self._read_token = tokens.lower(self._state, self._start[0], counts).compile()
         self._samplers: dict[tuple[GenerationSettings, int], Any] = {}
-
-    def start(self) -> Read:
-        """Returns an empty cache, and logits that mean nothing."""
-        return Read(*self._create(self._state))
 
     def prefill(self, prompts: Sequence[Ids], progress: Callable[[int], None] = lambda read: None) -> Read:
         """Reads prompts, at most one for each row, none longer than the slots, and waits until they are read.
@@ -128,7 +125,7 @@ class Programs:
           prompts: the ids of each prompt.
           progress: called after each chunk with the number of tokens of each prompt that have been read.
         """
-        read = self.start()
+        read = Read(*self._create(self._state))
         for start in range(0, max(map(len, prompts)), self.shape.chunk):
             read = Read(*self._read_chunk(self._state, read.cache, read.logits, *self._chunk(prompts, start)))
             read.logits.block_until_ready()  # virtual CPU devices can hang where many programs are under way
@@ -146,7 +143,7 @@ class Programs:
             cache, logits = self._start
             seeds = self._from_host(np.zeros(self.shape.rows, np.uint32))
             function = jax.jit(partial(sample, settings=settings, num_ids=num_ids), donate_argnums=1)
-            with self._context():
+            with _within(self._mesh):
                 lowered = function.lower(logits, self.seen([]), seeds, cache.lengths)
                 self._samplers[key] = lowered.compile()
         compiled = self._samplers[key]
@@ -159,7 +156,8 @@ class Programs:
             seen[row, prompt] = True
         return jax.device_put(seen, self._sharding(batch_spec(None)))
 
-    def _nothing(self, model: Decoder) -> tuple[Cache, Array]:
+    def _empty(self, model: Decoder) -> tuple[Cache, Array]:
+        """Returns an empty cache, and logits that mean nothing."""
         logits = jnp.zeros((self.shape.rows, self._config.vocab_size), self._config.precision.logits)
         return model.empty_cache(self.shape.rows, self.shape.slots), constrain(logits, batch_spec(None))
 
@@ -179,9 +177,6 @@ class Programs:
     def _sharding(self, spec: P) -> NamedSharding | None:
         return None if self._mesh is None else NamedSharding(self._mesh, spec)
 
-    def _context(self) -> AbstractContextManager[Any]:
-        return _within(self._mesh)
-
 
 def cache_bytes(model: Decoder, shape: Shape) -> int:
     """Returns the bytes of keys and values on each device."""
@@ -195,10 +190,6 @@ def cache_bytes(model: Decoder, shape: Shape) -> int:
 
 def _within(mesh: Mesh | None) -> AbstractContextManager[Any]:
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
-
-
-def _abstract(array: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def mesh_of(model: Decoder) -> Mesh | None:

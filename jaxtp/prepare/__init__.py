@@ -1,1 +1,1 @@
-"""From files to a dataset of tokens."""
+"""Makes a dataset of tokens out of files."""

@@ -1,4 +1,4 @@
-"""Documents in batches, each document with its hash, read ahead while the batch before is made into tokens."""
+"""Reads documents in batches, each document with its hash, while the batch before is made into tokens."""
 
 import hashlib
 import itertools
@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeVar
 
 from jaxtp.data.chat_tokenizer import without_marks
 from jaxtp.data.manifest import TRAIN, VALIDATION
+from jaxtp.interrupt import Interrupt
 from jaxtp.prepare.errors import Document, PrepareError, Problem, Turn
 from jaxtp.prepare.formats import Fields, Source
-from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.sources import Position, read
 
 BATCH_BYTES = 2**22
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
     turns: tuple[Turn, ...]
     digest: bytes
-    """sha256 of prompts and texts."""
+    """The sha256 of prompts and texts."""
     sizes: tuple[int, ...]
     """Bytes of each turn as UTF-8, of prompt and text."""
 
@@ -38,7 +38,7 @@ class Batch:
     """Documents in the order of the inputs, and what was left out between them."""
 
     position: Position
-    """Of the inputs, after it."""
+    """Position in the inputs, after the batch."""
     done: int = 0
     """Bytes of the inputs that have been read, about."""
     entries: list[Entry] = field(default_factory=list)
@@ -47,12 +47,12 @@ class Batch:
     """Bytes of its documents."""
 
     def is_full(self) -> bool:
-        """Whether it is worth the while of all cores."""
+        """Returns whether it keeps all cores busy."""
         return self.size >= BATCH_BYTES or len(self.entries) + len(self.problems) >= BATCH_DOCUMENTS
 
 
 def batches(sources: list[Source], start: Position, fields: Fields, on_error: str) -> Iterator[Batch]:
-    """All documents from a position on.
+    """Yields all documents from a position on.
 
     Raises:
       PrepareError: something cannot be read and `on_error` is stop; after the batch of all that comes before it.
@@ -92,17 +92,17 @@ def entry(document: Document) -> Entry:
 
 
 def fraction(digest: bytes) -> float:
-    """A number from 0 to below 1 that depends on the text alone."""
+    """Returns a number from 0 to below 1 that depends on the text alone."""
     return int.from_bytes(digest[:6], "big") / 2**48
 
 
 def split_of(digest: bytes, held_out: float) -> str:
-    """The split of a document."""
+    """Returns the split of a document."""
     return VALIDATION if fraction(digest) < held_out else TRAIN
 
 
 def ahead(items: Iterator[T], interrupt: Interrupt) -> Iterator[T]:
-    """The same items, of which the next is made by a thread while one is used.
+    """Yields the same items, of which the next is made by a thread while one is used.
 
     The thread is a daemon: reading for long, as through what an interrupted command had read, holds up neither
     Ctrl-C nor the end of the process.
@@ -116,7 +116,11 @@ def ahead(items: Iterator[T], interrupt: Interrupt) -> Iterator[T]:
     try:
         asked.put(True)
         while True:
-            item, error = _wait(made, interrupt)
+            try:
+                item, error = made.get(timeout=_PATIENCE)
+            except Empty:
+                interrupt.check()
+                continue
             if error is not None:
                 raise error
             if not item:
@@ -135,11 +139,3 @@ def _make(items: Iterator[T], asked: Queue[bool], made: Queue[tuple[Iterable[T],
             made.put((list(itertools.islice(items, 1)), None))
         except BaseException as error:
             made.put(([], error))
-
-
-def _wait(made: Queue[T], interrupt: Interrupt) -> T:
-    while True:
-        try:
-            return made.get(timeout=_PATIENCE)
-        except Empty:
-            interrupt.check()

@@ -1,14 +1,14 @@
-"""A byte-level BPE tokenizer, trained on the inputs."""
+"""Trains a byte-level BPE tokenizer on the inputs."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from jaxtp.data.manifest import TRAIN
+from jaxtp.interrupt import Interrupt
 from jaxtp.prepare.batches import Batch, Entry, ahead, batches, fraction, split_of
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
-from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import Position
 
@@ -41,7 +41,7 @@ def train(vocab_size: int, sources: list[Source], config: PrepareConfig, report:
 
 
 def _texts(sources: list[Source], config: PrepareConfig, report: Report, interrupt: Interrupt) -> Iterator[str]:
-    """The texts of the sample. Compressed files count as they lie on disk, so the sample of them is larger."""
+    """Yields the texts of the sample. Compressed files count as they lie on disk, so the sample of them is larger."""
     share = config.bpe_sample / max(1, sum(source.size for source in sources))
     chosen = 0
     for batch in ahead(batches(sources, Position(0, 0), config.fields, config.on_error), interrupt):
@@ -56,7 +56,7 @@ def _texts(sources: list[Source], config: PrepareConfig, report: Report, interru
 
 
 def _sample(batch: Batch, held_out: float, share: float) -> Iterator[Entry]:
-    """Documents to train on: of those not held out, whose fractions are `held_out` to 1, the first `share`."""
+    """Yields the documents to train on: of those not held out, with fractions `held_out` to 1, the first `share`."""
     for entry in batch.entries:
         in_sample = fraction(entry.digest) - held_out < share * (1 - held_out)
         if split_of(entry.digest, held_out) == TRAIN and in_sample:

@@ -14,14 +14,10 @@ from jaxtp.prepare.errors import PrepareError
 GZIP, ZSTD = ".gz", ".zst"
 
 BROKEN = (gzip.BadGzipFile, EOFError, zlib.error)
-"""What reading a broken stream raises, `BrokenZstdError` included."""
+"""Errors of reading a stream that is cut short or damaged, zstd's included."""
 
 _CHUNK = 2**11
 """Compressed bytes at a time; zstd makes up to 30,000 times as many of them, which are in memory together."""
-
-
-class BrokenZstdError(EOFError):
-    """A zstd stream that is cut short or damaged."""
 
 
 class WindowError(ValueError):
@@ -36,7 +32,7 @@ class Stream:
     """The decompressed bytes."""
 
     file: BinaryIO
-    """The file itself; `tell` says how much of it has been read."""
+    """The file itself, whose position is how much of it has been read."""
 
 
 @contextmanager
@@ -44,7 +40,7 @@ def open_stream(path: Path, max_window: int) -> Iterator[Stream]:
     """Opens a file and decompresses it as its suffix says.
 
     Args:
-      path: of the file.
+      path: the file.
       max_window: bytes of what was unpacked that a zstd stream may refer back to, and so keep in memory.
 
     Raises:
@@ -62,7 +58,7 @@ def open_stream(path: Path, max_window: int) -> Iterator[Stream]:
 
 
 def zstandard() -> Any:
-    """The library.
+    """Returns the library.
 
     Raises:
       PrepareError: it is not installed.
@@ -75,7 +71,7 @@ def zstandard() -> Any:
 
 
 class _Zstd(io.RawIOBase):
-    """Frames one after the other. The library's own reader takes a frame that is cut short for a whole one."""
+    """Reads frames one after the other. The library's own reader takes a frame that is cut short for a whole one."""
 
     def __init__(self, file: BinaryIO, max_window: int):
         library = zstandard()
@@ -100,13 +96,13 @@ class _Zstd(io.RawIOBase):
         data = self._rest or self._file.read(_CHUNK)
         if not data:
             if self._frame is not None:
-                raise BrokenZstdError("the zstd stream is cut short")
+                raise EOFError("the zstd stream is cut short")
             return False
         self._frame = self._frame or self._decompressor.decompressobj()
         try:
             self._output = memoryview(self._frame.decompress(data))
         except self._error as error:
-            kind = WindowError if "requires too much memory" in str(error) else BrokenZstdError
+            kind = WindowError if "requires too much memory" in str(error) else EOFError
             raise kind(str(error)) from None
         self._rest = self._frame.unused_data if self._frame.eof else b""
         if self._frame.eof:

@@ -8,7 +8,7 @@ import tyro
 from pydantic import Field
 
 from jaxtp.config import ConfigError, NonNegative, Switch, UserPath, allowed, to_plain
-from jaxtp.prepare.formats import Fields, Limits
+from jaxtp.prepare.formats import Fields
 
 Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
 Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN")]
@@ -20,7 +20,7 @@ TEXT_FIELD = "text"
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareConfig:
-    """What to read, how to make tokens of it, and where they go."""
+    """The inputs, how they become tokens, and where those go."""
 
     inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")] = ()
     """Text, .jsonl and .parquet files, all but the last also as .gz and .zst; folders of them, or of source files; of
@@ -55,7 +55,7 @@ class PrepareConfig:
     """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it stays text."""
 
     format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
-    """Of all input files; by default as the suffix says, and text where it says nothing."""
+    """Format of all input files; by default as the suffix says, and text where it says nothing."""
 
     field: str = TEXT_FIELD
     """Field of a JSONL or Parquet row that is a document."""
@@ -89,7 +89,7 @@ class PrepareConfig:
     """Leaves out documents that were there before, to the byte; takes about 100 bytes of memory for each document."""
 
     on_error: Literal["stop", "skip"] = "stop"
-    """What to do with what cannot be read: stop says what and where, skip counts it and goes on."""
+    """Handling of what cannot be read: stop says what and where, skip counts it and goes on."""
 
     max_document_bytes: Count = 2**26
     """A larger document, or line of JSONL, cannot be read, nor a conversation whose answers, with all that is before
@@ -112,13 +112,8 @@ class PrepareConfig:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether documents begin with what the loss leaves out."""
+        """Whether documents begin with a prompt, which the loss leaves out."""
         return self.prompt_field is not None or self.messages is not None
-
-    @property
-    def limits(self) -> Limits:
-        """Returns the most that may be in memory at a time."""
-        return Limits(self.max_document_bytes, self.max_window_bytes)
 
     @property
     def fields(self) -> Fields:
@@ -138,12 +133,12 @@ _NOT_OF_THE_RESULT = {
 
 
 def arguments(config: PrepareConfig) -> dict[str, Any]:
-    """The settings that decide what the dataset holds, as plain values."""
+    """Returns the settings that decide what the dataset holds, as plain values."""
     return {key: value for key, value in to_plain(config).items() if key not in _NOT_OF_THE_RESULT}
 
 
 def check(config: PrepareConfig) -> None:
-    """Checks what no single setting can.
+    """Checks the settings against each other.
 
     Raises:
       ConfigError: with every contradiction.

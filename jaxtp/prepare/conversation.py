@@ -1,4 +1,4 @@
-"""Conversations into turns: an answer of the assistant, and as its prompt all that comes before it."""
+"""Makes turns of conversations: an answer of the assistant, and as its prompt all that comes before it."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from jaxtp.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_file
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG, chat_template, read_template, special_tokens
 from jaxtp.files import write_atomically
 from jaxtp.prepare.config import PrepareConfig
-from jaxtp.prepare.errors import TooLargeError, Turn
+from jaxtp.prepare.errors import TooLargeError, Turn, shown
 
 _PROBE = [{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "a"}]
 
@@ -26,11 +26,11 @@ class Conversations:
 
     Args:
       config: names the template.
-      tokenizer: of the dataset.
+      tokenizer: tokenizer of the dataset.
 
     Raises:
       ChatError: no template, or one that fails on the simplest conversation.
-      TokenizerFileError: a file beside the tokenizer is damaged.
+      TokenizerError: a file beside the tokenizer is damaged.
     """
 
     def __init__(self, config: PrepareConfig, tokenizer: Tokenizer):
@@ -44,7 +44,7 @@ class Conversations:
         self._probe = self.turns(_PROBE)
 
     def turns(self, messages: Any) -> tuple[Turn, ...]:
-        """The answers in a conversation; what comes after the last one is left out.
+        """Returns the answers in a conversation; what comes after the last one is left out.
 
         Raises:
           ChatError: it is no conversation, has no answer, or the template refuses it.
@@ -64,7 +64,7 @@ class Conversations:
         return tuple(turns)
 
     def encode(self, turns: Sequence[Turn]) -> list[list[NDArray[Any]]]:
-        """The ids of prompt and answer of each turn."""
+        """Returns the ids of prompt and answer of each turn."""
         pairs = [(turn.prompt or "", turn.text) for turn in turns]
         dtype = self._tokenizer.info.dtype
         return [[part.astype(dtype) for part in parts] for parts in self._rendered.encode_batch(pairs)]
@@ -75,7 +75,7 @@ class Conversations:
         write_atomically(folder / TOKENIZER_CONFIG, (json.dumps(self.special_tokens, indent=1) + "\n").encode())
 
     def begins_with(self, prefix: tuple[int, ...]) -> bool:
-        """Whether the template writes the tokens that texts begin with."""
+        """Returns whether the template writes the tokens that texts begin with."""
         (ids, _), *_ = self.encode(self._probe)
         return np.array_equal(ids[: len(prefix)], prefix)
 
@@ -97,10 +97,10 @@ class Conversations:
 
 
 def open_conversations(config: PrepareConfig, tokenizer: Tokenizer | None) -> Conversations | None:
-    """What reads the conversations that a command line asks for; prefix and end token then are what the template has.
+    """Returns the reader of the conversations that a command line asks for; the template gives prefix and end token.
 
     Raises:
-      ChatError, TokenizerFileError: as `Conversations`.
+      ChatError, TokenizerError: as `Conversations`.
     """
     if config.messages is None or tokenizer is None:
         return None
@@ -114,11 +114,11 @@ def open_conversations(config: PrepareConfig, tokenizer: Tokenizer | None) -> Co
 
 
 def template_of(config: PrepareConfig) -> tuple[str, str]:
-    """The chat template, and what it is called in messages.
+    """Returns the chat template, and its name in messages.
 
     Raises:
       ChatError: there is none.
-      TokenizerFileError: its file cannot be read.
+      TokenizerError: its file cannot be read.
     """
     if config.template is not None:
         return read_template(config.template), str(config.template)
@@ -132,13 +132,13 @@ def template_of(config: PrepareConfig) -> tuple[str, str]:
 
 
 def template_checksum(config: PrepareConfig) -> str:
-    """What tells whether an interrupted command goes on with the same template."""
+    """Returns a hash by which an interrupted command tells whether it goes on with the same template."""
     named = special_tokens(tokenizer_file(config.tokenizer).parent) if config.tokenizer else {}
     return hashlib.sha256(json.dumps([template_of(config)[0], named]).encode()).hexdigest()
 
 
 def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """What the template may name: as it is said beside the tokenizer, or else what documents begin and end with."""
+    """Returns the tokens that the template may name: those beside the tokenizer, else documents' first and last."""
     if config.tokenizer is None or not isinstance(tokenizer, HuggingFaceTokenizer):
         return {}
     info, found = tokenizer.info, {}
@@ -151,16 +151,11 @@ def _special_tokens(config: PrepareConfig, tokenizer: Tokenizer) -> dict[str, st
 
 def _checked(messages: Any) -> list[Message]:
     if not isinstance(messages, list) or not messages:
-        raise ChatError(f"not a list of messages, but {_shown(messages)}")
+        raise ChatError(f"not a list of messages, but {shown(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict):
-            raise ChatError(f"message {number} is not an object with role and content, but {_shown(message)}")
+            raise ChatError(f"message {number} is not an object with role and content, but {shown(message)}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise ChatError(f"message {number}: {key!r} is not a string, but {_shown(message.get(key))}")
+                raise ChatError(f"message {number}: {key!r} is not a string, but {shown(message.get(key))}")
     return messages
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return f"{text[:40]}..." if len(text) > 40 else text

@@ -1,11 +1,12 @@
-"""What can be wrong with inputs: an item that cannot be read, and a mistake that ends the command."""
+"""The events of reading inputs: a document, a problem with an item, and a mistake that ends the command."""
 
-from typing import NamedTuple
+import json
+from typing import Any, NamedTuple
 
 from jaxtp.entry import UserError
 
 END = -1
-"""As the `item` of an event: the rest of its source cannot be read."""
+"""The `item` of an event after which the rest of its source cannot be read."""
 
 EMPTY_FILE, EMPTY_DOCUMENT, BINARY_FILE, DUPLICATE = "empty file", "empty document", "binary file", "duplicate"
 UNREADABLE, BROKEN_FILE, NOT_UTF8 = "unreadable file", "broken file", "not UTF-8"
@@ -26,10 +27,10 @@ class Turn(NamedTuple):
     """A document of the dataset."""
 
     prompt: str | None
-    """None but for instruction data and conversations."""
+    """The prompt of instruction data and conversations; else None."""
 
     text: str
-    """All of it, or what comes after the prompt."""
+    """The document, without its prompt."""
 
     rendered: bool = False
     """Whether a chat template wrote it, with marks around its special tokens (`data/chat_tokenizer.py`)."""
@@ -39,13 +40,13 @@ class Document(NamedTuple):
     """A document as it was read."""
 
     turns: tuple[Turn, ...]
-    """One; of a conversation, one for each answer."""
+    """One turn; for a conversation, one for each answer."""
 
     item: int
-    """How many items (lines, rows) of its source have been read, this one included."""
+    """Number of items (lines, rows) of its source that have been read, this one included."""
 
     done: int
-    """How many bytes of its source have been read; approximate."""
+    """Bytes of its source that have been read; approximate."""
 
 
 class Problem(NamedTuple):
@@ -56,4 +57,10 @@ class Problem(NamedTuple):
     item: int
     done: int
     harmless: bool = False
-    """Left out and counted, whatever `--on-error` says."""
+    """Whether it is left out and counted, whatever `--on-error` says."""
+
+
+def shown(value: Any) -> str:
+    """Returns the beginning of a value as JSON, for messages."""
+    text = json.dumps(value, default=str)
+    return f"{text[:40]}..." if len(text) > 40 else text

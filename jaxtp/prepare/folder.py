@@ -1,4 +1,4 @@
-"""The folder of a dataset while it is made: its lock, its journal, and whose it is.
+"""The folder of a dataset while it is made: its lock, its files, and whose it is.
 
 `journal.json` is there from the first moment until `dataset.json` is. It says how far the inputs have been read and
 how long each file was then; what is longer or not in it was written later and is dropped when the command goes on. A
@@ -6,23 +6,21 @@ journal is written when all that it speaks of is on disk.
 """
 
 import fcntl
-import json
 import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from jaxtp.data.manifest import DOCUMENTS, MANIFEST, PROMPTS, SPLITS, TOKENIZER, TOKENS
 from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
-from jaxtp.files import PARTIAL, write_atomically
+from jaxtp.files import PARTIAL
 from jaxtp.prepare.errors import PrepareError
 
 JOURNAL = "journal.json"
 INPUTS = "inputs.jsonl"
 SEEN = "seen.sha256"
-"""With --dedup: the first 16 bytes of the hash of each document so far."""
+"""File of the first 16 bytes of the hash of each document so far, with --dedup."""
 
 _SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
 
@@ -48,30 +46,8 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_journal(folder: Path, record: dict[str, Any]) -> None:
-    """Replaces the journal."""
-    write_atomically(folder / JOURNAL, json.dumps(record).encode())
-
-
-def read_journal(folder: Path) -> dict[str, Any] | None:
-    """The journal; None where there is none.
-
-    Raises:
-      PrepareError: it is not one.
-    """
-    try:
-        record = json.loads((folder / JOURNAL).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
-        raise damaged(folder / JOURNAL, str(error)) from None
-    if not isinstance(record, dict):
-        raise damaged(folder / JOURNAL, "not an object")
-    return record
-
-
 def damaged(path: Path, how: str) -> PrepareError:
-    """Of an unfinished dataset that cannot be gone on with."""
+    """Returns the error of an unfinished dataset that cannot be gone on with."""
     return PrepareError(f"{path}: damaged, so the command cannot go on: {how}; --overwrite starts afresh")
 
 

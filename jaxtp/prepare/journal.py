@@ -1,13 +1,14 @@
-"""How far a dataset has been made, as its journal holds it, and the hashes of the documents so far."""
+"""The journal of a dataset that is being made, and the hashes of its documents so far."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from jaxtp.data.manifest import SPLITS, DatasetError, TokenizerInfo, read_tokenizer_info
-from jaxtp.files import sync_file
-from jaxtp.prepare.folder import JOURNAL, damaged, read_journal, write_journal
+from jaxtp.files import sync_file, write_atomically
+from jaxtp.prepare.folder import JOURNAL, damaged
 from jaxtp.prepare.sources import Position
 from jaxtp.prepare.writer import Progress, parse_progress
 
@@ -17,16 +18,16 @@ _DIGEST = 16
 
 @dataclass
 class State:
-    """What the journal says."""
+    """Content of the journal."""
 
     arguments: Mapping[str, Any]
     tokenizer: TokenizerInfo | None = None
     """None until there is one."""
     position: Position = Position(0, 0)
     seen: int = 0
-    """Hashes in the file of `Seen`."""
+    """Number of hashes in the file of `Seen`."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """What was left out, by reason."""
+    """Number of items that were left out, by reason."""
     splits: dict[str, Progress] = field(default_factory=lambda: {name: Progress() for name in SPLITS})
 
     def skip(self, kind: str, count: int = 1) -> None:
@@ -34,25 +35,27 @@ class State:
         self.skipped[kind] = self.skipped.get(kind, 0) + count
 
     def is_empty(self) -> bool:
-        """Whether there is no document yet: another command loses nothing by starting afresh."""
+        """Returns whether there is no document yet: another command loses nothing by starting afresh."""
         return not any(progress.shards or progress.documents for progress in self.splits.values())
 
     def save(self, folder: Path) -> None:
         """Replaces the journal; what it speaks of must be on the disk."""
-        write_journal(folder, asdict(self))
+        write_atomically(folder / JOURNAL, json.dumps(asdict(self)).encode())
 
 
 def load(folder: Path, prompts: bool) -> State | None:
-    """The state of an unfinished dataset; None where there is none.
+    """Returns the state of an unfinished dataset; None where there is none.
 
     Raises:
       PrepareError: the journal is damaged.
     """
-    record = read_journal(folder)
+    path = folder / JOURNAL
     try:
-        return None if record is None else _parse(record, prompts)
-    except (DatasetError, LookupError, TypeError, AttributeError, ValueError) as error:
-        raise damaged(folder / JOURNAL, f"{type(error).__name__}: {error}") from None
+        return _parse(json.loads(path.read_text(encoding="utf-8")), prompts)
+    except FileNotFoundError:
+        return None
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise damaged(path, f"{type(error).__name__}: {error}") from None
 
 
 def _parse(record: dict[str, Any], prompts: bool) -> State:
@@ -74,8 +77,8 @@ class Seen:
     """The hashes of documents, in memory and, appended, on the disk.
 
     Args:
-      path: of the file.
-      count: how many hashes of it hold; the rest is cut off.
+      path: the file.
+      count: number of its hashes that hold; the rest is cut off.
 
     Raises:
       PrepareError: there are fewer.
@@ -95,7 +98,7 @@ class Seen:
         return len(self._digests)
 
     def is_new(self, digest: bytes) -> bool:
-        """Whether a hash was not there, and remembers it."""
+        """Returns whether a hash was not there, and remembers it."""
         short = digest[:_DIGEST]
         if short in self._digests:
             return False

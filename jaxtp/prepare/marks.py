@@ -1,4 +1,4 @@
-"""What each document begins and ends with, and what says so."""
+"""The tokens that each document begins and ends with, and what says so."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,16 +10,15 @@ from jaxtp.prepare.config import PrepareConfig
 
 
 def with_marks(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
-    """A tokenizer whose `info` has the prefix and the end token that the command line asks for.
+    """Returns a tokenizer whose `info` has the prefix and the end token that the command line asks for.
 
     Args:
-      content: of its file.
-      name: what it is called in messages.
+      content: content of its file.
+      name: its name in messages.
       config: the command line.
 
     Raises:
-      TokenizerError: it cannot be used, or nothing tells which token ends a document.
-      TokenizerFileError: a file beside it is damaged.
+      TokenizerError: it or a file beside it cannot be used, or nothing tells which token ends a document.
     """
     eos, _ = _end(config)
     special = config.special_tokens
@@ -30,7 +29,7 @@ def with_marks(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceT
 
 
 def described(tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
-    """What a command says of them; nothing of bytes, which have none."""
+    """Yields what a command says of them; nothing for bytes, which have none."""
     if not isinstance(tokenizer, HuggingFaceTokenizer):
         return
     info = tokenizer.info
@@ -45,7 +44,7 @@ def described(tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
 
 
 def _end(config: PrepareConfig) -> tuple[str | int | None, str]:
-    """The end token by name or id, None if the tokenizer is to be searched for one; and what says so."""
+    """Returns the end token by name or id, None if the tokenizer is to be searched for one; and what says so."""
     if config.no_eos:
         return None, ""
     if config.eos is not None:

@@ -1,4 +1,4 @@
-"""What the command shows: a progress bar, or plain lines where there is no terminal."""
+"""The output of the command: a progress bar, or plain lines where there is no terminal."""
 
 import time
 from typing import Self
@@ -7,9 +7,9 @@ from jaxtp.console import Display
 from jaxtp.prepare.errors import Problem
 
 _SHOWN = 5
-"""Problems that are told one by one."""
+"""Number of problems that are reported one by one."""
 _SECONDS = 5.0
-"""Between plain lines."""
+"""Seconds between plain lines."""
 
 
 class Report(Display):
@@ -34,7 +34,7 @@ class Report(Display):
 
         Args:
           done: bytes of the inputs that have been read.
-          text: what has come of them.
+          text: the result so far.
         """
         self.move(done, text)
         if not self.has_bar and time.monotonic() - self._told >= _SECONDS:
@@ -42,7 +42,7 @@ class Report(Display):
             self.line(f"{100 * done // self._total}%  {text}")
 
     def left_out(self, problem: Problem) -> None:
-        """Tells of a problem, unless enough have been told of."""
+        """Reports a problem, unless enough have been reported."""
         if problem.harmless:
             return
         self._shown += 1

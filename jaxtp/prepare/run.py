@@ -1,9 +1,10 @@
-"""From inputs to a finished dataset."""
+"""Makes a dataset from inputs, from the first document to the manifest."""
 
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from jaxtp.data.manifest import MANIFEST, SPLITS, TRAIN, VALIDATION, Manifest, t
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import Tokenizer
 from jaxtp.files import write_atomically
+from jaxtp.interrupt import Interrupt, InterruptError
 from jaxtp.prepare import errors, folder
 from jaxtp.prepare.batches import Batch, Entry, ahead, batches, split_of
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.conversation import Conversations, open_conversations
 from jaxtp.prepare.errors import PrepareError, Turn
 from jaxtp.prepare.formats import Source
-from jaxtp.prepare.interrupt import Interrupt, InterruptError
 from jaxtp.prepare.journal import Seen, State
 from jaxtp.prepare.marks import described
 from jaxtp.prepare.report import Report
@@ -34,8 +35,7 @@ def prepare(out: Path, config: PrepareConfig) -> None:
 
     Raises:
       PrepareError: a bad input, a folder that cannot be written or holds something else.
-      TokenizerError: a tokenizer that cannot be used.
-      TokenizerFileError: a file beside it is damaged.
+      TokenizerError: a tokenizer that cannot be used, or a file beside it that is damaged.
       ChatError: a chat template that is missing or fails.
       KeyboardInterrupt: Ctrl-C.
     """
@@ -43,7 +43,11 @@ def prepare(out: Path, config: PrepareConfig) -> None:
     conversations = open_conversations(config, given)
     sources = find_sources(config)
     try:
-        with folder.locked(out), Interrupt() as interrupt, Report(sum(source.size for source in sources)) as report:
+        with (
+            folder.locked(out),
+            Interrupt(signal.SIGINT) as interrupt,
+            Report(sum(source.size for source in sources)) as report,
+        ):
             state = begin(out, config, sources, given)
             if state is None:
                 report.line(f"{out} is finished; there is nothing to do")
@@ -51,18 +55,10 @@ def prepare(out: Path, config: PrepareConfig) -> None:
             tokenizer = tokenizer_for(out, config, sources, given, state, report, interrupt)
             with ExitStack() as stack:
                 _Work(out, config, sources, tokenizer, conversations, state, report, stack).finish(interrupt)
-    except OSError as error:  # of an output: those of inputs are told by what reads them
+    except OSError as error:  # from an output: what reads inputs reports theirs
         raise PrepareError(
             f"{error.filename or out}: {error.strerror}; when that is mended the same command goes on"
         ) from None
-
-
-@dataclass
-class _Counts:
-    """For the progress bar."""
-
-    documents: int = 0
-    tokens: int = 0
 
 
 class _Work:
@@ -85,10 +81,12 @@ class _Work:
         info, own = tokenizer.info, conversations is None  # else a template writes what comes first and last
         self._begin = np.array(info.prefix if own else [], info.dtype)
         self._end = np.array([info.eos_id] if own and info.eos_id is not None else [], info.dtype)
-        self._writers = {name: stack.enter_context(closing(self._writer(name))) for name in SPLITS}
+        settings = info.dtype, config.has_prompts, config.shard_tokens
+        writers = {name: SplitWriter(out, name, *settings, state.splits[name]) for name in SPLITS}
+        self._writers = {name: stack.enter_context(closing(writer)) for name, writer in writers.items()}
         folder.drop_unknown(out, {name for writer in self._writers.values() for name in writer.files()})
         self._seen = stack.enter_context(closing(Seen(out / folder.SEEN, state.seen))) if config.dedup else None
-        self._counts, self._started = _Counts(), time.monotonic()
+        self._documents, self._tokens, self._started = 0, 0, time.monotonic()
 
     def finish(self, interrupt: Interrupt) -> None:
         """Reads what is left of the inputs, and writes the manifest."""
@@ -113,12 +111,6 @@ class _Work:
             raise PrepareError(f"{error}\n{self._remedy()}") from None
         self._write_manifest()
 
-    def _writer(self, split: str) -> SplitWriter:
-        dtype = self._tokenizer.info.dtype
-        progress = self._state.splits[split]
-        prompts = self._config.has_prompts
-        return SplitWriter(self._out, split, dtype, prompts, self._config.shard_tokens, progress)
-
     def _take(self, batch: Batch) -> None:
         entries = batch.entries
         if self._seen is not None:
@@ -136,7 +128,7 @@ class _Work:
         self._report.moved(batch.done, self._describe_speed())
 
     def _encode(self, turns: list[Turn]) -> Iterator[list[NDArray[Any]]]:
-        """The ids of each document, where it has a prompt those of the prompt and of the rest."""
+        """Yields the ids of each document, and where it has a prompt those of the prompt and of the rest."""
         if self._conversations is not None:
             return iter(self._conversations.encode(turns))
         if not self._config.has_prompts:
@@ -151,11 +143,11 @@ class _Work:
         begin = self._begin[: 0 if self._spells_beginning(ids) else None]
         writer = self._writers[split_of(entry.digest, self._config.held_out)]
         prompt = len(begin) + len(ids[0]) if self._config.has_prompts else 0
-        self._counts.tokens += writer.append([begin, *ids, self._end], prompt, size)
-        self._counts.documents += 1
+        self._tokens += writer.append([begin, *ids, self._end], prompt, size)
+        self._documents += 1
 
     def _spells_beginning(self, ids: list[NDArray[Any]]) -> bool:
-        """Whether a text already has what it should begin with, which it can only with --special-tokens."""
+        """Returns whether a text already has what it should begin with, as it can with --special-tokens only."""
         if not self._config.special_tokens:
             return False
         return np.array_equal(np.concatenate(ids)[: len(self._begin)], self._begin)
@@ -175,7 +167,8 @@ class _Work:
         self._save()
         shards = {name: tuple(writer.progress.shards) for name, writer in self._writers.items()}
         if not any(shards.values()):
-            raise PrepareError(f"no document in {len(self._sources)} files{self._left_out()}")
+            left_out = f"; left out: {_listed(self._state.skipped)}" if self._state.skipped else ""
+            raise PrepareError(f"no document in {len(self._sources)} files{left_out}")
         manifest = Manifest(
             self._tokenizer.info,
             shards,
@@ -209,9 +202,6 @@ class _Work:
         if manifest.skipped:
             yield f"{'left out':<12}{_listed(manifest.skipped)}"
 
-    def _left_out(self) -> str:
-        return f"; left out: {_listed(self._state.skipped)}" if self._state.skipped else ""
-
     def _remedy(self) -> str:
         done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
         skip = "the same command with --on-error skip leaves out what cannot be read"
@@ -227,8 +217,7 @@ class _Work:
 
     def _describe_speed(self) -> str:
         seconds = max(time.monotonic() - self._started, 1e-9)
-        counts = self._counts
-        return f"{counts.documents:,} documents  {counts.tokens:,} tokens  {counts.tokens / seconds:,.0f} tokens/s"
+        return f"{self._documents:,} documents  {self._tokens:,} tokens  {self._tokens / seconds:,.0f} tokens/s"
 
 
 def _listed(skipped: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Whether a command starts a dataset, goes on with one, finds it done, or must leave it alone."""
+"""Decides whether a command starts a dataset, goes on with one, finds it done, or must leave it alone."""
 
 import json
 from collections.abc import Mapping
@@ -12,27 +12,26 @@ from jaxtp.data.manifest import MANIFEST, TOKENIZER, DatasetError, TokenizerInfo
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer, Tokenizer, read_tokenizer, tokenizer_file
 from jaxtp.files import sha256, write_atomically
+from jaxtp.interrupt import Interrupt
 from jaxtp.prepare import bpe, folder, journal
 from jaxtp.prepare.config import PrepareConfig, arguments
 from jaxtp.prepare.conversation import template_checksum
 from jaxtp.prepare.errors import PrepareError
 from jaxtp.prepare.formats import Source
-from jaxtp.prepare.interrupt import Interrupt
 from jaxtp.prepare.journal import State
 from jaxtp.prepare.marks import with_marks
 from jaxtp.prepare.report import Report
 from jaxtp.prepare.sources import differences, listing, parse_listing
 
 _SHOWN = 10
-"""Differences in a message."""
+"""Number of differences in a message."""
 
 
 def given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
-    """The tokenizer that a command names; None where it is to be trained.
+    """Returns the tokenizer that a command names; None where it is to be trained.
 
     Raises:
-      TokenizerError: its file cannot be used.
-      TokenizerFileError: a file beside it is damaged.
+      TokenizerError: its file, or one beside it, cannot be used.
     """
     if config.train_bpe is not None:
         return None
@@ -43,7 +42,7 @@ def given_tokenizer(config: PrepareConfig) -> Tokenizer | None:
 
 
 def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None) -> State | None:
-    """Where to go on; None where the dataset is finished.
+    """Returns the state to go on from; None where the dataset is finished.
 
     Raises:
       PrepareError: the folder holds something else.
@@ -60,11 +59,11 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
     state = journal.load(out, config.has_prompts)
     if state is None:
         folder.require_ours(out)
-        state = State(asked(config))
-        state.save(out)
     elif changed := _changed_unfinished(out, config, sources, given, state):
         if not state.is_empty():
             _refuse(out, "an unfinished dataset", changed)
+        state = None
+    if state is None:
         state = State(asked(config))
         state.save(out)
     lines = [json.dumps(record) + "\n" for record in listing(sources)]
@@ -73,7 +72,7 @@ def begin(out: Path, config: PrepareConfig, sources: list[Source], given: Tokeni
 
 
 def asked(config: PrepareConfig) -> dict[str, Any]:
-    """The settings that decide what the dataset holds, as plain values; of a chat template, its checksum."""
+    """Returns the settings that decide what the dataset holds, as plain values; a chat template by its checksum."""
     return arguments(config) | ({} if config.messages is None else {"template": template_checksum(config)})
 
 
@@ -86,7 +85,7 @@ def tokenizer_for(
     report: Report,
     interrupt: Interrupt,
 ) -> Tokenizer:
-    """The tokenizer of the dataset, its file in the folder; trained now if it has to be.
+    """Returns the tokenizer of the dataset, and writes its file; trains it if it has to be.
 
     Raises:
       PrepareError: the one in the folder is damaged.
@@ -110,7 +109,7 @@ def tokenizer_for(
 
 
 def _require_elsewhere(out: Path, config: PrepareConfig) -> None:
-    """Nothing that the command reads may be in the folder that it deletes."""
+    """Checks that nothing that the command reads is in the folder that it deletes."""
     read = [expand(Path(name)) for name in config.inputs] + [
         path for path in (config.tokenizer, config.template) if path
     ]
@@ -133,7 +132,7 @@ def _require_same_finished(out: Path, config: PrepareConfig, sources: list[Sourc
 def _changed_unfinished(
     out: Path, config: PrepareConfig, sources: list[Source], given: Tokenizer | None, state: State
 ) -> list[str]:
-    """Inputs that have not been read yet may change, unless the tokenizer has learnt from them."""
+    """Returns what differs; inputs that have not been read yet may, unless the tokenizer has learnt from them."""
     changed = _other_settings(state.arguments, config)
     if state.tokenizer is not None:
         changed += _other_tokenizer(state.tokenizer, given)
@@ -154,7 +153,7 @@ def _refuse(out: Path, what: str, changed: list[str]) -> None:
 
 
 def _other_settings(before: Mapping[str, Any], config: PrepareConfig) -> list[str]:
-    """What was asked for otherwise; a setting that is newer than the dataset was as it is by default."""
+    """Returns the settings that differ; one that is newer than the dataset counts as having been at its default."""
     return configuration.differences({**arguments(PrepareConfig()), **before}, asked(config))
 
 
@@ -165,7 +164,7 @@ def _other_tokenizer(before: TokenizerInfo, given: Tokenizer | None) -> list[str
 
 
 def _listed(out: Path) -> list[dict[str, Any]]:
-    """The inputs that the dataset was made of; none where a command ended before it wrote them down."""
+    """Returns the inputs that the dataset was made of; none where a command ended before it wrote them down."""
     path = out / folder.INPUTS
     try:
         return parse_listing(path.read_text(encoding="utf-8"))

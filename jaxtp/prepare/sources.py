@@ -1,4 +1,4 @@
-"""Which files the inputs are, in the order in which they are read."""
+"""The files that the inputs are, in the order in which they are read."""
 
 import json
 import os
@@ -19,15 +19,15 @@ HUGGING_FACE = "hf:"
 
 
 class Position(NamedTuple):
-    """How far the inputs have been read."""
+    """Position in the inputs: what comes before it has been read."""
 
     source: int
     item: int
-    """Items of that source that are behind us."""
+    """Number of items of that source that have been read."""
 
 
 def find_sources(config: PrepareConfig) -> list[Source]:
-    """All sources of the inputs: those of a folder sorted by path, without hidden ones.
+    """Returns all sources of the inputs: those of a folder sorted by path, without hidden ones.
 
     Raises:
       PrepareError: an input is missing, cannot be read, holds nothing to read, or needs a library that is not there.
@@ -41,7 +41,7 @@ def find_sources(config: PrepareConfig) -> list[Source]:
 
 
 def read(sources: list[Source], start: Position, fields: Fields) -> Iterator[tuple[Event, Position]]:
-    """Every event from a position on, each with the position after it."""
+    """Yields every event from a position on, each with the position after it."""
     for index in range(start.source, len(sources)):
         skip = start.item if index == start.source else 0
         for event in formats.read(sources[index], skip, fields):
@@ -49,12 +49,12 @@ def read(sources: list[Source], start: Position, fields: Fields) -> Iterator[tup
 
 
 def listing(sources: list[Source]) -> list[dict[str, Any]]:
-    """What tells whether the inputs are still the same: a record for each source."""
+    """Returns a record of each source, by which a later command tells whether the inputs are still the same."""
     return [{"path": source.path, "bytes": source.size, "modified": source.modified} for source in sources]
 
 
 def differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[str]:
-    """The sources in which two listings differ, a line for each."""
+    """Returns a line for each source in which two listings differ."""
     old, new = ({record["path"]: record for record in records} for records in (before, now))
     lines = [f"{path}: no longer among the inputs" for path in old if path not in new]
     lines += [f"{path}: was not among the inputs" for path in new if path not in old]
@@ -67,7 +67,11 @@ def differences(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> list
 
 
 def parse_listing(text: str) -> list[dict[str, Any]]:
-    """A listing as `inputs.jsonl` holds it; ValueError where it is none."""
+    """Returns the listing that `inputs.jsonl` holds.
+
+    Raises:
+      ValueError: it holds none.
+    """
     records = [json.loads(line) for line in text.splitlines()]
     if not all(isinstance(record, dict) and record.keys() == {"path", "bytes", "modified"} for record in records):
         raise ValueError("not a list of inputs")
@@ -95,11 +99,12 @@ def _of_input(name: str, config: PrepareConfig) -> list[Source]:
 
 def _file(path: Path, status: os.stat_result, config: PrepareConfig, found: bool) -> Source:
     kind = formats.format_of(path) if config.format == "auto" else config.format
-    return Source(str(path), status.st_size, status.st_mtime_ns, kind, config.limits, found)
+    limits = config.max_document_bytes, config.max_window_bytes
+    return Source(str(path), status.st_size, status.st_mtime_ns, kind, *limits, found)
 
 
-def _walk(root: Path, config: PrepareConfig) -> Iterator[Path]:
-    """Files in a folder, sorted by path; links to files are followed, links to folders are not."""
+def _walk(root: Path, config: PrepareConfig) -> list[Path]:
+    """Returns the files in a folder, sorted by path; links to files are followed, links to folders are not."""
 
     def refuse(error: OSError) -> None:
         raise PrepareError(f"{error.filename}: {error.strerror}")
@@ -109,7 +114,7 @@ def _walk(root: Path, config: PrepareConfig) -> Iterator[Path]:
         here = Path(folder)
         folders[:] = [name for name in folders if not _left_out(here / name, root, config)]
         found += [here / name for name in files if _wanted(here / name, root, config)]
-    return iter(sorted(found))
+    return sorted(found)
 
 
 def _wanted(path: Path, root: Path, config: PrepareConfig) -> bool:
@@ -132,25 +137,25 @@ def _matches(path: Path, root: Path, pattern: str) -> bool:
 
 
 def _table(name: str, config: PrepareConfig) -> Source:
-    """A table of the library datasets: `hf:FOLDER[:SPLIT]` or `hf:NAME[:CONFIGURATION]:SPLIT`."""
+    """Returns a table of the library datasets: `hf:FOLDER[:SPLIT]` or `hf:NAME[:CONFIGURATION]:SPLIT`."""
     try:
         import datasets
     except ImportError:
         raise PrepareError(f"{name} needs the library datasets: pip install 'jaxtp[datasets]'") from None
     first, *rest = name.removeprefix(HUGGING_FACE).split(":")
+    is_folder = Path(first).is_dir()
+    if not (is_folder or rest):
+        raise PrepareError(f"{name}: no such folder; of a dataset by name also name the split: {name}:train")
     datasets.disable_progress_bars()
     try:
-        if Path(first).is_dir():
+        if is_folder:
             found = datasets.load_from_disk(first)
             table = found[rest[0]] if rest else found
-        elif rest:
-            table = datasets.load_dataset(first, *rest[:-1], split=rest[-1])
         else:
-            raise PrepareError(f"{name}: no such folder; of a dataset by name also name the split: {name}:train")
-    except PrepareError:
-        raise
+            table = datasets.load_dataset(first, *rest[:-1], split=rest[-1])
     except Exception as error:  # the library has no exception of its own
         raise PrepareError(f"{name}: {str(error).splitlines()[0] if str(error) else type(error).__name__}") from None
     if not isinstance(table, datasets.Dataset):
         raise PrepareError(f"{name} has several splits; name one: {', '.join(f'{name}:{split}' for split in table)}")
-    return Source(name, int(table.data.nbytes), 0, DATASETS, config.limits, table=table)
+    limits = config.max_document_bytes, config.max_window_bytes
+    return Source(name, int(table.data.nbytes), 0, DATASETS, *limits, table=table)

@@ -1,7 +1,7 @@
-"""Documents into the shards of a split, appended, so that a journal need only know how long each file was."""
+"""Appends documents to the shards of a split, so that a journal need only know how long each file was."""
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -27,23 +27,17 @@ _BUFFER = 2**20
 
 @dataclass
 class Progress:
-    """How far a split has been written."""
+    """The full shards of a split, and what the open one holds so far."""
 
     shards: list[Shard] = field(default_factory=list)
-    """The full ones."""
     documents: int = 0
-    """Of the open one, as are the following."""
     tokens: int = 0
     text_bytes: int = 0
     longest: int = 0
 
-    def record(self) -> dict[str, Any]:
-        """For the journal."""
-        return asdict(self)
-
 
 def parse_progress(record: dict[str, Any], prompts: bool) -> Progress:
-    """What `Progress.record` gave.
+    """Returns the progress that a journal records.
 
     Raises:
       DatasetError, KeyError, TypeError: it is damaged.
@@ -59,15 +53,15 @@ class SplitWriter:
     """Appends documents to a split.
 
     Args:
-      folder: of the dataset.
-      split: its name.
-      dtype: of the tokens.
+      folder: folder of the dataset.
+      split: name of the split.
+      dtype: dtype of the tokens.
       prompts: whether the documents have prompts.
-      shard_tokens: tokens after which a shard is full.
-      progress: how far it was written; whatever lies beyond is cut off.
+      shard_tokens: number of tokens after which a shard is full.
+      progress: what was written so far; whatever lies beyond is cut off.
 
     Raises:
-      PrepareError: a file is shorter than it was.
+      PrepareError: a file does not have the size that it had.
     """
 
     def __init__(
@@ -79,7 +73,9 @@ class SplitWriter:
         self._files: dict[str, BinaryIO] = {}
         for index, shard in enumerate(progress.shards):
             for suffix, size in shard.file_sizes(dtype).items():
-                _require_size(self._path(index, suffix), size)
+                path = self._path(index, suffix)
+                if not path.exists() or path.stat().st_size != size:
+                    raise damaged(path, f"it should have {size:,} bytes")
         if progress.documents:
             self._reopen()
 
@@ -88,11 +84,11 @@ class SplitWriter:
 
         Args:
           parts: its tokens, one array after the other; not all of them empty.
-          prompt: how many of them are prompt.
+          prompt: number of tokens that are its prompt.
           text_bytes: its length as UTF-8.
 
         Returns:
-          How many tokens it has.
+          The number of its tokens.
         """
         if not self._files:
             self._begin()
@@ -136,7 +132,7 @@ class SplitWriter:
                 file.close()
 
     def files(self) -> set[str]:
-        """Names of the files of all shards."""
+        """Returns the names of the files of all shards."""
         count = len(self.progress.shards) + bool(self.progress.documents)
         return {self._path(index, suffix).name for index in range(count) for suffix in self._suffixes}
 
@@ -151,9 +147,8 @@ class SplitWriter:
 
     def _reopen(self) -> None:
         progress = self.progress
-        sizes = Shard(progress.documents, progress.tokens, 0, 0, dict.fromkeys(self._suffixes, "")).file_sizes(
-            self._dtype
-        )
+        shard = Shard(progress.documents, progress.tokens, 0, 0, dict.fromkeys(self._suffixes, ""))
+        sizes = shard.file_sizes(self._dtype)
         paths = {suffix: self._path(len(progress.shards), suffix) for suffix in sizes}
         for suffix, size in sizes.items():
             if not paths[suffix].exists() or paths[suffix].stat().st_size < size:
@@ -163,8 +158,3 @@ class SplitWriter:
             file.truncate(size)
             file.seek(size)
             self._files[suffix] = file
-
-
-def _require_size(path: Path, size: int) -> None:
-    if not path.exists() or path.stat().st_size != size:
-        raise damaged(path, f"it should have {size:,} bytes")

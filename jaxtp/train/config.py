@@ -42,13 +42,13 @@ Folder = Annotated[UserPath, AfterValidator(_not_here)]
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Where the run lives."""
+    """The folder, the seed and the origin of a run."""
 
     dir: Folder = Path("runs/tiny")
     """Folder of config.yaml, metrics.jsonl and checkpoints/. The same folder again resumes the run."""
 
     seed: CountOrZero = 0
-    """Of the initial weights and of the order of the data."""
+    """Seed of the initial weights and of the order of the data."""
 
     init_from: UserPath | None = None
     """Folder of another run of the same model: a new run starts from the weights of its newest checkpoint, and from
@@ -73,17 +73,17 @@ class MeshConfig:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of every axis."""
+        """Number of devices along each axis."""
         return {axis: getattr(self, axis) for axis in AXES}
 
     def of_sizes(self, sizes: Mapping[str, int]) -> "MeshConfig":
-        """Returns the section with those sizes of axes."""
+        """Returns the section with other sizes of axes."""
         return replace(self, **sizes)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """What to train on."""
+    """The data to train and to evaluate on."""
 
     path: UserPath | None = None
     """A folder that python -m jaxtp.prepare made, or a text file, whose bytes are the tokens; by default the sources of
@@ -93,7 +93,7 @@ class DataConfig:
     """In a YAML file, instead of path: weights of several, such as {data/code: 0.7, data/prose: 0.3}."""
 
     validation: UserPath | None = None
-    """What to evaluate on: the held-out part of such a folder or file, or all of a folder that holds nothing out. By
+    """Data to evaluate on: the held-out part of such a folder or file, or all of a folder that holds nothing out. By
     default what is held out of the data to train on."""
 
     packing: Packing = "documents"
@@ -117,13 +117,13 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupConfig:
-    """What parameters of one group do otherwise."""
+    """Settings of one group of parameters."""
 
     learning_rate_scale: NonNegative = 1.0
     """Multiplies the learning rate; 0 freezes."""
 
     weight_decay: NonNegative | None = None
-    """Instead of optimizer.weight_decay, for vectors too."""
+    """Weight decay instead of optimizer.weight_decay, for vectors too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,7 +171,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
-    """How long to train, and how often to say so."""
+    """The length of the training, its loss, and its reports."""
 
     steps: Count = 400
     """Optimizer updates in the whole run; the learning rate decays over them."""
@@ -187,8 +187,8 @@ class LoopConfig:
     """Steps between lines of metrics.jsonl; the last step is always logged."""
 
     non_finite: Literal["stop", "skip"] = "stop"
-    """What a step does whose loss or gradient is not finite. Its update is never applied: stop saves the state and the
-    batch for inspection and ends the run, skip goes on."""
+    """Reaction to a step whose loss or gradient is not finite. Its update is never applied: stop saves the state and
+    the batch for inspection and ends the run, skip goes on."""
 
     max_skipped: Count = 10
     """Steps in a row that skip may leave out before it stops."""
@@ -201,20 +201,20 @@ class LoopConfig:
 
     @property
     def skips_allowed(self) -> int:
-        """Steps in a row that may be skipped."""
+        """Number of steps in a row that may be skipped."""
         return self.max_skipped if self.non_finite == "skip" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Where numbers go beside metrics.jsonl."""
+    """Trackers beside metrics.jsonl, and norms to log."""
 
     trackers: tuple[Literal["tensorboard", "wandb", "aim"], ...] = ("tensorboard",)
     """tensorboard writes event files into the run's folder; wandb and aim are extras of those names. A flag takes
     several (--metrics.trackers tensorboard wandb); none with an empty list in a YAML file."""
 
     project: str = "jaxtp"
-    """Of W&B, or experiment of Aim, that the run belongs to."""
+    """Project of W&B, or experiment of Aim, that the run belongs to."""
 
     norm_groups: tuple[str, ...] = ()
     """Patterns of parameter path, such as "blocks.mlp.*": the norms of the gradients and of the parameters that each
@@ -246,7 +246,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """When to save."""
+    """When to save, and what to keep."""
 
     every: CountOrZero = 50
     """Steps between checkpoints; 0 saves at the end only."""
@@ -278,12 +278,12 @@ class TrainConfig:
 
 
 def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices) -> None:
-    """Checks what no single field can: that the sizes fit each other and the mesh.
+    """Checks that the sizes fit each other and the mesh.
 
     Args:
       config: the run.
-      mesh: devices along each axis.
-      most: gives the most devices that a mesh can have, or None; called where something does not fit.
+      mesh: number of devices along each axis.
+      most: returns the most devices that a mesh can have, or None; called where something does not fit.
 
     Raises:
       ConfigError: with every violation, each with the nearest values that work.
@@ -325,7 +325,7 @@ def check_platform(model: ModelConfig, platform: str) -> None:
 
     Args:
       model: the model.
-      platform: of the mesh's devices: cpu, gpu, tpu.
+      platform: platform of the mesh's devices: cpu, gpu, tpu.
 
     Raises:
       ConfigError: a kernel that the platform lacks.
@@ -340,17 +340,17 @@ def check_platform(model: ModelConfig, platform: str) -> None:
 
 
 def training_of(config: TrainConfig) -> TrainConfig:
-    """The training configuration alone, of that of a command which has more to say."""
+    """Returns the training configuration alone, of a command's configuration that has more settings."""
     return TrainConfig(**{field.name: getattr(config, field.name) for field in fields(TrainConfig)})
 
 
 def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | None = None) -> Iterator[str]:
-    """Every reason why the sizes do not fit each other and the mesh, each with the nearest values that work.
+    """Yields every reason why the sizes do not fit each other and the mesh, each with the nearest values that work.
 
     Args:
       config: the run; its own mesh is not looked at.
-      mesh: devices along each axis.
-      devices: the most that a mesh can have, if that is known.
+      mesh: number of devices along each axis.
+      devices: the most devices that a mesh can have, if that is known.
     """
 
     def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
@@ -394,7 +394,7 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
 
 
 def _moment_violations(config: TrainConfig) -> Iterator[str]:
-    """Decays that are 1 in the dtype of the moments, or so near that the moments stay as they are."""
+    """Yields the decays that are 1 in the dtype of the moments, or so near that the moments stay as they are."""
     dtype = config.model.precision.param
     most = 1 - float(jnp.finfo(dtype).eps)
     instead = "" if dtype == "float32" else ", or model.precision.param=float32"

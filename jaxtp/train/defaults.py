@@ -6,7 +6,10 @@ fit. What a flag or a YAML file gives is never touched, and a run that goes on k
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any, get_args
 
@@ -24,13 +27,13 @@ from jaxtp.train.initialisation import AnyConfig, with_model
 from jaxtp.train.place import BATCH_SIZE, Place, fits, fitting_mesh, place_for, with_batch
 
 RATE, ADAPTER_RATE = 1e-5, 2e-4
-"""AdamW's learning rates that are usual for all weights of a trained model, and for adapters beside it."""
+"""Usual learning rates of AdamW for all weights of a trained model, and for adapters beside it."""
 LION = 1 / 3
 """Lion's rate as a part of AdamW's (Chen et al., arXiv 2302.06675)."""
 WARMUP = 0.03
 """Share of the steps."""
 LENGTH = 1024
-"""Tokens in a sequence, if the model reaches so far."""
+"""Number of tokens in a sequence, if the model reaches so far."""
 
 LEARNING_RATE, WARMUP_STEPS = "optimizer.learning_rate", "optimizer.warmup_steps"
 SEQUENCE_LENGTH, COMPUTE, RUN_DIR = "data.sequence_length", "model.precision.compute", "run.dir"
@@ -41,26 +44,26 @@ class Choice:
     """A default."""
 
     setting: str
-    """Its dotted name."""
+    """Dotted name of the setting."""
 
     value: Any
 
     reason: str = ""
-    """Why it is that; empty for what needs no reason."""
+    """Reason for the value; empty for what needs none."""
 
     def __str__(self) -> str:
-        """A line for people."""
+        """Returns a line for people."""
         value = describe_mesh(vars(self.value)) if isinstance(self.value, MeshConfig) else self.value
         return f"{self.setting} = {value}: {self.reason}"
 
 
 def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple[AnyConfig, list[str]]:
-    """The configuration with defaults that fit the model that it begins with, and the devices.
+    """Returns the configuration with defaults that fit the model that it begins with, and the devices.
 
     Args:
-      config: what was asked for.
+      config: the configuration that was asked for.
       given: the dotted names of the settings that were given, which stay.
-      place: the devices; default those that are there.
+      place: the devices; by default those that are there.
 
     Returns:
       The configuration, and a line for each default that was chosen, with its reason.
@@ -71,21 +74,19 @@ def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple
     """
     check_sizes(config.mesh.sizes)
     config = with_model(config)
-    config, folder = _with(config, [c for c in _folder(config) if not _is_given(c.setting, given)])
+    config, folder = _with(config, _folder(config), given)
     before = newest_info(config.run.dir) if _has_model(config) else None
-    config, chosen = _with(config, [c for c in _of_model(config, before) if not _is_given(c.setting, given)])
-    config, others = _with(config, _of_devices(config, given, before, place))
+    config, chosen = _with(config, _of_model(config, before), given)
+    config, others = _with(config, _of_devices(config, given, before, place), set())
     return config, [str(choice) for choice in folder + chosen + others if choice.reason]
 
 
-def _with(config: AnyConfig, choices: Iterable[Choice]) -> tuple[AnyConfig, list[Choice]]:
-    chosen = list(choices)
+def _with(
+    config: AnyConfig, choices: Iterable[Choice], given: Set[str] = frozenset()
+) -> tuple[AnyConfig, list[Choice]]:
+    """Returns the configuration with the choices for settings of which no part was given, and these choices."""
+    chosen = [c for c in choices if not any(f"{name}.".startswith(f"{c.setting}.") for name in given)]
     return changed(config, {choice.setting: choice.value for choice in chosen}), chosen
-
-
-def _is_given(setting: str, given: Set[str]) -> bool:
-    """Whether a setting was given, or a part of it."""
-    return any(name == setting or name.startswith(f"{setting}.") for name in given)
 
 
 def _has_model(config: TrainConfig) -> bool:
@@ -93,7 +94,7 @@ def _has_model(config: TrainConfig) -> bool:
 
 
 def _folder(config: TrainConfig) -> Iterator[Choice]:
-    """A folder for runs that begin with this model: the default one is of another."""
+    """Yields a folder for runs that begin with this model, if there is one: the default folder is another run's."""
     origin = config.model.from_hf or config.run.init_from
     if origin is not None:
         place = Path(os.path.realpath(origin))  # a link to itself is no error
@@ -102,10 +103,11 @@ def _folder(config: TrainConfig) -> Iterator[Choice]:
 
 
 def _of_model(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterator[Choice]:
-    """The settings that follow from the model alone, or from the run that goes on."""
+    """Yields the settings that follow from the model alone, or from the run that goes on."""
     begun = _begun(config)
     if begun is not None:
-        yield from (Choice(f"model.{name}", size) for name, size in _sizes(config, begun))
+        model = model_of(Path(str(config.run.init_from)), begun)
+        yield from (Choice(f"model.{name}", getattr(model, name)) for name in architecture(model) if name != "lora")
     if before is not None:
         for setting in (LEARNING_RATE, WARMUP_STEPS, SEQUENCE_LENGTH, BATCH_SIZE):
             yield Choice(setting, _value(before, setting), f"as the run in {config.run.dir} has it")
@@ -124,21 +126,12 @@ def _begun(config: TrainConfig) -> dict[str, Any] | None:
 
 
 def _value(info: Mapping[str, Any], setting: str) -> Any:
-    """A setting of the run that wrote a checkpoint."""
-    value: Any = info["config"]
-    for part in setting.split("."):
-        value = value[part]
-    return value
-
-
-def _sizes(config: TrainConfig, begun: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Returns the sizes and options of a run's model, without adapters."""
-    model = model_of(Path(str(config.run.init_from)), begun)
-    return ((name, getattr(model, name)) for name in architecture(model) if name != "lora")
+    """Returns a setting of the run that wrote a checkpoint."""
+    return reduce(getitem, setting.split("."), info["config"])
 
 
 def _learning_rate(config: TrainConfig, begun: Mapping[str, Any] | None) -> Choice:
-    """The rate of fine-tuning; of all weights of a run, a tenth of what it was trained with."""
+    """Returns the rate of fine-tuning; for all weights of a run, a tenth of the rate that it was trained with."""
     rate, reason = RATE, "usual for all weights of a trained model"
     if config.model.lora.rank:
         rate, reason = ADAPTER_RATE, "usual for adapters"
@@ -165,7 +158,7 @@ def _sequence_length(config: TrainConfig, begun: Mapping[str, Any] | None) -> Ch
 def _of_devices(
     config: TrainConfig, given: Set[str], before: Mapping[str, Any] | None, place: Place | None
 ) -> Iterator[Choice]:
-    """The settings that follow from the devices; a given size that fits no mesh is refused later."""
+    """Yields the settings that follow from the devices; a given size that fits no mesh is refused later."""
     axes = {axis for axis in AXES if f"mesh.{axis}" in given}
     free_dtype = _has_model(config) and COMPUTE not in given
     any_batch = _has_model(config) and before is None and BATCH_SIZE not in given
@@ -196,7 +189,7 @@ def _compute(config: TrainConfig, before: Mapping[str, Any] | None, place: Place
 
 
 def _first_mesh(config: TrainConfig, axes: Set[str], before: Mapping[str, Any] | None) -> dict[str, int]:
-    """The mesh to try first: what is given, and of the other axes what the run has, or else the least."""
+    """Returns the mesh to try first: the given sizes, and for the other axes the run's, or else the least."""
     others = before["mesh"] if before is not None else sized()
     is_own = not _has_model(config)
     return {axis: size if is_own or axis in axes else others[axis] for axis, size in config.mesh.sizes.items()}
@@ -211,10 +204,12 @@ def _mesh(
     *,
     any_batch: bool,
 ) -> Iterator[Choice]:
-    """The mesh that is tried first if it fits and nothing speaks for another; else the one that fits best."""
+    """Yields the first mesh if it fits and no larger one is wanted; else the one that fits best."""
     reason = f"as the run in {config.run.dir} has it" if before is not None else f"of {place.devices} {place.kind}"
     batch = config.data.global_batch_size
-    filled = _filled(first, place)
+    filled = None
+    with suppress(MeshError):  # the devices cannot be divided so
+        filled = fill(first, place.devices)
     wants_all = _has_model(config) and before is None and -1 not in first.values()
     if wants_all or filled is None or not fits(config, filled, place):
         found = fitting_mesh(config, axes, place, any_batch=any_batch)
@@ -229,11 +224,3 @@ def _mesh(
         yield Choice("mesh", mesh, reason)
     if batch != config.data.global_batch_size:
         yield Choice(BATCH_SIZE, batch, "the next that the mesh divides")
-
-
-def _filled(mesh: Mapping[str, int], place: Place) -> dict[str, int] | None:
-    """The mesh with -1 replaced; None if the devices cannot be divided so."""
-    try:
-        return fill(mesh, place.devices)
-    except MeshError:
-        return None

@@ -1,4 +1,4 @@
-"""The folder of a run: its lock, its configuration, and what its checkpoints say of it."""
+"""The folder of a run: its lock, its configuration, and the description in its checkpoints."""
 
 import fcntl
 import os
@@ -94,7 +94,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Gives an empty folder, which takes the place of `folder` once every process has written its part of it.
+    """Yields an empty folder, which replaces `folder` once every process has written its part of it.
 
     Until then what `folder` holds is left alone: it stays if this fails.
     """

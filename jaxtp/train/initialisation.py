@@ -1,4 +1,4 @@
-"""What a run begins with: random weights, those of another run, or a model in Hugging Face format."""
+"""The weights that a run begins with: random ones, those of another run, or a model in Hugging Face format."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def with_model(config: AnyConfig) -> AnyConfig:
 
 
 def check_origin(config: TrainConfig) -> None:
-    """Checks that what a run begins with is there.
+    """Checks that the model that a run begins with is there.
 
     Raises:
       ConfigError: two beginnings, or adapters of nothing.

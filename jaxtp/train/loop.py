@@ -8,8 +8,8 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
-from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.loader import Batch, batches
@@ -22,7 +22,7 @@ from jaxtp.train.profiling import Profiler
 from jaxtp.train.setup import Run
 from jaxtp.train.state import parameter_count
 from jaxtp.train.step import Scalars, TrainStep, trace_step
-from jaxtp.train.trackers import Tracked, Trackers
+from jaxtp.train.trackers import Trackers
 from jaxtp.train.watchdog import Watchdog
 
 
@@ -41,8 +41,7 @@ class Loop:
         self._config = config = run.config
         self._mesh = run.blueprint.mesh
         self._report, self._timing = run.report, run.timing
-        tracked = Tracked(config.run.dir, run.step, config.metrics.project, configuration.to_plain(config))
-        self._trackers = Trackers(config.metrics.trackers, tracked, run.report.line)
+        self._trackers = Trackers(config, run.step, run.report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds)
         self._in_flight: tuple[int, int, Scalars] | None = None
@@ -112,9 +111,12 @@ class Loop:
 
     def _stop_asked(self) -> bool:
         """Returns whether to stop; several processes ask each other, by a collective, only where a step is logged."""
-        if jax.process_count() > 1 and self._run.step % self._config.train.log_every:
+        asked = self._run.interrupt.received is not None
+        if jax.process_count() == 1:
+            return asked
+        if self._run.step % self._config.train.log_every:
             return False
-        return self._run.interrupt.agreed()
+        return bool(multihost_utils.process_allgather(asked).any())
 
     def _stop(self) -> None:
         self._finish_step()
@@ -169,22 +171,18 @@ class Loop:
         if skipped <= allowed:
             self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
             return
+        saved = self._run.checkpoints.steps()
+        begin = f"the checkpoint at step {saved[-1]}" if saved else "its beginning: there is no checkpoint yet"
+        way_out = "leave such steps out with --train.non-finite skip"
+        if self._config.train.non_finite == "skip":
+            way_out = f"allow more than --train.max-skipped {allowed} such steps in a row"
         raise NonFiniteError(
-            f"{what}: not finite. Nothing of it entered the weights; {self._inspection(step)}. This one goes on "
-            f"{self._resumes_from()}. Look for the cause (a learning rate too high, a bad sample), or {self._way_out()}"
+            f"{what}: not finite. Nothing of it entered the weights; {self._inspection(step)}. This one goes on from "
+            f"{begin}. Look for the cause (a learning rate too high, a bad sample), or {way_out}"
         )
 
-    def _resumes_from(self) -> str:
-        saved = self._run.checkpoints.steps()
-        return f"from the checkpoint at step {saved[-1]}" if saved else "from its beginning: there is no checkpoint yet"
-
-    def _way_out(self) -> str:
-        if self._config.train.non_finite == "skip":
-            return f"allow more than --train.max-skipped {self._config.train.max_skipped} such steps in a row"
-        return "leave such steps out with --train.non-finite skip"
-
     def _inspection(self, step: int) -> str:
-        """Keeps what there is to inspect, and says where."""
+        """Keeps the state and the batch for inspection; returns a text that says where."""
         try:
             where = self._keep_for_inspection(step)
         except (CheckpointError, OSError) as error:
@@ -192,9 +190,9 @@ class Loop:
         return f"they and the batch are in {where}, from which a new run can start (--run.init-from)"
 
     def _keep_for_inspection(self, step: int) -> Path:
-        """Saves the state, which later steps have left as it was before `step`, and the batch of `step`; returns where.
+        """Saves the state, which later steps have left as it was before `step`, and the batch; returns the folder.
 
-        They take the place of what an earlier failure left, at whichever step it was.
+        They replace what an earlier failure left, at whichever step it was.
         """
         run, place = self._run, self._config.run.dir / folder.NON_FINITE
         rows = {

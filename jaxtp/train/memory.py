@@ -34,8 +34,8 @@ from jaxtp.train.state import TrainState
 
 MODEL, BLOCKS = "model.", "model.blocks."
 OVERLAP = 3
-"""Of the working sets of the loss and of the last block the larger counts whole, of the smaller one part in so many:
-XLA's schedule begins the one before the other has ended, sometimes all of it, sometimes none."""
+"""Divisor of the smaller of the working sets of the loss and of the last block; the larger counts whole. XLA's schedule
+begins the one before the other has ended, sometimes all of it, sometimes none."""
 
 _INT32 = 4
 
@@ -45,19 +45,18 @@ class StoredArray:
     """One array of a train state, as it is declared, on no mesh in particular."""
 
     name: str
-    """Its dotted path."""
+    """Dotted path."""
 
     shape: tuple[int, ...]
-    """Without padding."""
+    """Shape without padding."""
 
     dtype: jnp.dtype
-    """Of its elements."""
 
     axes: tuple[tuple[str, ...], ...]
-    """The mesh axes that divide each dim."""
+    """Mesh axes that divide each dim."""
 
     trained: bool
-    """It has a gradient."""
+    """Whether it has a gradient."""
 
     padding: Padding
     """Dims that are padded."""
@@ -77,14 +76,14 @@ class Memory:
     """Bytes on each device when a step holds most, by kind."""
 
     parameters: int
-    """Exact."""
+    """Bytes of the parameters; exact."""
 
     optimizer: int
     """Moments and counters; exact."""
 
     gradients: int
-    """In the parameters' dtype, and their sums over micro-batches, which may be in a wider one; modelled, as all that
-    follows but the batch."""
+    """Gradients in the parameters' dtype, and their sums over micro-batches, which may be in a wider one; modelled, as
+    all that follows but the batch."""
 
     updates: int
     """New parameters beside the old."""
@@ -93,17 +92,17 @@ class Memory:
     """Weights as layers multiply with them: cast, gathered, in another layout; and their gradients before reduction."""
 
     activations: int
-    """What blocks keep for the backward pass, and what one of them works on."""
+    """Activations that blocks keep for the backward pass, and those that one of them works on."""
 
     logits: int
-    """Of the loss's chunk, with the head and the gradient that it sums up."""
+    """Logits of the loss's chunk, with the head and the gradient that it sums up."""
 
     batch: int
     """Tokens, labels and segments; exact."""
 
     @property
     def state(self) -> int:
-        """What stays between steps: parameters and optimizer."""
+        """Bytes that stay between steps: parameters and optimizer."""
         return self.parameters + self.optimizer
 
     @property
@@ -113,7 +112,7 @@ class Memory:
 
 
 def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
-    """Every array of a run's state. It depends on the model and the optimizer alone: one trace does for all meshes."""
+    """Returns every array of a run's state, which depends on model and optimizer alone: one trace for all meshes."""
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     state = nnx.state(nnx.eval_shape(lambda: TrainState(config.model, optimizer, seed=0)))
     kind = trained(config.model.lora)
@@ -123,7 +122,7 @@ def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
 def memory_per_device(
     config: TrainConfig, sizes: Mapping[str, int], arrays: Iterable[StoredArray] | None = None
 ) -> Memory:
-    """What a training step takes on each device.
+    """Returns the bytes that a training step takes on each device.
 
     Args:
       config: the run; its own mesh is not looked at.
@@ -136,7 +135,7 @@ def memory_per_device(
 
 
 def score_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
-    """What the peak loses if attention is cuDNN's, which never has its scores whole: modelled.
+    """Returns the bytes that cuDNN's attention, which never has its scores whole, saves at the peak: modelled.
 
     Args:
       config: the run; its attention is not looked at.
@@ -149,7 +148,7 @@ def score_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
 
 
 def with_attention(config: TrainConfig, implementation: Implementation) -> TrainConfig:
-    """The run with another kernel of attention."""
+    """Returns the run with another kernel of attention."""
     model = replace(config.model, attention=implementation)
     return replace(config, model=model)
 
@@ -163,7 +162,7 @@ class _Held:
     trained: int
     trained_blocks: int
     summed: int
-    """The sums of gradients over micro-batches; 0 without them."""
+    """Bytes of the sums of gradients over micro-batches; 0 without them."""
 
     @classmethod
     def of(cls, config: TrainConfig, arrays: Iterable[StoredArray], sizes: Mapping[str, int]) -> "_Held":
@@ -223,7 +222,7 @@ def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memor
 
 
 def _batch_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
-    """Inputs, labels and, of packed documents, segments: of the whole step, int32."""
+    """Returns the bytes of inputs, labels and, for packed documents, segments: of the whole step, int32."""
     arrays = 3 if config.data.packed else 2
     rows = config.data.global_batch_size // batch_parts(sizes)
     return arrays * rows * config.data.sequence_length * _INT32

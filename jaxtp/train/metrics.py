@@ -1,4 +1,4 @@
-"""Numbers that a logged step has beside its loss: where the time goes, model FLOPs utilization, and memory."""
+"""Numbers that a logged step has beside its loss: shares of the time, model FLOPs utilization, and memory."""
 
 import math
 import time

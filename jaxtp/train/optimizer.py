@@ -19,12 +19,12 @@ _TABLES = {"embedding", "head"}
 
 
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:
-    """Steps of warm-up in a run of `steps`: those of the configuration, cut to the run."""
+    """Returns the number of warm-up steps in a run of `steps`: that of the configuration, cut to the run."""
     return min(config.warmup_steps, steps)
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Linear warm-up from zero, cut to the run where it is longer, then the schedule until the last of `steps`.
+    """Returns linear warm-up from zero, cut to the run where it is longer, then the schedule until the last step.
 
     `wsd` is warm-up, stable, decay: constant until the last `decay_fraction` of the steps, then linear (arXiv
     2404.06395).
@@ -45,7 +45,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """The whole transformation of gradients into updates: clipped, scaled by the rule, decayed, scaled by the rate.
+    """Returns the transformation of gradients into updates: clipped, scaled by the rule, decayed, scaled by the rate.
 
     Its parts, and so the paths of its state in a checkpoint, are the same whatever the settings beside the rule are.
     """
@@ -60,7 +60,7 @@ def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
 
 
 def is_elementwise(config: OptimizerConfig) -> bool:
-    """Whether the rule needs nothing from other devices; adafactor's means and muon's products do."""
+    """Returns whether the rule needs nothing from other devices; adafactor's means and muon's products do."""
     return config.name in ("adamw", "lion")
 
 
@@ -80,7 +80,7 @@ def check_groups(config: OptimizerConfig, parameters: list[str]) -> None:
 
 
 def matching(setting: str, pattern: str, parameters: list[str]) -> list[str]:
-    """The paths that a pattern matches.
+    """Returns the paths that a pattern matches.
 
     Raises:
       ConfigError: none; the message lists what there is.
@@ -95,7 +95,7 @@ def matching(setting: str, pattern: str, parameters: list[str]) -> list[str]:
 
 
 def is_matrix(path: str) -> bool:
-    """Whether a parameter decays and is orthogonalised or not: norm scales and biases are vectors."""
+    """Returns whether a parameter is a matrix, which decays and may be orthogonalised: no norm scale and no bias."""
     return not _VECTORS & set(path.split("."))
 
 
@@ -113,7 +113,7 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A rule whose state is in float32 whatever its parameters are in.
+    """Returns a rule whose state is in float32 whatever its parameters are in.
 
     Adafactor's decay goes to 1: after a thousand steps it changes a moment by less than the last digit of a bfloat16.
     """
@@ -128,23 +128,23 @@ def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTra
 
 
 def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Orthogonalised momentum of each layer's matrices (Jordan et al. 2024; scale of Liu et al., arXiv 2502.16982).
+    """Returns orthogonalised momentum of matrices (Jordan et al. 2024; scale of Liu et al., arXiv 2502.16982).
 
     Newton-Schulz multiplies whole matrices: it is written on global arrays, and the compiler gathers what it needs.
     """
+
+    def matrix_dims(updates: Any) -> Any:
+        """Returns the last two dims of each leaf, which is a stack of matrices `[L, in, out]`."""
+        return jax.tree.map(lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), updates)
+
     return optax.chain(
-        optax.contrib.scale_by_muon(beta=config.beta1, weight_dimension_numbers=_matrix_dims),
+        optax.contrib.scale_by_muon(beta=config.beta1, weight_dimension_numbers=matrix_dims),
         optax.stateless_with_tree_map(lambda update, _: update * (0.2 * max(update.shape[-2:]) ** 0.5)),
     )
 
 
-def _matrix_dims(updates: Any) -> Any:
-    """Every leaf is a stack of matrices `[L, in, out]`: the last two dims are the matrix."""
-    return jax.tree.map(lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), updates)
-
-
 def _muon_labels(params: Any) -> Any:
-    """Matrices of the blocks; vectors, and the tables of embedding and head, go by Adam."""
+    """Labels the matrices of the blocks; vectors, and the tables of embedding and head, are Adam's."""
     return {path: "muon" if is_matrix(path) and not _TABLES & set(path.split(".")) else "adam" for path in params}
 
 
@@ -172,7 +172,7 @@ def _scaled_by_group(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _group_of(config: OptimizerConfig, path: str) -> GroupConfig:
-    """The group of the first pattern that matches a parameter; the default group if none does."""
+    """Returns the group of the first pattern that matches a parameter; the default group if none does."""
     pattern = _first_match(config, path)
     return GroupConfig() if pattern is None else config.groups[pattern]
 

@@ -15,7 +15,7 @@ from jaxtp.layers.parameter import cut, logical_shape, pad, padding_of
 from jaxtp.mesh import TP, axes_of, current_mesh, mesh_sizes
 
 Arrays = dict[str, Array]
-"""Arrays by dotted path of the parameter; what the transformation sees as its parameters and gradients."""
+"""Arrays by dotted path of the parameter, as the transformation sees its parameters and gradients."""
 
 
 class OptimizerState(nnx.Variable[Any]):
@@ -31,9 +31,9 @@ class Optimizer(nnx.Module):
     """`nnx.Optimizer` for states whose arrays need not have the parameters' shapes (factored moments, for one).
 
     Args:
-      model: whose parameters are updated.
-      transformation: sees them as a dict by dotted path.
-      kind: the variables that are; all others stay as they are.
+      model: the model whose parameters are updated.
+      transformation: sees the parameters as a dict by dotted path.
+      kind: type of the variables that are updated; all others stay as they are.
     """
 
     def __init__(
@@ -89,14 +89,14 @@ def _is_variable(leaf: Any) -> bool:
 
 
 def _parameters(model: nnx.Module, kind: type[nnx.Param[Any]]) -> dict[str, nnx.Variable[Any]]:
-    """The model's own parameters, not copies of them, by dotted path."""
+    """Returns the model's own parameters, not copies of them, by dotted path."""
     return {
         ".".join(map(str, path)): variable for path, variable in nnx.iter_graph(model) if isinstance(variable, kind)
     }
 
 
 def _owner(path: tuple[Any, ...], params: dict[str, nnx.Variable[Any]]) -> nnx.Variable[Any] | None:
-    """The parameter that an array of an Optax state belongs to, by the key on its path."""
+    """Returns the parameter that an array of an Optax state belongs to, by the key on its path."""
     keys = (getattr(key, "key", None) for key in path)
     return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
 

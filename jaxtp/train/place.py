@@ -32,16 +32,16 @@ class Place:
     """The devices that a run will have."""
 
     devices: int
-    """How many there are."""
+    """Number of devices."""
 
     per_process: int
-    """How many of them a process has."""
+    """Number of devices of a process."""
 
     bfloat16: bool
     """Whether products in bfloat16 are faster there."""
 
     kind: str
-    """What they are, for messages."""
+    """Name of the devices, for messages."""
 
     @property
     def is_virtual(self) -> bool:

@@ -10,11 +10,11 @@ class Profiler:
     """Traces `steps` steps from step `start` on, into a folder.
 
     Args:
-      folder: created when the trace starts.
+      folder: folder of the trace, which is created when it starts.
       start: the first step to trace, counted from the start of training; 0 traces none.
-      steps: how many.
+      steps: number of steps to trace.
 
-    A trace that fails, as on a full disk, is said and never touches the run.
+    A trace that fails, as on a full disk, is reported and never touches the run.
     """
 
     def __init__(self, folder: Path, start: int, steps: int):
@@ -29,7 +29,7 @@ class Profiler:
         self._attempt(lambda: jax.profiler.start_trace(self._folder, create_perfetto_trace=True))
 
     def stop(self, results: object) -> str:
-        """Ends the trace once `results`, of step `last`, are there; says where it is, or why there is none."""
+        """Ends the trace once the results of step `last` are there; returns where it is, or why there is none."""
         jax.block_until_ready(results)
         self.close()
         steps = f"profile of steps {self.first} to {self.last}"
@@ -45,5 +45,5 @@ class Profiler:
     def _attempt(self, action: Callable[[], object]) -> None:
         try:
             action()
-        except Exception as error:  # of the file system, or of another trace in this process
+        except Exception as error:  # that of the file system, or of another trace in this process
             self._failure = str(error).partition("\n")[0] or type(error).__name__

@@ -1,4 +1,4 @@
-"""What a run shows: a summary at its start, then a progress bar, or plain lines where there is no terminal."""
+"""The output of a run: a summary at its start, then a progress bar, or plain lines where there is no terminal."""
 
 import platform
 
@@ -37,7 +37,7 @@ class Report(Display):
         self.move(step, f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s")
 
     def logged(self, record: dict[str, float | int], total: int) -> None:
-        """A plain line for a logged step, where there is no progress bar."""
+        """Prints a plain line for a logged step, where there is no progress bar."""
         if self.has_bar:
             return
         left = (total - record["step"]) * record["step_seconds"]
@@ -48,7 +48,7 @@ class Report(Display):
 
 
 def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
-    """What is about to run: versions, mesh, sizes, bytes, and how each parameter is split."""
+    """Returns a description of the run: versions, mesh, sizes, bytes, and the sharding of each parameter."""
     mesh, tokens = blueprint.mesh, config.data.global_batch_size * config.data.sequence_length
     device = mesh.devices.flat[0]
     kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
@@ -86,7 +86,7 @@ def _describe_data(corpus: Corpus) -> str:
 
 
 def _describe_rows(data: Data) -> str:
-    """How many sequences the documents make, and how well they fill them."""
+    """Returns how many sequences the documents make, and how well they fill them."""
     rows = data.train_rows
     positions = sum(len(of_source) for of_source in rows)
     padding = sum(of_source.padding * len(of_source) for of_source in rows) / positions
@@ -99,13 +99,13 @@ def _describe_rows(data: Data) -> str:
 
 
 def _describe_epochs(data: Data, samples: int) -> str:
-    """Of each source, if there are several."""
+    """Returns the epochs of the run, for each source if there are several."""
     each = zip(data.corpus.sources, data.epochs(samples), strict=True)
     return ", ".join(f"{epochs:.2g} epochs" + (f" of {source.name}" if source.name else "") for source, epochs in each)
 
 
 def _describe_cut(config: TrainConfig) -> str:
-    """Says what a run too short for its warm-up makes of it."""
+    """Returns a note on a warm-up that is cut because the run is shorter."""
     asked, fits = config.optimizer.warmup_steps, warmup_steps(config.optimizer, config.train.steps)
     return "" if asked == fits else f"; the warm-up of {asked} steps (optimizer.warmup_steps) is cut to these {fits}"
 
@@ -120,7 +120,7 @@ def _describe_batch(config: TrainConfig, mesh: Mesh, unit: str) -> str:
 
 
 def _describe_trained(blueprint: Blueprint) -> str:
-    """How many are trained, where they are not all."""
+    """Returns the number of trained parameters, where it is not that of all."""
     adapters = logical_size(nnx.filter_state(blueprint.abstract["model"], trained(blueprint.config.lora)))
     return "" if adapters == parameter_count(blueprint) else f", {adapters:,} of them trained"
 
@@ -133,7 +133,7 @@ def _describe_model(model: ModelConfig) -> str:
 
 
 def sharding_table(blueprint: Blueprint) -> list[str]:
-    """A line for each parameter: its shape, how it is split, and its share per device."""
+    """Returns a line for each parameter: its shape, its sharding, and its shape on a device."""
     lines = [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device"]
     for name, variable in parameters(blueprint).items():
         sharding = jax.sharding.NamedSharding(blueprint.mesh, spec(variable))

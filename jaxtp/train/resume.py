@@ -1,4 +1,4 @@
-"""How a run goes on from its newest checkpoint, and whether it may."""
+"""Resumes a run from its newest checkpoint, if it may."""
 
 import fnmatch
 from collections.abc import Callable, Mapping
@@ -36,11 +36,11 @@ class Restored:
     """A checkpoint that a run goes on from."""
 
     step: int
-    """Updates made so far."""
+    """Number of updates made so far."""
     state: nnx.State
-    """All of the state, or, of adapters, all but the model beside them."""
+    """All of the state; if adapters are trained, all but the model beside them."""
     info: dict[str, Any]
-    """What it stored beside the arrays."""
+    """Values that were stored beside the arrays."""
     changed: list[str]
     """Settings that differ from those of the run that wrote it."""
 
@@ -89,7 +89,8 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
     now = configuration.to_plain(config)
     model = architecture(config.model)
     fatal = configuration.differences({name: stored["model"].get(name) for name in model}, model, "model.")
-    fatal += configuration.differences(_contents(info["corpus"]), _contents(corpus), "data: ")
+    was, is_now = ({**read, "source": None} for read in (info["corpus"], corpus))  # wherever the data lie
+    fatal += configuration.differences(was, is_now, "data: ")
     for section, field in _FATAL:
         fatal += configuration.differences(
             {field: stored[section].get(field)}, {field: now[section][field]}, f"{section}."
@@ -102,17 +103,8 @@ def check_resumable(config: TrainConfig, corpus: Mapping[str, Any], info: Mappin
             "--run.init-from if the model is the same. Nothing was changed."
         )
     lines = [line for line in configuration.differences(stored, now) if not line.startswith("run.init_from")]
-    matter = [line for line in lines if not _is_harmless(line.partition(":")[0])]
+    harmless = {line for line in lines for each in _HARMLESS if fnmatch.fnmatchcase(line.partition(":")[0], each)}
     return [
-        *(f"changed since: {line}" for line in matter),
-        *(f"changed since, without effect on the numbers: {line}" for line in lines if line not in matter),
+        *(f"changed since: {line}" for line in lines if line not in harmless),
+        *(f"changed since, without effect on the numbers: {line}" for line in lines if line in harmless),
     ]
-
-
-def _contents(corpus: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns what is read, wherever it lies."""
-    return {name: value for name, value in corpus.items() if name != "source"}
-
-
-def _is_harmless(setting: str) -> bool:
-    return any(fnmatch.fnmatchcase(setting, pattern) for pattern in _HARMLESS)

@@ -1,4 +1,4 @@
-"""How a run starts: `start` goes from a configuration to a state on its devices and the programs that step it."""
+"""Starts a run: `start` goes from a configuration to a state on its devices and the programs that step it."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -12,24 +12,24 @@ from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.hf.runs import check_base, describe_base, load_base
+from jaxtp.interrupt import Interrupt
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, check_vocabulary
 from jaxtp.train.initialisation import check_origin, check_tokenizer, keep_files_of_origin, with_model
-from jaxtp.train.interrupt import Interrupt
 from jaxtp.train.memory_check import require_memory
 from jaxtp.train.metrics import Timing
 from jaxtp.train.place import open_mesh
 from jaxtp.train.report import Report, summary
 from jaxtp.train.resume import restore, with_origin
 from jaxtp.train.state import Blueprint, plan_state, trained_parameters
-from jaxtp.train.step import EvalStep, JittedTrainStep, eval_step, train_step
+from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
 from jaxtp.train.trackers import check_installed
 
 
 @dataclass
 class Run:
-    """A run that has started: what the loop needs, with the state on its devices."""
+    """A run that has started, with its state on its devices."""
 
     config: TrainConfig
     data: Data
@@ -43,7 +43,7 @@ class Run:
     timing: Timing
     state: nnx.State
     step: int
-    """Updates made so far."""
+    """Number of updates made so far."""
     next_sample: int
     """Global index of the first sample of the next step."""
     base: dict[str, str] | None
@@ -56,7 +56,7 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
     Args:
       config: the run.
       notes: lines to begin with, on how the configuration came to be.
-      held: takes what the run holds until it ends: the mesh in context, its folder, screen, signals and checkpoints.
+      held: closes what the run holds until it ends: the mesh in context, its folder, screen, signals and checkpoints.
 
     Raises:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `DatasetError`, `HFError`,
@@ -92,7 +92,7 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
     if step < config.train.steps:
         folder.write_config(config)
 
-    steps = train_step(config, blueprint), eval_step(config, blueprint)
+    steps = make_train_step(config, blueprint), make_eval_step(blueprint, config.train.accumulation)
     timing.begun()
     return Run(config, data, blueprint, *steps, checkpoints, report, interrupt, timing, state, step, next_sample, base)
 
@@ -138,9 +138,9 @@ def _begin(
 
     Args:
       config: the run.
-      blueprint: of its state.
-      report: told where weights are from.
-      resumed: what the checkpoint of adapters says of the model beside them.
+      blueprint: the description of its state.
+      report: shows where weights are from.
+      resumed: the info of a checkpoint of adapters, which describes the model beside them.
 
     Returns:
       The state, and a description of the model beside the adapters, if there are any.

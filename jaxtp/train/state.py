@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size, named_variables
 from jaxtp.layers.lora import trained
@@ -18,16 +18,16 @@ from jaxtp.train.optimizer_state import Optimizer
 
 
 class Skipped(nnx.Variable[Any]):
-    """Steps in a row whose loss or gradient was not finite."""
+    """Number of steps in a row whose loss or gradient was not finite."""
 
 
 class TrainState(nnx.Module):
-    """The model, the optimizer with its moments and its step counter, and how many steps it has skipped in a row.
+    """The model, the optimizer with its moments and its step counter, and the number of steps skipped in a row.
 
     Args:
       config: the model's sizes.
       optimizer: the transformation of the gradients.
-      seed: of the initial weights.
+      seed: seed of the initial weights.
     """
 
     def __init__(self, config: ModelConfig, optimizer: optax.GradientTransformation, seed: int):
@@ -40,8 +40,8 @@ class TrainState(nnx.Module):
 class Blueprint:
     """A state that is described but not allocated.
 
-    Its three parts are what `jax.jit` and the checkpoints need: how to build modules from arrays, the arrays'
-    shapes and dtypes, and their shardings.
+    Its first three fields are what `jax.jit` and the checkpoints need: a graph to build modules from arrays, the
+    arrays' shapes and dtypes, and their shardings.
     """
 
     graph: nnx.GraphDef[TrainState]
@@ -52,11 +52,11 @@ class Blueprint:
     optimizer: optax.GradientTransformation
 
     def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
-        """The initial state: computed in shards, never whole on a device; the same on every mesh.
+        """Returns the initial state: computed in shards, never whole on a device; the same on every mesh.
 
         Args:
-          seed: of what is random.
-          weights: parameters of the model that are not to be; their arrays become the state's.
+          seed: seed of what is random.
+          weights: parameters of the model to begin with; their arrays become the state's.
         """
 
         def init(weights: nnx.State) -> nnx.State:
@@ -70,18 +70,14 @@ class Blueprint:
         return state
 
     def stored(self, state: nnx.State) -> nnx.State:
-        """The part of a state that checkpoints hold: all of it, but for parameters that are never trained."""
+        """Returns the part of a state that checkpoints hold: all of it, but for parameters that are never trained."""
         kind = trained(self.config.lora)
         return nnx.State({**state, "model": nnx.filter_state(state["model"], kind)})
 
     @property
     def sharded(self) -> nnx.State:
-        """`abstract`, each array with its sharding: what a step can be compiled for before there is a state."""
-
-        def with_sharding(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
-
-        state: nnx.State = jax.tree.map(with_sharding, self.abstract, self.shardings)
+        """The field `abstract`, each array with its sharding: a step is compiled for it before there is a state."""
+        state: nnx.State = jax.tree.map(lambda a, s: a.update(sharding=s), self.abstract, self.shardings)
         return state
 
 
@@ -95,7 +91,7 @@ def plan_state(config: ModelConfig, optimizer: optax.GradientTransformation, mes
 
 
 def parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
-    """The model's abstract parameters by dotted path, such as `blocks.mlp.down.kernel`."""
+    """Returns the model's abstract parameters by dotted path, such as `blocks.mlp.down.kernel`."""
     return named_variables(blueprint.abstract["model"])
 
 
@@ -105,16 +101,16 @@ def trained_parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
 
 
 def parameter_count(blueprint: Blueprint) -> int:
-    """Parameters of the model, padding not counted."""
+    """Returns the number of parameters of the model, padding not counted."""
     return logical_size(blueprint.abstract["model"])
 
 
 def total_bytes(blueprint: Blueprint) -> int:
-    """Bytes of parameters and optimizer state, counted once."""
+    """Returns the bytes of parameters and optimizer state, counted once."""
     return sum(math.prod(v.shape) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values())
 
 
 def bytes_per_device(blueprint: Blueprint) -> int:
-    """Bytes of parameters and optimizer state on each device."""
+    """Returns the bytes of parameters and optimizer state on each device."""
     arrays = jax.tree.leaves(blueprint.sharded)
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)

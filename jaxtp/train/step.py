@@ -2,7 +2,6 @@
 
 import fnmatch
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -18,11 +17,10 @@ from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.lora import trained
-from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.state import Blueprint
 
 Scalars = dict[str, Array]
@@ -39,43 +37,6 @@ OPTIMIZER_SCOPE = "optimizer"
 """Name of the module that the update's collectives belong to."""
 
 
-@dataclass(frozen=True)
-class StepSettings:
-    """What a step does beside the model and the optimizer."""
-
-    accumulation: int = 1
-    """Micro-batches whose gradients are added up before the update."""
-
-    z_loss: float = 0.0
-    """Weight of the squared log-normaliser of the softmax."""
-
-    seed: int = 0
-    """Seed of dropout's masks, which differ from step to step."""
-
-    max_skipped: int = 0
-    """Steps in a row that may be skipped because they are not finite. After more of them nothing changes any more."""
-
-    norm_groups: tuple[str, ...] = ()
-    """Patterns of parameter path whose gradients' and parameters' norms are given too."""
-
-
-def train_step(config: TrainConfig, blueprint: Blueprint) -> JittedTrainStep:
-    """Returns the training step of a run; nothing is traced yet."""
-    settings = StepSettings(
-        accumulation=config.train.accumulation,
-        z_loss=config.train.z_loss,
-        seed=config.run.seed,
-        max_skipped=config.train.skips_allowed,
-        norm_groups=config.metrics.norm_groups,
-    )
-    return make_train_step(blueprint, optimizers.learning_rate(config.optimizer, config.train.steps), settings)
-
-
-def eval_step(config: TrainConfig, blueprint: Blueprint) -> EvalStep:
-    """Returns the evaluation of a run, in the micro-batches of its training step: what holds one holds the other."""
-    return make_eval_step(blueprint, config.train.accumulation)
-
-
 def trace_step(
     config: TrainConfig, blueprint: Blueprint, step: JittedTrainStep | None = None, state: nnx.State | None = None
 ) -> Any:
@@ -83,25 +44,21 @@ def trace_step(
 
     Args:
       config: the run.
-      blueprint: of its state.
-      step: what `train_step` returns, if it is there.
+      blueprint: the description of its state.
+      step: what `make_train_step` returns, if it is there.
       state: the state; by default its description.
     """
     data, mesh = config.data, blueprint.mesh
     batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
     with jax.set_mesh(mesh):
-        return (step or train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, batch)
+        return (step or make_train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, batch)
 
 
-def make_train_step(
-    blueprint: Blueprint,
-    schedule: optax.Schedule,
-    settings: StepSettings = StepSettings(),
-    *,
-    with_grads: bool = False,
-) -> JittedTrainStep:
-    """Compiles `state, batch -> state, {loss, grad_norm, param_norm, learning_rate, skipped}`, with a norm more of
-    each kind, such as `grad_norm/blocks.mlp.*`, for each of `settings.norm_groups`.
+def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bool = False) -> JittedTrainStep:
+    """Returns the training step of a run, not traced yet.
+
+    It makes `state, {loss, grad_norm, param_norm, learning_rate, skipped}` of `state, batch`, with a norm more of each
+    kind, such as `grad_norm/blocks.mlp.*`, for each of `metrics.norm_groups`.
 
     The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
     whole batch, `grad_norm` the global L2 norm before clipping, both of the parameters before the update; `param_norm`
@@ -109,25 +66,25 @@ def make_train_step(
     counts it.
 
     Args:
-      blueprint: of the state.
-      schedule: the learning rate by update.
-      settings: what else a step does.
+      config: the run.
+      blueprint: the description of its state.
       with_grads: returns the gradients too, as a third result, in the parameters' shardings.
     """
-    kind = trained(blueprint.config.lora)
+    kind, groups = trained(blueprint.config.lora), config.metrics.norm_groups
+    schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
 
     def step(state: nnx.State, batch: Batch) -> tuple[Any, ...]:
         train_state = nnx.merge(blueprint.graph, state, copy=True)  # else its variables would be the state's own
         updates = train_state.optimizer.step[...]
-        key = dropout_key(settings.seed, updates)
-        loss, grads = mean_loss_and_grads(train_state.model, batch, settings, key)
-        norms = _norms("grad_norm", grads, settings.norm_groups)
+        key = dropout_key(config.run.seed, updates)
+        loss, grads = mean_loss_and_grads(train_state.model, batch, config.train, key)
+        norms = _norms("grad_norm", grads, groups)
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
-        norms |= _norms("param_norm", nnx.state(train_state.model, kind), settings.norm_groups)
+        norms |= _norms("param_norm", nnx.state(train_state.model, kind), groups)
         scalars = {"loss": loss, "learning_rate": jnp.asarray(schedule(updates)), **norms}
         finite = jnp.isfinite(loss) & jnp.isfinite(norms["grad_norm"]) & jnp.isfinite(norms["param_norm"])
-        new, scalars["skipped"] = _guarded(nnx.state(train_state), state, finite, settings.max_skipped)
+        new, scalars["skipped"] = _guarded(nnx.state(train_state), state, finite, config.train.skips_allowed)
         return new, scalars, *([grads] if with_grads else [])
 
     of_grads = [nnx.filter_state(blueprint.shardings["model"], kind)] if with_grads else []
@@ -158,9 +115,9 @@ def make_eval_step(blueprint: Blueprint, micro_batches: int = 1) -> EvalStep:
     """Compiles `state, batch -> summed loss, number of valid tokens`.
 
     Args:
-      blueprint: of the state.
-      micro_batches: how many a batch is read in, one after the other. As many as the training step's, so that an
-        evaluation takes no more memory than training: it is the forward pass alone.
+      blueprint: the description of the state.
+      micro_batches: number of micro-batches of a batch, one after the other. As many as the training step's, so that
+        an evaluation takes no more memory than training: it is the forward pass alone.
     """
 
     def step(state: nnx.State, batch: Batch) -> tuple[Array, Array]:
@@ -174,7 +131,7 @@ def make_eval_step(blueprint: Blueprint, micro_batches: int = 1) -> EvalStep:
     return jax.jit(step, out_shardings=_replicated(blueprint))
 
 
-def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, key: Array) -> tuple[Array, nnx.State]:
+def mean_loss_and_grads(model: Decoder, batch: Batch, loop: LoopConfig, key: Array) -> tuple[Array, nnx.State]:
     """Returns the mean loss over the valid tokens of a batch, and its gradient in each parameter that is trained.
 
     With accumulation, sums of losses and gradients are added up over the micro-batches and divided once: it is the
@@ -188,15 +145,17 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, settings: StepSettings, ke
         keys = row_keys(key, rows) if merged.config.dropout else None
         segments = micro.get(SEGMENTS)
         return merged.loss(
-            micro["inputs"], micro["labels"], segments_BT=segments, z_loss=settings.z_loss, dropout_keys=keys
+            micro["inputs"], micro["labels"], segments_BT=segments, z_loss=loop.z_loss, dropout_keys=keys
         )
 
     grads_of_sum = jax.value_and_grad(loss_sum, has_aux=True)
-    zeros = _ZERO_SUMS, jax.tree.map(partial(_zero_gradient, model.config.precision), params)
+    # In a dtype that loses no digits of gradients that are added up, as a 16-bit parameter's own would.
+    sum_dtype = model.config.precision.sum_dtype
+    zeros = _ZERO_SUMS, jax.tree.map(lambda param: jnp.zeros_like(param, dtype=sum_dtype(param.dtype)), params)
     (total, count), grads = _sum_over_micro_batches(
         lambda micro: grads_of_sum(params, *micro),
         (batch, jnp.arange(len(batch["inputs"]))),
-        settings.accumulation,
+        loop.accumulation,
         zeros,
     )
     count = jnp.maximum(count, 1)  # a batch may be all prompts or padding: then nothing is learnt from it
@@ -215,11 +174,6 @@ def _sum_over_micro_batches(of_micro: Callable[[Any], Any], inputs: Any, count: 
     return sums
 
 
-def _zero_gradient(precision: Precision, param: Array) -> Array:
-    """Returns zeros to add gradients to, in a dtype that loses no digits of them, as a 16-bit parameter's own would."""
-    return jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype))
-
-
 def dropout_key(seed: int, updates: Array | int) -> Array:
     """Returns the random key of a step, after so many updates."""
     return jax.random.fold_in(jax.random.key(seed), updates)
@@ -231,7 +185,7 @@ def row_keys(key: Array, rows: Array) -> Array:
 
 
 def _split_rows(array: Array, steps: int) -> Array:
-    """`[B, ...] -> [steps, B / steps, ...]`, each device's rows cut on that device: nothing moves."""
+    """Returns `[steps, B / steps, ...]` of `[B, ...]`, each device's rows cut on that device: nothing moves."""
     sizes = mesh_sizes(jax.sharding.get_abstract_mesh())
     devices = batch_parts(sizes)
     rest = array.shape[1:]

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: `metrics.jsonl` always, and whatever else the configuration names."""
+"""Writes the numbers of a run: to `metrics.jsonl` always, and to the trackers that the configuration names."""
 
 import contextlib
 import importlib
@@ -10,17 +10,17 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 import jax
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, to_plain
 from jaxtp.files import write_atomically
+from jaxtp.train.config import TrainConfig
 from jaxtp.train.folder import writing
 
 Record = Mapping[str, float | int]
@@ -30,40 +30,7 @@ METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 _IDENTITIES = "trackers.json"
 _FLUSH_SECONDS = 30.0
-"""Between flushes of TensorBoard's file, each of which waits for the disk."""
-
-
-class Tracker(Protocol):
-    """One place that records go to."""
-
-    def write(self, record: Record) -> None:
-        """Takes the numbers of one step."""
-
-    def close(self) -> None:
-        """Makes sure that all of them are written."""
-
-
-@dataclass(frozen=True)
-class Tracked:
-    """The run that a tracker is told about."""
-
-    folder: Path
-
-    resumed_at: int = 0
-    """The step that the run continues from; 0 for one that begins. Later steps, logged by a run that was killed before
-    its next checkpoint, are made, and logged, again: a tracker that can forgets the first record of them. So is the
-    evaluation at step 0 of a run that begins again."""
-
-    project: str = "jaxtp"
-    """What W&B and Aim file the run under; its name there is that of its folder."""
-
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The resolved configuration, as plain values."""
-
-    @property
-    def logs_from(self) -> int:
-        """The first step that is logged from now on."""
-        return self.resumed_at + 1 if self.resumed_at else 0
+"""Seconds between flushes of TensorBoard's file, each of which waits for the disk."""
 
 
 class Jsonl:
@@ -73,10 +40,11 @@ class Jsonl:
       RunFolderError: it cannot be written.
     """
 
-    def __init__(self, run: Tracked):
-        self._path = run.folder / METRICS
+    def __init__(self, config: TrainConfig, logs_from: int):
+        self._path = config.run.dir / METRICS
         with writing(self._path):
-            kept = [line for line in _lines(self._path) if _step(line) < run.logs_from]
+            before = self._path.read_text(encoding="utf-8", errors="replace") if self._path.exists() else ""
+            kept = [line for line in before.splitlines() if _step(line) < logs_from]
             write_atomically(self._path, "".join(line + "\n" for line in kept).encode())
             self._file: TextIO = self._path.open("a", encoding="utf-8")
 
@@ -89,24 +57,24 @@ class Jsonl:
 
     def close(self) -> None:
         """Closes the file."""
-        with contextlib.suppress(OSError):  # of a write that failed, which has been said
+        with contextlib.suppress(OSError):  # that of a write that failed, which has been reported
             self._file.close()
 
 
 class TensorBoard:
     """Event files in `tensorboard/`; steps that are made again are marked to be forgotten.
 
-    Written by the run itself: where tensorboardX's own thread meets a full disk it ends, and its queue then blocks
+    The run writes them itself: tensorboardX's own thread ends where it meets a full disk, and its queue then blocks
     whoever writes.
     """
 
-    def __init__(self, run: Tracked):
-        folder = run.folder / TENSORBOARD
+    def __init__(self, config: TrainConfig, logs_from: int):
+        folder = config.run.dir / TENSORBOARD
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter(str(folder / name))
         self._add(0, file_version="brain.Event:2")
-        self._add(run.logs_from, session_log=SessionLog(status=SessionLog.START))
+        self._add(logs_from, session_log=SessionLog(status=SessionLog.START))
         self._flushed = -math.inf
 
     def write(self, record: Record) -> None:
@@ -133,16 +101,16 @@ class WeightsAndBiases:
       ConfigError: W&B refuses to start, as without an account.
     """
 
-    def __init__(self, run: Tracked):
+    def __init__(self, config: TrainConfig, logs_from: int):
         wandb = importlib.import_module("wandb")
         try:
             self._run = wandb.init(
-                project=run.project,
-                name=run.folder.name,
-                id=_identity(run.folder, "wandb", uuid.uuid4().hex[:12]),
+                project=config.metrics.project,
+                name=config.run.dir.name,
+                id=_identity(config.run.dir, "wandb", uuid.uuid4().hex[:12]),
                 resume="allow",
-                dir=run.folder,
-                config=dict(run.config),
+                dir=config.run.dir,
+                config=to_plain(config),
             )
         except wandb.Error as error:
             raise ConfigError(
@@ -162,18 +130,18 @@ class WeightsAndBiases:
 class Aim:
     """A run in the Aim repository beside the run's folder, which `aim up --repo` shows; continued when it resumes."""
 
-    def __init__(self, run: Tracked):
+    def __init__(self, config: TrainConfig, logs_from: int):
         aim = importlib.import_module("aim")
         self._run = aim.Run(
-            run_hash=_identity(run.folder, "aim", None),
-            repo=str(run.folder.parent),
-            experiment=run.project,
+            run_hash=_identity(config.run.dir, "aim", None),
+            repo=str(config.run.dir.parent),
+            experiment=config.metrics.project,
             system_tracking_interval=None,
             capture_terminal_logs=False,
         )
-        _identity(run.folder, "aim", self._run.hash)
-        self._run.name = run.folder.name
-        self._run["config"] = dict(run.config)
+        _identity(config.run.dir, "aim", self._run.hash)
+        self._run.name = config.run.dir.name
+        self._run["config"] = to_plain(config)
 
     def write(self, record: Record) -> None:
         """Tracks each number that is finite; Aim replaces what it has of the same step."""
@@ -186,13 +154,14 @@ class Aim:
         self._run.close()
 
 
-_BY_NAME: dict[str, Callable[[Tracked], Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "aim": Aim}
+Tracker = TensorBoard | WeightsAndBiases | Aim
+_BY_NAME: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "aim": Aim}
 _EXTRAS = {"wandb", "aim"}
-"""Trackers that are packages of their own, by names that are also pip's extras."""
+"""Trackers that are packages of their own; their names are also those of pip's extras."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Checks, importing nothing, that every tracker can be had.
+    """Checks, importing nothing, that every tracker is installed.
 
     Raises:
       ConfigError: one needs an extra.
@@ -203,38 +172,41 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """`metrics.jsonl` and the others, on process 0. One of the others that fails gets no more; the run goes on.
+    """Writes to `metrics.jsonl` and to other trackers, on process 0. One of the others that fails gets no more.
 
     Args:
-      names: of the others.
-      run: what they are told of it.
-      warn: told which one failed.
+      config: the run; `metrics.trackers` names the others.
+      resumed_at: the step that the run continues from; 0 for one that begins. Later steps, logged by a run that was
+        killed before its next checkpoint, are made, and logged, again: a tracker that can forgets the first record of
+        them. So is the evaluation at step 0 of a run that begins again.
+      warn: takes a message for one that failed.
 
     Raises:
       RunFolderError: a file in the run's folder cannot be written.
     """
 
-    def __init__(self, names: Sequence[str], run: Tracked, warn: Callable[[str], None]):
+    def __init__(self, config: TrainConfig, resumed_at: int, warn: Callable[[str], None]):
         first = jax.process_index() == 0
+        logs_from = resumed_at + 1 if resumed_at else 0
         self._warn = warn
-        self._log = Jsonl(run) if first else None
+        self._log = Jsonl(config, logs_from) if first else None
         self._others: dict[str, Tracker] = {}
         try:
-            for name in names if first else ():
-                with writing(run.folder / name):
-                    self._others[name] = _BY_NAME[name](run)
+            for name in config.metrics.trackers if first else ():
+                with writing(config.run.dir / name):
+                    self._others[name] = _BY_NAME[name](config, logs_from)
         except BaseException:
             self.close()
             raise
 
     def write(self, record: Record) -> None:
-        """To each of them."""
+        """Writes a record to each of them."""
         if self._log is not None:
             self._log.write(record)
         self._each(lambda tracker: tracker.write(record))
 
     def close(self) -> None:
-        """Each of them."""
+        """Closes each of them."""
         self._each(lambda tracker: tracker.close())
         if self._log is not None:
             self._log.close()
@@ -250,24 +222,16 @@ class Trackers:
 
 
 def _identity(folder: Path, name: str, new: str | None) -> str | None:
-    """What a service calls the run in this folder: as it was stored there, or `new`, which is then stored."""
+    """Returns a service's name of the run in this folder: the one that is stored there, or `new`, which it stores."""
     path = folder / _IDENTITIES
-    stored = _read_identities(path)
+    try:
+        stored: dict[str, str] = dict(json.loads(path.read_bytes()))
+    except (FileNotFoundError, ValueError, TypeError):  # none yet, or cut short
+        stored = {}
     if name not in stored and new is not None:
         stored[name] = new
         write_atomically(path, json.dumps(stored).encode())
     return stored.get(name)
-
-
-def _read_identities(path: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):  # none yet, or cut short
-        return {}
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
 
 
 def _step(line: str) -> float:

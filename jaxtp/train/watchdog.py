@@ -1,4 +1,4 @@
-"""Says where a run hangs: a step that takes too long prints the stacks of all Python threads."""
+"""Shows where a run hangs: a step that takes too long prints the stacks of all Python threads."""
 
 import contextlib
 import faulthandler
@@ -7,17 +7,17 @@ import threading
 import time
 
 STDERR = 2
-"""The process's own, whatever Python's has been replaced by."""
+"""The file descriptor of the process, whatever `sys.stderr` has been replaced by."""
 
 
 class Watchdog:
-    """Fed by each step; a thread that notices when it is not.
+    """Watches in a thread whether it is fed, as each step does.
 
     The thread holds the interpreter while it prints: `faulthandler.dump_traceback_later` does not, and now and then
     crashes the process whose stacks it reads.
 
     Args:
-      seconds: without being fed after which the stacks are printed, once for each stall; 0 never does.
+      seconds: time without being fed after which the stacks are printed, once for each stall; 0 never prints them.
     """
 
     def __init__(self, seconds: float):

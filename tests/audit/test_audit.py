@@ -17,7 +17,7 @@ from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 
@@ -32,7 +32,7 @@ QUICK = {"xla_backend_optimization_level": 0}
 def audit_step(model, mesh, budget=True):
     mesh = jaxtp.make_mesh(*mesh)
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), mesh)
-    step = make_train_step(plan, optimizers.learning_rate(OptimizerConfig(), 10))
+    step = make_train_step(TrainConfig(), plan)
     batch = abstract_batch(mesh, B, T)
     allowed = step_costs(model, mesh_sizes(mesh), batch_size=B, sequence_length=T).budget if budget else None
     return audit(step, plan.sharded, batch, mesh=mesh, budget=allowed, compiler_options=QUICK)

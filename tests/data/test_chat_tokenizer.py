@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxtp.data.chat_tokenizer import RenderedTokenizer, SpecialTokens, without_marks
 from jaxtp.data.template import ChatError, ChatTemplate
-from jaxtp.data.tokenizer import TokenizerError
+from jaxtp.data.tokenizer_files import TokenizerError
 
 CONTENTS = {"byte level": begins_texts(), "byte fallback": byte_fallback()}
 LIBRARY = {name: Tokenizer.from_str(content.decode()) for name, content in CONTENTS.items()}

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from jaxtp.data import tokenizer as module
 from jaxtp.data.manifest import TOKENIZER
-from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, TokenizerError, load_tokenizer
+from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, load_tokenizer
+from jaxtp.data.tokenizer_files import TokenizerError
 
 END = "<|endoftext|>"
 

@@ -9,7 +9,7 @@ from small_tokenizers import byte_fallback
 
 import jaxtp
 from jaxtp.data.template import ChatError, ChatTemplate
-from jaxtp.data.tokenizer_files import TokenizerFileError
+from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.generate.__main__ import main
 from jaxtp.generate.loading import open_source
 from jaxtp.generate.request import Piece
@@ -129,7 +129,7 @@ def test_what_is_typed_or_spelled_by_the_model_is_text(flags, first_tokens, fold
 )
 def test_damaged_files_are_named(folder, name, content, message):
     (folder / name).write_text(content)
-    with pytest.raises(TokenizerFileError, match=message):
+    with pytest.raises(TokenizerError, match=message):
         open_source(folder)
 
 

@@ -11,7 +11,7 @@ from structures import VALUES, changed, examples, gives_one_of, is_one_clear_mes
 import jaxtp
 from jaxtp.check.__main__ import main as check
 from jaxtp.convert.__main__ import main as convert
-from jaxtp.data.tokenizer_files import TokenizerFileError, chat_template, end_token, special_tokens
+from jaxtp.data.tokenizer_files import TokenizerError, chat_template, end_token, special_tokens
 from jaxtp.estimate.__main__ import main as estimate
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.attributes import _read_attributes, model_config
@@ -322,9 +322,9 @@ BESIDE = {
 def check_beside(described, folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(described))
     (folder / "generation_config.json").write_text(json.dumps(described))
-    gives_one_of(tuple | None, TokenizerFileError, lambda: end_token(folder))
-    gives_one_of(dict, TokenizerFileError, lambda: special_tokens(folder))
-    gives_one_of(str | None, TokenizerFileError, lambda: chat_template(folder))
+    gives_one_of(tuple | None, TokenizerError, lambda: end_token(folder))
+    gives_one_of(dict, TokenizerError, lambda: special_tokens(folder))
+    gives_one_of(str | None, TokenizerError, lambda: chat_template(folder))
 
 
 @examples(40)

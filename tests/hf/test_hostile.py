@@ -16,7 +16,7 @@ from structures import VALUES, changed, examples, gives_one_of, is_one_clear_mes
 import jaxtp
 from jaxtp.checkpoint.safetensors import DTYPES, SafetensorsError, read_header, write_file
 from jaxtp.convert.__main__ import main
-from jaxtp.data.tokenizer_files import TokenizerFileError, chat_template, read
+from jaxtp.data.tokenizer_files import TokenizerError, chat_template, read
 from jaxtp.hf.folder import Folder, open_folder
 from jaxtp.hf.runs import keep_files
 
@@ -471,7 +471,7 @@ def test_what_is_beside_a_tokenizer(name, make, message, tmp_path):
     folder.mkdir()
     (tmp_path / "outside").write_text('{"eos_token": "secret"}')
     make(folder / name)
-    with pytest.raises(TokenizerFileError, match=message) as caught:
+    with pytest.raises(TokenizerError, match=message) as caught:
         read(folder / name)
     assert is_one_clear_message(caught.value)
 
@@ -482,7 +482,7 @@ def test_a_template_is_in_its_folder(target, tmp_path):
     folder.mkdir()
     (tmp_path / "outside").write_text("secret")
     (folder / "chat_template.jinja").symlink_to(target)
-    with pytest.raises(TokenizerFileError, match=r"outside of the folder|leads nowhere"):
+    with pytest.raises(TokenizerError, match=r"outside of the folder|leads nowhere"):
         chat_template(folder)
 
 

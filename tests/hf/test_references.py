@@ -16,7 +16,7 @@ from jaxtp.hf.folder import read_attributes
 from jaxtp.hf.names import by_tensor, places
 from jaxtp.hf.writing import Gathered
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 
@@ -111,7 +111,7 @@ def test_updates_of_adamw(name):
     blueprint = plan_state(model.config, optimizers.build(settings, 10), mesh)
     state = blueprint.create(0)
     state["model"] = nnx.state(model)
-    step = make_train_step(blueprint, optimizers.learning_rate(settings, 10))
+    step = make_train_step(TrainConfig(optimizer=settings, train=LoopConfig(steps=10)), blueprint)
     losses, norms = [], []
     with jax.set_mesh(mesh):
         for ids in reference["batches"]:

@@ -26,7 +26,7 @@ from jaxtp.models.costs import describe_padding, step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig, check
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import StepSettings, make_train_step
+from jaxtp.train.step import make_train_step
 
 SIZES = {"9 and 3": (9, 3, 100), "28 and 4": (28, 4, 300), "7 and 1": (7, 1, 77)}
 BASE = TrainConfig(
@@ -89,7 +89,7 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     config = run_of("9 and 3", optimizer=optimizer, **EVERYTHING)
     rule = optimizers.build(config.optimizer, 10)
     plan = plan_state(config.model, rule, jaxtp.make_mesh(tp=8))
-    step = make_train_step(plan, optimizers.learning_rate(config.optimizer, 10), StepSettings())
+    step = make_train_step(config, plan)
     state = plan.create(seed=0)
     with jax.set_mesh(plan.mesh):
         for batch in parity.batches(config):

@@ -16,10 +16,10 @@ from runs import contents
 
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.interrupt import Interrupt, InterruptError
 from jaxtp.prepare import batches
 from jaxtp.prepare.__main__ import main
 from jaxtp.prepare.batches import ahead
-from jaxtp.prepare.interrupt import Interrupt, InterruptError
 
 TEXTS = texts(60, seed=5)
 COMMAND = [sys.executable, "-m", "jaxtp.prepare"]

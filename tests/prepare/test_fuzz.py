@@ -9,7 +9,8 @@ from corpora import jsonl, packed, parquet, prepared, texts
 
 from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.store import DatasetError, open_dataset, verify
-from jaxtp.data.tokenizer import HuggingFaceTokenizer, TokenizerError
+from jaxtp.data.tokenizer import HuggingFaceTokenizer
+from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.prepare import formats
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.errors import PrepareError
@@ -17,7 +18,7 @@ from jaxtp.prepare.formats import Fields, Source, format_of
 from jaxtp.prepare.run import prepare
 
 TEXTS = texts(40, seed=9)
-LIMITS = PrepareConfig().limits
+LIMITS = (PrepareConfig().max_document_bytes, PrepareConfig().max_window_bytes)
 
 
 def mutated(content, numbers, most=4):
@@ -64,7 +65,7 @@ def test_damaged_inputs(tmp_path, index):
     outcomes = set()
     for round_ in range(200):
         path.write_bytes(mutated(whole.read_bytes(), numbers))
-        source = Source(str(path), path.stat().st_size, 0, format_of(path), LIMITS, found=bool(round_ % 2))
+        source = Source(str(path), path.stat().st_size, 0, format_of(path), *LIMITS, found=bool(round_ % 2))
         kinds = [type(event).__name__ for event in formats.read(source, round_ % 5, Fields("text"))]
         outcomes.update(kinds or ["nothing"])
         if round_ % 8 == 0:

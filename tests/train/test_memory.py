@@ -18,7 +18,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, score_bytes, stored_arrays
 from jaxtp.train.state import bytes_per_device, plan_state
-from jaxtp.train.step import eval_step, trace_step
+from jaxtp.train.step import make_eval_step, trace_step
 
 RESULTS = Path(__file__).parents[2] / "scripts" / "results" / "estimate_accuracy.jsonl"
 MODEL = jaxtp.ModelConfig(
@@ -103,7 +103,8 @@ def evaluation(rows, accumulation, mesh, remat="full"):
     config = TrainConfig(model=model, data=data, train=loop)
     plan = plan_state(model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
     with jax.set_mesh(plan.mesh):
-        traced = eval_step(config, plan).trace(plan.sharded, abstract_batch(plan.mesh, rows, 64, packed=True))
+        step = make_eval_step(plan, config.train.accumulation)
+        traced = step.trace(plan.sharded, abstract_batch(plan.mesh, rows, 64, packed=True))
     return config, plan, temporaries(traced)
 
 

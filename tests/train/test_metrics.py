@@ -17,12 +17,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import jaxtp
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.config import MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
 from jaxtp.train.folder import RunFolderError
 from jaxtp.train.metrics import Timing, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.optimizer import learning_rate
 from jaxtp.train.profiling import Profiler
-from jaxtp.train.trackers import Tracked, Trackers, _identity
+from jaxtp.train.trackers import Trackers, _identity
 
 
 @pytest.fixture
@@ -49,13 +49,18 @@ def test_tensorboard_says_what_the_jsonl_says_also_after_a_resume(tmp_path, comm
     assert perplexity == pytest.approx(math.exp(loss))
 
 
+def trackers_of(folder, *names, resumed_at=0, warn=pytest.fail):
+    config = TrainConfig(run=RunConfig(dir=folder), metrics=MetricsConfig(trackers=names))
+    return Trackers(config, resumed_at, warn)
+
+
 def test_steps_that_a_killed_run_had_logged_are_forgotten(tmp_path):
-    first = Trackers(("tensorboard",), Tracked(tmp_path), pytest.fail)
+    first = trackers_of(tmp_path, "tensorboard")
     for step in range(1, 6):
         first.write({"step": step, "loss": float(step)})
     first.close()
     time.sleep(1.1)  # event files are told apart by the second in which they were opened
-    again = Trackers(("tensorboard",), Tracked(tmp_path, resumed_at=3), pytest.fail)
+    again = trackers_of(tmp_path, "tensorboard", resumed_at=3)
     again.write({"step": 4, "loss": 40.0})
     again.write({"step": 5, "loss": math.nan})
     again.close()
@@ -67,7 +72,7 @@ def test_steps_that_a_killed_run_had_logged_are_forgotten(tmp_path):
 def test_a_run_that_begins_again_forgets_its_first_evaluation(tmp_path):
     """It was killed before its first checkpoint."""
     for loss in (1.0, 2.0):
-        trackers = Trackers((), Tracked(tmp_path), pytest.fail)
+        trackers = trackers_of(tmp_path)
         trackers.write({"step": 0, "eval_loss": loss})
         trackers.close()
     assert records(tmp_path, "eval_loss") == {0: 2.0}
@@ -76,7 +81,7 @@ def test_a_run_that_begins_again_forgets_its_first_evaluation(tmp_path):
 def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(tmp_path):
     """tensorboardX's own writer would block the run for good, some events after its disk was full."""
     said = []
-    trackers = Trackers(("tensorboard",), Tracked(tmp_path), said.append)
+    trackers = trackers_of(tmp_path, "tensorboard", warn=said.append)
     with full_disk(1200):
         for step in range(1, 41):
             trackers.write({"step": step, "loss": 1.0})
@@ -87,7 +92,7 @@ def test_a_tracker_that_fails_gets_no_more_and_the_run_goes_on(tmp_path):
 
 
 def test_a_full_disk_under_the_metrics_is_one_message(tmp_path):
-    trackers = Trackers((), Tracked(tmp_path), pytest.fail)
+    trackers = trackers_of(tmp_path)
     with full_disk(10):
         with pytest.raises(RunFolderError, match=r"metrics.jsonl cannot be written \(File too large\)"):
             trackers.write({"step": 1, "loss": 1.0})
@@ -101,13 +106,13 @@ def test_files_that_cannot_be_opened(tmp_path, name):
     else:
         (tmp_path / name).mkdir()
     with pytest.raises(RunFolderError, match=f"{name} cannot be written"):
-        Trackers(("tensorboard",), Tracked(tmp_path), pytest.fail)
+        trackers_of(tmp_path, "tensorboard")
 
 
 def test_files_that_a_crash_left_half_written(tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n\x00\xff{"step"')
     (tmp_path / "trackers.json").write_bytes(b'{"wandb": "a')
-    Trackers((), Tracked(tmp_path, resumed_at=1), pytest.fail).close()
+    trackers_of(tmp_path, resumed_at=1).close()
     assert records(tmp_path) == {1: 2.0}
     assert _identity(tmp_path, "aim", "new") == "new"
     assert _identity(tmp_path, "aim", None) == "new"

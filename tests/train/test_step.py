@@ -15,9 +15,9 @@ import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import StepSettings, _norms, make_eval_step, make_train_step, mean_loss_and_grads
+from jaxtp.train.step import _norms, make_eval_step, make_train_step, mean_loss_and_grads
 
 B, T, STEPS = 8, 5, 3
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
@@ -46,11 +46,15 @@ def initial_state(model, mesh):
     return state_on_mesh(build, random_weights(build, scale=0.3), mesh)[1]
 
 
-def train(model, mesh, length=T, settings=StepSettings()):
+def run_of(**loop):
+    return TrainConfig(optimizer=SETTINGS, train=LoopConfig(steps=10, **loop))
+
+
+def train(model, mesh, length=T, **loop):
     """Losses, gradient norms and the state after three updates, without padding."""
     mesh = make_mesh(*mesh)
     plan = plan_state(model, optimizers.build(SETTINGS, 10), mesh)
-    step = make_train_step(plan, optimizers.learning_rate(SETTINGS, 10), settings)
+    step = make_train_step(run_of(**loop), plan)
     state, scalars = initial_state(model, mesh), []
     with jax.set_mesh(mesh):
         for i in range(STEPS):
@@ -65,8 +69,8 @@ def train(model, mesh, length=T, settings=StepSettings()):
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)], ids=str)
 def test_accumulation_equals_the_whole_batch(mesh):
     """Masked labels lie in the first row alone, so a mean of the micro-batches' means would differ."""
-    expected_scalars, expected_state = train(PLAIN, (1, 1, 1), settings=StepSettings(z_loss=1e-3))
-    scalars, state = train(PLAIN, mesh, settings=StepSettings(accumulation=4, z_loss=1e-3))
+    expected_scalars, expected_state = train(PLAIN, (1, 1, 1), z_loss=1e-3)
+    scalars, state = train(PLAIN, mesh, accumulation=4, z_loss=1e-3)
     np.testing.assert_allclose(scalars, expected_scalars, rtol=1e-5)
     assert_close(state, expected_state)
 
@@ -81,8 +85,8 @@ def test_micro_batches_of_bfloat16_parameters_add_up_in_the_reduction_dtype():
 
         @partial(jax.jit, static_argnums=0)
         def gradients(accumulation):
-            model, settings = nnx.merge(graph, params, copy=True), StepSettings(accumulation=accumulation)
-            return mean_loss_and_grads(model, batch, settings, jax.random.key(0))[1]
+            model, loop = nnx.merge(graph, params, copy=True), LoopConfig(accumulation=accumulation)
+            return mean_loss_and_grads(model, batch, loop, jax.random.key(0))[1]
 
         whole, added = (by_name(gradients(accumulation), jax.sharding.get_mesh()) for accumulation in (1, 256))
     assert {array.dtype for array in added.values()} == {np.dtype("bfloat16")}
@@ -175,8 +179,7 @@ def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
     """Not even the moments; afterwards a healthy step goes through only if so many may be skipped."""
     mesh = make_mesh(fsdp=2, tp=2)
     plan = plan_state(PLAIN, optimizers.build(SETTINGS, 10), mesh)
-    settings = StepSettings(max_skipped=max_skipped)
-    step = make_train_step(plan, optimizers.learning_rate(SETTINGS, 10), settings)
+    step = make_train_step(run_of(non_finite="skip", max_skipped=max_skipped), plan)
     tokens = jax.random.randint(jax.random.key(0), (B, T + 1), 0, PLAIN.vocab_size)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
 

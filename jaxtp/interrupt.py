@@ -1,0 +1,60 @@
+"""Stopping when asked: the first signal is remembered until what is done can be saved, the second ends the process.
+
+An exception raised wherever a signal arrives would be lost in a callback, such as JAX's when garbage is collected; and
+so would what has been done since the last point of saving.
+"""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that ask for an end; a terminal that is closed sends SIGHUP."""
+_SECOND: dict[signal.Signals, Any] = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGHUP: signal.SIG_IGN,
+}
+"""Handlers after the first signal. A closed terminal sends several SIGHUPs, from its kernel and from its shell: they
+are no second request."""
+
+
+class InterruptError(KeyboardInterrupt):
+    """A signal to stop, raised where all that has been done can be saved."""
+
+
+class Interrupt:
+    """Listens for signals; use as a context manager. Outside the main thread it hears nothing.
+
+    What whoever started the process had ignored, as nohup does SIGHUP, stays ignored.
+
+    Args:
+      signals: signals to listen for.
+    """
+
+    def __init__(self, *signals: signal.Signals) -> None:
+        self.received: str | None = None
+        """Name of the first signal."""
+        self._signals = signals or SIGNALS
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # Python's condition for handling signals
+            heard = [number for number in self._signals if signal.getsignal(number) != signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._first) for number in heard}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def check(self) -> None:
+        """Raises `InterruptError` if a signal was received."""
+        if self.received is not None:
+            raise InterruptError
+
+    def _first(self, number: int, _: FrameType | None) -> None:
+        self.received = signal.Signals(number).name
+        for each in self._before:
+            signal.signal(each, _SECOND[each])
