@@ -16,6 +16,7 @@ os.environ["XLA_FLAGS"] = (
     f"{' --xla_cpu_use_fusion_emitters=false' if version('jaxlib').startswith('0.10.') else ''}"
 )
 
+import hypothesis
 import jax
 import pytest
 
@@ -33,6 +34,10 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 for number, action in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, action)
+
+# An example may take longer on a machine that has other things to do.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 TIERS = {"wide", "journey", "slow"}
 
