@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from jaxtp.hf.save import save_hf as save_hf
     from jaxtp.layers.attention import AttentionConfig as AttentionConfig
     from jaxtp.layers.attention import CausalSelfAttention as CausalSelfAttention
+    from jaxtp.layers.branch import Branch as Branch
+    from jaxtp.layers.branch import BranchConfig as BranchConfig
+    from jaxtp.layers.branch import PositionwiseBranch as PositionwiseBranch
     from jaxtp.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from jaxtp.layers.embedding import VocabParallelHead as VocabParallelHead
     from jaxtp.layers.embedding import vocab_parallel_logits as vocab_parallel_logits
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
     from jaxtp.mesh import TP as TP
     from jaxtp.mesh import MeshError as MeshError
     from jaxtp.mesh import make_mesh as make_mesh
+    from jaxtp.models.config import BlockConfig as BlockConfig
     from jaxtp.models.config import ModelConfig as ModelConfig
     from jaxtp.models.decoder import Decoder as Decoder
     from jaxtp.models.decoder import DecoderBlock as DecoderBlock

@@ -9,7 +9,7 @@ from jaxtp.check.locate import describe_error, first_difference
 from jaxtp.check.report import Verdict
 from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
 from jaxtp.config import ConfigError, changed
-from jaxtp.mesh import check_sizes, describe_mesh, parse_mesh
+from jaxtp.mesh import TP, check_sizes, describe_mesh, parse_mesh
 from jaxtp.models.config import violations
 from jaxtp.train.config import TrainConfig, check
 
@@ -101,7 +101,9 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
             )
         if problems := list(violations(config.model, sizes, fixed=config.run.init_from is not None)):
             raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
-        cases += [case for case in cases_of(config, sizes) if case not in cases]
+        if not (found := cases_of(config, sizes)):
+            raise ConfigError(f"--mesh {text}: tp {sizes[TP]} pads the model, and mesh.allow_padding is false")
+        cases += [case for case in found if case not in cases]
     return cases
 
 

@@ -65,7 +65,9 @@ def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
 
 def cases_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Case]:
     """Returns the cases on one mesh, the configuration's own kind first; none if the model cannot run on it."""
-    if list(violations(config.model, sizes)):
+    if list(violations(config.model, sizes)) or not (
+        config.mesh.allow_padding or not padded_sizes(config.model, sizes[TP])
+    ):
         return []
     can_split = sizes[TP] > 1 and config.data.sequence_length % sizes[TP] == 0
     preferred = can_split and config.model.sequence_parallel is not False

@@ -74,7 +74,7 @@ class Export:
     """Folder to make; it appears when it is complete."""
 
     family: str | None = None
-    """model_type: llama, mistral, qwen2 or qwen3; by default the first that can be this model."""
+    """model_type, such as qwen3 or gemma2; by default that of the model it began with, or the first that fits."""
 
     tokenizer_from: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""

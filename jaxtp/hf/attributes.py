@@ -22,6 +22,10 @@ _TOLD = ("hidden_act", "attention_dropout")
 """Attributes that can have one value, and are written."""
 
 
+_MAX_LOST = 4
+"""Settings in a message that a family cannot have."""
+
+
 def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
     """The model that the config.json of a folder in Hugging Face format describes.
 
@@ -119,7 +123,9 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
     }
     read = _described(model_config(written, family.model_type))
     if lost := configuration.differences(_described(config), read, "model."):
-        raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {'; '.join(lost)}")
+        more = f"; and {len(lost) - _MAX_LOST} more" if len(lost) > _MAX_LOST else ""
+        found = "; ".join(shown(line) for line in lost[:_MAX_LOST]) + more
+        raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {found}")
     return written
 
 
@@ -143,8 +149,8 @@ def _described(config: ModelConfig) -> dict[str, Any]:
     plain = {block: configuration.to_plain(block) for _, _, block in config.kinds()}
     own = next(iter(plain.values()))
     if len(plain) > 1:
-        layers = [plain[block] for block in config.layers()]
-        own = {name: [layer[name] for layer in layers] for name in own}
+        every = {name: [plain[block][name] for block in config.layers()] for name in own}
+        own = {name: found if any(value != found[0] for value in found) else found[0] for name, found in every.items()}
     return found | {name: value for name, value in own.items() if name in found}
 
 

@@ -27,8 +27,8 @@ class Branch(nnx.Module):
         raise NotImplementedError
 
     def memory(self, num_rows: int, num_slots: int) -> Memory:
-        """Returns an empty memory for rows of up to `num_slots` tokens; nothing if each token is transformed alone."""
-        return ()
+        """Returns an empty memory for rows of up to `num_slots` tokens."""
+        raise NotImplementedError(f"{type(self).__name__} has no memory and extend, so nothing is generated with it")
 
     def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
         """Transforms tokens that come after those of a memory (`layers/cache.py`).
@@ -41,7 +41,7 @@ class Branch(nnx.Module):
         Returns:
           The result `[B, T, D]`, and what to remember of the new tokens: arrays `[B, T, K, H]`.
         """
-        return self(x_BTD), ()
+        raise NotImplementedError(f"{type(self).__name__} has no memory and extend, so nothing is generated with it")
 
     def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
         """Yields what the branch costs (`layers/costs.py`).
@@ -55,6 +55,18 @@ class Branch(nnx.Module):
 
 Padded = tuple[str, int, int]
 """A size's name, what it is, and what it is padded to."""
+
+
+class PositionwiseBranch(Branch):
+    """A branch that transforms each position alone, so that it has nothing to remember."""
+
+    def memory(self, num_rows: int, num_slots: int) -> Memory:
+        """Returns nothing."""
+        return ()
+
+    def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
+        """Transforms new tokens."""
+        return self(x_BTD), ()
 
 
 @dataclass(frozen=True)

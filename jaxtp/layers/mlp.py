@@ -11,7 +11,7 @@ from jax import Array
 
 from jaxtp.config import Count
 from jaxtp.layers.activations import SequenceParallel
-from jaxtp.layers.branch import Branch, BranchConfig, Padded, Small
+from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, Small
 from jaxtp.layers.costs import Cost, Kept, Share, Streamed, Working, itemsize
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
@@ -53,7 +53,7 @@ class MLPConfig(BranchConfig):
         return {"d_ff": small.size(self.d_ff, _MIN_FEATURES), **super().smaller(small)}
 
 
-class MLP(Branch):
+class MLP(PositionwiseBranch):
     """An MLP whose hidden features are split over tp.
 
     Args:

@@ -190,7 +190,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
     def describe_block(self) -> str:
         """Returns the sizes of a block in a line."""
         heads = f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
-        return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}"
+        others = len(self.block_kinds()) - 1
+        differing = f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
+        return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{differing}"
 
     def described(self) -> dict[str, BlockConfig]:
         """Returns the settings of the blocks that differ from the model's, by their places: `model.pattern[0]`.

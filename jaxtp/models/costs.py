@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -24,7 +25,7 @@ from jaxtp.layers.costs import (
     Working,
     itemsize,
 )
-from jaxtp.mesh import TP, abstract_mesh, batch_parts, sized
+from jaxtp.mesh import TP, batch_parts, mesh_of, sized
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -197,7 +198,8 @@ def _merged(products: Iterable[tuple[int, Product]]) -> Iterator[Product]:
 
 @lru_cache(maxsize=32)
 def _described(config: ModelConfig) -> Decoder:
-    """Returns the model without arrays, on no mesh; what its layers declare depends on no mesh."""
-    with jax.sharding.use_abstract_mesh(abstract_mesh(sized())):
+    """Returns the model without arrays, as on one device; what its layers declare depends on no mesh."""
+    apart = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(mesh_of(sized()))
+    with apart:
         model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return model

@@ -38,6 +38,8 @@ class DecoderBlock(nnx.Module):
         self.config, block = config, block or config.block()
         branches = config.branches(block, rngs)
         self.names = tuple(branches)
+        if silent := [type(branch).__name__ for branch in branches.values() if type(branch).costs is Branch.costs]:
+            raise TypeError(f"{', '.join(silent)}: a branch declares what it costs; write costs (layers/costs.py)")
         norm = partial(
             Norm, config.d_model, block, sequence_parallel=config.sequence_parallel, precision=config.precision
         )

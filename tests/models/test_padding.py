@@ -203,3 +203,12 @@ def test_a_run_may_refuse_padding():
         check(config, sized(tp=2))
     check(dataclasses.replace(config, mesh=MeshConfig()), sized(tp=2))
     assert mesh_sizes(jaxtp.make_mesh(tp=2)) == sized(tp=2)
+
+
+def test_what_padding_costs_is_said_under_a_mesh():
+    """As where a run prints its summary."""
+    config = dataclasses.replace(run_of("9 and 3").model, num_layers=3)
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        assert describe_padding(config, sized(tp=2)) == describe_padding(
+            dataclasses.replace(config, loss_chunk=6), sized(tp=2)
+        )
