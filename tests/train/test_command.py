@@ -67,6 +67,18 @@ def test_the_same_command_on_a_finished_run_says_so(tmp_path, text, capsys):
 
 
 @pytest.mark.journey
+def test_a_padded_run_goes_on_over_another_tp(tmp_path, text, capsys):
+    heads = ["--model.num-heads", "9", "--model.num-kv-heads", "3", "--optimizer.schedule", "constant"]
+    command = [*SMALL, *text, *heads, "--train.log-every", "1", "--run.dir"]
+    assert main([*command, str(tmp_path / "run"), "--train.steps", "2", *mesh(1, 1, 2)]) == 0
+    assert "padding over tp 2: 9 query heads as 12, 3 kv heads as 4" in capsys.readouterr().out
+    assert main([*command, str(tmp_path / "run"), "--train.steps", "4", *mesh(1, 2, 4)]) == 0
+    assert main([*command, str(tmp_path / "one"), "--train.steps", "4", *mesh(1, 1, 1)]) == 0
+    one, padded = (records(tmp_path / name, "loss") for name in ("one", "run"))
+    assert padded == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.journey
 def test_resuming_says_what_changed(tmp_path, text, capsys):
     """And so does a run that is too short for its warm-up, which the configuration keeps."""
     run = [*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--optimizer.warmup-steps", "20"]
