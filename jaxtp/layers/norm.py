@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import device_view
 from jaxtp.config import Positive
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.costs import FLOAT32, GATHERS_AGAIN, Cost, Kept, Share, Streamed, Weight, itemsize
+from jaxtp.layers.costs import FLOAT32, Cost, Kept, Share, Streamed, Weight, itemsize
 from jaxtp.layers.parameter import Precision, Weights, check_sizes, own, parameter
 from jaxtp.mesh import STORAGE
 
@@ -88,18 +88,23 @@ class Norm(nnx.Module):
         centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         return (rms_normalise(centred, self.eps) * loaded["scale"] + loaded["bias"]).astype(x.dtype)
 
-    def costs(self, share: Share, *, inside: bool = True) -> Iterator[Cost]:
-        """Yields what it costs to normalise; `inside` a block, where its backward pass loads the scale again."""
+    def costs(self, share: Share, *, inside: bool = True, again: bool = False) -> Iterator[Cost]:
+        """Yields what it costs to normalise.
+
+        Args:
+          share: of the device.
+          inside: it is in a block, where its backward pass loads the scale again.
+          again: the backward pass makes its result again, for which it loads the bias.
+        """
         used_by_all = share.is_split(self.sequence_parallel)
-        bias = [] if self.bias is None else [inside and share.remat in GATHERS_AGAIN]
-        for again in (inside, *bias):
+        for loaded_again in (inside,) if self.bias is None else (inside, again):
             yield Weight(
                 module=self.name,
                 size=self.features,
                 precision=self.precision,
                 tp=False,
                 used_by_all_tp=used_by_all,
-                again=again,
+                again=loaded_again,
             )
         if inside:
             residual = share.between(self.sequence_parallel) * self.features

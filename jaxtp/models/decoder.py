@@ -16,7 +16,7 @@ from jaxtp.layers import remat
 from jaxtp.layers.activations import activation_spec, dropout, segment_positions, sequence_dim
 from jaxtp.layers.branch import Branch, Memory
 from jaxtp.layers.cache import STACK_SPEC, Cache
-from jaxtp.layers.costs import Cost, Kept, Share, Streamed, itemsize, within
+from jaxtp.layers.costs import GATHERS_AGAIN, Cost, Kept, Share, Streamed, itemsize, within
 from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm
@@ -79,8 +79,10 @@ class DecoderBlock(nnx.Module):
         size, last = residual * itemsize(self.config.precision.compute), self.names[-1]
         yield Kept(size * {"none": len(self.names), "offload": 0}.get(share.remat, 1))
         for name, branch, before, after in self._branches():
-            for norm in filter(None, (before, after)):
-                yield from within(name, norm.costs(share))
+            if before is not None:
+                yield from within(name, before.costs(share, again=share.remat in GATHERS_AGAIN))
+            if after is not None:  # the sum that it is added to is read by the next norm
+                yield from within(name, after.costs(share, again=name != last and share.remat != "none"))
             yield from within(name, branch.costs(share, read=name != last or after is not None))
             yield Streamed(3 * size)
 
@@ -326,8 +328,7 @@ def _run_unrolled(
 
     for index in range(stack.repeats * len(blocks)):
         turn, place = divmod(index, len(blocks))
-        with jax.named_scope(f"layer_{index}"):
-            x_BTD = run(x_BTD, layer(blocks[place], turn), None if keys is None else keys[index], segments)
+        x_BTD = run(x_BTD, layer(blocks[place], turn), None if keys is None else keys[index], segments)
     return x_BTD
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import jax
@@ -56,10 +57,27 @@ def check_origin(config: TrainConfig) -> None:
             )
         if config.model.from_hf is not None:
             raise ConfigError("--run.init-from and --model.from-hf are two beginnings; leave one of them out")
+        _check_stacking(config.model, config.run.init_from)
     elif config.model.lora.rank and config.model.from_hf is None:
         raise ConfigError(
             f"model.lora.rank={config.model.lora.rank} trains adapters of a model that stays as it is; name that by "
             "--model.from-hf FOLDER or --run.init-from RUN"
+        )
+
+
+def _check_stacking(model: ModelConfig, run: Path) -> None:
+    """Checks that blocks are stacked as in another run: else its layers would come in another order.
+
+    Raises:
+      ConfigError: they are not.
+    """
+    stored = stored_info(newest(run)).get("config", {}).get("model", {})
+    before = validate(ModelConfig, stored, source=f"{run}/config.yaml")
+    layers, there = ([(path, list(numbers)) for path, numbers, _ in each.kinds()] for each in (model, before))
+    if layers != there and model.num_layers == before.num_layers:
+        raise ConfigError(
+            f"run.init_from={run} has its blocks in another order: model.pattern={list(before.pattern)} and "
+            f"model.first_blocks={list(before.first_blocks)}; give the same"
         )
 
 

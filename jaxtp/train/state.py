@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.logical import logical_size, named_variables
+from jaxtp.config import ConfigError
 from jaxtp.layers.lora import trained
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
@@ -82,11 +83,18 @@ class Blueprint:
 
 
 def plan_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> Blueprint:
-    """Traces the construction of a `TrainState` on a mesh; nothing is computed."""
+    """Traces the construction of a `TrainState` on a mesh; nothing is computed.
+
+    Raises:
+      ConfigError: there are to be adapters, and the model has none of the projections that would get one.
+    """
     with jax.set_mesh(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, seed=0))
         graph, abstract = nnx.split(abstract_state)
         shardings = nnx.get_named_sharding(abstract, mesh)
+    if not nnx.to_flat_state(nnx.filter_state(abstract["model"], trained(config.lora))):
+        targets = ", ".join(config.lora.targets) or "nothing"
+        raise ConfigError(f"model.lora.targets={targets}: the model has no such projection, so nothing is trained")
     return Blueprint(graph, abstract, shardings, mesh, config, optimizer)
 
 

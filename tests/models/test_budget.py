@@ -115,6 +115,8 @@ EXACT = {
         PLAIN, norm_placement="both", norm="rms_plus_one", pattern=({"sliding_window": 4}, {})
     ),
 }
+EXACT["written out"] = dataclasses.replace(BIASED, scan_layers=False)
+EXACT["norms on both sides"] = dataclasses.replace(BIASED, norm="layer", norm_placement="both", tie_embeddings=False)
 BOUNDED = {
     "head norms": dataclasses.replace(PLAIN, num_kv_heads=2, qk_norm="head"),
     "projection norms": dataclasses.replace(PLAIN, num_kv_heads=2, qk_norm="projection"),
