@@ -134,12 +134,12 @@ def _describe_model(model: ModelConfig) -> str:
 
 def sharding_table(blueprint: Blueprint) -> list[str]:
     """Returns a line for each parameter: its shape, its sharding, and its shape on a device."""
-    lines = [f"{'parameter':<42}{'shape':<20}{'split by':<28}per device"]
+    lines = [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device"]
     for name, variable in parameters(blueprint).items():
         sharding = jax.sharding.NamedSharding(blueprint.mesh, spec(variable))
         shard = sharding.shard_shape(variable.shape)
         split = ", ".join(str(entry) for entry in spec(variable)) if any(spec(variable)) else "replicated"
-        lines.append(f"{name:<41} {_shape(logical_shape(variable)):<20}{split:<28}{_shape(shard)}")
+        lines.append(f"{name:<33} {_shape(logical_shape(variable)):<20}{split:<28}{_shape(shard)}")
     return lines
 
 

@@ -31,7 +31,6 @@ FIRST = [
     ("qwen3", (1, 1, 8), False),
     ("mistral", (1, 2, 2), True),
     ("gemma2", (1, 1, 4), True),
-    ("gpt2", (1, 2, 2), True),
 ]
 
 

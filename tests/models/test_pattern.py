@@ -65,6 +65,7 @@ def test_it_equals_the_plain_mathematics(ours):
     assert_close(ours[1], gradients)
 
 
+@pytest.mark.wide
 def test_a_mesh_changes_nothing(ours):
     mesh = jaxtp.make_mesh(2, 2, 2)
     graph, state = state_on_mesh(build(MODEL), WEIGHTS, mesh)

@@ -85,7 +85,7 @@ def test_shrinking_keeps_its_structure():
     assert small.conv_features < 32
 
 
-@pytest.mark.parametrize("kind", [ToyModel, WrongModel])
+@pytest.mark.parametrize("kind", [pytest.param(ToyModel, marks=pytest.mark.wide), WrongModel])
 def test_the_check_names_a_wrong_layer_and_no_other(kind):
     model = kind(**vars(dataclasses.replace(MODEL, num_layers=1)))
     small = shrink(dataclasses.replace(CONFIG, model=model), [TP])
