@@ -12,6 +12,7 @@ LEVELS = [
     {
         "mesh",
         "collectives",
+        "communication",
         "config",
         "console",
         "entry",
@@ -80,3 +81,9 @@ def test_source(path):
 
 def test_no_utils():
     assert not [path for path in SOURCES if path.stem in {"utils", "util", "helpers", "common"}]
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_docstring_is_a_sentence_or_a_name(path):
+    begun = re.findall(r'^\s*"""((?:Of|What)\b.*)', path.read_text(), re.MULTILINE)
+    assert not begun

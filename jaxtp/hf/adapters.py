@@ -25,7 +25,7 @@ _KERNELS: Mapping[Target, str] = {
     "down_proj": "mlp.down.kernel",
 }
 _PLAIN: Mapping[Target, str | None] = {"gate_proj": None, "up_proj": "mlp.up.kernels.0"}
-"""Of an MLP that has no gate."""
+"""Kernels by target, in an MLP that has no gate."""
 
 
 @dataclass(frozen=True)

@@ -226,7 +226,7 @@ def _by_their_names(attributes: Mapping[str, Any], family: Family) -> dict[str, 
 
 
 def _fields(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """What `ModelConfig` is made of."""
+    """Returns the fields of `ModelConfig` that the attributes come to."""
     fields = dict(family.always)
     for attribute in family.attributes:
         fields |= dict.fromkeys(attribute.fields, _read(attributes, attribute))

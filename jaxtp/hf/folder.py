@@ -33,11 +33,11 @@ class HFError(UserError):
 
 @dataclass(frozen=True)
 class Folder:
-    """What is there, read but for the weights."""
+    """The content of a folder, read but for the weights."""
 
     path: Path
     attributes: Mapping[str, Any]
-    """Of config.json."""
+    """Attributes of config.json."""
     tensors: Mapping[str, StoredTensor]
     """By name."""
 

@@ -19,7 +19,7 @@ ATTRIBUTES: Mapping[str, frozenset[str]] = {
 }
 """Read, by the family's kind of window."""
 _DEFAULT, _DEFAULT_LAYERS = 4096, 28
-"""What transformers assumes where config.json is silent."""
+"""Values that transformers assumes where config.json is silent."""
 _PERIODS = {"alternate": 2, "periodic": 6}
 _MOST = 1024
 """Layers of a model whose layers differ."""

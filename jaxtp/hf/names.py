@@ -29,7 +29,7 @@ class Place:
     """Which of the stacked layers it is; None for a parameter of which there is one."""
     transposed: bool
     shape: tuple[int, ...]
-    """Of the tensor in the file, with all its parts."""
+    """Shape of the tensor in the file, with all its parts."""
     first: int = 0
     """Where the part begins along our last dim."""
 

@@ -89,7 +89,7 @@ def _of_layers(attributes: Mapping[str, Any], *, windowed: bool) -> dict[str, An
 
 
 def _parameters(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """Of whichever spelling is there."""
+    """Returns the parameters of whichever spelling is there."""
     spelled = {}
     for name in ("rope_parameters", "rope_scaling"):
         value = attributes.get(name)
@@ -154,7 +154,7 @@ def _original_length(parameters: Mapping[str, Any], attributes: Mapping[str, Any
 
 
 def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float | None:
-    """What is given, or follows from two `mscale`s (DeepSeek's form of yarn); None leaves it to the factor."""
+    """Returns what is given, or follows from two `mscale`s (DeepSeek's form of yarn); None leaves it to the factor."""
     if parameters.get("attention_factor") is not None:
         return positive("attention_factor", parameters["attention_factor"])
     scales = [parameters.get(name) for name in ("mscale", "mscale_all_dim")]

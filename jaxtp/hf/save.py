@@ -83,7 +83,7 @@ _Layouts = dict[str, dict[str, tuple[str, tuple[int, ...]]]]
 
 
 def _shards(tensors: Mapping[str, list[Place]], dtype: str, most: int) -> _Layouts:
-    """What each file holds: as many tensors as fit, in their order."""
+    """Returns the tensors of each file: as many as fit, in their order."""
     groups: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
     size = 0
     for name, (place, *_) in tensors.items():

@@ -116,7 +116,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
     """Probability with which an element of an attention's or MLP's output is zeroed in training."""
 
     remat: RematPolicy = "full"
-    """What a block's forward pass keeps for its backward pass: none keeps all, save_dots the results of products,
+    """Activations that a block keeps for its backward pass: none keeps all, save_dots the results of products,
     save_gathered the inputs and outputs of parallel layers, full only the block's input, offload that on the host."""
 
     scan_layers: bool = True

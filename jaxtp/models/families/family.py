@@ -1,4 +1,4 @@
-"""What a family's table consists of, and what most families have in common.
+"""The parts of a family's table, and what most families have in common.
 
 A new family is a file beside this one: a `Family` made of the pieces below, and what is its own.
 """
@@ -118,7 +118,7 @@ OUTER = (
     Tensor("norm.scale", "model.norm.weight"),
     Tensor("head.kernel", "lm_head.weight"),
 )
-"""What is outside of the blocks."""
+"""Tensors outside of the blocks."""
 
 NORMS = (
     Tensor("blocks.attention_norm.scale", "model.layers.{layer}.input_layernorm.weight"),
@@ -218,10 +218,10 @@ TP_PLAN: Mapping[str, str] = {
     "layers.*.mlp.down_proj": "rowwise",
     "lm_head": "colwise_gather_output",
 }
-"""Of transformers 5."""
+"""Plan of transformers 5."""
 
 REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
-"""What the plan adds for norms of queries and keys by head."""
+"""Lines of the plan for norms of queries and keys by head."""
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_pytorch_tanh": "gelu_tanh",
