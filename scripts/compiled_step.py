@@ -178,7 +178,7 @@ def compile_times(model: jaxtp.ModelConfig, rows: int, length: int, repeats: int
 
 def describe(mesh: tuple[int, int, int]) -> str:
     """`fsdp 2 x tp 4`."""
-    return str(Case(mesh, sequence_parallel=False))
+    return str(Case(dict(zip(("dp", "fsdp", "tp"), mesh, strict=True)), sequence_parallel=False))
 
 
 def main(argv: list[str] | None = None) -> None:

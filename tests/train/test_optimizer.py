@@ -58,7 +58,7 @@ MESHES = [(2, 2, 2), (1, 1, 8)]
 @pytest.mark.parametrize("one_device", RULES, indirect=True)
 def test_every_rule_equals_one_device(one_device, mesh):
     config, initial, expected = one_device
-    errors = parity.compare(parity.run(config, Case(mesh, True), initial), expected)
+    errors = parity.compare(parity.run(config, Case(dict(zip(AXES, mesh, strict=True)), True), initial), expected)
     assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
