@@ -87,10 +87,10 @@ def test_a_dropped_reduction_is_named(monkeypatch, capsys):
 
 @pytest.mark.wide
 def test_a_doubled_bias_is_named(monkeypatch, capsys):
-    def before_the_reduction(self, sequence, x, kernel, *biases):
-        y = x @ self.precision.load(kernel, 1)
-        for bias in biases:
-            y += vary(self.precision.load(bias, 0), jaxtp.TP)
+    def before_the_reduction(self, sequence, x, weights):
+        y = x @ self.precision.load(weights["kernel"], 1)
+        if self.bias is not None:
+            y += vary(self.precision.load(weights["bias"], 0), jaxtp.TP)
         return leave_parallel(y, sequence)
 
     monkeypatch.setattr(linear.RowParallelLinear, "_project", before_the_reduction)
