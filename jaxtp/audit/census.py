@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxtp.audit.loops import AT_MOST, Counted, runs, turns_in_jaxpr
 from jaxtp.communication import PRIMITIVES, Collective
+from jaxtp.mesh import parts
 
 _MOVES_NOTHING = {"axis_index", "pcast", "pvary"}
 
@@ -73,7 +74,7 @@ def _collective(
 ) -> Collective:
     kind = PRIMITIVES.get(equation.primitive.name, equation.primitive.name)
     groups = equation.params.get("axis_index_groups")
-    group = len(groups[0]) if groups else math.prod(sizes[axis] for axis in axes)
+    group = len(groups[0]) if groups else parts(sizes, axes)
     largest = max(operand, result, key=lambda aval: math.prod(aval.shape))
     spanned = tuple(axis for axis in sizes if axis in axes and sizes[axis] > 1)
     shape, dtype = tuple(largest.shape), str(largest.dtype)

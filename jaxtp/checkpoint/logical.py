@@ -14,7 +14,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of
-from jaxtp.mesh import TP, axes_of, mesh_sizes
+from jaxtp.mesh import TP, axes_of, mesh_sizes, parts
 
 Arrays = dict[str, Array]
 """Arrays by dotted path, such as `model.blocks.mlp.down.kernel`."""
@@ -69,15 +69,11 @@ def divided(
 ) -> tuple[tuple[str, ...], ...]:
     """Returns the axes of each dim of an array; those that do not divide theirs move to one that they divide."""
     over = [tuple(names) for names in axes]
-
-    def parts(names: tuple[str, ...]) -> int:
-        return math.prod(sizes[axis] for axis in names)
-
-    odd = [dim for dim, size in enumerate(shape) if size % parts(over[dim])]
+    odd = [dim for dim, size in enumerate(shape) if size % parts(sizes, over[dim])]
     for dim in odd:
         moving, over[dim] = over[dim], ()
         for other in (dim for dim in range(len(shape)) if dim not in odd):
-            if shape[other] % parts(over[other] + moving) == 0:
+            if shape[other] % parts(sizes, over[other] + moving) == 0:
                 over[other] += moving
                 break
     return tuple(over)

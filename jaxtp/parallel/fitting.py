@@ -1,7 +1,6 @@
 """Decisions of a plan, module by module, or why it does not fit: before anything is changed."""
 
 import inspect
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -10,7 +9,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxtp.hints import nearest_multiples
-from jaxtp.mesh import AXES, TP, axes_of
+from jaxtp.mesh import AXES, TP, axes_of, parts
 from jaxtp.parallel.calls import has_method, original_class
 from jaxtp.parallel.layouts import Replicate, Shard, stacked, stored_spec
 from jaxtp.parallel.modules import Found
@@ -99,9 +98,9 @@ def _declared(name: str, parameter: nnx.Param[Any], sizes: Mapping[str, int]) ->
     if unknown:
         raise PlanError(f"declares {name} as {spec}; the axes of the mesh are {', '.join(AXES)}")
     for dim, entry in enumerate(spec):
-        parts = math.prod(sizes[axis] for axis in axes_of(entry))
-        if parameter.shape[dim] % parts:
-            raise PlanError(f"declares {name} {tuple(parameter.shape)} as {spec}; {parts} does not divide dim {dim}")
+        among = parts(sizes, axes_of(entry))
+        if parameter.shape[dim] % among:
+            raise PlanError(f"declares {name} {tuple(parameter.shape)} as {spec}; {among} does not divide dim {dim}")
     return spec
 
 

@@ -16,6 +16,7 @@ temporaries. `scripts/estimate_accuracy.py` compares with XLA's compiler for GPU
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from typing import Any
 
 import jax.numpy as jnp
@@ -66,9 +67,8 @@ class StoredArray:
         dims = list(self.shape)
         for dim, split in self.padding:
             dims[dim] = split.padded(sizes[TP])
-        axes = divided(dims, self.axes, sizes)
-        parts = math.prod(sizes[axis] for over in axes for axis in over)
-        return math.prod(dims) // parts * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
+        among = parts(sizes, chain(*divided(dims, self.axes, sizes)))
+        return math.prod(dims) // among * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
