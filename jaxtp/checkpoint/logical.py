@@ -64,6 +64,12 @@ def spec(variable: nnx.Variable[Any]) -> PartitionSpec:
     return PartitionSpec(*(variable.get_metadata().get("out_sharding") or ()))
 
 
+def split_dims(variable: nnx.Variable[Any]) -> tuple[tuple[str, ...], ...]:
+    """Returns the mesh axes that a variable declares for each of its dims."""
+    axes = [axes_of(entry) for entry in spec(variable)]
+    return (*axes, *[()] * (len(variable.shape) - len(axes)))
+
+
 def divided(
     shape: Sequence[int], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], ...]:
@@ -81,9 +87,7 @@ def divided(
 
 def logical_spec(variable: nnx.Variable[Any], sizes: Mapping[str, int]) -> PartitionSpec:
     """Returns how a variable is split once it has no padding."""
-    shape = logical_shape(variable)
-    axes = [axes_of(entry) for entry in spec(variable)]
-    return PartitionSpec(*divided(shape, [*axes, *[()] * (len(shape) - len(axes))], sizes))
+    return PartitionSpec(*divided(logical_shape(variable), split_dims(variable), sizes))
 
 
 def _logical(variable: nnx.Variable[Any], mesh: Mesh) -> jax.ShapeDtypeStruct:

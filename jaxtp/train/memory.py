@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxtp.checkpoint.logical import divided, named_variables
+from jaxtp.checkpoint.logical import divided, named_variables, split_dims
 from jaxtp.layers.attention import Implementation
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import Padding, padding_of
-from jaxtp.mesh import STORAGE, TP, axes_of, batch_parts, parts
+from jaxtp.mesh import STORAGE, TP, batch_parts, parts
 from jaxtp.models.costs import StepCosts, step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -229,9 +229,6 @@ def _batch_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
 
 
 def _stored(name: str, variable: nnx.Variable[Any], kind: type[nnx.Variable[Any]]) -> StoredArray:
-    spec = tuple(variable.get_metadata().get("out_sharding") or ())
-    spec += (None,) * (len(variable.shape) - len(spec))
-    axes = tuple(axes_of(entry) for entry in spec)
     shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
     own = name.startswith(MODEL) and isinstance(variable, kind)
-    return StoredArray(name, shape, dtype, axes, own, padding_of(variable))
+    return StoredArray(name, shape, dtype, split_dims(variable), own, padding_of(variable))

@@ -9,10 +9,10 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxtp.checkpoint.logical import divided, logical_spec, named_variables, spec
+from jaxtp.checkpoint.logical import divided, logical_spec, named_variables, spec, split_dims
 from jaxtp.collectives import axis_size, constrain
 from jaxtp.layers.parameter import cut, logical_shape, pad, padding_of
-from jaxtp.mesh import TP, axes_of, current_mesh, mesh_sizes
+from jaxtp.mesh import TP, current_mesh, mesh_sizes
 
 Arrays = dict[str, Array]
 """Arrays by dotted path of the parameter, as the transformation sees its parameters and gradients."""
@@ -109,9 +109,7 @@ def _variable(leaf: Array, owner: nnx.Variable[Any] | None, logical: bool) -> Op
 def _declaration(shape: tuple[int, ...], owner: nnx.Variable[Any], logical: bool) -> dict[str, Any]:
     """Returns the parameter's spec and padding, without the dim that a factored moment has averaged away."""
     whole = logical_shape(owner) if logical else tuple(owner.shape)
-    axes = [axes_of(entry) for entry in spec(owner)]
-    axes += [()] * (len(whole) - len(axes))
-    every = tuple(range(len(whole)))
+    axes, every = split_dims(owner), tuple(range(len(whole)))
     for dims in (every, *(tuple(d for d in every if d != averaged) for averaged in every)):
         if tuple(whole[d] for d in dims) == shape:
             kept = [axes[d] for d in dims]
