@@ -1,6 +1,6 @@
 """The decoder: embedding, stacks of blocks under scans, final norm, head."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -193,12 +193,11 @@ class Decoder(nnx.Module):
         """Returns the final, normalised hidden states `[B, T, D]`."""
         config = self.config
         keys = None if dropout_keys is None else split_keys(dropout_keys, config.num_layers)
-        run = _run_scanned if config.scan_layers else _run_unrolled
-        x_BTD, policy, done = self.embed(ids_BT, segments_BT), remat.policy(config.remat), 0
+        x_BTD, done = self.embed(ids_BT, segments_BT), 0
         for stack, blocks in self.stacked():
             count = stack.repeats * len(blocks)
             own = None if keys is None else keys[done : done + count]
-            x_BTD = run(stack, blocks, x_BTD, own, segments_BT, policy)
+            x_BTD = _run(config, stack, blocks, x_BTD, own, segments_BT)
             done += count
         return self.norm(x_BTD)
 
@@ -289,19 +288,25 @@ def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
     return block
 
 
-def _run_scanned(
+def _run(
+    config: ModelConfig,
     stack: Stack,
     blocks: list[DecoderBlock],
     x_BTD: Array,
     keys: Array | None,
     segments: Array | None,
-    policy: Callable[..., bool],
 ) -> Array:
-    """Runs a stack by one scan over its turns; each block keeps what the policy says."""
+    """Runs a stack by one scan over its turns, or written out; each block keeps what the policy of remat says."""
 
-    @nnx.remat(policy=policy, prevent_cse=False)
+    @nnx.remat(policy=remat.policy(config.remat), prevent_cse=not config.scan_layers)
     def run(x_BTD: Array, block: DecoderBlock, keys: Array | None, segments: Array | None) -> Array:
         return block(x_BTD, keys, segments)
+
+    if not config.scan_layers:
+        for index in range(stack.repeats * len(blocks)):
+            number, place = divmod(index, len(blocks))
+            x_BTD = run(x_BTD, layer(blocks[place], number), None if keys is None else keys[index], segments)
+        return x_BTD
 
     @nnx.scan(in_axes=(nnx.Carry, 0, 0, None), out_axes=nnx.Carry)
     def turn(x_BTD: Array, blocks: list[DecoderBlock], keys: Array | None, segments: Array | None) -> Array:
@@ -312,24 +317,6 @@ def _run_scanned(
     by_turn = None if keys is None else keys.reshape(stack.repeats, len(blocks), *keys.shape[1:])
     result: Array = turn(x_BTD, blocks, by_turn, segments)
     return result
-
-
-def _run_unrolled(
-    stack: Stack,
-    blocks: list[DecoderBlock],
-    x_BTD: Array,
-    keys: Array | None,
-    segments: Array | None,
-    policy: Callable[..., bool],
-) -> Array:
-    @nnx.remat(policy=policy)
-    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None, segments: Array | None) -> Array:
-        return block(x_BTD, keys, segments)
-
-    for index in range(stack.repeats * len(blocks)):
-        turn, place = divmod(index, len(blocks))
-        x_BTD = run(x_BTD, layer(blocks[place], turn), None if keys is None else keys[index], segments)
-    return x_BTD
 
 
 def _run_cached(
