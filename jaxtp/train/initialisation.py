@@ -8,11 +8,11 @@ from typing import TypeVar
 import jax
 
 from jaxtp.checkpoint.stored import newest, newest_info, stored_info
-from jaxtp.config import ConfigError, validate
+from jaxtp.config import ConfigError
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.files import sha256
 from jaxtp.hf.attributes import read_config
-from jaxtp.hf.runs import keep_files, kept_files
+from jaxtp.hf.runs import keep_files, kept_files, model_of
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
 
@@ -47,17 +47,18 @@ def check_origin(config: TrainConfig) -> None:
 
     Raises:
       ConfigError: two beginnings, or adapters of nothing.
-      CheckpointError: there is no such run.
+      CheckpointError: there is no such run, or it does not say of which model it is.
     """
-    if config.run.init_from is not None:
-        if newest(config.run.init_from).is_relative_to(config.run.dir):
+    if (run := config.run.init_from) is not None:
+        begun = newest(run)
+        if begun.is_relative_to(config.run.dir):
             raise ConfigError(
-                f"run.init_from={config.run.init_from} is the run in run.dir={config.run.dir} itself; name another "
-                "folder with --run.dir, or leave --run.init-from out to go on with it"
+                f"run.init_from={run} is the run in run.dir={config.run.dir} itself; name another folder with "
+                "--run.dir, or leave --run.init-from out to go on with it"
             )
         if config.model.from_hf is not None:
             raise ConfigError("--run.init-from and --model.from-hf are two beginnings; leave one of them out")
-        _check_stacking(config.model, config.run.init_from)
+        _check_stacking(config.model, run, model_of(begun, stored_info(begun)))
     elif config.model.lora.rank and config.model.from_hf is None:
         raise ConfigError(
             f"model.lora.rank={config.model.lora.rank} trains adapters of a model that stays as it is; name that by "
@@ -65,14 +66,12 @@ def check_origin(config: TrainConfig) -> None:
         )
 
 
-def _check_stacking(model: ModelConfig, run: Path) -> None:
-    """Checks that blocks are stacked as in another run: else its layers would come in another order.
+def _check_stacking(model: ModelConfig, run: Path, before: ModelConfig) -> None:
+    """Checks that blocks are stacked as in the model of another run: else its layers would come in another order.
 
     Raises:
       ConfigError: they are not.
     """
-    stored = stored_info(newest(run)).get("config", {}).get("model", {})
-    before = validate(ModelConfig, stored, source=f"{run}/config.yaml")
     layers, there = ([(path, list(numbers)) for path, numbers, _ in each.kinds()] for each in (model, before))
     if layers != there and model.num_layers == before.num_layers:
         raise ConfigError(
@@ -111,9 +110,7 @@ def _goes_on_without(config: TrainConfig) -> bool:
     if config.model.from_hf is None or config.model.from_hf.exists() or config.model.lora.rank:
         return False
     info = newest_info(config.run.dir)
-    return (
-        info is not None and validate(ModelConfig, info["config"]["model"], source=str(config.run.dir)) == config.model
-    )
+    return info is not None and model_of(config.run.dir, info) == config.model
 
 
 def keep_files_of_origin(config: TrainConfig) -> None:
