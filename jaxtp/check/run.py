@@ -9,9 +9,9 @@ from jaxtp.check.locate import describe_error, first_difference
 from jaxtp.check.report import Verdict
 from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
 from jaxtp.config import ConfigError, changed
-from jaxtp.mesh import TP, check_sizes, describe_mesh, parse_mesh
+from jaxtp.mesh import check_sizes, describe_mesh, parse_mesh
 from jaxtp.models.config import violations
-from jaxtp.train.config import TrainConfig, check
+from jaxtp.train.config import TrainConfig, check, padding_problems
 
 
 def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
@@ -99,11 +99,10 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
                 f"--mesh {text}: {describe_mesh(sizes)} is {count} devices, and a check runs on at most {MAX_DEVICES} "
                 "virtual ones; a larger dp or fsdp than 2 changes nothing in kind"
             )
-        if problems := list(violations(config.model, sizes, fixed=config.run.init_from is not None)):
+        unfit = violations(config.model, sizes, fixed=config.run.init_from is not None)
+        if problems := list(unfit) or [problem.text for problem in padding_problems(config, sizes)]:
             raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
-        if not (found := cases_of(config, sizes)):
-            raise ConfigError(f"--mesh {text}: tp {sizes[TP]} pads the model, and mesh.allow_padding is false")
-        cases += [case for case in found if case not in cases]
+        cases += [case for case in cases_of(config, sizes) if case not in cases]
     return cases
 
 

@@ -13,7 +13,7 @@ from jaxtp.config import changed
 from jaxtp.layers.branch import Small, like
 from jaxtp.mesh import DP, FSDP, STORAGE, TP, batch_parts, parts, sized
 from jaxtp.models.config import padded_sizes, shrunk, violations
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import TrainConfig, padding_problems
 
 MAX_DEVICES = 16
 COMMON_TP = 8
@@ -65,9 +65,7 @@ def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
 
 def cases_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Case]:
     """Returns the cases on one mesh, the configuration's own kind first; none if the model cannot run on it."""
-    if list(violations(config.model, sizes)) or not (
-        config.mesh.allow_padding or not padded_sizes(config.model, sizes[TP])
-    ):
+    if any(violations(config.model, sizes)) or any(padding_problems(config, sizes)):
         return []
     can_split = sizes[TP] > 1 and config.data.sequence_length % sizes[TP] == 0
     preferred = can_split and config.model.sequence_parallel is not False

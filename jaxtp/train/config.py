@@ -366,14 +366,17 @@ def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | N
     return explained(problems, fixed=config.model.from_hf is not None or config.run.init_from is not None)
 
 
+def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields a problem for each size of the model that a mesh would pad, where the run allows no padding."""
+    refused = {} if config.mesh.allow_padding else padded_sizes(config.model, mesh[TP])
+    for name, (size, padded) in refused.items():
+        text = f"mesh.tp={mesh[TP]} pads {size} {name} to {padded}, and mesh.allow_padding is false"
+        yield Problem(text, among={f"mesh.{TP}": size})
+
+
 def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields the problems of a configuration on a mesh, without suggestions."""
-    problems = list(model_problems(config.model, mesh))
-    yield from problems
-    if not (problems or config.mesh.allow_padding):
-        for name, (size, padded) in padded_sizes(config.model, mesh[TP]).items():
-            text = f"mesh.tp={mesh[TP]} pads {size} {name} to {padded}, and mesh.allow_padding is false"
-            yield Problem(text, among={f"mesh.{TP}": size})
+    yield from list(model_problems(config.model, mesh)) or padding_problems(config, mesh)
     batch, length = config.data.global_batch_size, config.data.sequence_length
     by, divided = f"mesh.{'*'.join(BATCH)} * train.accumulation", batch_parts(mesh) * config.train.accumulation
     among = dict.fromkeys((*settings_of(BATCH), "train.accumulation"), batch)

@@ -177,6 +177,7 @@ def test_swapped_row_and_column_are_named(monkeypatch, capsys):
         ("--mesh tp=2 --json /proc/nothing/check.json", "--json /proc/nothing/check.json: No such file"),
         ("--mesh dp=8,fsdp=8", "is 64 devices, and a check runs on at most 16 virtual ones"),
         ("--mesh.tp 3 --mesh.no-allow-padding", "mesh.tp=3 pads 8 query heads to 9"),
+        ("--mesh tp=3 --mesh.no-allow-padding", "--mesh tp=3:\n  mesh.tp=3 pads 8 query heads to 9"),
         ("--config nothing.yaml", "nothing.yaml: No such file"),
     ],
 )
