@@ -194,29 +194,33 @@ class ModelConfig(BlockConfig, DecoderSizes):
         differing = f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
         return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{differing}"
 
-    def described(self) -> dict[str, BlockConfig]:
+    def described(self) -> Mapping[str, BlockConfig]:
         """Returns the settings of the blocks that differ from the model's, by their places: `model.pattern[0]`.
 
         Raises:
           ConfigError: one has a setting that is none, or a value that cannot be.
         """
-        places = (("first_blocks", self.first_blocks), ("pattern", self.pattern))
-        given = {f"model.{name}[{i}]": changes for name, found in places for i, changes in enumerate(found)}
-        return {place: self._changed_block(place, changes) for place, changes in given.items()}
+        return _described(self)
 
     def block_kinds(self) -> tuple[BlockConfig, ...]:
         """Returns the settings of every kind of block, each once."""
         return tuple(dict.fromkeys(block for stack in self.stacks() for block in stack.pattern))
 
-    def _changed_block(self, place: str, changes: BlockChanges) -> BlockConfig:
-        block = self.block()
-        own = {field.name for field in dataclasses.fields(block)} - {"attention"}  # a kernel is chosen for all blocks
-        if shared := [name for name in changes if name in vars(self) and name not in own]:
-            instead = ", ".join(f"model.{name}" for name in shared)
-            raise ConfigError(
-                f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for all of them"
-            )
-        return validate(type(block), {**dataclasses.asdict(block), **changes}, source=place)
+
+@lru_cache(maxsize=256)
+def _described(config: ModelConfig) -> Mapping[str, BlockConfig]:
+    places = (("first_blocks", config.first_blocks), ("pattern", config.pattern))
+    given = {f"model.{name}[{i}]": changes for name, found in places for i, changes in enumerate(found)}
+    return {place: _changed_block(config, place, changes) for place, changes in given.items()}
+
+
+def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> BlockConfig:
+    block = config.block()
+    own = {field.name for field in dataclasses.fields(block)} - {"attention"}  # a kernel is chosen for all blocks
+    if shared := [name for name in changes if name in vars(config) and name not in own]:
+        instead = ", ".join(f"model.{name}" for name in shared)
+        raise ConfigError(f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for all of them")
+    return validate(type(block), {**dataclasses.asdict(block), **changes}, source=place)
 
 
 @lru_cache(maxsize=256)
@@ -328,7 +332,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
             f"{first + pattern} works"
         )
         return
-    places = {block: f"{place}: " for place, block in reversed(config.described().items())} | {config.block(): ""}
+    places = {block: f"{place}: " for place, block in reversed([*config.described().items()])} | {config.block(): ""}
     by_kind = ((places[block], list(block.problems(mesh))) for block in config.block_kinds())
     for place, found in islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT):
         yield from (replace(problem, text=place + problem.text) for problem in found)
