@@ -64,7 +64,7 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
     Raises:
       MeshError: a size is not positive, more than one is -1, or the devices are too few, or one is there twice.
     """
-    return mesh_of({DP: dp, FSDP: fsdp, TP: tp}, devices)
+    return mesh_of(sized(dp, fsdp, tp), devices)
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -107,9 +107,9 @@ def most_devices() -> int | None:
     return None if any_number else len(devices)
 
 
-def sized(**sizes: int) -> dict[str, int]:
+def sized(dp: int = 1, fsdp: int = 1, tp: int = 1) -> dict[str, int]:
     """Returns the size of every axis of a mesh; one that is left out has one device."""
-    return dict.fromkeys(AXES, 1) | sizes
+    return {DP: dp, FSDP: fsdp, TP: tp}
 
 
 def parts(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
@@ -139,7 +139,7 @@ def abstract_mesh(sizes: Mapping[str, int]) -> AbstractMesh:
 
 def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
     """Returns the number of devices along each axis; all 1 for an empty mesh (no mesh in context) or None."""
-    return sized() if mesh is None else sized(**mesh.shape)
+    return sized() if mesh is None else sized() | dict(mesh.shape)
 
 
 def host_memory() -> int:

@@ -20,7 +20,7 @@ from jaxtp.audit.tables import columns
 from jaxtp.estimate.target import compile_for
 from jaxtp.estimate.topology import TargetError
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import AXES
+from jaxtp.mesh import sized
 from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 
@@ -77,7 +77,7 @@ class Point:
 
     @property
     def sizes(self) -> dict[str, int]:
-        return dict(zip(AXES, self.mesh, strict=True))
+        return sized(*self.mesh)
 
     @property
     def key(self) -> str:

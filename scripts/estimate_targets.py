@@ -18,7 +18,7 @@ from estimate_accuracy import GB, Point
 from jaxtp.audit.tables import columns
 from jaxtp.config import from_yaml
 from jaxtp.estimate.target import Compiled, compile_for
-from jaxtp.mesh import AXES, describe_mesh
+from jaxtp.mesh import describe_mesh
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import memory_per_device
 
@@ -38,7 +38,7 @@ def compile_on_h100(config: TrainConfig, sizes: dict[str, int]) -> tuple[Compile
 
 def whole_mesh(config: TrainConfig, devices: int) -> dict[str, int]:
     """The configured mesh; -1 is what the other axes leave."""
-    sizes = {axis: getattr(config.mesh, axis) for axis in AXES}
+    sizes = config.mesh.sizes
     given = math.prod(size for size in sizes.values() if size != -1)
     return {axis: devices // given if size == -1 else size for axis, size in sizes.items()}
 

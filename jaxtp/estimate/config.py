@@ -9,7 +9,7 @@ from pydantic import Field
 
 from jaxtp.config import ConfigError, CountOrZero, Positive, Switch, allowed
 from jaxtp.hardware import TABLE, Hardware
-from jaxtp.mesh import AXES
+from jaxtp.mesh import sized
 from jaxtp.models.config import ModelConfig, model_problems
 from jaxtp.train.config import TrainConfig
 
@@ -69,5 +69,5 @@ def check_attention(model: ModelConfig, hardware: Hardware) -> None:
         )
     if model.precision.compute == "float32":
         raise ConfigError("model.attention=cudnn needs a 16-bit model.precision.compute, and it is float32; use xla")
-    for problem in model_problems(model, dict.fromkeys(AXES, 1)):
+    for problem in model_problems(model, sized()):
         raise ConfigError(problem.text)

@@ -110,8 +110,9 @@ def fitting_mesh(
       place: the devices.
       any_batch: whether the batch may be larger than configured.
     """
-    asked = {axis: size for axis in axes if (size := getattr(config.mesh, axis)) != -1}
-    whole = place.per_process < place.devices or any(getattr(config.mesh, axis) == -1 for axis in axes)
+    given = {axis: config.mesh.sizes[axis] for axis in axes}
+    asked = {axis: size for axis, size in given.items() if size != -1}
+    whole = place.per_process < place.devices or -1 in given.values()
     for count in (place.devices,) if whole else range(place.devices, 0, -1):
         found = []
         for mesh in fitting_meshes(count):

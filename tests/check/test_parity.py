@@ -11,7 +11,7 @@ from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.rope import RopeScaling
-from jaxtp.mesh import AXES
+from jaxtp.mesh import sized
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 LLAMA = jaxtp.ModelConfig(
@@ -62,7 +62,7 @@ TP_MESHES = [
 
 
 def case(mesh, split):
-    return Case(dict(zip(AXES, mesh, strict=True)), split)
+    return Case(sized(*mesh), split)
 
 
 CASES = [case(mesh, False) for mesh in BATCH_MESHES]  # without tp, sequence parallelism is nothing

@@ -7,7 +7,7 @@ from accounts import kept, kept_activations
 
 import jaxtp
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import AXES
+from jaxtp.mesh import sized
 from jaxtp.models.costs import step_costs
 
 B, T = 2, 16
@@ -32,10 +32,7 @@ ADAPTERS = {
 @pytest.mark.parametrize("policy", ["full", "save_gathered", "save_dots"])
 def test_a_block_keeps_the_activations_that_are_counted(policy, lora):
     config = dataclasses.replace(MODEL, remat=policy, lora=lora)
-    assert (
-        kept_activations(config, B, T)
-        == step_costs(config, dict.fromkeys(AXES, 1), batch_size=B, sequence_length=T).kept
-    )
+    assert kept_activations(config, B, T) == step_costs(config, sized(), batch_size=B, sequence_length=T).kept
 
 
 @pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)

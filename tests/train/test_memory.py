@@ -13,7 +13,7 @@ from support import sweep
 import jaxtp
 from jaxtp.data.loader import abstract_batch
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import AXES
+from jaxtp.mesh import sized
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, score_bytes, stored_arrays
@@ -47,7 +47,7 @@ def total(mesh, rows=1, length=2048, remat="full", accumulation=1):
     data = DataConfig(sequence_length=length, global_batch_size=dp * fsdp * rows * accumulation)
     model = dataclasses.replace(LARGE, remat=remat)
     run = dataclasses.replace(RUN, model=model, data=data, train=LoopConfig(accumulation=accumulation))
-    return memory_per_device(run, dict(zip(AXES, mesh, strict=True)), ARRAYS).total
+    return memory_per_device(run, sized(*mesh), ARRAYS).total
 
 
 @pytest.mark.parametrize("mesh", sweep(MESHES, MESHES[-1]), ids=str)
@@ -60,7 +60,7 @@ def test_state_bytes_are_those_of_a_real_state(mesh):
     for path, variable in nnx.to_flat_state(state):
         shards = [shard for shard in variable[...].addressable_shards if shard.device == device]
         held[path[0]] += sum(shard.data.nbytes for shard in shards)
-    memory = memory_per_device(config, dict(zip(AXES, mesh, strict=True)))
+    memory = memory_per_device(config, sized(*mesh))
     assert memory.parameters == held["model"]
     assert memory.optimizer == held["optimizer"] + held["skipped"]
 
@@ -80,7 +80,7 @@ def test_state_bytes_are_the_planned_ones(model, optimizer):
     arrays = stored_arrays(config)
     for mesh in [(1, 1, 8), (1, 2, 4), (2, 4, 1)]:
         blueprint = plan_state(model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
-        memory = memory_per_device(config, dict(zip(AXES, mesh, strict=True)), arrays)
+        memory = memory_per_device(config, sized(*mesh), arrays)
         assert memory.state == bytes_per_device(blueprint)
 
 
@@ -89,7 +89,7 @@ def test_state_bytes_are_the_planned_ones(model, optimizer):
 )
 def test_gradients_of_micro_batches_are_summed_in_the_wider_dtype(param, reduce, width):
     model = dataclasses.replace(MODEL, precision=jaxtp.Precision(param=param, reduce=reduce))
-    config, sizes = TrainConfig(model=model), dict(zip(AXES, (1, 2, 4), strict=True))
+    config, sizes = TrainConfig(model=model), sized(fsdp=2, tp=4)
     elements = sum(array.bytes_per_device(sizes, "int8") for array in stored_arrays(config) if array.trained)
     split = dataclasses.replace(config, train=LoopConfig(accumulation=4), optimizer=OptimizerConfig(name="lion"))
     assert memory_per_device(split, sizes).gradients >= width * elements
@@ -128,7 +128,7 @@ def test_an_evaluation_takes_no_more_than_a_step(mesh, remat):
 
 
 def test_only_adapters_have_gradients():
-    sizes = dict(zip(AXES, (1, 2, 2), strict=True))
+    sizes = sized(fsdp=2, tp=2)
     config = TrainConfig(model=dataclasses.replace(MODEL, lora=LoraConfig(rank=4)))
     frozen = memory_per_device(config, sizes)
     plain = memory_per_device(TrainConfig(model=MODEL), sizes)
@@ -157,7 +157,7 @@ def test_a_policy_that_keeps_more_takes_more(mesh):
 
 
 def test_scores_are_those_of_xla_attention_alone():
-    sizes = dict.fromkeys(AXES, 1)
+    sizes = sized()
     long = dataclasses.replace(RUN, data=DataConfig(sequence_length=16384, global_batch_size=1))
     cudnn = dataclasses.replace(long, model=dataclasses.replace(LARGE, attention="cudnn"))
     saved = memory_per_device(long, sizes).total - memory_per_device(cudnn, sizes).total

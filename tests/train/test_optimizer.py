@@ -15,7 +15,7 @@ from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.config import ConfigError, load
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import AXES
+from jaxtp.mesh import sized
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig, violations_on
 from jaxtp.train.setup import plan
@@ -58,7 +58,7 @@ MESHES = [(2, 2, 2), (1, 1, 8)]
 @pytest.mark.parametrize("one_device", RULES, indirect=True)
 def test_every_rule_equals_one_device(one_device, mesh):
     config, initial, expected = one_device
-    errors = parity.compare(parity.run(config, Case(dict(zip(AXES, mesh, strict=True)), True), initial), expected)
+    errors = parity.compare(parity.run(config, Case(sized(*mesh), True), initial), expected)
     assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
@@ -160,7 +160,7 @@ def test_moments_that_would_never_forget_are_refused():
     def problems(name, model, **betas):
         optimizer = OptimizerConfig(name=name, warmup_steps=1, **betas)
         config = dataclasses.replace(config_of("lion"), model=model, optimizer=optimizer)
-        return list(violations_on(config, dict.fromkeys(AXES, 1)))
+        return list(violations_on(config, sized()))
 
     (problem,) = problems("adamw", BFLOAT16, beta2=0.999)
     assert "optimizer.beta2=0.999" in problem
