@@ -152,19 +152,21 @@ class Weight:
         each = itemsize(self.precision.compute) + (itemsize(self.precision.reduce) if reduced else 0)
         return self.over_tp(share.sizes) * self.group * each
 
+    def stored(self, sizes: Mapping[str, int]) -> float:
+        """Returns the elements that a device stores."""
+        return self.over_tp(sizes) / (parts(sizes, STORAGE) if self.fsdp else 1)
+
     def stored_bytes(self, sizes: Mapping[str, int]) -> float:
         """Returns the bytes that a device stores."""
-        return self.over_tp(sizes) / (parts(sizes, STORAGE) if self.fsdp else 1) * itemsize(self.precision.param)
+        return self.stored(sizes) * itemsize(self.precision.param)
 
     def moves(self, share: Share) -> Iterator[Moves]:
         """Yields gathers in the compute dtype, and reductions of the gradient in the reduction dtype."""
         sizes, trained = share.sizes, share.training and not self.is_frozen(share)
         compute, reduce = itemsize(self.precision.compute), itemsize(self.precision.reduce)
-        stored = self.over_tp(sizes)
-        shard = stored / (parts(sizes, STORAGE) if self.fsdp else 1)
-        groups: list[tuple[Axes, int, float]] = [((TP,), self.group, shard * self.group)]
+        groups: list[tuple[Axes, int, float]] = [((TP,), self.group, self.stored(sizes) * self.group)]
         if self.fsdp:
-            groups.append((STORAGE, parts(sizes, STORAGE), stored * self.group))
+            groups.append((STORAGE, parts(sizes, STORAGE), self.over_tp(sizes) * self.group))
         for axes, devices, elements in groups:
             gathers = 1 + (self.again and share.training)
             yield Moves(Collective(ALL_GATHER, axes, devices, elements * compute, self.module), gathers)
@@ -172,7 +174,7 @@ class Weight:
                 yield Moves(Collective(REDUCE_SCATTER, axes, devices, elements * reduce, self.module), 1)
         if trained:
             summed = copies(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
-            yield sums_over(self.module, summed, sizes, shard * reduce)
+            yield sums_over(self.module, summed, sizes, self.stored(sizes) * reduce)
 
 
 @dataclass(frozen=True)
