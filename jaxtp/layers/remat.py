@@ -43,7 +43,7 @@ class RematError(UserError):
 
 
 def policy(name: RematPolicy) -> Callable[..., Any]:
-    """The `jax.checkpoint` policy of that name: whether to keep the result of a primitive.
+    """Returns the `jax.checkpoint` policy of that name: whether to keep the result of a primitive.
 
     Raises:
       RematError: `offload` on devices that cannot address the host's pinned memory.

@@ -23,7 +23,7 @@ from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import STORAGE, parts, settings_of
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
-"""The flag is called what commands without this section call it too."""
+"""Keys, whose flag is called as in commands without this section."""
 
 
 class Changes(dict[str, Any]):
@@ -46,9 +46,16 @@ MAX_DESCRIBED = 128
 """Blocks that a pattern can have: each kind is compiled by itself."""
 _Described = Annotated[tuple[BlockChanges, ...], Field(max_length=MAX_DESCRIBED), tyro.conf.Fixed]
 
-
 BLOCKS = "blocks"
 """Path of the decoder's parameters that are stacked."""
+
+_MAX_UNFIT = 4
+"""Kinds of blocks whose problems are told: those of the others are seen when these are gone."""
+_MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
+_NOT_ARCHITECTURE = {
+    *("from_hf", "ignore_config", "attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk"),
+    "precision",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,13 +277,11 @@ def shrunk(config: ModelConfig, small: Small) -> ModelConfig:
     """Returns a model of the same structure that virtual CPU devices can run: each kind of block is there."""
     pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
     turns, rest = divmod(config.num_layers - first, pattern)
-
     every = (*config.first_blocks, *config.pattern)
     changes = [
         Changes({name: block.smaller(small).get(name, value) for name, value in own.items()})
         for own, block in zip(every, config.described().values(), strict=True)
     ]
-
     return dataclasses.replace(
         config,
         vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
@@ -290,23 +295,14 @@ def shrunk(config: ModelConfig, small: Small) -> ModelConfig:
     )
 
 
-_MAX_UNFIT = 4
-"""Kinds of blocks whose problems are told: those of the others are seen when these are gone."""
-_MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
-_NOT_ARCHITECTURE = {
-    *("from_hf", "ignore_config", "attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk"),
-    "precision",
-}
-
-
 def architecture(config: ModelConfig) -> dict[str, Any]:
-    """The fields that decide what the parameters are and mean, as plain values: equal for any run that can share a
-    checkpoint."""
+    """Returns the fields that decide what the parameters are and mean, as plain values: equal for any run that can
+    share a checkpoint."""
     return {name: value for name, value in to_plain(config).items() if name not in _NOT_ARCHITECTURE}
 
 
 def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> Iterator[str]:
-    """Every reason why the model cannot run on the mesh, each with the nearest values that work.
+    """Yields every reason why the model cannot run on the mesh, each with the nearest values that work.
 
     Args:
       config: the model.
@@ -341,5 +337,5 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
 
 
 def _inside(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """The changes of one section, without its name."""
+    """Yields the changes of one section, without its name."""
     return ((name.removeprefix(f"{section}."), value) for name, value in changes.items() if name.startswith(section))

@@ -355,5 +355,5 @@ def _empty_stack(repeats: int, memory: Array) -> Array:
 
 
 def split_keys(keys_B: Array, count: int) -> Array:
-    """`[B] -> [count, B]`: other keys for each of so many uses."""
+    """Returns other keys for each of so many uses: `[B] -> [count, B]`."""
     return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(keys_B)
