@@ -1,0 +1,376 @@
+"""Causal self-attention as fused kernels for NVIDIA GPUs, which never hold `[T, T]` scores.
+
+Pallas kernels that Triton compiles: one for the outputs, one for the gradients of queries, one for those of keys and
+values. Each program holds a block of rows on the chip and visits, one after the other, the blocks that these rows see
+or are seen by; scores live only there. FlashAttention-2 (Dao, arXiv 2307.08691) is the algorithm. JAX's own kernel of
+this kind (`jax.experimental.pallas.ops.gpu.attention.mha`, deprecated in jax 0.12) has no grouped queries, windows or
+softcaps, computes all blocks of other documents, and takes only sequences that its blocks divide.
+
+What a query sees is one range of keys: those of its document, no further away than the window, up to itself. Two
+integers of each position say it, `first` (the first key that a query sees) and `last` (the last query that sees a key);
+the kernels mask with them and find with them the blocks that they need not visit.
+
+    kernel     one program for each      visits                            writes
+    forward    block of queries          blocks of keys                    o, log-sum-exp
+    queries    block of queries          blocks of keys                    dq
+    keys       block of keys             blocks of queries of all heads    dk, dv
+                                         of its group
+
+Sums are made in float32 in one order: no atomics, so the same input gives the same bits.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
+
+from jaxtp.collectives import ATTENDED, vary
+from jaxtp.layers.activations import seen_range
+
+MOST_HEAD_DIM = 256
+"""Widest head: blocks of wider ones do not fit a GPU's shared memory."""
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of queries, keys and values."""
+
+_LEAST_HEAD_DIM = 16
+"""Narrowest product that Triton computes; narrower heads are padded to it, others to a power of two."""
+
+_LOG2_E = math.log2(math.e)
+_NOTHING_SEEN = -1e30
+"""A maximum below all scores; finite, so that differences of it are not NaN."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of a kernel's blocks, and how Triton compiles it."""
+
+    queries: int
+    """Rows of a block of queries; a power of two, at least 16 on a GPU."""
+
+    keys: int
+    """Rows of a block of keys, alike."""
+
+    warps: int
+    """Groups of 32 threads that share a program."""
+
+    stages: int
+    """Blocks that are loaded ahead, and the one that is computed."""
+
+
+@dataclass(frozen=True)
+class _Settings:
+    """All that is known when the kernels are compiled."""
+
+    scale: float
+    softcap: float | None
+    forward: Blocks
+    backward: Blocks
+    interpret: bool
+
+
+def block_sizes(head_dim: int, dtype: DTypeLike) -> tuple[Blocks, Blocks]:
+    """Returns the blocks of the forward kernel and of the two backward kernels."""
+    wide = head_dim if jnp.dtype(dtype).itemsize == 2 else 4 * head_dim  # products in float32 take more registers
+    if wide <= 64:
+        return Blocks(128, 64, 4, 3), Blocks(64, 64, 4, 2)
+    if wide <= 128:
+        return Blocks(128, 64, 8, 2), Blocks(64, 64, 8, 2)
+    if wide <= 256:
+        return Blocks(64, 32, 8, 2), Blocks(32, 32, 8, 1)
+    return Blocks(32, 32, 8, 1), Blocks(32, 32, 8, 1)
+
+
+def fused_attention(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    segments_BT: Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    interpret: bool = False,
+) -> Array:
+    """Returns the values weighted by causal attention, `[B, T, N, H]` in the queries' dtype.
+
+    Args:
+      q_BTNH: queries; head n reads kv head `n // (N // K)`.
+      k_BTKH: keys.
+      v_BTKH: values.
+      segments_BT: integers, equal within a document and different between neighbours; None for one document.
+      scale: multiplies the products of queries and keys.
+      window: number of positions that each one sees, itself and those before it; None for all.
+      softcap: c, where each score s becomes `c * tanh(s / c)`; None leaves it.
+      interpret: run the kernels on any device, slowly, as a test does.
+
+    Raises:
+      ValueError: the kernels do not take these heads or this dtype.
+    """
+    _check(q_BTNH, k_BTKH, v_BTKH)
+    length, width = q_BTNH.shape[1], q_BTNH.shape[3]
+    padded_width = max(_LEAST_HEAD_DIM, pl.next_power_of_2(width))
+    forward, backward = block_sizes(padded_width, q_BTNH.dtype)
+    settings = _Settings(scale, softcap, forward, backward, interpret)
+    first, last = seen_range(q_BTNH.shape[0], length, window, segments_BT)
+    padding = -length % max(forward.queries, forward.keys, backward.queries, backward.keys)
+    first = jnp.pad(first, ((0, 0), (0, padding)), constant_values=length + padding)  # sees nothing
+    last = jnp.pad(last, ((0, 0), (0, padding)), constant_values=-1)  # is seen by nothing
+    q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, padded_width - width))) for x in (q_BTNH, k_BTKH, v_BTKH))
+    return _attention(settings, *_varying_alike(q, k, v, first, last))[:, :length, :, :width]
+
+
+def _check(q: Array, k: Array, v: Array) -> None:
+    heads, kv_heads, width = q.shape[2], k.shape[2], q.shape[3]
+    if heads % kv_heads:
+        raise ValueError(f"{heads} query heads are not divisible by {kv_heads} kv heads")
+    if width > MOST_HEAD_DIM:
+        raise ValueError(f"head_dim {width} is above {MOST_HEAD_DIM}, the widest of the fused attention kernels")
+    if {x.dtype for x in (q, k, v)} != {q.dtype} or q.dtype.name not in DTYPES:
+        given = ", ".join(x.dtype.name for x in (q, k, v))
+        raise ValueError(f"queries, keys and values are {given}: fused attention takes one of {', '.join(DTYPES)}")
+
+
+def _varying_alike(*arrays: Array) -> list[Array]:
+    """Marks arrays as different along every mesh axis along which one of them is."""
+    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    axes = frozenset[str]().union(*varying)
+    return [vary(x, *sorted(axes - own)) for x, own in zip(arrays, varying, strict=True)]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(settings: _Settings, q: Array, k: Array, v: Array, first: Array, last: Array) -> Array:
+    return _forward(settings, q, k, v, first, last)[0]
+
+
+def _forward(
+    settings: _Settings, q: Array, k: Array, v: Array, first: Array, last: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    """Returns the output, and what the backward pass reads: the inputs, the output and log-sum-exp `[B, N, T]`."""
+    blocks, group = settings.forward, q.shape[2] // k.shape[2]
+    rows = _block(blocks.queries, q)
+    whole = pl.BlockSpec((None, k.shape[1], None, k.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
+    o, lse = _run(
+        _forward_kernel,
+        settings,
+        blocks,
+        grid=(q.shape[1] // blocks.queries, q.shape[2], q.shape[0]),
+        in_specs=[rows, whole, whole, _positions(blocks.queries)],
+        out_specs=[rows, _statistic(blocks.queries)],
+        out_shapes=[(q.shape, q.dtype), ((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)],
+    )(q, k, v, first)
+    o = checkpoint_name(o, ATTENDED)
+    return o, (q, k, v, first, last, o, checkpoint_name(lse, ATTENDED))
+
+
+def _backward(settings: _Settings, kept: tuple[Array, ...], do: Array) -> tuple[Array | None, ...]:
+    """Returns the gradients of queries, keys and values."""
+    q, k, v, first, last, o, lse = kept
+    blocks, group = settings.backward, q.shape[2] // k.shape[2]
+    delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, N, T]
+    rows, statistic = _block(blocks.queries, q), _statistic(blocks.queries)
+    whole = pl.BlockSpec((None, k.shape[1], None, k.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
+    (dq,) = _run(
+        _queries_kernel,
+        settings,
+        blocks,
+        grid=(q.shape[1] // blocks.queries, q.shape[2], q.shape[0]),
+        in_specs=[rows, whole, whole, _positions(blocks.queries), rows, statistic, statistic],
+        out_specs=[rows],
+        out_shapes=[(q.shape, q.dtype)],
+    )(q, k, v, first, do, lse, delta)
+    rows = _block(blocks.keys, k)
+    whole = pl.BlockSpec((None, q.shape[1], group, q.shape[3]), lambda j, n, b: (b, 0, n, 0))
+    statistic = pl.BlockSpec((None, group, q.shape[1]), lambda j, n, b: (b, n, 0))
+    dk, dv = _run(
+        _keys_kernel,
+        settings,
+        blocks,
+        grid=(k.shape[1] // blocks.keys, k.shape[2], k.shape[0]),
+        in_specs=[whole, rows, rows, _positions(blocks.keys), whole, statistic, statistic],
+        out_specs=[rows, rows],
+        out_shapes=[(k.shape, k.dtype), (v.shape, v.dtype)],
+    )(q, k, v, last, do, lse, delta)
+    return dq, dk, dv, None, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _block(size: int, x: Array) -> pl.BlockSpec:
+    """Returns the part of `[B, T, heads, H]` that belongs to a program `(block, head, row)`."""
+    return pl.BlockSpec((None, size, None, x.shape[3]), lambda i, n, b: (b, i, n, 0))
+
+
+def _positions(size: int) -> pl.BlockSpec:
+    """Returns its part of `[B, T]`."""
+    return pl.BlockSpec((None, size), lambda i, n, b: (b, i))
+
+
+def _statistic(size: int) -> pl.BlockSpec:
+    """Returns its part of `[B, heads, T]`."""
+    return pl.BlockSpec((None, None, size), lambda i, n, b: (b, n, i))
+
+
+def _run(
+    kernel: Callable[..., None],
+    settings: _Settings,
+    blocks: Blocks,
+    *,
+    out_shapes: list[tuple[tuple[int, ...], DTypeLike]],
+    **specs: Any,
+) -> Callable[..., Any]:
+    """Returns a function of arrays that runs a kernel on them; its results vary over the mesh as the first one does."""
+
+    def call(*arrays: Array) -> Any:
+        varying = jax.typeof(arrays[0]).manual_axis_type
+        return pl.pallas_call(
+            lambda *refs: jax.jit(functools.partial(kernel, settings=settings))(pl.program_id(0), *refs),
+            out_shape=[jax.ShapeDtypeStruct(*out, manual_axis_type=varying) for out in out_shapes],
+            compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+            interpret=settings.interpret,
+            name=f"attention{kernel.__name__}".removesuffix("_kernel"),
+            **specs,
+        )(*arrays)
+
+    return call
+
+
+def _forward_kernel(
+    i: Array, q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, o_ref: Any, lse_ref: Any, *, settings: _Settings
+) -> None:
+    """Computes a block of outputs: the softmax is rescaled whenever a block of keys raises its maximum."""
+    q, first, size = q_ref[...], first_ref[...], settings.forward.keys
+    t = _rows(i, settings.forward.queries)
+
+    def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        o, highest, total = carry
+        keys = pl.ds(j * size, size)
+        k, v = k_ref[keys, :], v_ref[keys, :]
+        s = jnp.where(_sees(t, _rows(j, size), first), _scores(q, k, settings), -jnp.inf)
+        higher = jnp.maximum(highest, jnp.max(s, axis=1))
+        p, rescale = jnp.exp2(s - higher[:, None]), jnp.exp2(highest - higher)
+        return rescale[:, None] * o + triton.dot(p.astype(v.dtype), v), higher, rescale * total + jnp.sum(p, axis=1)
+
+    zeros = jnp.zeros(t.shape, jnp.float32)
+    carry = (jnp.zeros(q.shape, jnp.float32), zeros + _NOTHING_SEEN, zeros)
+    o, highest, total = lax.fori_loop(*_blocks_of_keys(t, first, size), visit, carry)
+    total = jnp.where(total > 0, total, 1)  # of a row that sees nothing: it gives 0
+    o_ref[...] = (o / total[:, None]).astype(o_ref.dtype)
+    lse_ref[...] = (highest + jnp.log2(total)) / _LOG2_E
+
+
+def _queries_kernel(
+    i: Array,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    first_ref: Any,
+    do_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    dq_ref: Any,
+    *,
+    settings: _Settings,
+) -> None:
+    """Computes a block of the queries' gradients."""
+    q, do, first, size = q_ref[...], do_ref[...], first_ref[...], settings.backward.keys
+    lse, delta = lse_ref[...][:, None], delta_ref[...][:, None]
+    t = _rows(i, settings.backward.queries)
+
+    def visit(j: Array, dq: Array) -> Array:
+        keys = pl.ds(j * size, size)
+        k, v = k_ref[keys, :], v_ref[keys, :]
+        seen = _sees(t, _rows(j, size), first)
+        _, ds = _gradients(_scores(q, k, settings), seen, lse, triton.dot(do, v, trans_b=True) - delta, settings)
+        return dq + triton.dot(ds.astype(k.dtype), k)
+
+    dq = lax.fori_loop(*_blocks_of_keys(t, first, size), visit, jnp.zeros(q.shape, jnp.float32))
+    dq_ref[...] = (dq * settings.scale).astype(dq_ref.dtype)
+
+
+def _keys_kernel(
+    j: Array,
+    q_ref: Any,
+    k_ref: Any,
+    v_ref: Any,
+    last_ref: Any,
+    do_ref: Any,
+    lse_ref: Any,
+    delta_ref: Any,
+    dk_ref: Any,
+    dv_ref: Any,
+    *,
+    settings: _Settings,
+) -> None:
+    """Computes a block of the gradients of keys and values; scores are transposed here, `[keys, queries]`."""
+    k, v, last, size = k_ref[...], v_ref[...], last_ref[...], settings.backward.queries
+    s = _rows(j, settings.backward.keys)
+
+    def visit(g: Array, i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+        dk, dv = carry
+        queries = pl.ds(i * size, size)
+        q, do = q_ref[queries, g, :], do_ref[queries, g, :]
+        t = _rows(i, size)
+        seen = (s[:, None] <= t) & (t <= last[:, None])
+        dp = triton.dot(v, do, trans_b=True) - delta_ref[g, queries]
+        p, ds = _gradients(_scores(k, q, settings), seen, lse_ref[g, queries], dp, settings)
+        return dk + triton.dot(ds.astype(q.dtype), q), dv + triton.dot(p.astype(do.dtype), do)
+
+    lower, upper = lax.div(jnp.min(s), size), lax.div(jnp.max(last) + size, size)  # from the diagonal
+    zeros = jnp.zeros(k.shape, jnp.float32)
+    dk, dv = lax.fori_loop(
+        0,
+        q_ref.shape[1],
+        lambda g, carry: lax.fori_loop(lower, upper, functools.partial(visit, g), carry),
+        (zeros, zeros),
+    )
+    dk_ref[...] = (dk * settings.scale).astype(dk_ref.dtype)
+    dv_ref[...] = dv.astype(dv_ref.dtype)
+
+
+def _rows(block: Array, size: int) -> Array:
+    """Returns the positions of the rows of a block."""
+    return block * size + jnp.arange(size)
+
+
+def _blocks_of_keys(t: Array, first: Array, size: int) -> tuple[Array, Array]:
+    """Returns the first block of keys that queries at t visit, and the one after the diagonal."""
+    return lax.div(jnp.min(first), size), lax.div(jnp.max(t) + size, size)
+
+
+def _sees(t: Array, s: Array, first: Array) -> Array:
+    """Returns whether queries at t see keys at s, `[queries, keys]`."""
+    return (first[:, None] <= s) & (s <= t[:, None])
+
+
+def _scores(x: Array, y: Array, settings: _Settings) -> Array:
+    """Returns the scores of rows of x with rows of y, times log2(e): the GPU computes powers of two."""
+    s = triton.dot(x, y, trans_b=True)
+    if settings.softcap is None:
+        return s * (settings.scale * _LOG2_E)
+    return jnp.tanh(s * (settings.scale / settings.softcap)) * (settings.softcap * _LOG2_E)
+
+
+def _gradients(s: Array, seen: Array, lse: Array, dp: Array, settings: _Settings) -> tuple[Array, Array]:
+    """Returns the attention's weights, and the gradient of the products of queries and keys without their scale.
+
+    Args:
+      s: scores, as `_scores` returns them.
+      seen: where a query sees a key.
+      lse: log-sum-exp of each query, along its axis.
+      dp: gradient of the weights, less its mean under them.
+      settings: the softcap is read.
+    """
+    p = jnp.where(seen, jnp.exp2(s - lse * _LOG2_E), 0)
+    ds = p * dp
+    return p, ds if settings.softcap is None else ds * (1 - (s / (settings.softcap * _LOG2_E)) ** 2)

@@ -1,0 +1,194 @@
+"""The fused attention kernels, interpreted on the CPU in small blocks, against plain mathematics in float64."""
+
+from functools import cache, partial
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+from support import TOLERANCE, assert_close, relative_error
+
+import jaxtp
+from jaxtp.collectives import batch_spec, device_view
+from jaxtp.layers import fused_attention as fused
+from jaxtp.layers.fused_attention import MOST_HEAD_DIM, Blocks, block_sizes, fused_attention
+
+ROWS, SCALE = 2, 0.3
+NAMES = ("output", "queries", "keys", "values")
+SMALL = Blocks(8, 4, 4, 2), Blocks(4, 8, 4, 2)
+STRUCTURES = {
+    # tokens, query heads, kv heads, width, softcap, blocks
+    "rest of a block": (37, 4, 2, 16, None, SMALL),
+    "softcap, padded width": (24, 3, 1, 20, 3.0, (Blocks(4, 8, 4, 2), Blocks(16, 4, 4, 2))),
+    "less than a block": (5, 2, 2, 4, None, (Blocks(16, 8, 4, 2), Blocks(8, 16, 4, 2))),
+}
+
+
+def in_blocks(blocks):
+    return mock.patch.object(fused, "block_sizes", return_value=blocks)
+
+
+def draw(tokens, heads, kv_heads, width, dtype="float32", rows=ROWS):
+    """Queries, keys, values and the gradient of the output."""
+    rng = np.random.default_rng(0)
+    return [
+        jnp.asarray(rng.standard_normal((rows, tokens, n, width)), dtype) for n in (heads, kv_heads, kv_heads, heads)
+    ]
+
+
+def plain(q, k, v, seen, softcap):
+    """Attention by the book; `seen` is `[B, T, T]`."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    s = SCALE * jnp.einsum("btnh,bsnh->bnts", q, k)
+    s = s if softcap is None else softcap * jnp.tanh(s / softcap)
+    weights = jax.nn.softmax(jnp.where(seen[:, None], s, -jnp.inf), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+
+
+def with_gradients(attend, q, k, v, do, *others):
+    o, backward = jax.vjp(lambda q, k, v: attend(q, k, v, *others), q, k, v)
+    return dict(zip(NAMES, (o, *backward(do)), strict=True))
+
+
+@cache
+def programs(name):
+    """Both programs of a structure, which take any documents and window."""
+    softcap = STRUCTURES[name][4]
+
+    def attend(q, k, v, segments, window):
+        return fused_attention(q, k, v, segments, scale=SCALE, window=window, softcap=softcap, interpret=True)
+
+    expected = partial(with_gradients, lambda q, k, v, seen: plain(q, k, v, seen, softcap))
+    return jax.jit(partial(with_gradients, attend)), jax.jit(expected)
+
+
+def in_float64(program, arrays, seen):
+    with jax.enable_x64(True):
+        return {name: np.asarray(x) for name, x in program(*(np.asarray(x, np.float64) for x in arrays), seen).items()}
+
+
+def which_see(segments, window):
+    distance = np.arange(segments.shape[1])[:, None] - np.arange(segments.shape[1])
+    return (distance >= 0) & (distance < window) & (segments[:, :, None] == segments[:, None])
+
+
+def documents(tokens, cuts, padded):
+    """A row of segments as packing makes them: 1, 2, ... and, if `padded`, 0 at the end."""
+    ids = 1 + np.searchsorted(np.unique([c % tokens for c in cuts]), np.arange(tokens), side="right")
+    return np.where(padded & (ids == ids[-1]) & (ids[-1] > ids[0]), 0, ids)
+
+
+ROW = st.tuples(st.lists(st.integers(0, 99), max_size=4), st.booleans())
+
+
+@given(st.sampled_from(sorted(STRUCTURES)), st.lists(ROW, min_size=ROWS, max_size=ROWS), st.integers(1, 50))
+@settings(max_examples=25)
+def test_documents_and_windows(name, rows, window):
+    tokens, *sizes, _, blocks = STRUCTURES[name]
+    segments = np.stack([documents(tokens, *row) for row in rows]).astype(np.int32)
+    arrays = draw(tokens, *sizes)
+    ours, expected = programs(name)
+    with in_blocks(blocks):
+        found = ours(*arrays, segments, window)
+    assert_close(found, in_float64(expected, arrays, which_see(segments, window)), TOLERANCE)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_sixteen_bits_without_documents(dtype):
+    arrays = draw(21, 2, 1, 16, dtype)
+    attend = partial(fused_attention, scale=SCALE, interpret=True)
+    with in_blocks(SMALL):
+        found = jax.jit(partial(with_gradients, attend))(*arrays)
+    assert {x.dtype.name for x in found.values()} == {dtype}
+    seen = which_see(np.zeros((ROWS, 21)), 21)
+    expected = in_float64(jax.jit(partial(with_gradients, partial(plain, softcap=None))), arrays, seen)
+    assert_close(found, expected, 4 * float(jnp.finfo(dtype).eps))
+
+
+TOKENS = 40
+NOT_SEEN = {
+    # documents, window, the block of 8 that is poisoned, the blocks that may read its keys, and those its queries read
+    "causality": ([1] * 40, None, 2, {2, 3, 4}, {0, 1, 2}),
+    "window": ([1] * 40, 9, 2, {2, 3}, {1, 2}),
+    "documents": ([1] * 8 + [2] * 24 + [0] * 8, None, 2, {2, 3}, {1, 2}),
+}
+
+
+@pytest.mark.parametrize("case", NOT_SEEN)
+def test_blocks_that_are_excluded_are_not_read(case):
+    """What is not a number stays one wherever it is read, whatever the mask makes of it."""
+    segments, window, block, readers, read = NOT_SEEN[case]
+    poisoned = slice(8 * block, 8 * block + 8)
+    segments = np.asarray([segments] * ROWS, np.int32)
+    attend = partial(fused_attention, scale=SCALE, window=window, interpret=True)
+    q, k, v, do = draw(TOKENS, 2, 1, 16)
+    nan = lambda *arrays: (x.at[:, poisoned].set(jnp.nan) for x in arrays)
+    with in_blocks((Blocks(8, 8, 4, 2), Blocks(8, 8, 4, 2))):
+        program = jax.jit(partial(with_gradients, attend))
+        clean, keys = program(q, k, v, do, segments), program(q, *nan(k, v), do, segments)
+        (nan_q, nan_do) = nan(q, do)
+        queries = program(nan_q, k, v, nan_do, segments)
+    for other in range(TOKENS // 8):
+        rows = np.s_[:, 8 * other : 8 * other + 8]
+        for found, names, reached in ((keys, ("output", "queries"), readers), (queries, ("keys", "values"), read)):
+            for name in names:
+                same = np.array_equal(found[name][rows], clean[name][rows])
+                assert same == (other not in reached), f"{name} of block {other}"
+
+
+def test_on_a_mesh_in_a_scan_with_remat():
+    """Heads are split over tp, rows over dp and fsdp; the segments of a row are equal over tp."""
+    q, k, v, do = draw(21, 4, 2, 16, rows=4)
+    segments = np.stack([documents(21, [i, 3 * i + 5], i % 2) for i in range(4)]).astype(np.int32)
+
+    def twice(q, k, v, segments):
+        attend = jax.checkpoint(partial(fused_attention, scale=SCALE, window=7, interpret=True))
+        return jax.lax.scan(lambda x, _: (attend(x, k, v, segments), None), q, length=2)[0]
+
+    heads = batch_spec(None, "tp")
+    view = device_view(twice, "attention", (heads, heads, heads, batch_spec(None)), heads)
+    run = lambda: jax.jit(partial(with_gradients, view))(q, k, v, do, segments)
+    with in_blocks(SMALL):
+        expected = run()
+        with jax.set_mesh(jaxtp.make_mesh(dp=1, fsdp=2, tp=2, devices=jax.devices()[:4])):
+            found = run()
+    assert_close(found, expected)
+    assert relative_error(found["output"], do) > 0.1
+
+
+def test_keys_that_are_equal_over_tp_have_their_gradient_summed():
+    q, k, v, do = draw(21, 4, 1, 16)
+    equal = PartitionSpec(None, None, None)
+    heads = PartitionSpec(None, None, "tp")
+    attend = partial(fused_attention, scale=SCALE, interpret=True)
+    run = lambda attend: jax.jit(partial(with_gradients, attend))(q, k, v, do)
+    with in_blocks(SMALL):
+        expected = run(attend)
+        with jax.set_mesh(jaxtp.make_mesh(tp=2, devices=jax.devices()[:2])):
+            found = run(device_view(attend, "attention", (heads, equal, equal), heads))
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", fused.DTYPES)
+def test_every_head_has_blocks_that_triton_takes(dtype):
+    for head_dim in (16, 32, 64, 128, MOST_HEAD_DIM):
+        for blocks in block_sizes(head_dim, dtype):
+            assert all(size >= 16 and size & (size - 1) == 0 for size in (blocks.queries, blocks.keys))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "width", "dtype", "message"),
+    [
+        (3, 2, 16, "float32", "3 query heads are not divisible by 2 kv heads"),
+        (2, 1, 264, "float32", "head_dim 264 is above 256"),
+        (2, 1, 16, "int32", "are int32, int32, int32: fused attention takes one of bfloat16, float16, float32"),
+    ],
+)
+def test_what_the_kernels_do_not_take(heads, kv_heads, width, dtype, message):
+    q, k, v, _ = draw(4, heads, kv_heads, width, dtype)
+    with pytest.raises(ValueError, match=message):
+        fused_attention(q, k, v, scale=1.0, interpret=True)
