@@ -39,6 +39,9 @@ PROJECTED = "projected"
 """`checkpoint_name` of what the backward pass reads of products with weights: the outputs of a column layer, its
 adapters' parts included, and `x @ A` of every adapter."""
 
+ATTENDED = "attended"
+"""`checkpoint_name` of what the backward pass reads of a kernel of attention: its result, and the log-sum-exp."""
+
 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """Runs `body` once per device of the mesh in context, on shards; with no mesh, as it is.

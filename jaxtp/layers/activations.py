@@ -51,6 +51,20 @@ def segment_positions(segments_BT: Array) -> Array:
     return index - start
 
 
+def seen_range(rows: int, length: int, window: int | None, segments_BT: Array | None) -> tuple[Array, Array]:
+    """Returns the first key that each query sees and the last query that sees each key, `[B, T]` both, never falling.
+
+    A query sees itself and what comes before it: in its document, and in a window of so many positions.
+    """
+    index = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (rows, length))
+    before, after = index, length - 1 - index
+    if segments_BT is not None:
+        before, after = segment_positions(segments_BT), segment_positions(segments_BT[:, ::-1])[:, ::-1]
+    if window is not None:
+        before, after = jnp.minimum(before, window - 1), jnp.minimum(after, window - 1)
+    return index - before, index + after
+
+
 def segment_mask(segments_BT: Array) -> Array:
     """`[B, 1, T, S]`: whether a query and a key are of one document."""
     return (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]

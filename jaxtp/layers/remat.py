@@ -6,7 +6,7 @@ over tp, forward and backward, in units of (t-1)/t * b * s * D:
 | policy          | keeps                                                    | all-reduce | sequence-parallel |
 |-----------------|----------------------------------------------------------|-----------:|------------------:|
 | `none`          | every activation                                         |          8 |                 8 |
-| `save_dots`     | results of projections and of reductions over tp         |          8 |                10 |
+| `save_dots`     | results of projections, reductions over tp and kernels   |          8 |                10 |
 | `save_gathered` | inputs of column layers, outputs of row layers: 4bsD     |          8 |                 8 |
 | `full`          | the block's input: bsD (bsD/t)                           |         10 |                11 |
 | `offload`       | as `full`, in the host's memory                          |         10 |                11 |
@@ -18,6 +18,8 @@ Refusing the gather alone is not enough, because the cast or reshape that follow
 those are refused too, which costs nothing to recompute. So is the call that loads a frozen weight: with nothing to
 differentiate it is one primitive, whose result is the gathered weight.
 
+A kernel of attention (`layers/kernels.py`) that holds no scores is then run once; xla's scores are made again.
+
 Of a projection with an adapter, `x @ W + s * (x @ A) @ B`, `save_dots` keeps the sum and `x @ A`, not its summands.
 """
 
@@ -26,7 +28,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxtp.collectives import GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
+from jaxtp.collectives import ATTENDED, GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
 from jaxtp.entry import UserError
 
 RematPolicy = Literal["none", "save_dots", "save_gathered", "full", "offload"]
@@ -58,7 +60,7 @@ def _keep_all(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _keep_dots(primitive: Any, *_: Any, **params: Any) -> bool:
-    return _is_named(primitive, params, PROJECTED, REDUCED) or is_tp_reduction(primitive, params)
+    return _is_named(primitive, params, PROJECTED, REDUCED, ATTENDED) or is_tp_reduction(primitive, params)
 
 
 def _keep_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
