@@ -15,6 +15,7 @@ from jaxtp.hf.runs import check_base, describe_base, load_base
 from jaxtp.interrupt import Interrupt
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
+from jaxtp.train.attention_check import check_attention
 from jaxtp.train.config import TrainConfig, check_vocabulary
 from jaxtp.train.initialisation import check_origin, check_tokenizer, keep_files_of_origin, with_model
 from jaxtp.train.memory_check import require_memory
@@ -69,6 +70,7 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
     check_installed(config.metrics.trackers)
     data = load_data(config)
     blueprint = plan(config, mesh)
+    check_attention(config, mesh)
     folder.prepare(config.run.dir)
 
     held.enter_context(jax.set_mesh(mesh))

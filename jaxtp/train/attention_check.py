@@ -1,0 +1,86 @@
+"""Checks the kernels of attention on the devices that a run has, before it starts.
+
+Kernels have been wrong on one model of GPU, or under one kind of mask, without a word. So the kernel that a run is
+about to use computes a small problem of the run's own shape on the first device of each process, forward and backward,
+and is compared with plain products in float32.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxtp.config import ConfigError
+from jaxtp.layers.kernels import KERNELS, Use, chosen
+from jaxtp.mesh import TP, mesh_sizes, platform_of
+from jaxtp.train.config import TrainConfig, run_uses
+
+MOST_TOKENS = 1024
+"""Tokens of the problem, at most: several blocks of every kernel."""
+
+TOLERANCE = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 4e-2}
+"""Largest error by compute dtype, relative in the norm. Float32 may be multiplied in TF32, which has 10 bits."""
+
+_RESULTS = ("its output", "its gradient of the queries", "its gradient of the keys", "its gradient of the values")
+
+
+def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) -> None:
+    """Checks every kernel of attention that a run takes; a second's worth.
+
+    Args:
+      config: the run.
+      mesh: its devices.
+      on_cpu: CPUs, on which everything is made of plain products, are checked too.
+
+    Raises:
+      ConfigError: a kernel gives something else than plain products.
+    """
+    device = mesh.local_devices[0]
+    platform = platform_of(device.platform, device.device_kind)
+    if platform == "cpu" and not on_cpu:
+        return
+    blocks = config.model.block_kinds()
+    for block, use in dict(zip(blocks, run_uses(config, platform), strict=True)).items():
+        kv_heads, group, _ = block.heads.stored(mesh_sizes(mesh)[TP])
+        keys = max(1, kv_heads // mesh_sizes(mesh)[TP])
+        queries = kv_heads * group // mesh_sizes(mesh)[TP]
+        kernel, _ = chosen(config.model.attention, use)
+        with jax.default_device(device):
+            errors = _errors(kernel.run, use, queries, keys)
+        for what, error in zip(_RESULTS, errors, strict=True):
+            if error <= (most := TOLERANCE[str(use.dtype)]):  # what is not a number is not
+                continue
+            raise ConfigError(
+                f"model.attention: the kernel {kernel.name} is wrong on {device.device_kind}: {what} is off by "
+                f"{error:.1e} of its norm, and {use.dtype} explains {most:.0e}; try --model.attention blockwise"
+            )
+
+
+def _errors(run: Callable[..., Array], use: Use, num_queries: int, num_keys: int) -> list[float]:
+    """Returns the relative errors of a kernel's output and gradients, for so many heads."""
+    length = min(int(use.length or MOST_TOKENS), MOST_TOKENS)
+    heads = (num_queries, num_keys, num_keys, num_queries)
+    keys = jax.random.split(jax.random.key(0), len(heads))
+    arrays = [
+        jax.random.normal(key, (1, length, n, use.head_dim), use.dtype) for key, n in zip(keys, heads, strict=True)
+    ]
+    # Documents that end anywhere, and padding, as rows have them.
+    ends = jnp.array([length // 5, length // 2, length - length // 7])
+    segments = jnp.searchsorted(ends, jnp.arange(length), side="right") + 1
+    documents = jnp.where(segments > len(ends), 0, segments)[None].astype(jnp.int32) if use.packed else None
+    window = use.window and max(1, min(use.window, length // 4))  # shorter than the documents
+    settings = {"scale": use.head_dim**-0.5, "window": window, "softcap": use.softcap}
+
+    @partial(jax.jit, static_argnums=0)
+    def results(run: Callable[..., Array], q: Array, k: Array, v: Array, dy: Array) -> tuple[Array, ...]:
+        y, gradients = jax.vjp(lambda q, k, v: run(q, k, v, documents, **settings), q, k, v)
+        return (y, *gradients(dy))
+
+    found = results(run, *arrays)
+    with jax.default_matmul_precision("highest"):
+        right = results(KERNELS["xla"].run, *(array.astype(jnp.float32) for array in arrays))
+    off = [jnp.linalg.norm(f.astype(jnp.float32) - r) / jnp.linalg.norm(r) for f, r in zip(found, right, strict=True)]
+    return [float(error) for error in off]

@@ -1,0 +1,66 @@
+"""The check of attention's kernels on the devices of a run: what is right passes, what is planted is named."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxtp
+from jaxtp.config import ConfigError
+from jaxtp.layers import kernels
+from jaxtp.layers.parameter import Precision
+from jaxtp.models.config import ModelConfig
+from jaxtp.train.attention_check import check_attention
+from jaxtp.train.config import DataConfig, TrainConfig
+
+MODEL = ModelConfig(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=20, attention="blockwise")
+RIGHT = kernels.KERNELS["blockwise"]
+
+
+def check(dtype="float32", tp=2):
+    run = TrainConfig(
+        model=dataclasses.replace(MODEL, precision=Precision(compute=dtype)), data=DataConfig(sequence_length=50)
+    )
+    check_attention(run, jaxtp.make_mesh(tp=tp), on_cpu=True)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_right_kernel_passes(dtype):
+    check(dtype)
+
+
+def no_documents(q, k, v, segments, **settings):
+    return RIGHT.run(q, k, v, None, **settings)
+
+
+def window_off_by_one(q, k, v, segments, *, window, **settings):
+    return RIGHT.run(q, k, v, segments, window=window + 1, **settings)
+
+
+def half_a_gradient(q, k, v, segments, **settings):
+    return RIGHT.run(q, (k + jax.lax.stop_gradient(k)) / 2, v, segments, **settings)
+
+
+def nothing_but_nan(q, k, v, segments, **settings):
+    return RIGHT.run(q, k, v * jnp.nan, segments, **settings)
+
+
+@pytest.mark.parametrize(
+    ("planted", "what"),
+    [
+        (no_documents, "its output"),
+        (window_off_by_one, "its output"),
+        (half_a_gradient, "its gradient of the keys"),
+        (nothing_but_nan, "its output"),
+    ],
+)
+def test_a_wrong_kernel_refuses_the_run_by_name(monkeypatch, planted, what):
+    monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=planted))
+    with pytest.raises(ConfigError, match=f"the kernel blockwise is wrong on cpu: {what} is off by"):
+        check()
+
+
+def test_where_everything_is_made_of_plain_products_nothing_is_checked(monkeypatch):
+    monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=nothing_but_nan))
+    check_attention(TrainConfig(model=MODEL), jaxtp.make_mesh())
