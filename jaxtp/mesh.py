@@ -175,6 +175,21 @@ def current_mesh() -> AbstractMesh | None:
     return mesh
 
 
+def platform_here() -> str:
+    """Returns the kind of device that a program runs on: cpu, cuda, rocm or tpu.
+
+    It is that of the mesh in context, whose devices need not be there, else that of JAX's own devices.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    device = (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
+    return platform_of(device.platform, device.device_kind)
+
+
+def platform_of(platform: str, kind: str) -> str:
+    """Returns cpu, cuda, rocm or tpu; JAX calls the GPUs of both makers gpu."""
+    return ("rocm" if "amd" in kind.lower() else "cuda") if platform == "gpu" else platform
+
+
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """Returns the mesh axes that one entry of a `PartitionSpec` names."""
     return (entry,) if isinstance(entry, str) else tuple(entry or ())

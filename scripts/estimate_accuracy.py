@@ -61,6 +61,7 @@ class Point:
             rope_theta=500000.0,
             remat=self.remat,
             loss_chunk=512,
+            attention="xla",
             precision=jaxtp.Precision(compute="bfloat16"),
             lora=LoraConfig(rank=self.lora),
             **SHAPES[self.shape],

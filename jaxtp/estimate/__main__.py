@@ -71,7 +71,7 @@ def _estimate(argv: Sequence[str]) -> int:
     require_picture("--plot", asked.plot)
     config = training_of(asked)
     where = target(*parse(asked.hardware), asked.memory_fraction)
-    check_attention(config.model, where.hardware)
+    check_attention(config, where.hardware)
     meshes = _meshes(asked, where)
     model = describe_model(config)
     print(heading(config, where, model), *_foreseen(asked, where), *chosen, sep="\n", end="\n\n", flush=True)

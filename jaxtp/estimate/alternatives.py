@@ -5,8 +5,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxtp.config import ConfigError, changed
-from jaxtp.estimate.config import check_attention
+from jaxtp.config import changed
 from jaxtp.estimate.search import (
     NEAR,
     Model,
@@ -23,7 +22,7 @@ from jaxtp.estimate.search import (
 from jaxtp.hardware import GB
 from jaxtp.hardware_file import MAX_DEVICES
 from jaxtp.mesh import fitting_meshes
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import TrainConfig, kernels
 from jaxtp.train.memory import with_attention
 
 ALL_BUT_A_TENTH = 0.9
@@ -36,7 +35,7 @@ SHORTEST = 512
 LORA_RANK = 16
 CHUNK = 128
 HALF = "--model.precision.compute bfloat16"
-FUSED = "--model.attention cudnn"
+FUSED = "--model.attention auto"
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={ALL_BUT_A_TENTH} (--memory-fraction {ALL_BUT_A_TENTH})"
 
 Run = tuple[TrainConfig, Target]
@@ -154,12 +153,8 @@ def _with_more_memory(config: TrainConfig, where: Target) -> Run | None:
 
 
 def _with_fused_attention(config: TrainConfig, where: Target) -> Run | None:
-    fused = with_attention(config, "cudnn")
-    try:
-        check_attention(fused.model, where.hardware)
-    except ConfigError:
-        return None
-    return (fused, where) if fused != config else None
+    fused, platform = with_attention(config, "auto"), where.hardware.platform
+    return None if kernels(fused, platform).keys() == kernels(config, platform).keys() else (fused, where)
 
 
 def _in_half(config: TrainConfig, where: Target) -> Run | None:

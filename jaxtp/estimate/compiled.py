@@ -53,11 +53,10 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
     """Yields the lines that show tier 3 beside tier 1."""
     where = f"{setting.target.devices} x {setting.target.hardware.name}"
     yield f"compiled {setting} for {where}, which need not be there, in {found.seconds:.0f} s"
-    peak, room = found.needed_bytes, setting.target.room
+    peak, room = found.peak_bytes, setting.target.room
     rows = [
         ("state and batch", f"{found.argument_bytes / GB:,.2f}", "compiled"),
         ("temporaries", f"{found.temp_bytes / GB:,.2f}", "compiled"),
-        *([("less scores, with cuDNN", f"-{found.score_bytes / GB:,.2f}", "modelled")] if found.score_bytes else []),
         (
             "peak",
             f"{peak / GB:,.2f}",
@@ -81,7 +80,7 @@ def _scheduled(one: Scheduled) -> tuple[str, ...]:
 
 def fits(setting: Setting, found: Compiled) -> bool:
     """Returns whether there is memory for what was compiled."""
-    return found.needed_bytes <= setting.target.room
+    return found.peak_bytes <= setting.target.room
 
 
 def target_record(setting: Setting, found: Compiled) -> dict[str, Any]:
@@ -91,7 +90,7 @@ def target_record(setting: Setting, found: Compiled) -> dict[str, Any]:
         **dataclasses.asdict(found),
         "collectives": [one.record() for one in found.collectives],
         "fits": fits(setting, found),
-        "tier_1_to_peak": setting.memory.total / found.needed_bytes,
+        "tier_1_to_peak": setting.memory.total / found.peak_bytes,
     }
 
 

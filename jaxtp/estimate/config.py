@@ -9,9 +9,7 @@ from pydantic import Field
 
 from jaxtp.config import ConfigError, CountOrZero, Positive, Switch, allowed
 from jaxtp.hardware import TABLE, Hardware
-from jaxtp.mesh import sized
-from jaxtp.models.config import ModelConfig, model_problems
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import TrainConfig, kernel_problems
 
 HARDWARE = (
     f"What it is meant to run on, x how many: {', '.join(TABLE)} (jaxtp/hardware.py has their numbers), or a YAML file "
@@ -55,19 +53,11 @@ class EstimateConfig(TrainConfig):
     """Seconds that tier 3 waits for the compiler."""
 
 
-def check_attention(model: ModelConfig, hardware: Hardware) -> None:
-    """Checks that the hardware has the kernel of attention that the model asks for.
+def check_attention(config: TrainConfig, hardware: Hardware) -> None:
+    """Checks that the hardware has the kernel of attention that the run asks for.
 
     Raises:
-      ConfigError: cuDNN's, elsewhere than on NVIDIA GPUs, in float32, or for a model that it cannot compute.
+      ConfigError: it has not, or the kernel cannot do it.
     """
-    if model.attention != "cudnn":
-        return
-    if hardware.platform != "cuda":
-        raise ConfigError(
-            f"model.attention=cudnn: cuDNN is NVIDIA's alone, and {hardware.name} is {hardware.platform}; use xla"
-        )
-    if model.precision.compute == "float32":
-        raise ConfigError("model.attention=cudnn needs a 16-bit model.precision.compute, and it is float32; use xla")
-    for problem in model_problems(model, sized()):
-        raise ConfigError(problem.text)
+    for problem in kernel_problems(config, hardware.platform):
+        raise ConfigError(problem)

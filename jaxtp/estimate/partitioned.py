@@ -15,7 +15,7 @@ from jaxtp.estimate.report import is_plain
 from jaxtp.estimate.search import Setting
 from jaxtp.mesh import mesh_of, request_virtual_devices
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import TrainConfig, kernel_problems
 from jaxtp.train.memory import with_attention
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import OPTIMIZER_SCOPE, trace_step
@@ -119,9 +119,9 @@ def bytes_sent(moved: Traffic) -> Bytes:
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """Returns the same program with what only an accelerator has left out, and notes on it."""
     notes = []
-    if config.model.attention == "cudnn":
-        config = with_attention(config, "xla")
-        notes.append("compiled with xla attention, which moves the same as cudnn's")
+    if any(kernel_problems(config, "cpu")):
+        notes.append(f"compiled with a CPU's attention, which moves the same as {config.model.attention}'s")
+        config = with_attention(config, "auto")
     if config.model.remat == "offload":
         config = changed(config, {"model.remat": "full"})
         notes.append("compiled with remat full, which moves the same as offload")

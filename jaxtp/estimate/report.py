@@ -11,7 +11,7 @@ from jaxtp.layers.costs import Product
 from jaxtp.mesh import divisors
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.config import DataConfig, TrainConfig, describe_kernels
 
 MAX_ROWS = 10
 NOTES = (
@@ -34,7 +34,8 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         f"{where.room / GB:,.1f}; {hardware.flops / 1e12:,.0f} TFLOP/s, {hardware.bandwidth / 1e12:,.2f} TB/s; "
         f"{_links(hardware)}, {hardware.network / GB:,.0f} beyond",
         "model": f"{model.parameters:,} parameters: {sizes.num_layers} layers, d_model {sizes.d_model}, "
-        f"{sizes.precision.compute} compute, {sizes.attention} attention, {config.optimizer.name}",
+        f"{sizes.precision.compute} compute, {config.optimizer.name}",
+        "kernels": describe_kernels(config, hardware.platform),
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}"
         f"{_assumed_length(data)}",
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
@@ -148,7 +149,7 @@ def _memory(setting: Setting) -> str:
 
 def _time(setting: Setting) -> str:
     time, work, model = setting.time, setting.costs, setting.config.model
-    scores = "in one kernel" if model.attention == "cudnn" else "its scores go through memory"
+    scores = "its scores go through memory" if work.scores else "in one kernel"
     rows = [
         ("products with weights", time.products, _tera(work.products, model)),
         ("attention", time.attention, f"{_tera(work.attention, model)}; {scores}"),

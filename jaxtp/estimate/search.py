@@ -248,7 +248,9 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
       model: `describe_model(config)`.
     """
     sizes = config.mesh.sizes
-    memory, costs = memory_per_device(config, sizes, model.arrays), costs_of_step(config, sizes)
+    platform = where.hardware.platform
+    memory = memory_per_device(config, sizes, model.arrays, platform=platform)
+    costs = costs_of_step(config, sizes, platform)
     time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation)
     return Setting(config, where, memory, costs, time, model.flops_per_token)
 

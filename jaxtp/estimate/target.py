@@ -17,10 +17,11 @@ from jaxtp.communication import Collective
 from jaxtp.config import to_plain
 from jaxtp.estimate.topology import DoesNotFitError, TargetError, Topology, this_machine, topology
 from jaxtp.files import write_atomically
+from jaxtp.hardware import TABLE
 from jaxtp.launch import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh, parts
-from jaxtp.train.config import TrainConfig, check
-from jaxtp.train.memory import score_bytes, with_attention
+from jaxtp.train.config import TrainConfig, check, kernels
+from jaxtp.train.memory import with_attention
 
 WORKER = (sys.executable, "-m", "jaxtp.estimate.worker")
 _ABSENT = {
@@ -55,9 +56,6 @@ class Compiled:
     peak_bytes: int
     """Bytes that the allocator must give: arguments, temporaries and results that take nobody's place."""
 
-    score_bytes: int
-    """Modelled, of the peak: scores of XLA's attention, which cuDNN's would not hold; 0 unless cudnn is asked for."""
-
     collectives: tuple[Scheduled, ...]
     """Collectives by kind and axes, and what is computed beside them."""
 
@@ -66,11 +64,6 @@ class Compiled:
 
     notes: tuple[str, ...]
     """Notes on how this differs from the program on real devices, and the compiler's warnings."""
-
-    @property
-    def needed_bytes(self) -> int:
-        """The peak, less what cuDNN's attention would not hold."""
-        return self.peak_bytes - self.score_bytes
 
 
 def compile_for(
@@ -111,13 +104,12 @@ def compile_for(
             return ask(config, sizes, own, timeout_s=timeout_s)
         except TargetError as error:
             notes += (f"the GPUs of this machine could not be used: {error}",)
-    scores = 0
-    if config.model.attention == "cudnn":
-        scores = score_bytes(config, sizes)
-        notes += ("cuDNN's attention needs its library: compiled with XLA's, whose scores are modelled",)
     absent = topology(hardware, hosts, devices_per_host)
-    compiled = ask(with_attention(config, "xla"), sizes, absent, timeout_s=timeout_s)
-    return dataclasses.replace(compiled, score_bytes=scores, notes=(*compiled.notes, *notes))
+    if "cudnn" in kernels(config, TABLE[hardware].platform):
+        config = with_attention(config, "fused")
+        notes += ("cuDNN's attention needs its library: compiled with the fused kernel, which holds as little",)
+    compiled = ask(config, sizes, absent, timeout_s=timeout_s)
+    return dataclasses.replace(compiled, notes=(*compiled.notes, *notes))
 
 
 def ask(
@@ -221,7 +213,7 @@ def _compiled(answer: Mapping[str, Any], target: Topology, mesh: Mapping[str, in
     moved = tuple(_scheduled(**one, mesh=mesh) for one in answer["collectives"])
     notes = (_HERE if target.here else _DIFFERENCES[target.platform], *answer["notes"])
     sizes = {name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds")}
-    return Compiled(**sizes, score_bytes=0, collectives=moved, notes=notes)
+    return Compiled(**sizes, collectives=moved, notes=notes)
 
 
 def _scheduled(kind: str, axes: list[str], bytes: float, mesh: Mapping[str, int], **counts: int) -> Scheduled:

@@ -166,7 +166,7 @@ def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
     compute = dtype or config.precision.compute
     return replace(
         config,
-        attention="xla",
+        attention="auto",  # whatever the run was trained with, perhaps elsewhere
         dropout=0.0,
         remat="none",
         sequence_parallel=None,

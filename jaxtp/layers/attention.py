@@ -3,23 +3,23 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from pydantic import Field
 
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view
-from jaxtp.config import Count, Positive, allowed
+from jaxtp.config import ConfigError, Count, Positive, allowed
 from jaxtp.hints import Problem
-from jaxtp.layers.activations import SequenceParallel, segment_mask, segment_positions
+from jaxtp.layers.activations import SequenceParallel, segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig, Memory, Padded, Small
 from jaxtp.layers.cache import LAYER_SPEC, insert, visible
 from jaxtp.layers.costs import (
     ELEMENTWISE_AGAIN,
     FLOAT32,
+    RESULTS_KEPT,
     Cached,
     Cost,
     Kept,
@@ -30,14 +30,13 @@ from jaxtp.layers.costs import (
     Working,
     itemsize,
 )
+from jaxtp.layers.kernels import Implementation, Use, chosen, masked_attention, refused, seen
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision, Split, Weights, own
 from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
-from jaxtp.mesh import TP
-
-Implementation = Literal["xla", "cudnn"]
+from jaxtp.mesh import TP, platform_here
 
 SCORE_PASSES = 5
 """Times that float32 scores go through memory outside of products, forward and backward, where they exist: mask and
@@ -80,7 +79,7 @@ class AttentionConfig(BranchConfig):
     """Multiplies the products of queries and keys; by default head_dim ** -0.5."""
 
     attention_softcap: Positive | None = None
-    """Attention scores are squashed to below this by c * tanh(score / c); needs attention xla."""
+    """Attention scores are squashed to below this by c * tanh(score / c)."""
 
     attention_bias: bool = False
     """Biases on the query, key and value projections."""
@@ -88,8 +87,9 @@ class AttentionConfig(BranchConfig):
     attention_out_bias: bool = False
     """A bias on the attention's output projection."""
 
-    attention: Implementation = "xla"
-    """Kernel: xla runs everywhere; cudnn needs an NVIDIA GPU and a 16-bit compute dtype."""
+    attention: Implementation = "auto"
+    """Kernel. auto takes the fastest that can do what is asked where it runs. cudnn and fused need an NVIDIA GPU, cudnn
+    also 16 bits and no packed documents; blockwise runs everywhere; xla does too, and holds all scores."""
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Yields why attention, or another branch of the block, cannot run on a mesh of those sizes."""
@@ -105,13 +105,16 @@ class AttentionConfig(BranchConfig):
             )
             yield Problem(text, among={f"mesh.{TP}": self.num_heads})
         yield from map(Problem, rope_problems(self.rope_theta, self.rope_scaling))
-        if self.attention_softcap is not None and self.attention != "xla":
-            yield Problem(f"model.attention={self.attention} has no model.attention_softcap; use xla")
+        yield from map(Problem, refused(self.attention, self.use()))
 
     @property
     def heads(self) -> "HeadSplit":
         """The division of query heads over tp."""
         return HeadSplit((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
+
+    def use(self, **known: Any) -> Use:
+        """Returns what a kernel is asked to do, with what is known of the rest."""
+        return Use(head_dim=self.head_dim, window=self.sliding_window, softcap=self.attention_softcap, **known)
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """Yields the numbers of heads that tp devices may have to pad."""
@@ -137,7 +140,7 @@ class AttentionConfig(BranchConfig):
             "rope_theta": self.rope_theta and _SMALL_THETA,
             "rope_scaling": replace(self.rope_scaling, original_length=length) if scaled else self.rope_scaling,
             "sliding_window": self.sliding_window and small.positions(self.sliding_window),
-            "attention": "xla",  # cudnn needs a GPU
+            "attention": "auto" if self.attention in ("cudnn", "fused") else self.attention,  # those need a GPU
             **super().smaller(small),
         }
 
@@ -265,10 +268,15 @@ class CausalSelfAttention(Branch):
         return lambda qkv: device_view(body, ATTEND, in_specs, out_specs)(weights, *qkv, *others)
 
     def _attend(self, weights: Weights, q: Array, k: Array, v: Array, segments: Array | None = None) -> Array:
-        positions = jnp.arange(q.shape[1]) if segments is None else segment_positions(segments)
+        config, length = self.config, q.shape[1]
+        positions = jnp.arange(length) if segments is None else segment_positions(segments)
         q, k, v = self._heads(weights, q, k, v, positions)
-        mask = None if segments is None else segment_mask(segments)
-        return self._weighted(q, k, v, mask, causal=True)
+        use = self._use(length, packed=segments is not None, platform=platform_here())
+        for problem in refused(config.attention, use):
+            raise ConfigError(problem)
+        kernel, _ = chosen(config.attention, use)
+        settings = {"scale": self._scale, "window": config.sliding_window, "softcap": config.attention_softcap}
+        return self._joined(kernel.run(q, k, v, segments, **settings))
 
     def _attend_cached(
         self, weights: Weights, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array
@@ -276,7 +284,9 @@ class CausalSelfAttention(Branch):
         q, k, v = self._heads(weights, q, k, v, positions)
         mask = visible(positions, keys.shape[1], self.config.sliding_window)
         keys, values = insert(keys, k, positions), insert(values, v, positions)  # [B/(dp*fsdp), S, K/tp, H]
-        return self._weighted(q, keys, values, mask, causal=False), (k, v)
+        # All scores, whatever trains: T is 1 or a chunk, so that they are few, [T, S].
+        y = masked_attention(q, keys, values, mask, scale=self._scale, softcap=self.config.attention_softcap)
+        return self._joined(y), (k, v)
 
     def _heads(self, weights: Weights, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Returns the heads of this device, queries and keys normalised and rotated."""
@@ -290,24 +300,15 @@ class CausalSelfAttention(Branch):
             q, k = (apply_rope(x, positions, theta, config.rope_scaling) for x in (q, k))
         return q, k, v
 
-    def _weighted(self, q: Array, k: Array, v: Array, mask: Array | None, *, causal: bool) -> Array:
-        """Returns the values weighted by attention, heads joined; causal, or as the mask says."""
-        config = self.config
-        window = None if config.sliding_window is None or not causal else (config.sliding_window - 1, 0)
-        if config.attention_softcap is not None:
-            y = _softcapped(q, k, v, mask, config.attention_softcap, config.query_scale, causal=causal, window=window)
-        else:
-            y = jax.nn.dot_product_attention(
-                q,
-                k,
-                v,
-                mask=mask,
-                scale=config.query_scale,
-                is_causal=causal,
-                local_window_size=window,
-                # From a cache xla, whatever trains: T is 1 or a chunk, so that the scores [T, S] are small.
-                implementation=config.attention if causal else "xla",
-            )
+    @property
+    def _scale(self) -> float:
+        return self.config.head_dim**-0.5 if self.config.query_scale is None else self.config.query_scale
+
+    def _use(self, length: int, *, packed: bool, platform: str) -> Use:
+        return self.config.use(dtype=self.precision.compute, length=length, packed=packed, platform=platform)
+
+    def _joined(self, y: Array) -> Array:
+        """Returns the results of all heads side by side, `[B, T, N*H]`."""
         return self._unpadded(y).reshape(*y.shape[:2], -1)
 
     def _unpadded(self, y: Array) -> Array:
@@ -323,60 +324,42 @@ class CausalSelfAttention(Branch):
     def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
         """Yields what it costs.
 
-        Scores and weighted values are whole squares where scores are held (xla), else their causal half, in a kernel
-        that always makes its scores again. Float32 are the scores before and after the softmax, and queries and keys
-        before their rotation. Without remat, where a device has several kv heads, the backward loop reads one stack of
-        scores in another layout than the forward loop has written it in: XLA copies it. In a backward pass there are
-        two arrays of scores in float32 and two in the compute dtype: the scores or their gradient, and a constant of
-        their shape that the mask selects (XLA takes it out of the loop over the blocks); the softmax, in the layouts of
-        two products.
+        A kernel makes scores in products of the shape that it says; one that holds none makes them again in its
+        backward pass. Float32 are the scores before and after the softmax, and queries and keys before their rotation.
+        Where all scores are held and there is no remat, and a device has several kv heads, the backward loop reads one
+        stack of scores in another layout than the forward loop has written it in: XLA copies it. In a backward pass
+        there are two arrays of scores in float32 and two in the compute dtype: the scores or their gradient, and a
+        constant of their shape that the mask selects (XLA takes it out of the loop over the blocks); the softmax, in
+        the layouts of two products.
         """
         config, compute, length = self.config, itemsize(self.precision.compute), share.length
+        kernel, _ = chosen(config.attention, self._use(length, packed=share.packed, platform=share.platform))
         stored_kv, group, _ = config.heads.stored(share.tp)
         heads, kv_heads = stored_kv * group // share.tp, max(1, stored_kv // share.tp)
         queries, keys = (share.tokens * count * config.head_dim for count in (heads, kv_heads))
-        held = share.rows * heads * length**2 if config.attention == "xla" else 0
         yield from self.qkv.costs(share, "q, k, v")
         for norm in self.qk_norms:
             yield from norm.costs(share)
-        seen = length if held else length // 2
-        again = not held or share.remat in ELEMENTWISE_AGAIN
-        count = share.passes(again, 2) * share.rows * heads
-        through = 2 * length * config.head_dim * compute + (length * seen * FLOAT32 if held else 0)
-        counted = 0.5 if held else 1.0
-        yield Product("scores", length, config.head_dim, seen, count, through, attention=True, counted=counted)
-        yield Product("weighted values", length, seen, config.head_dim, count, through, attention=True, counted=counted)
-        yield Scores("scores", held * FLOAT32 * SCORE_PASSES)
+
+        number, m, n = kernel.blocks(length, config.sliding_window)
+        kept = kernel.keeps_result and share.remat in RESULTS_KEPT
+        again, runs = share.remat in ELEMENTWISE_AGAIN and not kept, share.rows * heads * number
+        through = 2 * m * config.head_dim * compute + (m * n * FLOAT32 if kernel.streams_scores else 0)
+        counted = seen(length, config.sliding_window) / (number * m * n)
+        shared: dict[str, Any] = {"bytes": through, "attention": True, "counted": counted}
+        made = share.passes(again, 2 if kernel.holds_scores else 3)
+        yield Product("scores", m, config.head_dim, n, made * runs, **shared)
+        yield Product("weighted values", m, n, config.head_dim, share.passes(again, 2) * runs, **shared)
+        held = runs * m * n if kernel.holds_scores else 0
+        if kernel.streams_scores:
+            yield Scores("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
         rotated = stored_kv * (group + 1) * config.head_dim // share.tp
         yield Streamed(share.tokens * 2 * rotated * compute)
         yield Working(held * 2 * (FLOAT32 + compute))
         if share.remat == "none":
             copies = 2 + (kv_heads > 1)
             yield Kept(FLOAT32 * (copies * held + queries + keys) + compute * (queries + keys))
+        if kept:
+            yield Kept(queries * compute + share.tokens * heads * FLOAT32)
         yield Cached(2 * keys * compute)
         yield from self.out.costs(share, "attention out", read=read)
-
-
-def _softcapped(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array | None,
-    cap: float,
-    scale: float | None,
-    *,
-    causal: bool,
-    window: tuple[int, int] | None,
-) -> Array:
-    """Returns `jax.nn.dot_product_attention` with each score s replaced by `cap * tanh(s / cap)` (Gemma 2)."""
-    rows, length, heads, width = q.shape
-    groups = q.reshape(rows, length, k.shape[2], heads // k.shape[2], width)
-    scores = jnp.einsum("btkgh,bskh->bkgts", groups, k, preferred_element_type=jnp.float32)
-    scores = cap * jnp.tanh(scores * (width**-0.5 if scale is None else scale) / cap)
-    seen = jnp.ones((1, 1, 1, 1), bool) if mask is None else mask
-    if causal:
-        distance = jnp.arange(length)[:, None] - jnp.arange(k.shape[1])
-        near = (distance >= 0) if window is None else (distance >= 0) & (distance <= window[0])
-        seen = seen & near
-    weights = jax.nn.softmax(jnp.where(seen[:, :, None], scores, -jnp.inf), axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(q.shape)

@@ -47,6 +47,9 @@ SUMS_AGAIN: tuple[RematPolicy, ...] = ("full", "offload")
 ELEMENTWISE_AGAIN: tuple[RematPolicy, ...] = ("save_dots", "save_gathered", "full", "offload")
 """Policies under which what is no product with weights is computed again."""
 
+RESULTS_KEPT: tuple[RematPolicy, ...] = ("save_dots",)
+"""Policies that keep results of products, a kernel of attention's among them, and compute what lies between again."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -69,6 +72,12 @@ class Share:
 
     training: bool = True
     """There is a backward pass."""
+
+    packed: bool = False
+    """Sequences hold several documents."""
+
+    platform: str = "cpu"
+    """Kind of device, by which a layer chooses its kernel: cpu, cuda, rocm or tpu."""
 
     @property
     def tp(self) -> int:

@@ -15,6 +15,7 @@ from jaxtp.config import ConfigError, Count, Keys, Positive, UserPath, allowed, 
 from jaxtp.hints import Problem, explained, not_divisible
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, Small, like
+from jaxtp.layers.kernels import Use
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.mlp import MLP, MLPConfig
 from jaxtp.layers.norm import NormConfig
@@ -265,6 +266,11 @@ def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
     if problems := list(violations(config, mesh, fixed=fixed)):
         raise ConfigError("the model does not fit the mesh:\n" + "\n".join(f"  {problem}" for problem in problems))
     return config
+
+
+def attention_uses(config: ModelConfig, **known: Any) -> list[Use]:
+    """Returns what each kind of block asks of a kernel of attention; `known` are other fields of `Use`."""
+    return [block.use(dtype=config.precision.compute, **known) for block in config.block_kinds()]
 
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:

@@ -100,7 +100,14 @@ class StepCosts:
 
 
 def step_costs(
-    config: ModelConfig, mesh: Mapping[str, int], *, batch_size: int, sequence_length: int, accumulation: int = 1
+    config: ModelConfig,
+    mesh: Mapping[str, int],
+    *,
+    batch_size: int,
+    sequence_length: int,
+    accumulation: int = 1,
+    packed: bool = False,
+    platform: str = "cpu",
 ) -> StepCosts:
     """Returns what each device does in a training step; its traffic is exact for the Llama shapes.
 
@@ -112,10 +119,20 @@ def step_costs(
       batch_size: sequences in the step, over all devices and micro-batches.
       sequence_length: tokens in a sequence.
       accumulation: micro-batches.
+      packed: sequences hold several documents.
+      platform: kind of device, which decides the kernels.
     """
     rows = batch_size // (batch_parts(mesh) * accumulation)
     frozen = config.lora.rank > 0
-    share = Share(sizes=mesh, rows=rows, length=sequence_length, remat=config.remat, frozen=frozen)
+    share = Share(
+        sizes=mesh,
+        rows=rows,
+        length=sequence_length,
+        remat=config.remat,
+        frozen=frozen,
+        packed=packed,
+        platform=platform,
+    )
     return costs_of(config, share, accumulation)
 
 

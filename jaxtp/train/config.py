@@ -14,6 +14,7 @@ from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive,
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.hints import Problem, explained, not_divisible
 from jaxtp.layers import remat
+from jaxtp.layers.kernels import KernelName, Use, chosen, refused
 from jaxtp.mesh import (
     AXES,
     BATCH,
@@ -26,7 +27,7 @@ from jaxtp.mesh import (
     request_virtual_devices,
     settings_of,
 )
-from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
+from jaxtp.models.config import ModelConfig, attention_uses, model_problems, padded_sizes
 
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
 
@@ -320,23 +321,43 @@ def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
         )
 
 
-def check_platform(model: ModelConfig, platform: str) -> None:
-    """Checks that the devices can do what the model asks of them.
+def kernels(config: TrainConfig, platform: str) -> dict[KernelName, str]:
+    """Returns the kernels of attention that a run takes on a kind of device, and why each."""
+    found = (chosen(config.model.attention, use) for use in run_uses(config, platform))
+    return {kernel.name: why for kernel, why in found}
+
+
+def kernel_problems(config: TrainConfig, platform: str | None = None) -> Iterator[str]:
+    """Yields why the kernel of attention that is asked for cannot do the run, on a kind of device if one is given."""
+    found = (refused(config.model.attention, use) for use in run_uses(config, platform))
+    yield from dict.fromkeys(problem for problems in found for problem in problems)
+
+
+def describe_kernels(config: TrainConfig, platform: str) -> str:
+    """Returns a line on the kernels of attention that a run takes on a kind of device."""
+    return " and ".join(f"{name} attention ({why})" for name, why in kernels(config, platform).items())
+
+
+def run_uses(config: TrainConfig, platform: str | None) -> list[Use]:
+    """Returns what each kind of block of a run asks of a kernel of attention, on a kind of device if one is given."""
+    packed, length = config.data.packed, config.data.sequence_length
+    return attention_uses(config.model, packed=packed, length=length, platform=platform)
+
+
+def check_platform(config: TrainConfig, platform: str) -> None:
+    """Checks that the devices can do what the run asks of them.
 
     Args:
-      model: the model.
-      platform: platform of the mesh's devices: cpu, gpu, tpu.
+      config: the run.
+      platform: kind of device: cpu, cuda, rocm or tpu.
 
     Raises:
       ConfigError: a kernel that the platform lacks.
       RematError: a remat policy that it cannot carry out.
     """
-    remat.policy(model.remat)
-    if model.attention == "cudnn" and (platform != "gpu" or model.precision.compute == "float32"):
-        raise ConfigError(
-            f"model.attention=cudnn needs an NVIDIA GPU and a 16-bit model.precision.compute; here are {platform} "
-            f"devices and {model.precision.compute}; use xla"
-        )
+    remat.policy(config.model.remat)
+    for problem in kernel_problems(config, platform):
+        raise ConfigError(problem)
 
 
 def training_of(config: TrainConfig) -> TrainConfig:
@@ -376,7 +397,8 @@ def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[P
 
 def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields the problems of a configuration on a mesh, without suggestions."""
-    yield from list(model_problems(config.model, mesh)) or padding_problems(config, mesh)
+    problems = list(model_problems(config.model, mesh))
+    yield from problems or (*map(Problem, kernel_problems(config)), *padding_problems(config, mesh))
     batch, length = config.data.global_batch_size, config.data.sequence_length
     by, divided = f"mesh.{'*'.join(BATCH)} * train.accumulation", batch_parts(mesh) * config.train.accumulation
     among = dict.fromkeys((*settings_of(BATCH), "train.accumulation"), batch)

@@ -24,7 +24,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxtp.checkpoint.logical import divided, named_variables, split_dims
-from jaxtp.layers.attention import Implementation
+from jaxtp.layers.kernels import Implementation
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import Padding, padding_of
 from jaxtp.mesh import STORAGE, TP, batch_parts, parts
@@ -120,7 +120,11 @@ def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
 
 
 def memory_per_device(
-    config: TrainConfig, sizes: Mapping[str, int], arrays: Iterable[StoredArray] | None = None
+    config: TrainConfig,
+    sizes: Mapping[str, int],
+    arrays: Iterable[StoredArray] | None = None,
+    *,
+    platform: str = "cpu",
 ) -> Memory:
     """Returns the bytes that a training step takes on each device.
 
@@ -128,23 +132,11 @@ def memory_per_device(
       config: the run; its own mesh is not looked at.
       sizes: devices along each axis, of a mesh that can hold it.
       arrays: `stored_arrays(config)`, where they are known already.
+      platform: kind of device, which decides the kernels: cpu, cuda, rocm or tpu.
     """
     held = _Held.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
-    moments = (_backward(config, sizes, held), _update(config, sizes, held))
+    moments = (_backward(config, sizes, held, platform), _update(config, sizes, held))
     return max(moments, key=lambda memory: memory.total)
-
-
-def score_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes that cuDNN's attention, which never has its scores whole, saves at the peak: modelled.
-
-    Args:
-      config: the run; its attention is not looked at.
-      sizes: devices along each axis.
-    """
-    arrays = stored_arrays(config)
-    kernels: tuple[Implementation, ...] = ("xla", "cudnn")
-    xla, cudnn = (memory_per_device(with_attention(config, kernel), sizes, arrays).total for kernel in kernels)
-    return xla - cudnn
 
 
 def with_attention(config: TrainConfig, implementation: Implementation) -> TrainConfig:
@@ -178,19 +170,24 @@ class _Held:
         )
 
 
-def costs_of_step(config: TrainConfig, sizes: Mapping[str, int]) -> StepCosts:
-    """Returns what a run's training step costs each device of a mesh; its own mesh is not looked at."""
+def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> StepCosts:
+    """Returns what a run's training step costs each device of a mesh; its own mesh is not looked at.
+
+    The platform decides the kernels, and so memory and time, and nothing of what is sent.
+    """
     return step_costs(
         config.model,
         sizes,
         batch_size=config.data.global_batch_size,
         sequence_length=config.data.sequence_length,
         accumulation=config.train.accumulation,
+        packed=config.data.packed,
+        platform=platform,
     )
 
 
-def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memory:
-    costs = costs_of_step(config, sizes)
+def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held, platform: str) -> Memory:
+    costs = costs_of_step(config, sizes, platform)
     weights, working, logits = costs.weights, costs.working, costs.loss
     if logits < weights + working:
         logits //= OVERLAP

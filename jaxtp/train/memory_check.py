@@ -3,7 +3,7 @@
 from jax.sharding import Mesh
 
 from jaxtp.config import ConfigError
-from jaxtp.mesh import bytes_limit, host_memory, mesh_sizes
+from jaxtp.mesh import bytes_limit, host_memory, mesh_sizes, platform_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory, memory_per_device
 from jaxtp.train.state import Blueprint, total_bytes
@@ -27,7 +27,7 @@ def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
     limit = bytes_limit(mesh.local_devices[0])
     if limit is None or config.train.allow_oversize:
         return
-    needed = memory_per_device(config, mesh_sizes(mesh))
+    needed = _step_memory(config, mesh)
     if needed.total > limit:
         raise ConfigError(
             f"a step takes {_account(needed)} on each device, and JAX has {limit / GB:,.1f} GB there; "
@@ -41,9 +41,14 @@ def describe_memory(config: TrainConfig, mesh: Mesh) -> str | None:
     limit = bytes_limit(mesh.local_devices[0])
     if limit is None:
         return None
-    needed = memory_per_device(config, mesh_sizes(mesh))
+    needed = _step_memory(config, mesh)
     verdict = "fits" if needed.total <= limit else "does not fit"
     return f"{_account(needed)} on each device at a step's peak, of {limit / GB:,.1f} GB that JAX has there: {verdict}"
+
+
+def _step_memory(config: TrainConfig, mesh: Mesh) -> Memory:
+    first = mesh.devices.flat[0]
+    return memory_per_device(config, mesh_sizes(mesh), platform=platform_of(first.platform, first.device_kind))
 
 
 def _account(memory: Memory) -> str:

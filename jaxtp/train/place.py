@@ -17,6 +17,7 @@ from jaxtp.mesh import (
     mesh_of,
     mesh_sizes,
     parts,
+    platform_of,
     request_virtual_devices,
 )
 from jaxtp.models.config import padded_sizes
@@ -64,7 +65,8 @@ def open_mesh(config: TrainConfig) -> Mesh:
         check_devices(config, sizes)
     mesh = mesh_of(sizes)
     check(config, mesh_sizes(mesh))
-    check_platform(config.model, mesh.devices.flat[0].platform)
+    first = mesh.devices.flat[0]
+    check_platform(config, platform_of(first.platform, first.device_kind))
     return mesh
 
 

@@ -13,10 +13,10 @@ from jaxtp.data.corpus import Corpus
 from jaxtp.data.samples import Data
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import logical_shape
-from jaxtp.mesh import BATCH, batch_parts, describe_mesh, mesh_sizes
+from jaxtp.mesh import BATCH, batch_parts, describe_mesh, mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import describe_padding
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import TrainConfig, describe_kernels
 from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.metrics import describe_peak
 from jaxtp.train.optimizer import warmup_steps
@@ -59,6 +59,7 @@ def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
         f"{_describe_model(config.model)}",
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
+        "kernels": describe_kernels(config, platform_of(device.platform, device.device_kind)),
         "data": _describe_data(data.corpus),
         "rows": _describe_rows(data),
         "batch": _describe_batch(config, mesh, data.corpus.unit),
@@ -128,7 +129,7 @@ def _describe_trained(blueprint: Blueprint) -> str:
 def _describe_model(model: ModelConfig) -> str:
     return (
         f"{model.num_layers} layers, {model.describe_block()}, vocabulary {model.vocab_size}; "
-        f"{model.precision.compute} compute, {model.attention} attention"
+        f"{model.precision.compute} compute"
     )
 
 

@@ -46,10 +46,9 @@ def test_shipped_configurations_are_answered(config, tmp_path, capsys):
     assert fitting[1:] == sorted(fitting[1:], reverse=True)
     assert fitting[0] > 0.95 * max(fitting)
     assert record["configured"]["fits"]
-    assert "--model.attention cudnn" in {other["change"] for other in record["alternatives"]}
     assert record["provenance"]["bytes_per_device"]["parameters"] == "exact"
     assert re.search(r"is\s+the\s+(fastest\s+that\s+surely\s+fits|simplest\s+of\s+the\s+fastest)", out)
-    assert re.search(r"All 100,000 steps take .* days: .* h100 hours in all", out)
+    assert re.search(r"All 100,000 steps take .* (hours|days): .* h100 hours in all", out)
     assert "exact" in out
     assert "modelled" in out
 
@@ -112,7 +111,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
 
     def compiled(*args, **kwargs):
         asked.append((*args[1:], kwargs))
-        sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak), "score_bytes": 0}
+        sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak)}
         moved = Scheduled(Collective("all-gather", ("tp",), 4, 4 * 10**9), count=3, overlapped=2, computing=7)
         return Compiled(**sizes, collectives=(moved,), seconds=5.0, notes=("a note",))
 
@@ -205,12 +204,15 @@ def test_help_teaches(capsys):
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
         ("--hardware h100x8 --plot plot.xyz", "--plot plot.xyz: pictures are "),
         ("--hardware h100x8 --memory-fraction 2", "--memory-fraction 2.0: should be"),
-        ("--hardware mi300xx8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and mi300x is rocm; use xla"),
-        ("--hardware v5ex8 --model.attention cudnn", "cuDNN is NVIDIA's alone, and v5e is tpu; use xla"),
-        ("--hardware h100x8 --model.attention cudnn", "needs a 16-bit model.precision.compute, and it is float32"),
+        ("--hardware mi300xx8 --model.attention cudnn", "it runs on cuda, not on rocm; use auto (blockwise or xla)"),
+        ("--hardware v5ex8 --model.attention cudnn", "it runs on cuda, not on tpu; use auto (blockwise or xla)"),
         (
-            "--hardware h100x8 --model.attention cudnn --model.precision.compute bfloat16 --model.attention-softcap 50",
-            "model.attention=cudnn has no model.attention_softcap; use xla",
+            "--hardware h100x8 --model.attention cudnn",
+            "it computes in 16 bits, and model.precision",
+        ),
+        (
+            "--hardware h100x8 --model.attention cudnn --model.precision.compute bfloat16",
+            "packed documents (data.packing=documents) would give it a [T, T] mask; use auto (fused or",
         ),
         ("--config nothing.yaml", "nothing.yaml: No such file"),
     ],

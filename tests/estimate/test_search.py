@@ -27,6 +27,7 @@ from jaxtp.hardware_file import find
 from jaxtp.mesh import fitting_meshes, make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.memory import with_attention
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
 
 H100 = find("h100")
@@ -38,6 +39,7 @@ MODEL = jaxtp.ModelConfig(
     num_kv_heads=4,
     head_dim=64,
     d_ff=2048,
+    attention="xla",  # scores through memory, so that there is something to gain
     precision=jaxtp.Precision(compute="bfloat16"),
 )
 CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=2048, global_batch_size=32))
@@ -158,8 +160,8 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
     least = min(setting.memory.total for setting in found().all)
     result = found(room=least * 1.7)
     words = why(result, None, faster(result, MODEL_FACTS))
-    (sentence,) = (s for s in words if s.startswith("With --model.attention cudnn, which never"))
-    fused = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention="cudnn"))
+    (sentence,) = (s for s in words if s.startswith("With --model.attention auto, which never"))
+    fused = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention="auto"))
     best = found(room=least * 1.7, config=fused).settings[0]
     same = estimate(dataclasses.replace(result.settings[0].config, model=fused.model), best.target, MODEL_FACTS)
     ratio = result.settings[0].time.expected / best.time.expected
@@ -168,15 +170,10 @@ def test_another_kernel_of_attention_is_searched_with_all_meshes():
     assert f"{ratio:.2f} x as fast" in sentence
 
 
-def test_a_kernel_that_cannot_compute_the_model_is_not_proposed():
-    half = dataclasses.replace(CONFIG.model, precision=jaxtp.Precision(compute="bfloat16"))
-    capped = dataclasses.replace(half, attention_softcap=50.0)
-    fused = [
-        alternatives._with_fused_attention(dataclasses.replace(CONFIG, model=model), Target(H100, 8, 1e12))
-        for model in (half, capped)
-    ]
-    assert fused[0] is not None
-    assert fused[1] is None
+def test_a_kernel_that_runs_already_is_not_proposed():
+    for attention, proposed in (("xla", True), ("blockwise", True), ("fused", False), ("auto", False)):
+        run = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention=attention))
+        assert (alternatives._with_fused_attention(run, Target(H100, 8, 1e12)) is not None) == proposed
 
 
 def with_precision(**dtypes):
@@ -184,12 +181,10 @@ def with_precision(**dtypes):
 
 
 def test_changes_are_searched_together():
-    """cuDNN's attention needs 16 bits, so in float32 no single change finds it."""
     result = found(config=with_precision(compute="float32"))
     together, *others = faster(result, MODEL_FACTS)
-    assert together.change == "--model.precision.compute bfloat16 --model.attention cudnn"
+    assert together.change == "--model.precision.compute bfloat16 --model.attention auto"
     assert str(together).endswith(", which computes in 16 bits and never holds the scores,")
-    assert "--model.attention cudnn" not in {other.change for other in others}
     times = [other.setting.time.expected for other in (together, *others)]
     assert times == sorted(times)
     for other in others:
@@ -208,16 +203,17 @@ def room_for(config, devices=8):
 
 
 IN_HALF = with_precision(compute="bfloat16")
-FUSED = dataclasses.replace(IN_HALF, model=dataclasses.replace(IN_HALF.model, attention="cudnn"))
+FUSED = dataclasses.replace(IN_HALF, model=dataclasses.replace(IN_HALF.model, attention="auto"))
 
 
 @pytest.mark.wide
 def test_changes_that_only_together_make_it_fit():
-    alone = min(room_for(IN_HALF), room_for(with_precision(compute="float32")))
+    whole = with_precision(compute="float32")
+    alone = min(map(room_for, (IN_HALF, whole, with_attention(whole, "auto"))))
     tight = found(room=(room_for(FUSED) + alone) / 2, config=with_precision(compute="float32"))
     assert not tight.fitting
     changes = [other.change for other in remedies(tight, MODEL_FACTS)]
-    assert "--model.precision.compute bfloat16 --model.attention cudnn" in changes
+    assert "--model.precision.compute bfloat16 --model.attention auto" in changes
     assert "--model.precision.compute bfloat16" not in changes
     assert not any(other.startswith(f"{change} ") for change in changes for other in changes), "none holds another"
 
@@ -229,7 +225,7 @@ def test_where_no_single_thing_would_do_all_go_together():
     small = dataclasses.replace(H100, memory=room / 0.9, reserved=0)
     tight = search(with_precision(compute="float32"), target(small, 256, 0.75), MODEL_FACTS, fitting_meshes(256))
     remedy = next(other for other in remedies(tight, MODEL_FACTS) if "--model.lora.rank 16" in other.change)
-    assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention cudnn XLA_PYTHON")
+    assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON")
     assert remedy.setting.has_margin
 
 

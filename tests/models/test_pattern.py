@@ -139,7 +139,10 @@ def test_it_is_written_as_mappings_and_read_back(tmp_path):
         ("pattern: [{d_model: 4}]", "model.pattern[0]: d_model cannot differ between blocks; set model.d_model"),
         ("pattern: [{attention: cudnn}]", "attention cannot differ between blocks; set model.attention"),
         ("pattern: [{num_heads: 12}]", "model.pattern[0]: model.num_heads=12 is not divisible by model.num_kv_heads=8"),
-        ("{attention: cudnn, pattern: [{attention_softcap: 5.0}]}", "model.pattern[0]: model.attention=cudnn has no"),
+        (
+            "{attention: cudnn, head_dim: 16, pattern: [{attention_softcap: 5.0}]}",
+            "attention=cudnn: it has no model.att",
+        ),
         ("{num_layers: 2, first_blocks: [{}, {}, {}]}", "3 in model.first_blocks and 0 in model.pattern; at least 3"),
         (f"pattern: [{'{}, ' * 200}]", "has 200 values, and at most 128 are taken"),
     ],

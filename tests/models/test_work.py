@@ -7,7 +7,7 @@ from accounts import B, T, compiled_flops
 
 import jaxtp
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import mesh_sizes
+from jaxtp.mesh import mesh_sizes, sized
 from jaxtp.models.costs import step_costs
 
 MODEL = jaxtp.ModelConfig(
@@ -17,17 +17,20 @@ SHAPE = {"batch_size": B, "sequence_length": T}
 
 
 @pytest.mark.parametrize(
-    ("mesh", "remat", "accumulation"),
+    ("mesh", "remat", "accumulation", "attention"),
     [
-        pytest.param((1, 2, 4), "none", 1, marks=pytest.mark.wide),
-        ((1, 1, 8), "save_dots", 2),
-        pytest.param((2, 2, 2), "save_gathered", 1, marks=pytest.mark.wide),
-        pytest.param((1, 4, 1), "full", 2, marks=pytest.mark.wide),
+        pytest.param((1, 2, 4), "none", 1, "xla", marks=pytest.mark.wide),
+        ((1, 1, 8), "save_dots", 2, "xla"),
+        ((1, 1, 8), "save_dots", 2, "blockwise"),
+        pytest.param((2, 2, 2), "save_gathered", 1, "xla", marks=pytest.mark.wide),
+        pytest.param((1, 4, 1), "full", 2, "xla", marks=pytest.mark.wide),
+        pytest.param((1, 4, 1), "full", 2, "blockwise", marks=pytest.mark.wide),
+        pytest.param((1, 2, 4), "none", 1, "blockwise", marks=pytest.mark.wide),
     ],
     ids=str,
 )
-def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation):
-    config = dataclasses.replace(MODEL, remat=remat)
+def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation, attention):
+    config = dataclasses.replace(MODEL, remat=remat, attention=attention, sliding_window=9)
     sizes = mesh_sizes(jaxtp.make_mesh(*mesh))
     work = step_costs(config, sizes, **SHAPE, accumulation=accumulation)
     assert work.flops == compiled_flops(config, mesh, accumulation)
@@ -49,10 +52,17 @@ def test_micro_batches_change_no_flops_but_how_often_weights_are_read():
     assert sum(p.bytes * p.count for p in whole.products) < sum(p.bytes * p.count for p in parts.products)
 
 
+def attention_flops(name, **changes):
+    work = step_costs(dataclasses.replace(MODEL, **changes), sized(fsdp=2, tp=4), **SHAPE)
+    return sum(p.flops for p in work.attention if p.name == name), work.scores
+
+
 def test_a_kernel_without_scores_makes_half_of_them_and_moves_none():
-    sizes = {"dp": 1, "fsdp": 2, "tp": 4}
-    fused = dataclasses.replace(MODEL, attention="cudnn")
-    squares, halves = (step_costs(config, sizes, **SHAPE) for config in (MODEL, fused))
-    assert squares.scores > halves.scores == 0
-    scores = [sum(p.flops for p in work.attention if p.name == "scores") for work in (squares, halves)]
-    assert scores[0] == 2 * scores[1]
+    """But makes them again in its backward pass: they are made five times, values weighted four, with remat."""
+    for name, times in (("scores", 5 / 4), ("weighted values", 1)):
+        squares, through = attention_flops(name, attention="xla")
+        halves, nothing = attention_flops(name, attention="fused")
+        assert halves == squares * times / 2
+        assert through > nothing == 0
+    kept, _ = attention_flops("weighted values", attention="fused", remat="save_dots")
+    assert kept == 3 / 4 * halves, "its result is kept"

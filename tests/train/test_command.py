@@ -142,7 +142,10 @@ MISTAKES = {
     "no such optimizer": ("--optimizer.name sgd", "--optimizer.name"),
     "more than the machine has": ("--model.d-model 16384 --model.d-ff 65536 --model.num-layers 400", "GB and no GPU"),
     "seed beyond 32 bits": ("--run.seed 99999999999999999999", "--run.seed 99999999999999999999: should be less than"),
-    "kernel of another platform": ("--model.attention cudnn", "model.attention=cudnn needs an NVIDIA GPU"),
+    "kernel of another platform": (
+        "--model.attention fused",
+        "fused: it runs on cuda, not on cpu; use auto",
+    ),
     "unwritable folder": ("--run.dir /proc/run", "run.dir=/proc/run"),
 }
 

@@ -1,0 +1,213 @@
+"""The kernels of attention: what each can do, and which of them `model.attention: auto` takes."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxtp.layers.activations import segment_mask
+from jaxtp.layers.blockwise_attention import MOST_IN_BLOCK, block_size, blockwise_attention, visited
+from jaxtp.layers.cache import visible
+
+KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
+Implementation = Literal["auto", KernelName]
+
+_SHORT = MOST_IN_BLOCK
+"""Tokens up to which scores are no larger than one block of them: xla then holds no more than blockwise."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A use of attention; None is not known yet, and hinders nothing."""
+
+    head_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    dtype: str | None = None
+    """The compute dtype."""
+    length: int | None = None
+    """Tokens in a sequence."""
+    packed: bool | None = None
+    """Whether a sequence holds several documents that do not see each other."""
+    platform: str | None = None
+    """cpu, cuda, rocm or tpu."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel of causal attention, and what it can do."""
+
+    name: KernelName
+
+    run: Callable[..., Array]
+    """Returns `[B, T, N, H]` of queries, keys, values and segments, as `blockwise_attention` does."""
+
+    blocks: Callable[[int, int | None], tuple[int, int, int]]
+    """Returns the number of products of which the scores of a head are made, and the queries and keys of each, for a
+    length and a window; of packed documents it may make fewer."""
+
+    holds_scores: bool = False
+    """Whether scores `[T, T]` lie in memory."""
+
+    streams_scores: bool = False
+    """Whether scores go through memory between products, all at once or block by block."""
+
+    keeps_result: bool = True
+    """Whether its result and log-sum-exp can be kept for the backward pass, which then does not run it again."""
+
+    platforms: tuple[str, ...] | None = None
+    """Where it runs; None is everywhere."""
+
+    sixteen_bits: bool = False
+    """Whether it computes in 16 bits alone."""
+
+    head_dims: tuple[int, int] | None = None
+    """The widest head, and what its width is a multiple of."""
+
+    packed: bool = True
+    """Whether it keeps documents apart without a `[T, T]` mask."""
+
+    softcap: bool = True
+    """Whether it can squash scores."""
+
+    def problems(self, use: Use) -> Iterator[str]:
+        """Yields why it cannot do what is asked."""
+        if self.platforms and use.platform not in (None, *self.platforms):
+            yield f"it runs on {' and '.join(self.platforms)}, not on {use.platform}"
+        if self.sixteen_bits and use.dtype not in (None, "bfloat16", "float16"):
+            yield f"it computes in 16 bits, and model.precision.compute is {use.dtype}"
+        if self.head_dims and (use.head_dim > self.head_dims[0] or use.head_dim % self.head_dims[1]):
+            most, multiple = self.head_dims
+            yield f"it takes a head_dim of at most {most}, a multiple of {multiple}, not {use.head_dim}"
+        if use.packed and not self.packed:
+            yield "packed documents (data.packing=documents) would give it a [T, T] mask"
+        if use.softcap is not None and not self.softcap:
+            yield "it has no model.attention_softcap"
+
+
+def seen(length: int, window: int | None) -> float:
+    """Returns the number of scores of a head that causality and a window leave, half of the diagonal counted."""
+    reach = length if window is None else min(window, length)
+    return reach * length - reach**2 / 2
+
+
+def _exact(length: int, window: int | None) -> tuple[int, int, int]:
+    return 1, length, max(1, int(seen(length, window) // length))
+
+
+def _by_blocks(length: int, window: int | None) -> tuple[int, int, int]:
+    block = block_size(length)
+    return len(visited(length, window)), block, block
+
+
+def _cudnn(
+    q: Array, k: Array, v: Array, segments: None, *, scale: float, window: int | None, softcap: None
+) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
+    del segments, softcap
+    reach = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
+    )
+
+
+def _fused(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Array:
+    from jaxtp.layers.fused_attention import fused_attention  # Pallas takes a while to import
+
+    return fused_attention(q, k, v, segments, scale=scale, window=window, softcap=softcap)
+
+
+def _xla(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments: Array | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> Array:
+    mask = None if segments is None else segment_mask(segments)
+    if softcap is None:
+        reach = None if window is None else (window - 1, 0)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)
+    seen = visible(jnp.arange(q.shape[1])[None], k.shape[1], window)
+    return masked_attention(q, k, v, seen if mask is None else seen & mask, scale=scale, softcap=softcap)
+
+
+def masked_attention(
+    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_B1TS: Array, *, scale: float, softcap: float | None
+) -> Array:
+    """Returns the values weighted by attention to what a mask leaves, `[B, T, N, H]`; all scores are in memory."""
+    if softcap is None:
+        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_B1TS, scale=scale)
+    rows, length, heads, width = q_BTNH.shape
+    groups = q_BTNH.reshape(rows, length, k_BSKH.shape[2], heads // k_BSKH.shape[2], width)
+    scores = jnp.einsum("btkgh,bskh->bkgts", groups, k_BSKH, preferred_element_type=jnp.float32)
+    scores = softcap * jnp.tanh(scores * scale / softcap)
+    weights = jax.nn.softmax(jnp.where(mask_B1TS[:, :, None], scores, -jnp.inf), axis=-1).astype(v_BSKH.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
+
+
+KERNELS: dict[KernelName, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            name="cudnn",
+            run=_cudnn,
+            blocks=_exact,
+            keeps_result=False,
+            platforms=("cuda",),
+            sixteen_bits=True,
+            head_dims=(128, 8),
+            packed=False,
+            softcap=False,
+        ),
+        Kernel(name="fused", run=_fused, blocks=_exact, platforms=("cuda",), head_dims=(256, 2)),
+        Kernel(name="blockwise", run=blockwise_attention, blocks=_by_blocks, streams_scores=True),
+        Kernel(
+            name="xla",
+            run=_xla,
+            blocks=lambda length, _: (1, length, length),
+            holds_scores=True,
+            streams_scores=True,
+            keeps_result=False,
+        ),
+    )
+}
+"""By name, the one that `auto` would rather take first."""
+
+
+def chosen(asked: Implementation, use: Use) -> tuple[Kernel, str]:
+    """Returns the kernel that attention runs, and why: that which is asked for, whether or not it can (`refused`)."""
+    if asked != "auto":
+        return KERNELS[asked], "as configured"
+    if use.platform != "cuda" and use.length is not None and use.length <= _SHORT:
+        return KERNELS["xla"], f"up to {_SHORT} tokens its scores are small"
+    reasons = []
+    for kernel in KERNELS.values():
+        problem = next(kernel.problems(use), None)
+        if problem is None:
+            break
+        reasons.append(f"{kernel.name}: {problem}")
+    return kernel, "; ".join(reasons) or "the fastest there is"
+
+
+def refused(asked: Implementation, use: Use) -> Iterator[str]:
+    """Yields why the kernel that is asked for cannot do it, with those that can."""
+    if asked == "auto":
+        return
+    able = [kernel.name for kernel in KERNELS.values() if not any(kernel.problems(use))]
+    for problem in KERNELS[asked].problems(use):
+        yield f"model.attention={asked}: {problem}; use auto ({' or '.join(able)})"
