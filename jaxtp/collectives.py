@@ -8,7 +8,7 @@ below is one line of communication. Autodiff derives the backward pass from them
     enter_parallel, sequence       reduce-scatter
     leave_parallel, no sequence    nothing         (Megatron's g)
     leave_parallel, sequence       all-gather
-    load_weight                    reduce-scatter over fsdp, all-reduce over dp
+    load_weight                    reduce-scatter over fsdp, all-reduce over dp (once in a step: `layers/gradients.py`)
 
 With no mesh there is one device, and every function returns its argument. `check_vma` stays on, as it is by
 default: a forgotten reduction is then a type error at trace time instead of a wrong gradient.
@@ -221,7 +221,8 @@ def load_weight(
 
     Casts *before* it gathers, so that the gather moves the compute dtype; the gradient is cast *before* it is
     reduced, so that the sum over devices is made in the reduction dtype. Those two differ, which is why this
-    is the one operation whose transpose is written by hand.
+    is the one operation whose transpose is written by hand. Along axes on which the shard is different already
+    (`layers.gradients.keep_apart`) the gradient is not summed.
 
     Args:
       shard: this device's part, in the parameter dtype.
@@ -235,7 +236,8 @@ def load_weight(
     """
     if current_mesh() is None:
         return shard.astype(compute)
-    summed = copies(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
+    copied = copies(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
+    summed = tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
     groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
 
     def gather(shard: Array) -> Array:

@@ -17,8 +17,9 @@ Of activations over tp, in units of (t-1)/t * batch * sequence * d_model * bytes
 
 "Again" is paid where the remat policy does not keep what the backward pass reads (`layers/remat.py`). Nothing reads a
 block's last sum, so it is never made again. Every weight is gathered over fsdp for the forward pass and, in a block,
-again for the backward pass, in the compute dtype; its gradient is reduced over fsdp and dp once, in the reduction
-dtype. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage 3 (arXiv 1910.02054).
+again for the backward pass, in the compute dtype. Its gradient is reduced in the reduction dtype: over fsdp in each
+micro-batch, and over dp once in a step, after the last of them. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage
+3 (arXiv 1910.02054).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 
 from jaxtp.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Axes, Collective
 from jaxtp.layers.activations import SequenceParallel, is_split
-from jaxtp.layers.parameter import Precision, Split
+from jaxtp.layers.parameter import GRADIENTS, Precision, Split
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, copies, parts
 
@@ -79,6 +80,9 @@ class Share:
     platform: str = "cpu"
     """Kind of device, by which a layer chooses its kernel: cpu, cuda, rocm or tpu."""
 
+    accumulation: int = 1
+    """Micro-batches in a step, whose gradients are added up."""
+
     @property
     def tp(self) -> int:
         """Devices that split each product."""
@@ -113,6 +117,8 @@ class Moves:
 
     collective: Collective
     count: int
+    once: bool = False
+    """It runs after the last micro-batch, for all layers at once; else in each micro-batch and layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +146,8 @@ class Weight:
     """It is trained where there are adapters, and other weights are not."""
     fixed: bool = False
     """It is never trained."""
+    tied: bool = False
+    """Another layer has it too, which declares what is done once for both."""
     transposed: bool = False
     """It is gathered along its last dim, which XLA then brings to the front, for all layers at once."""
 
@@ -181,9 +189,14 @@ class Weight:
             yield Moves(Collective(ALL_GATHER, axes, devices, elements * compute, self.module), gathers)
             if trained:
                 yield Moves(Collective(REDUCE_SCATTER, axes, devices, elements * reduce, self.module), 1)
+        last = copies(stored_split=self.fsdp, used_by_all_tp=False) if share.accumulation > 1 else ()
         if trained:
             summed = copies(stored_split=self.fsdp, used_by_all_tp=self.used_by_all_tp)
-            yield sums_over(self.module, summed, sizes, self.stored(sizes) * reduce)
+            each = tuple(axis for axis in summed if axis not in last)
+            yield sums_over(self.module, each, sizes, self.stored(sizes) * reduce)
+        has_gradient = share.training and (self.adapter or not share.frozen)  # zeros, where it is fixed
+        if has_gradient and not self.tied:
+            yield replace(sums_over(GRADIENTS, last, sizes, self.stored(sizes) * reduce), once=True)
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,19 @@ from jaxtp.collectives import (
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.layers.costs import Cost, Share, Weight, itemsize, leave
 from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.parameter import Precision, Split, check_sizes, parameter
+from jaxtp.layers.parameter import Precision, Split, check_sizes, parameter, spec_of
 from jaxtp.mesh import STORAGE, TP
 
 TABLE_SPEC = P(TP, STORAGE)
 EMBEDDING = "vocab_parallel_embedding"
 
 
-def table_costs(module: str, vocab_size: int, features: int, share: Share, precision: Precision) -> Iterator[Cost]:
-    """Yields what it costs to load a table once."""
+def table_costs(
+    module: str, vocab_size: int, features: int, precision: Precision, *, tied: bool = False
+) -> Iterator[Cost]:
+    """Yields what it costs to load a table once; a tied one is another layer's too."""
     split = Split((vocab_size,))
-    yield Weight(module=module, size=vocab_size * features, split=split, precision=precision, again=False)
+    yield Weight(module=module, size=vocab_size * features, split=split, precision=precision, again=False, tied=tied)
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
@@ -90,8 +92,9 @@ class VocabParallelEmbedding(nnx.Module):
         sequence = sequence_dim(self.sequence_parallel, ids_BT.shape)
         out = activation_spec(sequence)
         check_divides(EMBEDDING, ids_BT.shape, P(*out[:2]))
+        spec = spec_of(self.embedding)
         look_up = device_view(
-            partial(self._look_up, sequence), EMBEDDING, in_specs=(batch_spec(None), TABLE_SPEC), out_specs=out
+            partial(self._look_up, sequence), EMBEDDING, in_specs=(batch_spec(None), spec), out_specs=out
         )
         return look_up(ids_BT, self.embedding[...])
 
@@ -108,7 +111,7 @@ class VocabParallelEmbedding(nnx.Module):
     def costs(self, share: Share) -> Iterator[Cost]:
         """Yields what it costs to look up."""
         split = share.is_split(self.sequence_parallel)
-        yield from table_costs(EMBEDDING, self.vocab_size, self.features, share, self.precision)
+        yield from table_costs(EMBEDDING, self.vocab_size, self.features, self.precision)
         size = share.tokens * self.features * itemsize(self.precision.compute)
         yield from leave(EMBEDDING, share, size, split=split, again=False)
 
@@ -154,7 +157,7 @@ class LearnedPositions(nnx.Module):
                 positions = jax.lax.dynamic_slice_in_dim(positions, axis_index(TP) * length, length, sequence)
             return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
 
-        in_specs = (batch_spec(None), P(None, STORAGE))
+        in_specs = (batch_spec(None), spec_of(self.table))
         view = device_view(look_up, "learned_positions", in_specs=in_specs, out_specs=activation)
         return view(positions_BT, self.table[...])
 

@@ -41,6 +41,7 @@ def vocab_parallel_cross_entropy(
     labels_BT: Array,
     *,
     vocab_size: int,
+    table_spec: P = TABLE_SPEC,
     chunk_size: int = 1024,
     z_loss: float = 0.0,
     softcap: float | None = None,
@@ -54,6 +55,7 @@ def vocab_parallel_cross_entropy(
       table_VD: the (tied) embedding or head, `[V padded, D]`.
       labels_BT: `[B, T]` integers; `IGNORE` (-100) marks a position that does not count.
       vocab_size: V, without padding.
+      table_spec: how the table is split.
       chunk_size: positions of the sequence projected at a time.
       z_loss: adds `z_loss * log(sum(exp(logits)))^2` to each token's loss, which keeps the softmax's normaliser
         near 1 (PaLM, arXiv 2204.02311, section 5).
@@ -85,14 +87,21 @@ def vocab_parallel_cross_entropy(
     run = device_view(
         total,
         LOSS,
-        in_specs=(activation, TABLE_SPEC, batch_spec(None)),
+        in_specs=(activation, table_spec, batch_spec(None)),
         out_specs=(P(), P()),
     )
     return run(x_BTD, table_VD, labels_BT)
 
 
 def loss_costs(
-    share: Share, vocab_size: int, features: int, chunk_size: int, precision: Precision, setting: SequenceParallel
+    share: Share,
+    vocab_size: int,
+    features: int,
+    chunk_size: int,
+    precision: Precision,
+    setting: SequenceParallel,
+    *,
+    tied: bool,
 ) -> Iterator[Cost]:
     """Yields what head and loss cost: over tp the entry of a column layer, and three floats per token.
 
@@ -102,7 +111,7 @@ def loss_costs(
     """
     compute, tokens = itemsize(precision.compute), share.tokens
     local = Split((vocab_size,)).padded(share.tp) // share.tp
-    yield from table_costs(LOSS, vocab_size, features, share, precision)
+    yield from table_costs(LOSS, vocab_size, features, precision, tied=tied)
     size = tokens * features * compute
     yield from enter(LOSS, share, size, split=share.is_split(setting), again=False)
     chunks = -(-share.length // chunk_size)

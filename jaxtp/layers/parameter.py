@@ -21,6 +21,9 @@ from jaxtp.mesh import TP, current_mesh
 Weights = dict[str, Array]
 """A layer's parameters by the path of the attribute that holds them, such as `kernels.0`."""
 
+GRADIENTS = "gradients"
+"""Name of the module that sums the gradients of all micro-batches over devices (`layers/gradients.py`)."""
+
 DType = Literal["float32", "bfloat16"]
 
 
@@ -154,19 +157,21 @@ def cut(array: Any, padding: Padding, tp: int) -> Any:
 
 
 def own(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
-    """Returns the parameters of modules by name, and the specs that they are stored by.
-
-    A parameter of stacked layers has the spec of the stack; the entries of the dims that it has here are the last ones.
-    """
+    """Returns the parameters of modules by name, and the specs that they are stored by."""
     weights: Weights = {}
     specs: dict[str, PartitionSpec] = {}
     for module in modules:
         for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
             name = ".".join(map(str, path))
             weights[name] = jnp.asarray(variable[...])
-            declared = tuple(variable.get_metadata()["out_sharding"])
-            specs[name] = PartitionSpec(*declared[max(0, len(declared) - weights[name].ndim) :])
+            specs[name] = spec_of(variable)
     return weights, specs
+
+
+def spec_of(variable: nnx.Variable[Any]) -> PartitionSpec:
+    """Returns how a parameter is split; of one out of a stack, what its dims have there."""
+    declared = tuple(variable.get_metadata()["out_sharding"])
+    return PartitionSpec(*declared[max(0, len(declared) - variable.ndim) :])
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:

@@ -132,26 +132,27 @@ def step_costs(
         frozen=frozen,
         packed=packed,
         platform=platform,
+        accumulation=accumulation,
     )
-    return costs_of(config, share, accumulation)
+    return costs_of(config, share)
 
 
-def costs_of(config: ModelConfig, share: Share, accumulation: int = 1) -> StepCosts:
+def costs_of(config: ModelConfig, share: Share) -> StepCosts:
     """Returns what a model costs for a share of a micro-batch, and in all micro-batches."""
     model = _described(replace(config, remat="full"))
     blocks = [(stack.repeats, list(block.costs(share))) for stack, kinds in model.stacked() for block in kinds]
     outside = [(1, cost) for cost in model.costs(share)]
     inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
     every = inside + outside
-    products = list(_merged((n * accumulation, product) for n, product in _of(Product, every)))
+    products = list(_merged((n * share.accumulation, product) for n, product in _of(Product, every)))
     weights = _of(Weight, inside)
     return StepCosts(
-        traffic=_traffic(every, share, accumulation),
+        traffic=_traffic(every, share),
         products=tuple(product for product in products if not product.attention),
         attention=tuple(product for product in products if product.attention),
-        elementwise=accumulation * _passes(share) * _bytes(_of(Streamed, every)),
-        scores=accumulation * _bytes((n, scores) for n, scores in _of(Scores, every) if scores.kind == "scores"),
-        logits=accumulation * _bytes((n, scores) for n, scores in _of(Scores, every) if scores.kind == "logits"),
+        elementwise=share.accumulation * _passes(share) * _bytes(_of(Streamed, every)),
+        scores=share.accumulation * _bytes((n, scores) for n, scores in _of(Scores, every) if scores.kind == "scores"),
+        logits=share.accumulation * _bytes((n, scores) for n, scores in _of(Scores, every) if scores.kind == "logits"),
         itemsize=itemsize(config.precision.compute),
         kept=int(_bytes(_of(Kept, every))),
         working=int(max(sum(cost.bytes for cost in costs if isinstance(cost, Working)) for _, costs in blocks)),
@@ -192,7 +193,7 @@ def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None
     return f"{text}; WARNING: that is much, and nothing is padded over tp {' or '.join(map(str, nearest))}"
 
 
-def _traffic(costs: Iterable[tuple[int, Cost]], share: Share, accumulation: int) -> dict[Collective, int]:
+def _traffic(costs: Iterable[tuple[int, Cost]], share: Share) -> dict[Collective, int]:
     """Returns all collectives, their axes those of more than one device, in the mesh's order."""
     found: Counter[Collective] = Counter()
     for times, cost in costs:
@@ -200,7 +201,8 @@ def _traffic(costs: Iterable[tuple[int, Cost]], share: Share, accumulation: int)
             one = moves.collective
             if one.group > 1 and moves.count:
                 spanned = tuple(axis for axis in share.sizes if axis in one.axes and share.sizes[axis] > 1)
-                found[replace(one, axes=spanned)] += times * moves.count * accumulation
+                layers, runs = (times, 1) if moves.once else (1, times * share.accumulation)
+                found[replace(one, axes=spanned, bytes=layers * one.bytes)] += moves.count * runs
     return dict(found)
 
 

@@ -20,6 +20,7 @@ from jaxtp.layers.costs import GATHERS_AGAIN, Cost, Kept, Share, Streamed, items
 from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm
+from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
 
@@ -148,7 +149,7 @@ class Decoder(nnx.Module):
         """Returns logits `[B, T, V]` from final hidden states `[B, T, D]`, of any positions."""
         return vocab_parallel_logits(
             x_BTD,
-            self._head_table(),
+            jnp.asarray(self._head_table[...]),
             self.config.vocab_size,
             softcap=self.config.logit_softcap,
             **self._shared,
@@ -180,9 +181,10 @@ class Decoder(nnx.Module):
         """Returns what `loss` does, from the final hidden states `[B, T, D]`."""
         return vocab_parallel_cross_entropy(
             x_BTD,
-            self._head_table(),
+            jnp.asarray(self._head_table[...]),
             labels_BT,
             vocab_size=self.config.vocab_size,
+            table_spec=spec_of(self._head_table),
             chunk_size=self.config.loss_chunk,
             z_loss=z_loss,
             softcap=self.config.logit_softcap,
@@ -265,11 +267,12 @@ class Decoder(nnx.Module):
         yield from () if self.positions is None else self.positions.costs(share)
         yield from self.norm.costs(share, inside=False)
         sizes = config.vocab_size, config.d_model, config.loss_chunk
-        yield from loss_costs(share, *sizes, config.precision, config.sequence_parallel)
+        tied = config.tie_embeddings
+        yield from loss_costs(share, *sizes, config.precision, config.sequence_parallel, tied=tied)
 
-    def _head_table(self) -> Array:
-        table = self.embedding.embedding if self.head is None else self.head.kernel
-        return jnp.asarray(table[...])
+    @property
+    def _head_table(self) -> nnx.Param[Array]:
+        return self.embedding.embedding if self.head is None else self.head.kernel
 
 
 def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:

@@ -16,6 +16,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
+from jaxtp.layers.gradients import keep_apart, sum_copies
 from jaxtp.layers.lora import trained
 from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -136,9 +137,11 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, loop: LoopConfig, key: Arr
 
     With accumulation, sums of losses and gradients are added up over the micro-batches and divided once: it is the
     mean over all tokens, however the masked ones are spread, not the mean of the micro-batches' means. The sums are
-    in the reduction dtype, or the parameter's own if that is the wider.
+    in the reduction dtype, or the parameter's own if that is the wider. Devices that hold copies of a parameter add up
+    gradients of their own, which are summed over them once.
     """
-    graph, params, frozen = nnx.split(model, trained(model.config.lora), ...)  # type: ignore[misc]
+    graph, stored, frozen = nnx.split(model, trained(model.config.lora), ...)  # type: ignore[misc]
+    params = keep_apart(stored) if loop.accumulation > 1 else stored
 
     def loss_sum(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, Array]:
         merged: Decoder = nnx.merge(graph, params, frozen, copy=True)  # the frozen are of the trace outside
@@ -150,16 +153,21 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, loop: LoopConfig, key: Arr
 
     grads_of_sum = jax.value_and_grad(loss_sum, has_aux=True)
     # In a dtype that loses no digits of gradients that are added up, as a 16-bit parameter's own would.
-    sum_dtype = model.config.precision.sum_dtype
-    zeros = _ZERO_SUMS, jax.tree.map(lambda param: jnp.zeros_like(param, dtype=sum_dtype(param.dtype)), params)
+    precision = model.config.precision
+    zeros = (
+        _ZERO_SUMS,
+        jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params),
+    )
     (total, count), grads = _sum_over_micro_batches(
         lambda micro: grads_of_sum(params, *micro),
         (batch, jnp.arange(len(batch["inputs"]))),
         loop.accumulation,
         zeros,
     )
+    if loop.accumulation > 1:
+        grads = sum_copies(grads, stored, precision.reduce)
     count = jnp.maximum(count, 1)  # a batch may be all prompts or padding: then nothing is learnt from it
-    return total / count, jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, params)
+    return total / count, jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, stored)
 
 
 def _sum_over_micro_batches(of_micro: Callable[[Any], Any], inputs: Any, count: int, zeros: Any) -> Any:

@@ -44,6 +44,7 @@ CONFIGS = {
         loss_chunk=3,
         remat="none",
         scan_layers=False,
+        train=LoopConfig(steps=10, accumulation=2),
     ),
     "accumulation": variant(
         remat="save_gathered",
@@ -52,7 +53,9 @@ CONFIGS = {
         rope_scaling=RopeScaling(kind="yarn", factor=2.0, original_length=8),
         train=LoopConfig(steps=10, accumulation=2, z_loss=1e-3),
     ),
-    "adapters": variant(num_kv_heads=2, head_dim=12, lora=LoraConfig(rank=3)),
+    "adapters": variant(
+        num_kv_heads=2, head_dim=12, lora=LoraConfig(rank=3), train=LoopConfig(steps=10, accumulation=2)
+    ),
 }
 BATCH_MESHES = [(2, 1, 1), (8, 1, 1), (1, 2, 1), (1, 8, 1), (2, 4, 1), (4, 2, 1)]
 TP_MESHES = [

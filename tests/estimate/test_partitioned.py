@@ -52,8 +52,11 @@ def test_there_are_twelve_meshes():
 @pytest.mark.parametrize(
     ("mesh", "variety"),
     [
-        pytest.param(mesh, VARIETY[i % len(VARIETY)], marks=() if mesh == FIRST else pytest.mark.wide, id=str(mesh))
-        for i, mesh in enumerate(MESHES)
+        *(
+            pytest.param(mesh, VARIETY[i % len(VARIETY)], marks=() if mesh == FIRST else pytest.mark.wide, id=str(mesh))
+            for i, mesh in enumerate(MESHES)
+        ),
+        pytest.param((2, 2, 2), ("full", 2), id="micro-batches"),
     ],
 )
 def test_tier_1_is_what_the_partitioned_program_moves(mesh, variety):

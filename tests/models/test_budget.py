@@ -14,7 +14,11 @@ import jaxtp
 from jaxtp.audit.census import count_collectives
 from jaxtp.layers import remat
 from jaxtp.layers.lora import LoraConfig, trained
-from jaxtp.mesh import mesh_sizes
+from jaxtp.layers.loss import LOSS
+from jaxtp.layers.parameter import GRADIENTS
+from jaxtp.mesh import AXES, mesh_sizes
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import stored_arrays
 
 B, T = 8, 16
 CONFIG = {"d_model": 64, "d_ff": 96, "num_heads": 8, "num_kv_heads": 8, "head_dim": 8}
@@ -147,8 +151,19 @@ def test_a_step_moves_its_budget(mesh, policy, sequence_parallel):
 def test_the_budget_is_exact(case):
     name, policy = case
     config = dataclasses.replace(EXACT[name], remat=policy)
-    counted, budget = accounts.step_bytes(config, (1, 2, 4), accumulation=2)
+    counted, budget = accounts.step_bytes(config, (2, 2, 4), accumulation=2)
     assert counted == pytest.approx(budget)
+
+
+@pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["all", "adapters"])
+def test_gradients_of_micro_batches_are_summed_over_dp_once(lora):
+    config, mesh = dataclasses.replace(PLAIN, lora=lora), (4, 1, 2)
+    trained = [array for array in stored_arrays(TrainConfig(model=config)) if array.trained]
+    held = sum(array.bytes_per_device(dict(zip(AXES, mesh, strict=True))) for array in trained)
+    counted, _ = accounts.step_bytes(config, mesh, accumulation=4)
+    over_dp = {module: sent for (module, axes), sent in counted.items() if "dp" in axes}
+    assert over_dp.pop(LOSS) == 4 * 2 * 3 / 4 * 8  # its sum and the number of labels, of each micro-batch
+    assert over_dp == {GRADIENTS: 2 * 3 / 4 * held}
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def train(model, mesh, length=T, **loop):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
 def test_accumulation_equals_the_whole_batch(mesh):
     """Masked labels lie in the first row alone, so a mean of the micro-batches' means would differ."""
     expected_scalars, expected_state = train(PLAIN, (1, 1, 1), z_loss=1e-3)
@@ -78,9 +78,9 @@ def test_accumulation_equals_the_whole_batch(mesh):
 def test_micro_batches_of_bfloat16_parameters_add_up_in_the_reduction_dtype():
     """In bfloat16 a sum of 256 loses the last digits of each of its terms: 2% here."""
     low = dataclasses.replace(PLAIN, num_layers=1, precision=jaxtp.Precision(param="bfloat16"))
-    tokens = jax.random.randint(jax.random.key(0), (256, 3), 0, PLAIN.vocab_size)
+    tokens = jax.random.randint(jax.random.key(0), (512, 3), 0, PLAIN.vocab_size)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
-    with jax.set_mesh(make_mesh()):
+    with jax.set_mesh(make_mesh(dp=2, tp=2)):
         graph, params = nnx.split(jaxtp.Decoder(low, rngs=nnx.Rngs(0)))
 
         @partial(jax.jit, static_argnums=0)
