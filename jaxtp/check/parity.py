@@ -156,7 +156,7 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
     gradients: Arrays = {}
     for batch in placed:
         state, values, grads = step(state, batch)
-        scalars.append([float(values["loss"]), float(values["grad_norm"])])
+        scalars.append([values.fetch()[name] for name in ("loss", "grad_norm")])
         gradients = gradients or on_host(grads, mesh)
     losses, norms = np.array(scalars).T
     return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems))

@@ -131,7 +131,7 @@ class Loop:
         if self._in_flight is None:
             return
         (step, samples, scalars), self._in_flight = self._in_flight, None
-        values = {name: float(value) for name, value in scalars.items()}
+        values = scalars.fetch()
         self._timing.tick()
         if skipped := int(values.pop("skipped")):
             self._skipped(step, skipped, values)

@@ -1,12 +1,14 @@
 """The two programs of a run: the training step and the evaluation."""
 
 import fnmatch
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import nnx
 from jax import Array
@@ -24,7 +26,26 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.state import Blueprint
 
-Scalars = dict[str, Array]
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Scalars:
+    """The numbers that a step gives, in one array, so that the host fetches them at once."""
+
+    names: tuple[str, ...] = field(metadata={"static": True})
+    values: Array
+    """A float32 for each name."""
+
+    @classmethod
+    def of(cls, named: Mapping[str, Array]) -> "Scalars":
+        """Returns scalars by name as one array."""
+        return cls(tuple(named), jnp.stack([scalar.astype(jnp.float32) for scalar in named.values()]))
+
+    def fetch(self) -> dict[str, float]:
+        """Waits for the step and returns its scalars by name."""
+        return dict(zip(self.names, np.asarray(self.values).tolist(), strict=True))
+
+
 TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, Scalars]]
 EvalStep = Callable[[nnx.State, Batch], tuple[Array, Array]]
 JittedTrainStep = Any
@@ -58,8 +79,8 @@ def trace_step(
 def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bool = False) -> JittedTrainStep:
     """Returns the training step of a run, not traced yet.
 
-    It makes `state, {loss, grad_norm, param_norm, learning_rate, skipped}` of `state, batch`, with a norm more of each
-    kind, such as `grad_norm/blocks.mlp.*`, for each of `metrics.norm_groups`.
+    It makes of `state, batch` the new state and the scalars `loss, learning_rate, grad_norm, param_norm, skipped`, with
+    a norm more of each kind, such as `grad_norm/blocks.mlp.*`, for each of `metrics.norm_groups`.
 
     The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
     whole batch, `grad_norm` the global L2 norm before clipping, both of the parameters before the update; `param_norm`
@@ -86,14 +107,14 @@ def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bo
         scalars = {"loss": loss, "learning_rate": jnp.asarray(schedule(updates)), **norms}
         finite = jnp.isfinite(loss) & jnp.isfinite(norms["grad_norm"]) & jnp.isfinite(norms["param_norm"])
         new, scalars["skipped"] = _guarded(nnx.state(train_state), state, finite, config.train.skips_allowed)
-        return new, scalars, *([grads] if with_grads else [])
+        return new, Scalars.of(scalars), *([grads] if with_grads else [])
 
     of_grads = [nnx.filter_state(blueprint.shardings["model"], kind)] if with_grads else []
     shardings = (blueprint.shardings, _replicated(blueprint), *of_grads)
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
 
-def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> Scalars:
+def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> dict[str, Array]:
     """Returns the L2 norm of a state, and as `name/group` that of what each pattern of path matches; in float32."""
     state = optax.tree.cast(state, "float32")
     variables = named_variables(state)

@@ -115,8 +115,8 @@ def test_updates_of_adamw(name):
     with jax.set_mesh(mesh):
         for ids in reference["batches"]:
             state, scalars = step(state, {"inputs": ids.astype(np.int32), "labels": shifted(ids)})
-            losses.append(float(scalars["loss"]))
-            norms.append(float(scalars["grad_norm"]))
+            losses.append(scalars.fetch()["loss"])
+            norms.append(scalars.fetch()["grad_norm"])
     np.testing.assert_allclose(losses, reference["losses64"], atol=1e-5, rtol=0)
     np.testing.assert_allclose(norms, reference["grad_norms64"], rtol=5e-6)
     final = by_their_names(state["model"], model.config, name)

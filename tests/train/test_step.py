@@ -17,7 +17,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import _norms, make_eval_step, make_train_step, mean_loss_and_grads
+from jaxtp.train.step import Scalars, _norms, make_eval_step, make_train_step, mean_loss_and_grads
 
 B, T, STEPS = 8, 5, 3
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
@@ -61,7 +61,7 @@ def train(model, mesh, length=T, **loop):
             tokens = jax.random.randint(jax.random.key(i), (B, length + 1), 0, model.vocab_size)
             labels = tokens[:, 1:].at[0, :2].set(-100)
             state, values = step(state, {"inputs": tokens[:, :-1], "labels": labels})
-            scalars.append([values["loss"], values["grad_norm"], values["learning_rate"]])
+            scalars.append([values.fetch()[name] for name in ("loss", "grad_norm", "learning_rate")])
     return np.array(scalars), by_name(state, mesh)
 
 
@@ -174,6 +174,12 @@ def test_norms_of_bfloat16_are_summed_in_float32():
     assert float(_norms("norm", state, ())["norm"]) == pytest.approx(257**0.5)  # 16 in bfloat16
 
 
+def test_the_numbers_of_a_step_are_fetched_as_one_array():
+    scalars = jax.jit(Scalars.of)({"loss": jnp.float32(1 / 3), "skipped": jnp.int32(2)})
+    assert len(jax.tree.leaves(scalars)) == 1
+    assert scalars.fetch() == {"loss": np.float32(1 / 3), "skipped": 2}
+
+
 @pytest.mark.parametrize("max_skipped", sweep([0, 1], 1))
 def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
     """Not even the moments; afterwards a healthy step goes through only if so many may be skipped."""
@@ -193,7 +199,7 @@ def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
         before = by_name(poisoned, mesh)
         state, scalars = step(poisoned, batch)
         after = by_name(state, mesh)
-        assert (int(scalars["skipped"]), int(after.pop("skipped"))) == (1, 1)
+        assert (scalars.fetch()["skipped"], int(after.pop("skipped"))) == (1, 1)
         del before["skipped"]
         for name, array in before.items():
             np.testing.assert_array_equal(after[name], array, err_msg=name)
@@ -201,7 +207,7 @@ def test_a_step_that_is_not_finite_changes_nothing(max_skipped):
         kernel = np.asarray(state["model"]["blocks"]["mlp"]["down"]["kernel"][...])
         for _ in range(2):  # the first one's learning rate is zero
             state, scalars = step(state, batch)
-        assert np.isfinite(scalars["loss"])
-        assert int(scalars["skipped"]) == 1 - max_skipped
+        assert np.isfinite(scalars.fetch()["loss"])
+        assert scalars.fetch()["skipped"] == 1 - max_skipped
         changed = not np.array_equal(np.asarray(state["model"]["blocks"]["mlp"]["down"]["kernel"][...]), kernel)
         assert changed == bool(max_skipped)
