@@ -47,11 +47,11 @@ MODEL = jaxtp.ModelConfig(
     num_kv_heads=8,
     head_dim=64,
     d_ff=4096,
-    loss_chunk=256,
+    loss_chunk=4096,
     precision=jaxtp.Precision(compute="bfloat16"),
 )
 BATCH, SEQUENCE = 16, 2048
-SMALL = dataclasses.replace(MODEL, vocab_size=512, d_model=64, num_layers=2, head_dim=8, d_ff=128, loss_chunk=16)
+SMALL = dataclasses.replace(MODEL, vocab_size=512, d_model=64, num_layers=2, head_dim=8, d_ff=128, loss_chunk=256)
 MESHES = [(1, 1, 8), (1, 2, 4), (2, 2, 2), (1, 8, 1)]
 SETTINGS = OptimizerConfig()
 
@@ -129,7 +129,7 @@ def traffic(model: jaxtp.ModelConfig, rows: int, length: int) -> str:
     table = []
     for mesh in MESHES:
         explicit = Measured(model, mesh, rows, length)
-        whole = dataclasses.replace(model, loss_chunk=length)  # chunks of a split sequence would cost it more
+        whole = dataclasses.replace(model, loss_chunk=rows * length)  # chunks of what is split would cost it more
         constrained = Measured(whole, mesh, rows, length, explicit=False)
         budget = sum(step_costs(model, explicit.sizes, batch_size=rows, sequence_length=length).budget.values())
         ours, theirs = explicit.sent(), constrained.sent()

@@ -60,7 +60,7 @@ class Point:
             num_kv_heads=8,
             rope_theta=500000.0,
             remat=self.remat,
-            loss_chunk=512,
+            loss_chunk=512 * self.micro,  # as the points that are there were compiled, in tokens
             attention="xla",
             precision=jaxtp.Precision(compute="bfloat16"),
             lora=LoraConfig(rank=self.lora),

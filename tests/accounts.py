@@ -50,6 +50,16 @@ def compiled_flops(config, mesh, accumulation):
     return count_flops_in_hlo(text)
 
 
+def equations(jaxpr):
+    """Every equation of a jaxpr, and of those that they run."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")):
+            inner = getattr(value, "jaxpr", value)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
 def kept(config, rows, length):
     """The arrays that autodiff keeps of one block, abstract."""
     with jax.set_mesh(jaxtp.make_mesh(1, 1, 1)):

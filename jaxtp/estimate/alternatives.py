@@ -34,6 +34,7 @@ SHORTEST = 512
 
 LORA_RANK = 16
 CHUNK = 128
+"""Tokens of a chunk of the loss that saves memory; products with so few wait for the head to be read."""
 HALF = "--model.precision.compute bfloat16"
 FUSED = "--model.attention auto"
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={ALL_BUT_A_TENTH} (--memory-fraction {ALL_BUT_A_TENTH})"

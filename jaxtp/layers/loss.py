@@ -1,9 +1,10 @@
 """Cross-entropy over a vocabulary split over tp, fused with the head.
 
-Neither the logits of the whole vocabulary nor those of the whole sequence ever exist on a device: each chunk of
-the sequence is projected, reduced to one number per token, and projected again in the backward pass. Over tp a
-token costs three floats: the maximum, the sum of exponentials, and the label's logit. Megatron-LM, arXiv
-1909.08053, section 3 (vocabulary-parallel cross-entropy); chunking as in Liger Kernel, arXiv 2410.10989.
+Neither the logits of the whole vocabulary nor those of all tokens ever exist on a device: its tokens `[b, T]` are one
+list, of which a chunk at a time is projected, reduced to one number per token, and projected again in the backward
+pass. So logits take the same memory however many sequences a device has. Over tp a token costs three floats: the
+maximum, the sum of exponentials, and the label's logit. Megatron-LM, arXiv 1909.08053, section 3 (vocabulary-parallel
+cross-entropy); chunking as in Liger Kernel, arXiv 2410.10989.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,6 +30,10 @@ LOGIT_PASSES = 6
 """Times that float32 logits go through memory outside of products: maximum, exponentials, label; backward again, and
 the difference. Modelled."""
 
+CHUNK_SIZE = 2048
+"""Tokens of a chunk by default. For each chunk a float32 gradient of the table's size is read and written: with so many
+tokens that is a quarter of the time of their products, by the numbers of an H100."""
+
 IGNORE = -100
 """The label of a position that does not count."""
 
@@ -42,7 +47,7 @@ def vocab_parallel_cross_entropy(
     *,
     vocab_size: int,
     table_spec: P = TABLE_SPEC,
-    chunk_size: int = 1024,
+    chunk_size: int = CHUNK_SIZE,
     z_loss: float = 0.0,
     softcap: float | None = None,
     sequence_parallel: SequenceParallel = False,
@@ -56,7 +61,7 @@ def vocab_parallel_cross_entropy(
       labels_BT: `[B, T]` integers; `IGNORE` (-100) marks a position that does not count.
       vocab_size: V, without padding.
       table_spec: how the table is split.
-      chunk_size: positions of the sequence projected at a time.
+      chunk_size: tokens projected at a time on each device.
       z_loss: adds `z_loss * log(sum(exp(logits)))^2` to each token's loss, which keeps the softmax's normaliser
         near 1 (PaLM, arXiv 2204.02311, section 5).
       softcap: squashes each logit l to `softcap * tanh(l / softcap)`.
@@ -77,7 +82,8 @@ def vocab_parallel_cross_entropy(
         token_loss = partial(
             _token_loss, table=table, vocab_size=vocab_size, z_loss=z_loss, softcap=softcap, precision=precision
         )
-        losses = _map_chunks(token_loss, x, labels, chunk_size)  # [B/(dp*fsdp), T]
+        x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)  # [tokens, D] and [tokens]: nothing is copied
+        losses = _map_chunks(token_loss, x, labels, chunk_size)
         valid = labels != IGNORE
         sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
         loss_sum, num_valid = all_reduce(sums, *BATCH)
@@ -114,14 +120,14 @@ def loss_costs(
     yield from table_costs(LOSS, vocab_size, features, precision, tied=tied)
     size = tokens * features * compute
     yield from enter(LOSS, share, size, split=share.is_split(setting), again=False)
-    chunks = -(-share.length // chunk_size)
+    chunks = -(-tokens // chunk_size)
     yield sums_over(LOSS, (TP,), share.sizes, tokens * FLOAT32 / chunks, 3 * chunks)
     yield sums_over(LOSS, BATCH, share.sizes, 2 * FLOAT32)
-    moved = tokens * (features * compute + local * FLOAT32) + features * local * compute
+    moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, share.passes(True, share.gradients), moved)
     yield Scores("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
     whole = int(parts(share.sizes, STORAGE) > 1) if share.frozen else 2
-    logits = share.rows * min(chunk_size, share.length) * local
+    logits = min(chunk_size, tokens) * local
     yield Working((whole * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
 
 
@@ -135,8 +141,8 @@ def _token_loss(
     softcap: float | None,
     precision: Precision,
 ) -> Array:
-    """Cross-entropy of each token `[b, t]`, from this device's part of the vocabulary `[V/tp, D]`."""
-    logits = jnp.einsum("btd,vd->btv", x, table.astype(precision.compute), preferred_element_type=precision.logits)
+    """Cross-entropy of each token of a chunk `[t, D]`, from this device's part of the vocabulary `[V/tp, D]`."""
+    logits = jnp.einsum("td,vd->tv", x, table.astype(precision.compute), preferred_element_type=precision.logits)
     logits = softcapped(logits.astype(jnp.float32), softcap)
     start = axis_index(TP) * table.shape[0]
     local_vocab = start + jnp.arange(table.shape[0])
@@ -145,25 +151,24 @@ def _token_loss(
     highest = checkpoint_name(all_reduce_max(jnp.max(logits, axis=-1), TP), _REDUCED)
     exp_sum = jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1)
     exp_sum = checkpoint_name(all_reduce(exp_sum, TP), _REDUCED)
-    is_label = labels[..., None] == local_vocab  # a one-hot sum: the gradient needs no scatter of [b, t, V/tp]
+    is_label = labels[..., None] == local_vocab  # a one-hot sum: the gradient needs no scatter of [t, V/tp]
     label_logit = all_reduce(jnp.sum(jnp.where(is_label, logits, 0), axis=-1), TP)
     log_normaliser = jnp.log(exp_sum) + highest
     return log_normaliser - label_logit + z_loss * jnp.square(log_normaliser)
 
 
 def _map_chunks(token_loss: Callable[[Array, Array], Array], x: Array, labels: Array, chunk_size: int) -> Array:
-    """`token_loss` over chunks of the sequence, one at a time, nothing larger than a float per token kept."""
+    """`token_loss` of all tokens, a chunk of them at a time, nothing larger than a float per token kept."""
     token_loss = jax.checkpoint(token_loss, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED))
-    num_chunks, rest = divmod(x.shape[1], chunk_size)
+    num_chunks, rest = divmod(x.shape[0], chunk_size)
 
-    def chunked(a: Array) -> Array:  # [b, T, ...] -> [num_chunks, b, chunk_size, ...]
-        whole = a[:, : num_chunks * chunk_size]
-        return jnp.moveaxis(whole.reshape(a.shape[0], num_chunks, chunk_size, *a.shape[2:]), 1, 0)
+    def chunked(a: Array) -> Array:  # [tokens, ...] -> [num_chunks, chunk_size, ...]
+        return a[: num_chunks * chunk_size].reshape(num_chunks, chunk_size, *a.shape[1:])
 
     pieces = []
     if num_chunks:
         losses = jax.lax.map(lambda chunk: token_loss(*chunk), (chunked(x), chunked(labels)))
-        pieces.append(jnp.moveaxis(losses, 0, 1).reshape(x.shape[0], -1))
+        pieces.append(losses.reshape(-1))
     if rest:
-        pieces.append(token_loss(x[:, -rest:], labels[:, -rest:]))
-    return jnp.concatenate(pieces, axis=1)
+        pieces.append(token_loss(x[-rest:], labels[-rest:]))
+    return jnp.concatenate(pieces)

@@ -17,6 +17,7 @@ from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, Small, like
 from jaxtp.layers.kernels import Use
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.loss import CHUNK_SIZE
 from jaxtp.layers.mlp import MLP, MLPConfig
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import Precision
@@ -133,8 +134,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
     sequence_parallel: bool | None = None
     """Between blocks, split activations over tp along the sequence. By default wherever tp > 1 divides the sequence."""
 
-    loss_chunk: Count = 1024
-    """Positions of the sequence whose logits exist at a time."""
+    loss_chunk: Count = CHUNK_SIZE
+    """Tokens on a device whose logits exist at a time."""
 
     precision: Precision = Precision()
     """Dtypes of parameters, compute and gradient reductions."""

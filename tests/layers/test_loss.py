@@ -1,0 +1,63 @@
+"""Chunks of the loss: of a device's tokens, however many rows they are in."""
+
+import math
+
+import accounts
+import jax
+import jax.numpy as jnp
+import pytest
+from support import relative_error
+
+import jaxtp
+from jaxtp.layers.costs import Share, Working
+from jaxtp.layers.loss import loss_costs
+from jaxtp.mesh import sized
+
+D, V, CHUNK = 24, 40, 6
+LOW = jaxtp.Precision(compute="bfloat16")
+
+
+def total(x, table, labels, chunk_size, precision=jaxtp.Precision()):
+    return jaxtp.vocab_parallel_cross_entropy(
+        x, table, labels, vocab_size=V, chunk_size=chunk_size, precision=precision
+    )[0]
+
+
+def given(rows, length):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, table = jax.random.normal(keys[0], (rows, length, D)), jax.random.normal(keys[1], (V, D))
+    return x, table, jax.random.randint(keys[2], (rows, length), 0, V)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 16), (4, 4), (8, 2), (1, 3)], ids=str)
+def test_logits_exist_for_a_chunk_of_tokens(rows, length):
+    gradient = jax.grad(lambda *args: total(*args, chunk_size=CHUNK), argnums=(0, 1))
+    jaxpr = jax.make_jaxpr(gradient)(*given(rows, length)).jaxpr
+    shapes = {v.aval.shape for equation in accounts.equations(jaxpr) for v in equation.outvars}
+    logits = {math.prod(shape[:-1]) for shape in shapes if shape[-1:] == (V,) and len(shape) > 1} - {1, D}
+    tokens = rows * length
+    assert logits == {min(CHUNK, tokens), tokens % CHUNK or CHUNK}
+    share = Share(sizes=sized(), rows=rows, length=length)
+    working = [
+        sum(cost.bytes for cost in loss_costs(share, V, D, size, LOW, None) if isinstance(cost, Working))
+        for size in (CHUNK, 1)
+    ]
+    assert working[0] - working[1] == 2 * 4 * V * (max(logits) - 1)
+
+
+def test_tokens_are_listed_without_a_copy():
+    """Where chunks divide the tokens, the loops read the activation and write its gradient as they are."""
+    gradient = jax.grad(lambda *args: total(*args, chunk_size=8), argnums=(0, 1))
+    equations = accounts.equations(jax.make_jaxpr(gradient)(*given(8, 8)).jaxpr)
+    on_activations = {e.primitive.name for e in equations for v in e.outvars if v.aval.size == 8 * 8 * D}
+    assert on_activations == {"name", "scan", "reshape"}
+
+
+def test_chunks_add_up_their_gradients_in_float32():
+    """In bfloat16 a sum of 512 would have lost what the later ones add."""
+    x, table, labels = given(4, 128)
+    whole, added = (
+        jax.jit(jax.grad(lambda table, size=size: total(x, table, labels, size, LOW)))(table) for size in (512, 1)
+    )
+    assert relative_error(added, whole) < 2**-8
+    assert jnp.linalg.norm(whole) > 1
