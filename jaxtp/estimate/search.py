@@ -17,7 +17,7 @@ from jaxtp.train.config import TrainConfig, violations_on
 from jaxtp.train.memory import MODEL, Memory, StoredArray, costs_of_step, memory_per_device, stored_arrays
 from jaxtp.train.metrics import flops_per_token
 
-REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "full")
+REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "save_reduced", "full")
 """Policies that are tried; `offload` only where it is configured: the way to the host's memory is not modelled."""
 
 

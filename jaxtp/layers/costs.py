@@ -36,16 +36,16 @@ from jaxtp.mesh import SEQUENCE, STORAGE, TP, copies, parts
 FLOAT32 = 4
 """Bytes of an element of float32."""
 
-PROJECTIONS_AGAIN: tuple[RematPolicy, ...] = ("save_gathered", "full", "offload")
+PROJECTIONS_AGAIN: tuple[RematPolicy, ...] = ("save_gathered", "save_reduced", "full", "offload")
 """Policies under which a column layer's products are computed again in the backward pass."""
 
-GATHERS_AGAIN: tuple[RematPolicy, ...] = ("save_dots", "full", "offload")
+GATHERS_AGAIN: tuple[RematPolicy, ...] = ("save_dots", "save_reduced", "full", "offload")
 """Policies under which the gathered input of a column layer is gathered again."""
 
 SUMS_AGAIN: tuple[RematPolicy, ...] = ("full", "offload")
 """Policies under which a row layer's sum is made again, where the backward pass reads it."""
 
-ELEMENTWISE_AGAIN: tuple[RematPolicy, ...] = ("save_dots", "save_gathered", "full", "offload")
+ELEMENTWISE_AGAIN: tuple[RematPolicy, ...] = ("save_dots", "save_gathered", "save_reduced", "full", "offload")
 """Policies under which what is no product with weights is computed again."""
 
 RESULTS_KEPT: tuple[RematPolicy, ...] = ("save_dots",)

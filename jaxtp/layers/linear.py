@@ -251,7 +251,7 @@ class RowParallelLinear(nnx.Module):
         yield from leave(ROW, share, share.tokens * self.features * compute, split=split, again=again)
         shape = (share.tokens, local, self.features)
         yield Product.of(name, shape, compute, share.passes(again, share.gradients))
-        if read and share.remat in ("save_dots", "save_gathered"):
+        if read and share.remat in ("save_dots", "save_gathered", "save_reduced"):
             yield Kept(share.between(self.sequence_parallel) * self.features * compute)
         for lora in self.loras:
             a = Weight(size=rows.size * lora.rank, split=rows, fsdp=False, **shared)

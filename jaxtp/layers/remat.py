@@ -8,6 +8,7 @@ over tp, forward and backward, in units of (t-1)/t * b * s * D:
 | `none`          | every activation                                         |          8 |                 8 |
 | `save_dots`     | results of projections, reductions over tp and kernels   |          8 |                10 |
 | `save_gathered` | inputs of column layers, outputs of row layers: 4bsD     |          8 |                 8 |
+| `save_reduced`  | the block's input, outputs of row layers: 2bsD (2bsD/t)  |          8 |                10 |
 | `full`          | the block's input: bsD (bsD/t)                           |         10 |                11 |
 | `offload`       | as `full`, in the host's memory                          |         10 |                11 |
 
@@ -31,7 +32,7 @@ import jax
 from jaxtp.collectives import ATTENDED, GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
 from jaxtp.entry import UserError
 
-RematPolicy = Literal["none", "save_dots", "save_gathered", "full", "offload"]
+RematPolicy = Literal["none", "save_dots", "save_gathered", "save_reduced", "full", "offload"]
 
 BLOCK_INPUT = "block_input"
 _VIEWS = {"name", "pvary", "pcast", "reshape", "transpose", "convert_element_type", "squeeze", "broadcast_in_dim"}
@@ -52,7 +53,13 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
     """
     if name == "offload":
         return _offload()
-    return {"none": _keep_all, "save_dots": _keep_dots, "save_gathered": _keep_gathered, "full": _keep_nothing}[name]
+    return {
+        "none": _keep_all,
+        "save_dots": _keep_dots,
+        "save_gathered": _keep_gathered,
+        "save_reduced": _keep_reduced,
+        "full": _keep_nothing,
+    }[name]
 
 
 def _keep_all(primitive: Any, *_: Any, **params: Any) -> bool:
@@ -65,6 +72,10 @@ def _keep_dots(primitive: Any, *_: Any, **params: Any) -> bool:
 
 def _keep_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
     return _is_named(primitive, params, GATHERED, REDUCED)
+
+
+def _keep_reduced(primitive: Any, *_: Any, **params: Any) -> bool:
+    return _is_named(primitive, params, REDUCED) or is_tp_reduction(primitive, params)
 
 
 def _keep_nothing(*_: Any, **__: Any) -> bool:

@@ -126,7 +126,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     remat: RematPolicy = "full"
     """Activations that a block keeps for its backward pass: none keeps all, save_dots the results of products,
-    save_gathered the inputs and outputs of parallel layers, full only the block's input, offload that on the host."""
+    save_gathered the inputs and outputs of parallel layers, save_reduced the outputs of row layers, full only the
+    block's input, offload that on the host."""
 
     scan_layers: bool = True
     """Run the blocks by one scan, compiled once; false writes them out, which compiles for longer."""

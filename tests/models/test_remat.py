@@ -29,14 +29,14 @@ ADAPTERS = {
 
 
 @pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("policy", ["full", "save_gathered", "save_dots"])
+@pytest.mark.parametrize("policy", ["full", "save_reduced", "save_gathered", "save_dots"])
 def test_a_block_keeps_the_activations_that_are_counted(policy, lora):
     config = dataclasses.replace(MODEL, remat=policy, lora=lora)
     assert kept_activations(config, B, T) == step_costs(config, sized(), batch_size=B, sequence_length=T).kept
 
 
 @pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("policy", ["none", "full", "save_gathered", "save_dots"])
+@pytest.mark.parametrize("policy", ["none", "full", "save_reduced", "save_gathered", "save_dots"])
 def test_weights_are_kept_as_they_are_stored(policy, lora):
     """In their own dtype: the result of a cast would be that of a gather too."""
     weights = [array for array in kept(dataclasses.replace(MODEL, remat=policy, lora=lora), B, T) if array.ndim <= 2]

@@ -37,7 +37,7 @@ def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation, atte
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("remat", ["save_gathered", "none", "full", "save_dots"])
+@pytest.mark.parametrize("remat", ["save_gathered", "save_reduced", "none", "full", "save_dots"])
 def test_with_adapters_too(remat):
     mesh = (1, 2, 4)
     config = dataclasses.replace(MODEL, remat=remat, lora=LoraConfig(rank=4))

@@ -39,7 +39,7 @@ LARGE = dataclasses.replace(
 )
 RUN = TrainConfig(model=LARGE, data=DataConfig(sequence_length=2048, global_batch_size=64))
 ARRAYS = stored_arrays(RUN)
-POLICIES = ("none", "save_dots", "save_gathered", "full", "offload")
+POLICIES = ("none", "save_dots", "save_gathered", "save_reduced", "full", "offload")
 
 
 def total(mesh, rows=1, length=2048, remat="full", accumulation=1):
@@ -151,7 +151,7 @@ def test_more_devices_hold_less_each_and_more_tokens_take_more(remat):
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 4), (1, 1, 8)], ids=str)
 def test_a_policy_that_keeps_more_takes_more(mesh):
-    totals = [total(mesh, rows=8, remat=remat) for remat in ("offload", "full", "save_gathered", "none")]
+    totals = [total(mesh, rows=8, remat=remat) for remat in ("offload", "full", "save_reduced", "save_gathered", "none")]
     assert totals == sorted(totals)
     assert total(mesh, rows=8, remat="full") < total(mesh, rows=8, remat="save_dots")
 

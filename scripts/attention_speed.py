@@ -1,0 +1,53 @@
+"""Times the kernels of attention that run everywhere, in turn: forward alone, and with the backward pass.
+
+    python scripts/attention_speed.py | tee scripts/results/attention_speed.txt
+
+A sequence of eight query heads and two kv heads of 64, float32; a packed one has five documents. Medians.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtp.bench.timing import Program, medians
+from jaxtp.layers.kernels import KERNELS, KernelName
+
+NAMES: tuple[KernelName, ...] = ("xla", "blockwise")
+LENGTHS, ROUNDS = (256, 1024, 4096), 7
+HEADS, KV_HEADS, WIDTH = 8, 2, 64
+
+
+def programs(name: KernelName, qkv: list[jax.Array], segments: jax.Array | None) -> dict[str, Program]:
+    """Returns both passes of a kernel, compiled where they are first called."""
+    settings = {"scale": WIDTH**-0.5, "window": None, "softcap": None}
+
+    def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return KERNELS[name].run(q, k, v, segments, **settings)
+
+    def total(*qkv: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.square(attend(*qkv)))
+
+    both = jax.jit(jax.grad(total, argnums=(0, 1, 2)))
+    return {"forward": partial(jax.jit(attend), *qkv), "forward and backward": partial(both, *qkv)}
+
+
+def main() -> None:
+    print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, {ROUNDS} rounds, kernels in turn; milliseconds")
+    print(f"{'tokens':>6}  {'documents':<11}{'pass':<22}{'xla':>9}{'blockwise':>11}{'xla / blockwise':>17}")
+    rng = np.random.default_rng(0)
+    for length in LENGTHS:
+        qkv = [jnp.asarray(rng.standard_normal((1, length, n, WIDTH)), "float32") for n in (HEADS, KV_HEADS, KV_HEADS)]
+        packed = jnp.asarray(np.sort(rng.integers(1, 6, (1, length))), "int32")
+        for documents, segments in (("one", None), ("five", packed)):
+            by_kernel = {name: programs(name, qkv, segments) for name in NAMES}
+            for part in by_kernel["xla"]:
+                seconds = medians({name: by_kernel[name][part] for name in NAMES}, ROUNDS)
+                xla, blockwise = (1e3 * seconds[name] for name in NAMES)
+                numbers = f"{xla:>9.1f}{blockwise:>11.1f}{xla / blockwise:>17.2f}"
+                print(f"{length:>6}  {documents:<11}{part:<22}{numbers}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
