@@ -16,13 +16,14 @@ the kernels mask with them and find with them the blocks that they need not visi
     keys       block of keys             blocks of queries of all heads    dk, dv
                                          of its group
 
-Sums are made in float32 in one order: no atomics, so the same input gives the same bits.
+Sums are made in float32 in one order: no atomics, so the same input gives the same bits. Products of float32 follow
+`jax.default_matmul_precision`, and are TF32 by default, as XLA's are. Jax 0.12 warns that Pallas will drop Triton.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -147,7 +148,7 @@ def _varying_alike(*arrays: Array) -> list[Array]:
     return [vary(x, *sorted(axes - own)) for x, own in zip(arrays, varying, strict=True)]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(settings: _Settings, q: Array, k: Array, v: Array, first: Array, last: Array) -> Array:
     return _forward(settings, q, k, v, first, last)[0]
 
@@ -156,18 +157,17 @@ def _forward(
     settings: _Settings, q: Array, k: Array, v: Array, first: Array, last: Array
 ) -> tuple[Array, tuple[Array, ...]]:
     """Returns the output, and what the backward pass reads: the inputs, the output and log-sum-exp `[B, N, T]`."""
-    blocks, group = settings.forward, q.shape[2] // k.shape[2]
-    rows = _block(blocks.queries, q)
-    whole = pl.BlockSpec((None, k.shape[1], None, k.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
+    blocks = settings.forward
+    rows, statistics, keys = _block(q, blocks.queries), _statistics(blocks.queries), _all_keys(q, k)
+    rows_BNT = (q.shape[0], q.shape[2], q.shape[1])
     o, lse = _run(
         _forward_kernel,
         settings,
         blocks,
-        grid=(q.shape[1] // blocks.queries, q.shape[2], q.shape[0]),
-        in_specs=[rows, whole, whole, _positions(blocks.queries)],
-        out_specs=[rows, _statistic(blocks.queries)],
-        out_shapes=[(q.shape, q.dtype), ((q.shape[0], q.shape[2], q.shape[1]), jnp.float32)],
-    )(q, k, v, first)
+        blocks.queries,
+        inputs=[(q, rows), (k, keys), (v, keys), (first, _positions(blocks.queries))],
+        outputs=[(q.shape, q.dtype, rows), (rows_BNT, jnp.float32, statistics)],
+    )
     o = checkpoint_name(o, ATTENDED)
     return o, (q, k, v, first, last, o, checkpoint_name(lse, ATTENDED))
 
@@ -177,36 +177,35 @@ def _backward(settings: _Settings, kept: tuple[Array, ...], do: Array) -> tuple[
     q, k, v, first, last, o, lse = kept
     blocks, group = settings.backward, q.shape[2] // k.shape[2]
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, N, T]
-    rows, statistic = _block(blocks.queries, q), _statistic(blocks.queries)
-    whole = pl.BlockSpec((None, k.shape[1], None, k.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
+    rows, statistics, keys = _block(q, blocks.queries), _statistics(blocks.queries), _all_keys(q, k)
+    per_query = [(do, rows), (lse, statistics), (delta, statistics)]
     (dq,) = _run(
         _queries_kernel,
         settings,
         blocks,
-        grid=(q.shape[1] // blocks.queries, q.shape[2], q.shape[0]),
-        in_specs=[rows, whole, whole, _positions(blocks.queries), rows, statistic, statistic],
-        out_specs=[rows],
-        out_shapes=[(q.shape, q.dtype)],
-    )(q, k, v, first, do, lse, delta)
-    rows = _block(blocks.keys, k)
-    whole = pl.BlockSpec((None, q.shape[1], group, q.shape[3]), lambda j, n, b: (b, 0, n, 0))
-    statistic = pl.BlockSpec((None, group, q.shape[1]), lambda j, n, b: (b, n, 0))
+        blocks.queries,
+        inputs=[(q, rows), (k, keys), (v, keys), (first, _positions(blocks.queries)), *per_query],
+        outputs=[(q.shape, q.dtype, rows)],
+    )
+    rows = _block(k, blocks.keys)
+    queries = pl.BlockSpec((None, q.shape[1], group, q.shape[3]), lambda j, n, b: (b, 0, n, 0))
+    statistics = pl.BlockSpec((None, group, q.shape[1]), lambda j, n, b: (b, n, 0))
+    per_query = [(do, queries), (lse, statistics), (delta, statistics)]
     dk, dv = _run(
         _keys_kernel,
         settings,
         blocks,
-        grid=(k.shape[1] // blocks.keys, k.shape[2], k.shape[0]),
-        in_specs=[whole, rows, rows, _positions(blocks.keys), whole, statistic, statistic],
-        out_specs=[rows, rows],
-        out_shapes=[(k.shape, k.dtype), (v.shape, v.dtype)],
-    )(q, k, v, last, do, lse, delta)
+        blocks.keys,
+        inputs=[(q, queries), (k, rows), (v, rows), (last, _positions(blocks.keys)), *per_query],
+        outputs=[(k.shape, k.dtype, rows), (v.shape, v.dtype, rows)],
+    )
     return dq, dk, dv, None, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _block(size: int, x: Array) -> pl.BlockSpec:
+def _block(x: Array, size: int) -> pl.BlockSpec:
     """Returns the part of `[B, T, heads, H]` that belongs to a program `(block, head, row)`."""
     return pl.BlockSpec((None, size, None, x.shape[3]), lambda i, n, b: (b, i, n, 0))
 
@@ -216,39 +215,50 @@ def _positions(size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, size), lambda i, n, b: (b, i))
 
 
-def _statistic(size: int) -> pl.BlockSpec:
+def _statistics(size: int) -> pl.BlockSpec:
     """Returns its part of `[B, heads, T]`."""
     return pl.BlockSpec((None, None, size), lambda i, n, b: (b, n, i))
+
+
+def _all_keys(q: Array, k: Array) -> pl.BlockSpec:
+    """Returns the keys or values of a query head, all of which its programs can read."""
+    group = q.shape[2] // k.shape[2]
+    return pl.BlockSpec((None, k.shape[1], None, k.shape[3]), lambda i, n, b: (b, 0, n // group, 0))
 
 
 def _run(
     kernel: Callable[..., None],
     settings: _Settings,
     blocks: Blocks,
+    size: int,
     *,
-    out_shapes: list[tuple[tuple[int, ...], DTypeLike]],
-    **specs: Any,
-) -> Callable[..., Any]:
-    """Returns a function of arrays that runs a kernel on them; its results vary over the mesh as the first one does."""
+    inputs: list[tuple[Array, pl.BlockSpec]],
+    outputs: list[tuple[tuple[int, ...], DTypeLike, pl.BlockSpec]],
+) -> Any:
+    """Runs a program for each block of `size`, head and row of the first output, `[B, T, heads, H]`."""
+    rows, length, heads, _ = outputs[0][0]
+    varying = jax.typeof(inputs[0][0]).manual_axis_type  # as that of all inputs
 
-    def call(*arrays: Array) -> Any:
-        varying = jax.typeof(arrays[0]).manual_axis_type
-        return pl.pallas_call(
-            lambda *refs: jax.jit(functools.partial(kernel, settings=settings))(pl.program_id(0), *refs),
-            out_shape=[jax.ShapeDtypeStruct(*out, manual_axis_type=varying) for out in out_shapes],
-            compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-            interpret=settings.interpret,
-            name=f"attention{kernel.__name__}".removesuffix("_kernel"),
-            **specs,
-        )(*arrays)
+    def program(*refs: Any) -> None:
+        # The interpreter evaluates operations one by one inside of shard_map, which refuses those of an array that
+        # varies over the mesh with a constant of the kernel; what is jitted it leaves whole.
+        jax.jit(partial(kernel, settings))(pl.program_id(0), *refs)
 
-    return call
+    return pl.pallas_call(
+        program,
+        grid=(length // size, heads, rows),
+        in_specs=[spec for _, spec in inputs],
+        out_specs=[spec for *_, spec in outputs],
+        out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _ in outputs],
+        compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=settings.interpret,
+        name=f"attention{kernel.__name__}".removesuffix("_kernel"),
+    )(*(array for array, _ in inputs))
 
 
-def _forward_kernel(
-    i: Array, q_ref: Any, k_ref: Any, v_ref: Any, first_ref: Any, o_ref: Any, lse_ref: Any, *, settings: _Settings
-) -> None:
+def _forward_kernel(settings: _Settings, i: Array, *refs: Any) -> None:
     """Computes a block of outputs: the softmax is rescaled whenever a block of keys raises its maximum."""
+    q_ref, k_ref, v_ref, first_ref, o_ref, lse_ref = refs
     q, first, size = q_ref[...], first_ref[...], settings.forward.keys
     t = _rows(i, settings.forward.queries)
 
@@ -269,20 +279,9 @@ def _forward_kernel(
     lse_ref[...] = (highest + jnp.log2(total)) / _LOG2_E
 
 
-def _queries_kernel(
-    i: Array,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    first_ref: Any,
-    do_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    dq_ref: Any,
-    *,
-    settings: _Settings,
-) -> None:
+def _queries_kernel(settings: _Settings, i: Array, *refs: Any) -> None:
     """Computes a block of the queries' gradients."""
+    q_ref, k_ref, v_ref, first_ref, do_ref, lse_ref, delta_ref, dq_ref = refs
     q, do, first, size = q_ref[...], do_ref[...], first_ref[...], settings.backward.keys
     lse, delta = lse_ref[...][:, None], delta_ref[...][:, None]
     t = _rows(i, settings.backward.queries)
@@ -298,21 +297,9 @@ def _queries_kernel(
     dq_ref[...] = (dq * settings.scale).astype(dq_ref.dtype)
 
 
-def _keys_kernel(
-    j: Array,
-    q_ref: Any,
-    k_ref: Any,
-    v_ref: Any,
-    last_ref: Any,
-    do_ref: Any,
-    lse_ref: Any,
-    delta_ref: Any,
-    dk_ref: Any,
-    dv_ref: Any,
-    *,
-    settings: _Settings,
-) -> None:
+def _keys_kernel(settings: _Settings, j: Array, *refs: Any) -> None:
     """Computes a block of the gradients of keys and values; scores are transposed here, `[keys, queries]`."""
+    q_ref, k_ref, v_ref, last_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref = refs
     k, v, last, size = k_ref[...], v_ref[...], last_ref[...], settings.backward.queries
     s = _rows(j, settings.backward.keys)
 
@@ -331,7 +318,7 @@ def _keys_kernel(
     dk, dv = lax.fori_loop(
         0,
         q_ref.shape[1],
-        lambda g, carry: lax.fori_loop(lower, upper, functools.partial(visit, g), carry),
+        lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry),
         (zeros, zeros),
     )
     dk_ref[...] = (dk * settings.scale).astype(dk_ref.dtype)

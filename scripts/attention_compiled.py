@@ -1,0 +1,146 @@
+"""What the compiler makes of fused attention for an H100 that need not be there, beside XLA's attention.
+
+    python scripts/attention_compiled.py
+
+1. Forward and backward of one layer's attention as a device of Llama 3 8B at tp 8 computes it (4 query heads, 1 kv head
+   of 128, bfloat16, one row): temporaries; the largest array of the program, in elements per pair of positions (T x T
+   scores of 4 heads would be 4); calls of Triton's kernels, and tensor-core instructions in the PTX of each (forward,
+   queries, keys).
+2. Every width and dtype of the kernels, with documents, a window and a softcap: shared memory of each, which a program
+   must have to itself. An H100 has 227 KB of it, an A100 163, an L40S 99.
+
+Nothing is run. Needs the extra estimate-gpu.
+"""
+
+import argparse
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # else the plugin looks for a GPU
+
+import jax
+from jax import Array
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxtp.audit.tables import columns
+from jaxtp.estimate.topology import topology
+from jaxtp.estimate.worker import ABSENT_GPU
+from jaxtp.layers.activations import segment_mask
+from jaxtp.layers.fused_attention import DTYPES, MOST_HEAD_DIM, fused_attention
+from jaxtp.mesh import mesh_of, sized
+
+LENGTHS = (4096, 8192, 32768)
+HEADS, KV_HEADS, HEAD_DIM = 4, 1, 128
+KERNELS = ("attention_forward", "attention_queries", "attention_keys")
+_DUMP = {"xla_dump_hlo_as_text": True, "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": "ptx"}
+_SHARED = re.compile(r"(attention_\w+) grid.*?shared_memory: (\d+) bytes")
+_TENSOR_CORE = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
+_ARRAY = re.compile(r"\b(?:f64|f32|bf16|f16|s32|u32|s8|u8|pred)\[([\d,]+)\]")
+
+
+@dataclass(frozen=True)
+class Program:
+    """A compiled program."""
+
+    temporaries: int
+    """Bytes."""
+
+    largest: int
+    """Elements of the largest array."""
+
+    shared: dict[str, int]
+    """Bytes of shared memory of each kernel that Triton made."""
+
+    tensor_core: dict[str, int]
+    """Tensor-core instructions in the PTX of each of them."""
+
+    calls: int
+    """Custom calls of Triton's kernels."""
+
+
+def xla(q: Array, k: Array, v: Array, segments: Array | None, *, scale: float) -> Array:
+    mask = None if segments is None else segment_mask(segments)
+    return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, implementation="xla")
+
+
+def h100() -> Mesh:
+    target = topology("h100", 1, 1)
+    described = topologies.get_topology_desc(
+        target.name, target.platform, topology=target.name, target_config=target.target_config
+    )
+    return mesh_of(sized(), described.devices)
+
+
+def compile_with_gradients(
+    attend: Callable[..., Array], length: int, head_dim: int, dtype: str, *, packed: bool
+) -> Program:
+    """Compiles it forward and backward, inside of `shard_map` as a layer has it."""
+
+    def step(q: Array, k: Array, v: Array, do: Array, segments: Array | None) -> tuple[Array, ...]:
+        o, backward = jax.vjp(lambda q, k, v: attend(q, k, v, segments, scale=head_dim**-0.5), q, k, v)
+        return o, *backward(do)
+
+    mesh = h100()
+    array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
+    q, k = (array((1, length, heads, head_dim), dtype) for heads in (HEADS, KV_HEADS))
+    segments = array((1, length), "int32") if packed else None
+    with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
+        lowered = jax.jit(jax.shard_map(step, in_specs=P(), out_specs=P())).lower(q, k, k, q, segments)
+        compiled = lowered.compile(compiler_options={**ABSENT_GPU, **_DUMP, "xla_dump_to": folder})
+        (thunks,) = (path.read_text() for path in Path(folder).glob("*thunk_sequence.txt"))
+        ptx = "".join(path.read_text() for path in Path(folder).glob("*.ptx"))
+    entries = {part.split("(", 1)[0]: part for part in ptx.split(".entry ")[1:]}
+    text = compiled.as_text()
+    return Program(
+        temporaries=compiled.memory_analysis().temp_size_in_bytes,
+        largest=max(math.prod(map(int, dims.split(","))) for dims in _ARRAY.findall(text)),
+        shared={name: int(size) for name, size in _SHARED.findall(thunks)},
+        tensor_core={name: len(_TENSOR_CORE.findall(entries[name])) for name in KERNELS if name in entries},
+        calls=text.count('custom_call_target="__gpu$xla.gpu.triton"'),
+    )
+
+
+def over_lengths() -> str:
+    """The first table."""
+    rows = []
+    for length in LENGTHS:
+        for packed in (False, True):
+            for name, attend in (("fused", fused_attention), ("xla", xla)):
+                one = compile_with_gradients(attend, length, HEAD_DIM, "bfloat16", packed=packed)
+                cells = (f"{one.temporaries:,}", f"{one.largest / length**2:.4f}", str(one.calls))
+                in_ptx = " ".join(str(count) for count in one.tensor_core.values()) or "-"
+                rows.append((f"{length:,}", "yes" if packed else "no", name, *cells, in_ptx))
+                print(*rows[-1], flush=True)
+    header = ("tokens", "packed", "attention", "temporaries, bytes", "largest / T x T", "calls", "tensor-core")
+    return columns(header, rows)
+
+
+def over_widths() -> str:
+    """The second table."""
+    rows = []
+    for dtype in DTYPES:
+        for head_dim in (16, 32, 64, 80, 128, MOST_HEAD_DIM):
+            attend = partial(fused_attention, window=1000, softcap=50.0)
+            one = compile_with_gradients(attend, 2048, head_dim, dtype, packed=True)
+            rows.append((dtype, str(head_dim), *(f"{one.shared[kernel] / 1024:.1f}" for kernel in KERNELS)))
+            print(*rows[-1], flush=True)
+    return columns(("dtype", "head_dim", "forward, KB", "queries, KB", "keys, KB"), rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    tables = [f"jax {jax.__version__}, for {h100().devices.flat[0].device_kind}", over_lengths(), over_widths()]
+    print("\n" + "\n\n".join(tables))
+
+
+if __name__ == "__main__":
+    main()
