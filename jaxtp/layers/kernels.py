@@ -104,9 +104,9 @@ def _by_blocks(length: int, window: int | None) -> tuple[int, int, int]:
 
 
 def _cudnn(
-    q: Array, k: Array, v: Array, segments: None, *, scale: float, window: int | None, softcap: None
+    q: Array, k: Array, v: Array, segments_BT: None, *, scale: float, window: int | None, softcap: None
 ) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
-    del segments, softcap
+    del segments_BT, softcap
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
@@ -117,7 +117,7 @@ def _fused(
     q: Array,
     k: Array,
     v: Array,
-    segments: Array | None,
+    segments_BT: Array | None,
     *,
     scale: float,
     window: int | None,
@@ -125,20 +125,20 @@ def _fused(
 ) -> Array:
     from jaxtp.layers.fused_attention import fused_attention  # Pallas takes a while to import
 
-    return fused_attention(q, k, v, segments, scale=scale, window=window, softcap=softcap)
+    return fused_attention(q, k, v, segments_BT, scale=scale, window=window, softcap=softcap)
 
 
 def _xla(
     q: Array,
     k: Array,
     v: Array,
-    segments: Array | None = None,
+    segments_BT: Array | None = None,
     *,
     scale: float,
     window: int | None,
     softcap: float | None,
 ) -> Array:
-    mask = None if segments is None else segment_mask(segments)
+    mask = None if segments_BT is None else segment_mask(segments_BT)
     if softcap is None:
         reach = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)

@@ -5,8 +5,9 @@ about to use computes a small problem of the run's own shape on the first device
 and is compared with plain products in float32.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
         queries = kv_heads * group // mesh_sizes(mesh)[TP]
         kernel, _ = chosen(config.model.attention, use)
         with jax.default_device(device):
-            errors = _errors(kernel.run, use, queries, keys)
+            errors = relative_errors(kernel.run, use, queries, keys)
         for what, error in zip(_RESULTS, errors, strict=True):
             if error <= (most := TOLERANCE[str(use.dtype)]):  # what is not a number is not
                 continue
@@ -59,28 +60,40 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
             )
 
 
-def _errors(run: Callable[..., Array], use: Use, num_queries: int, num_keys: int) -> list[float]:
-    """Returns the relative errors of a kernel's output and gradients, for so many heads."""
+def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_keys: int) -> list[float]:
+    """Returns the errors of a kernel's output and gradients for so many heads, relative in the norm."""
+    arrays, settings = problem(use, num_queries, num_keys)
+    found = jax.jit(partial(results, run, settings))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        plain = partial(results, KERNELS["xla"].run, settings)
+        right = jax.jit(plain)(*(array.astype(jnp.float32) for array in arrays))
+    off = [jnp.linalg.norm(f.astype(jnp.float32) - r) / jnp.linalg.norm(r) for f, r in zip(found, right, strict=True)]
+    return [float(error) for error in off]
+
+
+def problem(use: Use, num_queries: int, num_keys: int) -> tuple[list[Array], dict[str, Any]]:
+    """Returns queries, keys, values and a gradient of the output, and what else a kernel is called with."""
     length = min(int(use.length or MOST_TOKENS), MOST_TOKENS)
     heads = (num_queries, num_keys, num_keys, num_queries)
     keys = jax.random.split(jax.random.key(0), len(heads))
-    arrays = [
-        jax.random.normal(key, (1, length, n, use.head_dim), use.dtype) for key, n in zip(keys, heads, strict=True)
-    ]
+    shapes = [(1, length, count, use.head_dim) for count in heads]
+    arrays = [jax.random.normal(key, shape, use.dtype) for key, shape in zip(keys, shapes, strict=True)]
     # Documents that end anywhere, and padding, as rows have them.
     ends = jnp.array([length // 5, length // 2, length - length // 7])
     segments = jnp.searchsorted(ends, jnp.arange(length), side="right") + 1
     documents = jnp.where(segments > len(ends), 0, segments)[None].astype(jnp.int32) if use.packed else None
     window = use.window and max(1, min(use.window, length // 4))  # shorter than the documents
-    settings = {"scale": use.head_dim**-0.5, "window": window, "softcap": use.softcap}
+    return arrays, {
+        "segments_BT": documents,
+        "scale": use.head_dim**-0.5,
+        "window": window,
+        "softcap": use.softcap,
+    }
 
-    @partial(jax.jit, static_argnums=0)
-    def results(run: Callable[..., Array], q: Array, k: Array, v: Array, dy: Array) -> tuple[Array, ...]:
-        y, gradients = jax.vjp(lambda q, k, v: run(q, k, v, documents, **settings), q, k, v)
-        return (y, *gradients(dy))
 
-    found = results(run, *arrays)
-    with jax.default_matmul_precision("highest"):
-        right = results(KERNELS["xla"].run, *(array.astype(jnp.float32) for array in arrays))
-    off = [jnp.linalg.norm(f.astype(jnp.float32) - r) / jnp.linalg.norm(r) for f, r in zip(found, right, strict=True)]
-    return [float(error) for error in off]
+def results(
+    run: Callable[..., Array], settings: Mapping[str, Any], q: Array, k: Array, v: Array, dy: Array
+) -> tuple[Array, ...]:
+    """Returns the output of a kernel, and the gradients of queries, keys and values."""
+    y, gradients = jax.vjp(lambda q, k, v: run(q, k, v, **settings), q, k, v)
+    return (y, *gradients(dy))

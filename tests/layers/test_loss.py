@@ -39,7 +39,7 @@ def test_logits_exist_for_a_chunk_of_tokens(rows, length):
     assert logits == {min(CHUNK, tokens), tokens % CHUNK or CHUNK}
     share = Share(sizes=sized(), rows=rows, length=length)
     working = [
-        sum(cost.bytes for cost in loss_costs(share, V, D, size, LOW, None) if isinstance(cost, Working))
+        sum(cost.bytes for cost in loss_costs(share, V, D, size, LOW, None, tied=False) if isinstance(cost, Working))
         for size in (CHUNK, 1)
     ]
     assert working[0] - working[1] == 2 * 4 * V * (max(logits) - 1)

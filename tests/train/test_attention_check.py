@@ -30,20 +30,20 @@ def test_a_right_kernel_passes(dtype):
     check(dtype)
 
 
-def no_documents(q, k, v, segments, **settings):
+def no_documents(q, k, v, segments_BT, **settings):
     return RIGHT.run(q, k, v, None, **settings)
 
 
-def window_off_by_one(q, k, v, segments, *, window, **settings):
-    return RIGHT.run(q, k, v, segments, window=window + 1, **settings)
+def window_off_by_one(q, k, v, segments_BT, *, window, **settings):
+    return RIGHT.run(q, k, v, segments_BT, window=window + 1, **settings)
 
 
-def half_a_gradient(q, k, v, segments, **settings):
-    return RIGHT.run(q, (k + jax.lax.stop_gradient(k)) / 2, v, segments, **settings)
+def half_a_gradient(q, k, v, segments_BT, **settings):
+    return RIGHT.run(q, (k + jax.lax.stop_gradient(k)) / 2, v, segments_BT, **settings)
 
 
-def nothing_but_nan(q, k, v, segments, **settings):
-    return RIGHT.run(q, k, v * jnp.nan, segments, **settings)
+def nothing_but_nan(q, k, v, segments_BT, **settings):
+    return RIGHT.run(q, k, v * jnp.nan, segments_BT, **settings)
 
 
 @pytest.mark.parametrize(

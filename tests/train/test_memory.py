@@ -151,7 +151,9 @@ def test_more_devices_hold_less_each_and_more_tokens_take_more(remat):
 
 @pytest.mark.parametrize("mesh", [(1, 1, 1), (1, 2, 4), (1, 1, 8)], ids=str)
 def test_a_policy_that_keeps_more_takes_more(mesh):
-    totals = [total(mesh, rows=8, remat=remat) for remat in ("offload", "full", "save_reduced", "save_gathered", "none")]
+    totals = [
+        total(mesh, rows=8, remat=remat) for remat in ("offload", "full", "save_reduced", "save_gathered", "none")
+    ]
     assert totals == sorted(totals)
     assert total(mesh, rows=8, remat="full") < total(mesh, rows=8, remat="save_dots")
 

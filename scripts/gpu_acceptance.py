@@ -1,0 +1,399 @@
+"""What a GPU makes of the package, in one command: for one GPU, or all of a host.
+
+    python scripts/gpu_acceptance.py --out runs/acceptance
+
+Each part runs in a process of its own, so that one that fails takes no other with it. Results go to `results.json`, a
+table of them is printed, and what each part said is kept in its log. A part that has passed is not run again; `--only`
+names parts, `--again` forgets what is there. On CPUs all of it runs small, which tries the command and says nothing
+about speed. What cannot be done here (no second GPU, no torch) is said and left out.
+"""
+
+import argparse
+import dataclasses
+import gzip
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+Result = dict[str, Any]
+SEQUENCE, SECONDS_PER_PART = 4096, 900
+PARTS_OF_A_STEP = ("attention", "mlp", "norm", "embedding", "cross_entropy", "optimizer", "grad_norm", "param_norm")
+ONE_B = {"vocab_size": 128256, "d_model": 2048, "num_layers": 16, "num_heads": 32, "num_kv_heads": 8, "head_dim": 64}
+ONE_B |= {"d_ff": 8192, "tie_embeddings": True}
+EIGHT_B = {"vocab_size": 128256, "d_model": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "d_ff": 14336}
+TINY = {"vocab_size": 256, "d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+TINY |= {"d_ff": 128}
+
+
+class LeftOutError(Exception):
+    """This machine cannot do a part; the message says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The devices that are there, as a process of its own has seen them."""
+
+    platform: str
+    kind: str
+    count: int
+    memory: int
+    versions: Mapping[str, str]
+
+    @property
+    def is_small(self) -> bool:
+        """Whether everything is tried small."""
+        return self.platform == "cpu"
+
+    @property
+    def hardware(self) -> str:
+        """Returns the name by which `jaxtp.estimate` knows a device; h100 for CPUs."""
+        from jaxtp.hardware import of_kind
+
+        found = of_kind(self.kind)
+        if found is None and not self.is_small:
+            raise LeftOutError(f"jaxtp/hardware.py does not have {self.kind!r}")
+        return "h100" if found is None else found.name
+
+
+def look() -> Machine:
+    """Returns what this process sees."""
+    import jax
+
+    first = jax.devices()[0]
+    memory = (first.memory_stats() or {}).get("bytes_limit", 0)
+    names = ("jax", "jaxlib", "flax", "torch", "transformers")
+    versions = {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
+    return Machine(first.platform, first.device_kind, jax.device_count(), memory, versions)
+
+
+def run(command: list[str], log: Path, **environment: str) -> str:
+    """Returns what a command prints; its output is added to the log.
+
+    Raises:
+      RuntimeError: it fails.
+    """
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=SECONDS_PER_PART
+    )
+    with log.open("a") as file:
+        file.write(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}\n")
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{' '.join(command[:4])} ... ended with {done.returncode}: {done.stderr.strip()[-500:]}")
+    return done.stdout
+
+
+def train(out: Path, name: str, settings: Result, log: Path, **environment: str) -> list[Result]:
+    """Returns the logged steps of a run of that configuration."""
+    folder = out / name
+    file = out / f"{name}.yaml"
+    settings = {**settings, "run": {"dir": str(folder)}, "checkpoint": {"every": 0}}
+    settings.setdefault("eval", {"every": 0, "batches": 1})
+    file.write_text(yaml.safe_dump(settings))
+    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    run([sys.executable, "-m", "jaxtp.train", "--config", str(file)], log, **environment)
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "step_seconds" in record]
+
+
+def step_settings(machine: Machine, model: Mapping[str, Any], rows: int, **mesh: int) -> Result:
+    """Returns the configuration of a run of a few steps."""
+    steps, length = (6, 64) if machine.is_small else (30, SEQUENCE)
+    return {
+        "model": {
+            **(TINY if machine.is_small else model),
+            "remat": "save_dots",
+            "precision": {"compute": "float32" if machine.is_small else "bfloat16"},
+        },
+        "data": {"sequence_length": length, "global_batch_size": rows, "packing": "documents"},
+        "mesh": {"dp": 1, "fsdp": 1, "tp": 1, **mesh},
+        "train": {"steps": steps, "log_every": 2},
+        "optimizer": {"warmup_steps": 2},
+    }
+
+
+def attention(machine: Machine, out: Path, log: Path) -> Result:
+    """Compares every kernel that can run here with plain products in float32, and times it."""
+    import jax
+
+    from jaxtp.bench.timing import medians
+    from jaxtp.layers.kernels import KERNELS, Use
+    from jaxtp.mesh import platform_of
+    from jaxtp.train.attention_check import TOLERANCE, problem, relative_errors, results
+
+    found: Result = {}
+    length = 64 if machine.is_small else 1024
+    dtypes, heads = (("float32", "bfloat16"), ((64, 4, 1), (128, 8, 2)))
+    masks = ((False, None, None), (True, None, None), (True, length // 5, 30.0))
+    cases = itertools.product(dtypes[: 1 if machine.is_small else 2], heads[: 1 if machine.is_small else 2], masks)
+    for dtype, (head_dim, queries, keys), (packed, window, softcap) in cases:
+        use = Use(
+            head_dim=head_dim,
+            window=window,
+            softcap=softcap,
+            dtype=dtype,
+            length=length,
+            packed=packed,
+            platform=platform_of(machine.platform, machine.kind),
+        )
+        for kernel in (kernel for kernel in KERNELS.values() if not any(kernel.problems(use))):
+            errors = relative_errors(kernel.run, use, queries, keys)
+            arrays, settings = problem(use, queries, keys)
+            program = partial(jax.jit(partial(results, kernel.run, settings)), *arrays)
+            key = f"{kernel.name} {dtype} {queries}x{head_dim} {'packed' if packed else 'one text'} {window}"
+            seconds = medians({key: program}, 3)[key]
+            found[key] = {"errors": errors, "right": max(errors) <= TOLERANCE[dtype], "milliseconds": 1e3 * seconds}
+    return {"right": all(one["right"] for one in found.values()), "kernels": found}
+
+
+def numbers(machine: Machine, out: Path, log: Path) -> Result:
+    """Trains a small model on the CPU and here, in float32 with products at the highest precision: losses agree."""
+    settings = step_settings(dataclasses.replace(machine, platform="cpu"), TINY, 4)
+    settings["train"] = {"steps": 20, "log_every": 1}
+    exact = {"JAX_DEFAULT_MATMUL_PRECISION": "highest"}
+    here = train(out, "numbers-here", settings, log, **exact)
+    there = train(out, "numbers-cpu", settings, log, JAX_PLATFORMS="cpu", **exact)
+    off = {
+        name: max(abs(a[name] - b[name]) / abs(b[name]) for a, b in zip(here, there, strict=True))
+        for name in ("loss", "grad_norm")
+    }
+    return {"right": off["loss"] < 1e-4 and off["grad_norm"] < 1e-3, "relative_error": off}
+
+
+def step(machine: Machine, out: Path, log: Path, name: str, model: Mapping[str, Any], rows: int = 4) -> Result:
+    """Times a training step, with its memory, beside what `jaxtp.estimate` says of it."""
+    settings = step_settings(machine, model, rows)
+    records = train(out, name, settings, log)
+    last = records[len(records) // 2 :]
+    names = ("tokens_per_second", "mfu", "memory_peak_bytes")
+    measured = {key: statistics.median(r[key] for r in last) for key in names if last[0].get(key) is not None}
+    said = out / f"{name}-estimate.json"
+    asked = ["--config", str(out / f"{name}.yaml"), "--hardware", f"{machine.hardware}x1", "--mesh", "tp=1"]
+    run([sys.executable, "-m", "jaxtp.estimate", *asked, "--as-configured", "--json", str(said)], log)
+    estimated = json.loads(said.read_text())["meshes"][0]
+    return {
+        **measured,
+        "estimated_tokens_per_second": estimated["tokens_per_second_range"],
+        "estimated_bytes": estimated["bytes_per_device"]["total"],
+        "layers": settings["model"]["num_layers"],
+    }
+
+
+def one_b(machine: Machine, out: Path, log: Path) -> Result:
+    """Times a step of 1B parameters."""
+    return step(machine, out, log, "step-1b", ONE_B)
+
+
+def eight_b(machine: Machine, out: Path, log: Path) -> Result:
+    """Times a step of 8B's width, with as many layers as fit."""
+    return step(machine, out, log, "step-8b", {**EIGHT_B, "num_layers": layers_that_fit(machine)}, rows=2)
+
+
+def layers_that_fit(machine: Machine) -> int:
+    """Returns the most layers of 8B's width of which a step takes 85% of the memory."""
+    from jaxtp.config import validate
+    from jaxtp.mesh import sized
+    from jaxtp.train.config import TrainConfig
+    from jaxtp.train.memory import memory_per_device
+
+    if machine.is_small:
+        return 2
+    fits = 1
+    for layers in range(1, 33):
+        settings = step_settings(machine, {**EIGHT_B, "num_layers": layers}, 2)
+        config = validate(TrainConfig, settings, source="the step")
+        if memory_per_device(config, sized(), platform="cuda").total > 0.85 * machine.memory:
+            break
+        fits = layers
+    return fits
+
+
+def ceiling(machine: Machine, out: Path, log: Path) -> Result:
+    """Times one large product: the most FLOP/s that a program can reach here."""
+    import jax
+    import jax.numpy as jnp
+
+    from jaxtp.bench.timing import medians
+
+    size, dtype = (256, "float32") if machine.is_small else (8192, "bfloat16")
+    a, b = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in (0, 1))
+    product = jax.jit(jnp.matmul)
+    seconds = medians({"product": lambda: product(a, b)}, 5, calls=5)["product"]
+    return {"flops_per_second": 2 * size**3 / seconds, "size": size, "dtype": dtype}
+
+
+def peer(machine: Machine, out: Path, log: Path) -> Result:
+    """Times the 1B model in transformers, compiled, in turn with ours."""
+    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LeftOutError(f"{' and '.join(missing)} not installed")
+    rounds = []
+    for turn in range(1 if machine.is_small else 2):
+        ours = step(machine, out, log, f"peer-ours-{turn}", ONE_B)["tokens_per_second"]
+        asked = [TINY, 64] if machine.is_small else [ONE_B, SEQUENCE]
+        said = run([sys.executable, __file__, "--torch", json.dumps(asked)], log)
+        theirs = json.loads(said.splitlines()[-1])["tokens_per_second"]
+        rounds.append({"ours": ours, "transformers": theirs, "ratio": ours / theirs})
+    return {"rounds": rounds, "ratio": sorted(r["ratio"] for r in rounds)[len(rounds) // 2]}
+
+
+def torch_step(model: Mapping[str, Any], length: int, rows: int = 4) -> Result:
+    """Returns the tokens per second of a step of the model in transformers, AdamW included."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = LlamaConfig(
+        vocab_size=model["vocab_size"],
+        hidden_size=model["d_model"],
+        num_hidden_layers=model["num_layers"],
+        num_attention_heads=model["num_heads"],
+        num_key_value_heads=model["num_kv_heads"],
+        head_dim=model["head_dim"],
+        intermediate_size=model["d_ff"],
+        tie_word_embeddings=model.get("tie_embeddings", False),
+        attn_implementation="sdpa",
+    )
+    network = LlamaForCausalLM(config).to(device)
+    network.gradient_checkpointing_enable({"use_reentrant": False})
+    optimizer = torch.optim.AdamW(network.parameters(), fused=device == "cuda")
+    compiled = torch.compile(network) if device == "cuda" else network
+    ids = torch.randint(0, model["vocab_size"], (rows, length), device=device)
+
+    def update() -> None:
+        with torch.autocast(device, torch.bfloat16):
+            loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+
+    for _ in range(3):
+        update()
+    times = []
+    for _ in range(3 if device == "cpu" else 10):
+        start = time.perf_counter()
+        update()
+        times.append(time.perf_counter() - start)
+    return {"tokens_per_second": rows * length / sorted(times)[len(times) // 2]}
+
+
+def profile(machine: Machine, out: Path, log: Path) -> Result:
+    """Traces two steps of the 1B model, and sums the time of operations by the module that they belong to."""
+    settings = step_settings(machine, ONE_B, 4) | {"profile": {"start": 3, "steps": 2}}
+    train(out, "profile", settings, log)
+    (trace,) = (out / "profile" / "profile").rglob("perfetto_trace.json.gz")
+    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    busy: Counter[str] = Counter()
+    for event in events:
+        about = event.get("args") or {}
+        if event.get("ph") != "X" or not ("hlo_op" in about or "hlo_module" in about):
+            continue
+        path = f"{about.get('name', '')} {about.get('tf_op', '')} {about.get('long_name', '')} {event['name']}"
+        busy[next((part for part in PARTS_OF_A_STEP if part in path), "other")] += event.get("dur", 0)
+    total = sum(busy.values()) or 1
+    return {"microseconds": dict(busy), "shares": {name: spent / total for name, spent in busy.most_common()}}
+
+
+def several(machine: Machine, out: Path, log: Path) -> Result:
+    """Measures the links, and steps at every tp, with and without rings."""
+    if machine.count < 2:
+        raise LeftOutError("there is one device")
+    run([sys.executable, "-m", "jaxtp.bench", "comm", "--out", str(out / "hardware.yaml")], log)
+    found: Result = {"hardware": yaml.safe_load((out / "hardware.yaml").read_text())}
+    for tp in (tp for tp in (2, 4, 8) if tp <= machine.count):
+        records = train(out, f"tp-{tp}", step_settings(machine, EIGHT_B | {"num_layers": 8}, 4, tp=tp), log)
+        found[f"tp {tp}"] = {"tokens_per_second": records[-1]["tokens_per_second"]}
+    return found
+
+
+PARTS: dict[str, Callable[[Machine, Path, Path], Result]] = {
+    "attention": attention,
+    "numbers": numbers,
+    "step-1b": one_b,
+    "step-8b": eight_b,
+    "ceiling": ceiling,
+    "peer": peer,
+    "profile": profile,
+    "several": several,
+}
+
+
+def attempt(name: str, out: Path) -> Result:
+    """Returns the result of a part, run in a process of its own."""
+    started, log = time.perf_counter(), out / f"{name}.log"
+    log.write_text("")
+    command = [sys.executable, __file__, "--out", str(out), "--part", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_PER_PART)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"it took more than {SECONDS_PER_PART} s"}
+    with log.open("a") as file:
+        file.write(done.stdout + done.stderr)
+    try:
+        found = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, json.JSONDecodeError):
+        found = {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1][:500]}
+    return {**found, "seconds": time.perf_counter() - started}
+
+
+def part(name: str, out: Path) -> Result:
+    """Returns the result of a part, run in this process."""
+    try:
+        return PARTS[name](look(), out, out / f"{name}.log")
+    except LeftOutError as reason:
+        return {"left_out": str(reason)}
+
+
+def row(name: str, result: Result) -> str:
+    """Returns a line of the table."""
+    for key, verdict in (("left_out", "left out"), ("failed", "FAILED")):
+        if key in result:
+            return f"{name:<12}{verdict:<10}{result[key]}"
+    shown = {key: value for key, value in result.items() if isinstance(value, int | float | str) and key != "right"}
+    shown |= {**result.get("relative_error", {}), **result.get("shares", {})}
+    told = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in shown.items())
+    return f"{name:<12}{'WRONG' if result.get('right') is False else 'ok':<10}{', '.join(told)}"
+
+
+def main() -> int:
+    """Runs the parts that have no result yet; returns 1 if one fails or is wrong."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), help="folder of results and logs")
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), help="parts to run")
+    parser.add_argument("--again", action="store_true", help="run parts that have a result too")
+    parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
+    parser.add_argument("--torch", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    given.out.mkdir(parents=True, exist_ok=True)
+    if given.torch:
+        print(json.dumps(torch_step(*json.loads(given.torch))))
+        return 0
+    if given.part:
+        print(json.dumps(part(given.part, given.out)))
+        return 0
+    file = given.out / "results.json"
+    results = json.loads(file.read_text()) if file.exists() else {}
+    for name in given.only:
+        if given.again or "seconds" not in results.get(name, {}) or "failed" in results[name]:
+            results[name] = attempt(name, given.out)
+            file.write_text(json.dumps(results, indent=1))
+        print(row(name, results[name]), flush=True)
+    bad = [name for name, result in results.items() if "failed" in result or result.get("right") is False]
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""`scripts/gpu_acceptance.py`, small, on the CPU: what it does, leaves out and does not do twice."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts/gpu_acceptance.py"
+
+
+def accept(out, *parts):
+    command = [sys.executable, str(SCRIPT), "--out", str(out), "--only", *parts]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.journey
+def test_parts_run_by_themselves_and_are_not_run_twice(tmp_path):
+    done = accept(tmp_path, "attention", "step-1b", "ceiling", "several")
+    assert done.returncode == 0, done.stdout + done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["attention"]["right"]
+    assert {name.split()[0] for name in results["attention"]["kernels"]} == {"blockwise", "xla"}
+    assert results["step-1b"]["tokens_per_second"] > 0
+    assert results["step-1b"]["estimated_bytes"] > 0
+    assert results["several"]["left_out"] == "there is one device"
+    assert "several     left out  there is one device" in done.stdout
+    again = accept(tmp_path, "attention", "ceiling")
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert again.returncode == 0
+
+
+@pytest.mark.journey
+def test_a_part_that_fails_is_told_and_tried_again(tmp_path):
+    (tmp_path / "results.json").write_text(json.dumps({"ceiling": {"failed": "out of memory", "seconds": 1.0}}))
+    assert accept(tmp_path, "ceiling").returncode == 0
+    assert "failed" not in json.loads((tmp_path / "results.json").read_text())["ceiling"]
+    (tmp_path / "step-1b.yaml").mkdir()  # nothing can be written there
+    done = accept(tmp_path, "step-1b")
+    assert done.returncode == 1
+    assert "step-1b     FAILED    IsADirectoryError" in done.stdout
