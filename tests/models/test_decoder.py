@@ -1,5 +1,6 @@
 import dataclasses
 from functools import cache
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from support import assert_close, random_weights, sweep, without_mesh
 
 import jaxtp
 from jaxtp.config import ConfigError
+from jaxtp.layers.remat import RematPolicy
 
 PLAIN = jaxtp.ModelConfig(
     vocab_size=32, d_model=16, num_layers=3, num_heads=4, num_kv_heads=4, head_dim=4, d_ff=24, norm_eps=1e-3
