@@ -9,6 +9,8 @@ below is one line of communication. Autodiff derives the backward pass from them
     leave_parallel, no sequence    nothing         (Megatron's g)
     leave_parallel, sequence       all-gather
     load_weight                    reduce-scatter over fsdp, all-reduce over dp (once in a step: `layers/gradients.py`)
+    load_weight, not gathered      all-reduce over dp
+    all_to_all                     all-to-all
 
 With no mesh there is one device, and every function returns its argument. `check_vma` stays on, as it is by
 default: a forgotten reduction is then a type error at trace time instead of a wrong gradient.
@@ -191,14 +193,19 @@ def all_reduce_max(x: Array, axis: str) -> Array:
     return x if current_mesh() is None else lax.pmax(x, axis)
 
 
-def all_gather(x: Array, axis: str) -> Array:
-    """Joins the shards of the devices along `axis` along dim 0: `[S, ...] -> [n * S, ...]`."""
-    return x if current_mesh() is None else lax.all_gather(x, axis, tiled=True)
+def all_gather(x: Array, *axes: str) -> Array:
+    """Joins the shards of the devices along `axes` along dim 0: `[S, ...] -> [n * S, ...]`."""
+    return x if current_mesh() is None else lax.all_gather(x, axes, tiled=True)
 
 
 def reduce_scatter(x: Array, axis: str) -> Array:
     """Returns this device's part of the sum over the devices along `axis`: `[n * S, ...] -> [S, ...]`."""
     return x if current_mesh() is None else lax.psum_scatter(x, axis, tiled=True)
+
+
+def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
+    """Sends the i-th part of dim `split` to the i-th device along `axes`, and joins what arrives along dim `join`."""
+    return x if current_mesh() is None else lax.all_to_all(x, axes, split, join, tiled=True)
 
 
 def permute(x: Array, axis: str) -> Array:
@@ -213,6 +220,8 @@ def load_weight(
     *,
     compute: DTypeLike,
     reduce: DTypeLike,
+    accumulate: DTypeLike | None = None,
+    gathered: bool = True,
     tp_dim: int | None = None,
     tp_group: int = 1,
     used_by_all_tp: bool = False,
@@ -229,23 +238,28 @@ def load_weight(
       fsdp_dim: the dim divided over fsdp, all-gathered here; None if fsdp holds copies.
       compute: dtype of the result.
       reduce: dtype in which gradients are summed over devices.
+      accumulate: a wider dtype for the result, in which a device adds up the gradients of several uses.
+      gathered: False leaves the weight as fsdp divides it, for the tokens of all devices along fsdp: its gradient is
+        then whole, and is summed over the copies alone.
       tp_dim: the dim divided over tp, if `tp_group` > 1.
       tp_group: neighbouring tp devices that gather each other's parts (kv heads fewer than tp).
       used_by_all_tp: the weight is equal over tp but used on different data there (a norm under sequence
         parallelism), so that its gradient is summed over tp.
     """
     if current_mesh() is None:
-        return shard.astype(compute)
+        return shard.astype(compute).astype(accumulate or compute)
     copied = copies(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
     summed = tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
     groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
+    fsdp_dim = fsdp_dim if gathered else None
 
     def gather(shard: Array) -> Array:
         # The copies first: the sum of their gradients then runs on what the reduce-scatter has left.
         w = vary(shard.astype(compute), *summed)
         if tp_group > 1:
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
-        return w if fsdp_dim is None else lax.all_gather(w, STORAGE, axis=fsdp_dim, tiled=True)
+        w = w if fsdp_dim is None else lax.all_gather(w, STORAGE, axis=fsdp_dim, tiled=True)
+        return w.astype(accumulate or compute)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
         grad = grad.astype(reduce)

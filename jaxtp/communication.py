@@ -5,7 +5,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, PERMUTE = "all-reduce", "all-gather", "reduce-scatter", "permute"
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+ALL_TO_ALL, PERMUTE = "all-to-all", "permute"
 
 Axes = tuple[str, ...]
 Key = TypeVar("Key", bound=Hashable)
@@ -24,7 +25,7 @@ PRIMITIVES = {
     "all_gather": ALL_GATHER,
     "all_gather_invariant": ALL_GATHER,
     "reduce_scatter": REDUCE_SCATTER,
-    "all_to_all": "all-to-all",
+    "all_to_all": ALL_TO_ALL,
     "ragged_all_to_all": "ragged-all-to-all",
     "ppermute": PERMUTE,
     "pbroadcast": "broadcast",
@@ -81,7 +82,7 @@ class Collective:
 
     @property
     def bytes_sent(self) -> float:
-        """Bytes that each device sends, in a ring: `(n-1)/n` of it, twice for an all-reduce; all of it to permute."""
+        """Bytes that each device sends, `(n-1)/n` of it, twice for an all-reduce (a ring); all of it to permute."""
         if self.kind == PERMUTE:
             return float(self.bytes)
         rounds = 2 if self.kind.startswith(ALL_REDUCE) else 1

@@ -10,8 +10,10 @@ on h hosts, n/h on each:
 | tree      | all-reduce            | 2 ((n/h - 1) hop + log2(h) network hop)          |
 | PAT       | gather, scatter, n = h | log2(h) network hop / 3.5 + n 2.8 us            |
 
-With one host a ring's steps are n - 1 hops. What they take depends on the protocol: Simple is for large messages; LL
-and LL128 send flags with the data instead of waiting, and so less data. In microseconds, as NCCL has them for NVLink:
+With one host a ring's steps are n - 1 hops. An all-to-all takes the steps of a gather; of what a device sends, (n -
+n/h) / (n - 1) goes through the network, at that device's share of it. What they take depends on the protocol: Simple is
+for large messages; LL and LL128 send flags with the data instead of waiting, and so less data. In microseconds, as NCCL
+has them for NVLink:
 
 | protocol | start    | hop: ring, tree | network hop: ring, tree | share of the speed: ring, tree             |
 |----------|----------|-----------------|-------------------------|--------------------------------------------|
@@ -34,7 +36,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtp.communication import ALL_REDUCE, Axes, Collective
+from jaxtp.communication import ALL_REDUCE, ALL_TO_ALL, Axes, Collective
 from jaxtp.hardware import Hardware, inside_domain, link_of
 from jaxtp.mesh import parts
 
@@ -91,7 +93,7 @@ def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collec
     Args:
       hardware: its links.
       sizes: devices along each axis.
-      one: an all-reduce, all-gather or reduce-scatter.
+      one: an all-reduce, all-gather, reduce-scatter or all-to-all.
     """
     return min(steps + one.bytes_sent / speed for steps, speed in _ways(hardware, sizes, one.axes, one.kind))
 
@@ -102,6 +104,8 @@ def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -
     hosts = devices // inside_domain(hardware, sizes, axes)
     start, hop, network = hardware.latency, hardware.hop, hardware.network_hop
     full = link_speed(hardware, sizes, axes)
+    if kind == ALL_TO_ALL and hosts > 1:
+        full = min(full, hardware.network * hardware.link_efficiency * (devices - 1) / (devices - devices // hosts))
 
     def speed(way: Way) -> float:
         return full * way.inside if hosts == 1 else min(full * way.across, way.most)
@@ -115,7 +119,7 @@ def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -
         if kind == ALL_REDUCE and hardware.platform != "tpu":
             steps = (devices // hosts - 1) * tree.hop * hop + math.log2(hosts) * tree.network_hop * network
             yield tree.start * start + 2 * steps, speed(tree)
-    if kind != ALL_REDUCE and hardware.platform != "tpu" and 1 < hosts == devices:
+    if kind not in (ALL_REDUCE, ALL_TO_ALL) and hardware.platform != "tpu" and 1 < hosts == devices:
         yield start + math.log2(hosts) * network * PAT_NETWORK + devices * PAT_EACH_S, PAT_SHARE * full
 
 

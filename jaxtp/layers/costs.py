@@ -15,11 +15,13 @@ Of activations over tp, in units of (t-1)/t * batch * sequence * d_model * bytes
 | embedding        | 2, never, 0                          | 1, never, 1                                 |
 | head             | 0, never, 2                          | 1, never, 1                                 |
 
+The embedding's table may stay as fsdp divides it: activations then go over fsdp (`layers/embedding.py`).
+
 "Again" is paid where the remat policy does not keep what the backward pass reads (`layers/remat.py`). Nothing reads a
-block's last sum, so it is never made again. Every weight is gathered over fsdp for the forward pass and, in a block,
-again for the backward pass, in the compute dtype. Its gradient is reduced in the reduction dtype: over fsdp in each
-micro-batch, and over dp once in a step, after the last of them. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage
-3 (arXiv 1910.02054).
+block's last sum, so it is never made again. Every other weight is gathered over fsdp for the forward pass and, in a
+block, again for the backward pass, in the compute dtype. Its gradient is reduced in the reduction dtype: over fsdp in
+each micro-batch, and over dp once in a step, after the last of them. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO
+stage 3 (arXiv 1910.02054).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,8 +35,8 @@ from jaxtp.layers.parameter import GRADIENTS, Precision, Split
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, copies, parts
 
-FLOAT32 = 4
-"""Bytes of an element of float32."""
+FLOAT32 = INT32 = 4
+"""Bytes of an element."""
 
 PROJECTIONS_AGAIN: tuple[RematPolicy, ...] = ("save_gathered", "save_reduced", "full", "offload")
 """Policies under which a column layer's products are computed again in the backward pass."""
@@ -136,6 +138,8 @@ class Weight:
     """It is split over tp."""
     fsdp: bool = True
     """It is split over fsdp."""
+    gathered: bool = True
+    """Its parts over fsdp are gathered; else each is used as it is, for the tokens of all devices along fsdp."""
     group: int = 1
     """Neighbours over tp that gather each other's parts."""
     used_by_all_tp: bool = False
@@ -165,9 +169,10 @@ class Weight:
 
     def loaded_bytes(self, share: Share) -> float:
         """Returns the bytes on a device once it is loaded, with its gradient before that is reduced over fsdp."""
-        reduced = parts(share.sizes, STORAGE) > 1 and not self.is_frozen(share)
+        shards = parts(share.sizes, STORAGE)
+        reduced = shards > 1 and self.gathered and not self.is_frozen(share)
         each = itemsize(self.precision.compute) + (itemsize(self.precision.reduce) if reduced else 0)
-        return self.over_tp(share.sizes) * self.group * each
+        return self.over_tp(share.sizes) * self.group * each / (1 if self.gathered else shards)
 
     def stored(self, sizes: Mapping[str, int]) -> float:
         """Returns the elements that a device stores."""
@@ -182,7 +187,7 @@ class Weight:
         sizes, trained = share.sizes, share.training and not self.is_frozen(share)
         compute, reduce = itemsize(self.precision.compute), itemsize(self.precision.reduce)
         groups: list[tuple[Axes, int, float]] = [((TP,), self.group, self.stored(sizes) * self.group)]
-        if self.fsdp:
+        if self.fsdp and self.gathered:
             groups.append((STORAGE, parts(sizes, STORAGE), self.over_tp(sizes) * self.group))
         for axes, devices, elements in groups:
             gathers = 1 + (self.again and share.training)
@@ -273,6 +278,16 @@ class Cached:
 
 
 Cost = Moves | Weight | Product | Streamed | Scores | Kept | Working | Cached
+
+
+def moves_of(cost: Cost, share: Share) -> Iterator[Moves]:
+    """Yields what a cost moves."""
+    yield from cost.moves(share) if isinstance(cost, Weight) else [cost] if isinstance(cost, Moves) else []
+
+
+def bytes_sent(costs: Iterable[Cost], share: Share) -> float:
+    """Returns the bytes that a device sends."""
+    return sum(moves.count * moves.collective.bytes_sent for cost in costs for moves in moves_of(cost, share))
 
 
 def within(name: str, costs: Iterable[Cost]) -> Iterator[Cost]:

@@ -2,10 +2,16 @@
 
 A vocabulary that tp does not divide is padded to the next multiple when the table is created. Padded rows are
 zero, are never looked up, and are masked out of the softmax, so that their gradient is zero and they stay zero.
+
+The table `[V/tp, D/fsdp]` of a device need not be gathered over fsdp to look up: every device can look up the tokens of
+all devices along fsdp in its own columns, and then they exchange what they found. That moves activations instead of a
+table and of its gradient, whose sum over fsdp is then already made. `VocabParallelEmbedding` does what moves less.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -16,6 +22,8 @@ from jax.nn.initializers import Initializer
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import (
+    all_gather,
+    all_to_all,
     axis_index,
     axis_size,
     batch_spec,
@@ -24,22 +32,24 @@ from jaxtp.collectives import (
     enter_parallel,
     leave_parallel,
 )
+from jaxtp.communication import ALL_GATHER, ALL_TO_ALL, Collective
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.costs import Cost, Share, Weight, itemsize, leave
+from jaxtp.layers.costs import INT32, Cost, Moves, Share, Weight, bytes_sent, itemsize, leave
 from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.parameter import Precision, Split, check_sizes, parameter, spec_of
-from jaxtp.mesh import STORAGE, TP
+from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
 TABLE_SPEC = P(TP, STORAGE)
 EMBEDDING = "vocab_parallel_embedding"
 
 
-def table_costs(
-    module: str, vocab_size: int, features: int, precision: Precision, *, tied: bool = False
-) -> Iterator[Cost]:
-    """Yields what it costs to load a table once; a tied one is another layer's too."""
-    split = Split((vocab_size,))
-    yield Weight(module=module, size=vocab_size * features, split=split, precision=precision, again=False, tied=tied)
+def table_weight(
+    module: str, vocab_size: int, features: int, precision: Precision, *, gathered: bool = True, tied: bool = False
+) -> Weight:
+    """Returns a table, loaded once; gathered over fsdp, or as it is stored. A tied one is another layer's too."""
+    size, split = vocab_size * features, Split((vocab_size,))
+    shared: dict[str, Any] = {"precision": precision, "again": False, "gathered": gathered, "tied": tied}
+    return Weight(module=module, size=size, split=split, **shared)
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
@@ -92,28 +102,52 @@ class VocabParallelEmbedding(nnx.Module):
         sequence = sequence_dim(self.sequence_parallel, ids_BT.shape)
         out = activation_spec(sequence)
         check_divides(EMBEDDING, ids_BT.shape, P(*out[:2]))
-        spec = spec_of(self.embedding)
+        rows, length = ids_BT.shape[0] // axis_size(*BATCH), ids_BT.shape[1]
+        exchanges = self._exchanges(Share(sizes=mesh_sizes(current_mesh()), rows=rows, length=length))
         look_up = device_view(
-            partial(self._look_up, sequence), EMBEDDING, in_specs=(batch_spec(None), spec), out_specs=out
+            partial(self._look_up, sequence, exchanges),
+            EMBEDDING,
+            in_specs=(batch_spec(None), spec_of(self.embedding)),
+            out_specs=out,
         )
         return look_up(ids_BT, self.embedding[...])
 
-    def _look_up(self, sequence: int | None, ids: Array, shard: Array) -> Array:
+    def _look_up(self, sequence: int | None, exchanges: bool, ids: Array, shard: Array) -> Array:
         # Read as float32: the gradient of a token that occurs often is summed in it. XLA fuses the cast.
-        table = self.precision.load(shard, 1).astype(jnp.float32)  # [V/tp, D]
+        table = self.precision.load(shard, 1, accumulate="float32", gathered=not exchanges)  # [V/tp, D or D/fsdp]
+        ids = all_gather(ids, *STORAGE) if exchanges else ids  # [B/(dp*fsdp), T], or [B/dp, T]
         local = ids - axis_index(TP) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
         rows = jnp.where(mine[..., None], rows, 0).astype(self.precision.compute)
         rows = leave_parallel(rows, sequence)
+        if exchanges:  # after the sum over tp, which leaves less to move: [B/dp, T, D/fsdp] -> [B/(dp*fsdp), T, D]
+            rows = all_to_all(rows, *STORAGE, split=0, join=2)
         return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
 
     def costs(self, share: Share) -> Iterator[Cost]:
         """Yields what it costs to look up."""
         split = share.is_split(self.sequence_parallel)
-        yield from table_costs(EMBEDDING, self.vocab_size, self.features, self.precision)
+        yield from self._loading(share, exchanges=self._exchanges(share))
         size = share.tokens * self.features * itemsize(self.precision.compute)
         yield from leave(EMBEDDING, share, size, split=split, again=False)
+
+    def _exchanges(self, share: Share) -> bool:
+        """Returns whether an exchange over fsdp moves less than the table does, in training."""
+        trained = replace(share, training=True, frozen=False)  # a forward pass does not know what comes after it
+        gather, exchange = (bytes_sent(self._loading(trained, exchanges=way), trained) for way in (False, True))
+        return exchange < gather
+
+    def _loading(self, share: Share, *, exchanges: bool) -> Iterator[Cost]:
+        """Yields what it costs to have the table, or to exchange what is found in its parts."""
+        yield table_weight(EMBEDDING, self.vocab_size, self.features, self.precision, gathered=not exchanges)
+        if exchanges:
+            shards = parts(share.sizes, STORAGE)
+            ids = Collective(ALL_GATHER, STORAGE, shards, shards * share.tokens * INT32, EMBEDDING)
+            found = share.between(self.sequence_parallel) * self.features * itemsize(self.precision.compute)
+            yield Moves(ids, 1)
+            backward = share.training and not share.frozen
+            yield Moves(Collective(ALL_TO_ALL, STORAGE, shards, found, EMBEDDING), 1 + backward)
 
 
 class LearnedPositions(nnx.Module):
@@ -151,7 +185,7 @@ class LearnedPositions(nnx.Module):
         activation = activation_spec(sequence)
 
         def look_up(positions: Array, shard: Array) -> Array:
-            table = self.precision.load(shard, 1, used_by_all_tp=sequence is not None).astype(jnp.float32)
+            table = self.precision.load(shard, 1, accumulate="float32", used_by_all_tp=sequence is not None)
             if sequence is not None:  # here, or XLA would split the way in which positions are counted
                 length = positions.shape[sequence] // axis_size(TP)
                 positions = jax.lax.dynamic_slice_in_dim(positions, axis_index(TP) * length, length, sequence)

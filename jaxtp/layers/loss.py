@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, batch_spec, device_view, enter_parallel
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.layers.costs import FLOAT32, Cost, Product, Scores, Share, Working, enter, itemsize, sums_over
-from jaxtp.layers.embedding import TABLE_SPEC, softcapped, table_costs
+from jaxtp.layers.embedding import TABLE_SPEC, softcapped, table_weight
 from jaxtp.layers.parameter import Precision, Split
 from jaxtp.mesh import BATCH, STORAGE, TP, parts
 
@@ -78,7 +78,9 @@ def vocab_parallel_cross_entropy(
 
     def total(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
         x = enter_parallel(x.astype(precision.compute), sequence)
-        table = precision.load(shard, 1).astype(jnp.float32)  # float32 so that chunks add up their gradients in it
+        # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three times (fsdp-1)*V/tp
+        # floats per token, which is less than the table only where a device has fewer than about D/(2*fsdp) tokens.
+        table = precision.load(shard, 1, accumulate="float32")  # in which chunks add up their gradients
         token_loss = partial(
             _token_loss, table=table, vocab_size=vocab_size, z_loss=z_loss, softcap=softcap, precision=precision
         )
@@ -117,7 +119,7 @@ def loss_costs(
     """
     compute, tokens = itemsize(precision.compute), share.tokens
     local = Split((vocab_size,)).padded(share.tp) // share.tp
-    yield from table_costs(LOSS, vocab_size, features, precision, tied=tied)
+    yield table_weight(LOSS, vocab_size, features, precision, tied=tied)
     size = tokens * features * compute
     yield from enter(LOSS, share, size, split=share.is_split(setting), again=False)
     chunks = -(-tokens // chunk_size)

@@ -47,7 +47,7 @@ class Precision:
         """Dtype in which the gradients of a parameter of some dtype are added up over micro-batches."""
         return jnp.promote_types(param, self.reduce)
 
-    def load(self, shard: Array, fsdp_dim: int | None, **kwargs: bool | int | None) -> Array:
+    def load(self, shard: Array, fsdp_dim: int | None, **kwargs: bool | int | str | None) -> Array:
         """`collectives.load_weight` with these dtypes."""
         return load_weight(shard, fsdp_dim, compute=self.compute, reduce=self.reduce, **kwargs)  # type: ignore[arg-type]
 

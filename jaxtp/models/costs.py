@@ -16,7 +16,6 @@ from jaxtp.layers.costs import (
     Cached,
     Cost,
     Kept,
-    Moves,
     Product,
     Scores,
     Share,
@@ -24,6 +23,7 @@ from jaxtp.layers.costs import (
     Weight,
     Working,
     itemsize,
+    moves_of,
 )
 from jaxtp.mesh import TP, batch_parts, mesh_of, sized
 from jaxtp.models.config import ModelConfig, padded_sizes
@@ -197,7 +197,7 @@ def _traffic(costs: Iterable[tuple[int, Cost]], share: Share) -> dict[Collective
     """Returns all collectives, their axes those of more than one device, in the mesh's order."""
     found: Counter[Collective] = Counter()
     for times, cost in costs:
-        for moves in cost.moves(share) if isinstance(cost, Weight) else [cost] if isinstance(cost, Moves) else []:
+        for moves in moves_of(cost, share):
             one = moves.collective
             if one.group > 1 and moves.count:
                 spanned = tuple(axis for axis in share.sizes if axis in one.axes and share.sizes[axis] > 1)

@@ -62,6 +62,15 @@ def test_where_links_join_pairs_a_ring_has_its_own(mesh, axes, speed):
     assert link_speed(hardware, mesh, axes) == pytest.approx(speed)
 
 
+def test_all_to_all_each_device_sends_through_its_own_share_of_the_network():
+    """A ring through eight hosts of eight has all shares; of 63 parts, 56 go to other hosts."""
+    ring, exchange = (seconds_of(H100, sizes(1, 64, 1), ("fsdp",), kind, 63e9) for kind in ("all-gather", "all-to-all"))
+    assert ring == pytest.approx(63 / 400)
+    assert exchange == pytest.approx(56 / 50)
+    inside = [seconds_of(H100, sizes(1, 8, 1), ("fsdp",), kind, 1e9) for kind in ("all-gather", "all-to-all")]
+    assert inside[0] == inside[1]
+
+
 US = 1e-6
 WAITING = dataclasses.replace(find("h100"), latency=8.4 * US, hop=3.4 * US, network_hop=14 * US)
 HUGE = 1e12
@@ -119,7 +128,7 @@ def test_between_them_nvlink_has_ll128_and_pcie_has_not():
         assert seconds_of(slow, ONE_HOST, axes, "all-gather", sent) == pytest.approx(fastest)
 
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter")
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 @given(

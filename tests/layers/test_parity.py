@@ -33,6 +33,8 @@ LABELS = jnp.where(
     -100,
     jax.random.randint(jax.random.key(6), (B, T), 0, V),
 )
+LARGE_V = 203
+LARGE_IDS = jax.random.randint(jax.random.key(8), (B, 8), 0, LARGE_V).at[:, ::3].set(7)  # often the same
 IDS = jax.random.randint(jax.random.key(7), (B, T), 0, V)
 
 
@@ -88,6 +90,12 @@ CASES = {
         lambda rngs: jaxtp.VocabParallelEmbedding(V, D, rngs=rngs),
         embed_and_scale,
         lambda w, x: w["embedding"][IDS] * x,
+    ),
+    "embedding_exchanged": Case(  # a large table and few tokens
+        lambda rngs: jaxtp.VocabParallelEmbedding(LARGE_V, D, scale=3.0, sequence_parallel=None, rngs=rngs),
+        lambda layer, x: layer(LARGE_IDS) * x,
+        lambda w, x: 3 * w["embedding"][LARGE_IDS] * x,
+        input_shape=(B, 8, D),
     ),
     "logits": Case(
         lambda rngs: jaxtp.VocabParallelHead(V, D, rngs=rngs),

@@ -119,6 +119,9 @@ EXACT = {
         PLAIN, norm_placement="both", norm="rms_plus_one", pattern=({"sliding_window": 4}, {})
     ),
 }
+LOW = jaxtp.Precision(compute="bfloat16", reduce="bfloat16")
+EXACT["large vocabulary"] = dataclasses.replace(PLAIN, vocab_size=509, precision=LOW)
+EXACT["large vocabulary, tied"] = dataclasses.replace(BIASED, vocab_size=509, sequence_parallel=False)
 EXACT["written out"] = dataclasses.replace(BIASED, scan_layers=False)
 EXACT["norms on both sides"] = dataclasses.replace(BIASED, norm="layer", norm_placement="both", tie_embeddings=False)
 BOUNDED = {

@@ -1,0 +1,88 @@
+"""The table of an embedding stays as fsdp divides it, where an exchange of activations moves less."""
+
+import accounts
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp.audit.census import count_collectives
+from jaxtp.layers.costs import Share, Weight, bytes_sent
+from jaxtp.mesh import mesh_sizes, sized
+
+B, T, D = 8, 8, 32
+LARGE, SMALL = 510, 6
+"""Sizes of vocabularies: of the one an exchange moves less, of the other the table does."""
+LOW = jaxtp.Precision(compute="bfloat16")
+
+
+def layer(vocab_size, precision=LOW):
+    return jaxtp.VocabParallelEmbedding(vocab_size, D, sequence_parallel=None, precision=precision, rngs=nnx.Rngs(0))
+
+
+def traced(vocab_size, mesh, precision=LOW):
+    """The jaxpr of forward and backward pass."""
+    ids = jnp.zeros((B, T), jnp.int32)
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(nnx.eval_shape(lambda: layer(vocab_size, precision)))
+        return jax.make_jaxpr(jax.grad(lambda state: nnx.merge(graph, state)(ids).sum()))(state)
+
+
+def over_fsdp(vocab_size, precision=LOW):
+    mesh = jaxtp.make_mesh(2, 2, 2)
+    found = count_collectives(traced(vocab_size, mesh, precision), mesh_sizes(mesh))
+    return {(c.kind, c.dtype, c.shape): times for c, times in found.items() if c.axes == ("fsdp",)}
+
+
+def test_activations_go_over_fsdp_where_the_table_is_large():
+    """After the sum over tp: half of the tokens, once each way; and the ids of the group."""
+    assert over_fsdp(LARGE) == {
+        ("all-gather", "int32", (4, T)): 1,
+        ("all-to-all", "bfloat16", (4, T // 2, D // 2)): 1,
+        ("all-to-all", "bfloat16", (2, T // 2, D)): 1,
+    }
+
+
+def test_the_table_goes_over_fsdp_where_it_is_small():
+    assert over_fsdp(SMALL) == {
+        ("all-gather", "bfloat16", (SMALL // 2, D)): 1,
+        ("reduce-scatter", "float32", (SMALL // 2, D)): 1,
+    }
+
+
+def test_a_device_never_has_more_of_a_large_table_than_it_stores():
+    jaxpr = traced(LARGE, jaxtp.make_mesh(1, 2, 2)).jaxpr
+    rows = {
+        v.aval.shape for equation in accounts.equations(jaxpr) for v in equation.outvars if LARGE // 2 in v.aval.shape
+    }
+    assert rows == {(LARGE // 2, D // 2)}
+
+
+@pytest.mark.parametrize("sequence_parallel", [None, False])
+@pytest.mark.parametrize("length", [1, 8, 512])
+def test_what_is_declared_is_the_cheaper_way(length, sequence_parallel):
+    embedding = nnx.eval_shape(lambda: layer(LARGE))
+    embedding.sequence_parallel = sequence_parallel
+    for fsdp, tp in [(1, 1), (2, 1), (8, 1), (2, 4), (16, 8)]:
+        share = Share(sizes=sized(fsdp=fsdp, tp=tp), rows=4, length=length)
+        ways = [bytes_sent(embedding._loading(share, exchanges=way), share) for way in (False, True)]
+        table = next(cost for cost in embedding.costs(share) if isinstance(cost, Weight))
+        chosen = bytes_sent(embedding._loading(share, exchanges=not table.gathered), share)
+        assert chosen == min(ways)
+        assert table.gathered == (fsdp == 1 or length == 512)
+
+
+@pytest.mark.parametrize("vocab_size", [2046, SMALL])
+@pytest.mark.parametrize(("reduce", "total"), [("float32", 1028), ("bfloat16", 1024)])
+def test_gradients_add_up_in_float32_and_are_summed_in_the_reduction_dtype(vocab_size, reduce, total):
+    """A token is 257 times on each device, which bfloat16 makes 256, and 514 times on those along fsdp: 512."""
+    mesh, precision = jaxtp.make_mesh(2, 2, 2), jaxtp.Precision(compute="bfloat16", reduce=reduce)
+    ids = jnp.ones((B, 129), jnp.int32).at[::2, 0].set(0)
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(layer(vocab_size, precision))
+        loss = lambda state: nnx.merge(graph, state)(ids).astype("float32").sum()
+        gradient = jax.jit(jax.grad(loss))(state)["embedding"][...]
+    assert set(jnp.unique(gradient).tolist()) == {0.0, 4.0, total}
+    over_dp = [c for c in count_collectives(traced(vocab_size, mesh, precision), mesh_sizes(mesh)) if c.axes == ("dp",)]
+    assert [(c.kind, c.dtype, c.shape) for c in over_dp] == [("all-reduce", reduce, (vocab_size // 2, D // 2))]
