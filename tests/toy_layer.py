@@ -48,6 +48,11 @@ class ConvolutionConfig(BranchConfig):
         return {"conv_features": small.size(self.conv_features, 16), **super().smaller(small)}
 
 
+def as_memory(values_BTF):
+    """Features as heads of width 1."""
+    return values_BTF.swapaxes(1, 2)[..., None]
+
+
 class CausalConvolution(nnx.Module):
     """Taps `[W, F]`, of which each feature has its own; features are split over tp."""
 
@@ -71,7 +76,7 @@ class CausalConvolution(nnx.Module):
         return self._sum(weights, lambda k: jnp.where(positions[..., None] >= k, before(k), 0))
 
     def _extend(self, weights, values, memory, positions):
-        every = insert(memory, values[..., None], positions)[..., 0]
+        every = insert(memory, as_memory(values), positions)[..., 0].swapaxes(1, 2)
         before = lambda k: jnp.take_along_axis(every, (positions - k)[..., None], axis=1, mode="clip")
         return self._sum(weights, lambda k: jnp.where(positions[..., None] >= k, before(k), 0))
 
@@ -95,13 +100,13 @@ class GatedConvolution(Branch):
         return self.out(jax.nn.silu(gate_BTF) * self.convolution(values_BTF, segments_BT))
 
     def memory(self, num_rows, num_slots):
-        shape = (num_rows, num_slots, self.config.conv_features, 1)
+        shape = (num_rows, self.config.conv_features, num_slots, 1)
         return (constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC),)
 
     def extend(self, x_BTD, memory, positions_BT):
         gate_BTF, values_BTF = self.enter(x_BTD)
         y_BTF = self.convolution(values_BTF, memory=memory[0], positions_BT=positions_BT)
-        return self.out(jax.nn.silu(gate_BTF) * y_BTF), (constrain(values_BTF[..., None], LAYER_SPEC),)
+        return self.out(jax.nn.silu(gate_BTF) * y_BTF), (constrain(as_memory(values_BTF), LAYER_SPEC),)
 
     def costs(self, share, *, read):
         config = self.config

@@ -15,7 +15,7 @@ from jaxtp.config import ConfigError, Count, Positive, allowed
 from jaxtp.hints import Problem
 from jaxtp.layers.activations import SequenceParallel, segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig, Memory, Padded, Small
-from jaxtp.layers.cache import LAYER_SPEC, insert, visible
+from jaxtp.layers.cache import LAYER_SPEC, visible
 from jaxtp.layers.costs import (
     ELEMENTWISE_AGAIN,
     FLOAT32,
@@ -30,7 +30,7 @@ from jaxtp.layers.costs import (
     Working,
     itemsize,
 )
-from jaxtp.layers.kernels import Implementation, Use, chosen, masked_attention, refused, seen
+from jaxtp.layers.kernels import Implementation, Use, attend_to_blocks, chosen, refused, seen
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision, Split, Weights, own
@@ -249,9 +249,9 @@ class CausalSelfAttention(Branch):
         return self.out(self._view(self._attend, segments, [batch_spec(None)], batch_spec(None, TP))(self.qkv(x_BTD)))
 
     def memory(self, num_rows: int, num_slots: int) -> Memory:
-        """Returns keys and values `[B, S, K, H]` of no tokens; K is tp where that is more than the kv heads."""
+        """Returns keys and values `[B, K, S, H]` of no tokens; K is tp where that is more than the kv heads."""
         tp = axis_size(TP)
-        shape = (num_rows, num_slots, max(self.config.heads.stored(tp)[0], tp), self.config.head_dim)
+        shape = (num_rows, max(self.config.heads.stored(tp)[0], tp), num_slots, self.config.head_dim)
         return tuple(constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2))
 
     def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
@@ -282,11 +282,10 @@ class CausalSelfAttention(Branch):
         self, weights: Weights, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array
     ) -> tuple[Array, Memory]:
         q, k, v = self._heads(weights, q, k, v, positions)
-        mask = visible(positions, keys.shape[1], self.config.sliding_window)
-        keys, values = insert(keys, k, positions), insert(values, v, positions)  # [B/(dp*fsdp), S, K/tp, H]
-        # All scores, whatever trains: T is 1 or a chunk, so that they are few, [T, S].
-        y = masked_attention(q, keys, values, mask, scale=self._scale, softcap=self.config.attention_softcap)
-        return self._joined(y), (k, v)
+        new = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B/(dp*fsdp), K/tp, T, H], beside S slots
+        seen = visible(positions, keys.shape[2], self.config.sliding_window)
+        settings = {"scale": self._scale, "softcap": self.config.attention_softcap}
+        return self._joined(attend_to_blocks(q, ((keys, values), new), seen, **settings)), new
 
     def _heads(self, weights: Weights, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Returns the heads of this device, queries and keys normalised and rotated."""

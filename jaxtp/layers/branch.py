@@ -16,7 +16,7 @@ from jaxtp.hints import Problem
 from jaxtp.layers.costs import Cost, Share
 
 Memory = tuple[Array, ...]
-"""Arrays `[B, S, K, H]` that a branch remembers of the tokens of each row: a slot for each position, K over tp."""
+"""Arrays `[B, K, S, H]` that a branch remembers of the tokens of each row: a slot for each position, K over tp."""
 
 
 class Branch(nnx.Module):
@@ -39,7 +39,7 @@ class Branch(nnx.Module):
           positions_BT: positions of the new tokens, which are their slots too.
 
         Returns:
-          The result `[B, T, D]`, and what to remember of the new tokens: arrays `[B, T, K, H]`.
+          The result `[B, T, D]`, and what to remember of the new tokens: arrays `[B, K, T, H]`.
         """
         raise NotImplementedError(f"{type(self).__name__} has no memory and extend, so nothing is generated with it")
 

@@ -1,10 +1,12 @@
 """Keys and values of the tokens that were read, so that a decoder reads each token once.
 
 A token's slot is its position in its own row, whatever the other rows hold: prompts of unequal length are padded on the
-right. A query sees the slots up to its own position, which is all the masking that there is: what padding left in the
-slots after a row's last token is not seen, and is overwritten by the token that comes there. Rotary positions and the
-slots to write follow from the rows' lengths alone, so any row can go on by any number of tokens. (With padding on the
-left each row would have an offset of its own, and rows that went on by unequal numbers of tokens would get gaps.)
+right. A query sees the tokens up to its own position, which is all the masking that there is: what padding left in the
+slots after a row's last token is not seen, and is overwritten by the token that comes there. New tokens are attended to
+beside the slots, so that a layer reads the cache as it was, and nothing is written but their own slots. Rotary
+positions and the slots to write follow from the rows' lengths alone, so any row can go on by any number of tokens.
+(With padding on the left each row would have an offset of its own, and rows that went on by unequal numbers of tokens
+would get gaps.)
 """
 
 from collections.abc import Mapping
@@ -18,11 +20,11 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import batch_spec, constrain, device_view
 from jaxtp.mesh import BATCH, TP
 
-LAYER_SPEC = batch_spec(None, TP, None)
-"""The split of the memory of one layer, `[B, S, K, H]`."""
+LAYER_SPEC = batch_spec(TP, None, None)
+"""The split of the memory of one layer, `[B, K, S, H]`: a matrix for each head, which products take as it is."""
 
-STACK_SPEC = P(None, BATCH, None, TP, None)
-"""The split of the memory of stacked layers, `[L, B, S, K, H]`."""
+STACK_SPEC = P(None, BATCH, TP, None, None)
+"""The split of the memory of stacked layers, `[L, B, K, S, H]`."""
 
 Memories = Mapping[str, Mapping[str, tuple[Array, ...]]]
 """Arrays by kind of block and branch."""
@@ -38,7 +40,7 @@ class Cache:
     """
 
     memories: Memories
-    """Keys and values `[L, B, S, K, H]` in the compute dtype, rotated to their positions; split by `STACK_SPEC`."""
+    """Keys and values `[L, B, K, S, H]` in the compute dtype, rotated to their positions; split by `STACK_SPEC`."""
 
     lengths: Array
     """`[B]` int32: number of tokens of each row."""
@@ -63,13 +65,19 @@ class Cache:
 
 
 def insert(cache: Array, new: Array, positions: Array) -> Array:
-    """Returns `[b, S, K, H]` with what there is of T tokens, `[b, T, K, H]`, in their slots, if they have any."""
+    """Returns `[b, K, S, H]` with what there is of T tokens, `[b, K, T, H]`, in their slots, if they have any."""
     rows = jnp.arange(cache.shape[0])[:, None]
-    return cache.at[rows, positions].set(new, mode="drop")
+    return cache.at[rows, :, positions].set(new.swapaxes(1, 2), mode="drop")
 
 
-def visible(positions: Array, num_slots: int, window: int | None = None) -> Array:
-    """Returns `[b, 1, T, S]`: whether a query sees a slot, of all up to its own position or of the last `window`."""
-    distance = positions[..., None] - jnp.arange(num_slots)
-    seen = distance >= 0
-    return (seen if window is None else seen & (distance < window))[:, None]
+def visible(positions: Array, num_slots: int, window: int | None = None) -> tuple[Array, Array]:
+    """Returns whether a new token sees a slot, `[b, T, S]`, and another new token, `[b, T, T]`.
+
+    It sees the slots that were written before the new tokens of its row, and these up to itself; of all of them the
+    last `window`.
+    """
+    slots = jnp.arange(num_slots)
+    written = slots < positions[:, :1, None]
+    distances = positions[..., None] - slots, positions[..., None] - positions[:, None]
+    old, new = ((far >= 0) if window is None else (far >= 0) & (far < window) for far in distances)
+    return written & old, new

@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtp.layers.activations import segment_mask
+from jaxtp.layers.activations import seen_range, segment_mask
 from jaxtp.layers.blockwise_attention import MOST_IN_BLOCK, block_size, blockwise_attention, visited
-from jaxtp.layers.cache import visible
 
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
 Implementation = Literal["auto", KernelName]
@@ -138,26 +137,50 @@ def _xla(
     window: int | None,
     softcap: float | None,
 ) -> Array:
-    mask = None if segments_BT is None else segment_mask(segments_BT)
     if softcap is None:
+        mask = None if segments_BT is None else segment_mask(segments_BT)
         reach = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)
-    seen = visible(jnp.arange(q.shape[1])[None], k.shape[1], window)
-    return masked_attention(q, k, v, seen if mask is None else seen & mask, scale=scale, softcap=softcap)
+    first, _ = seen_range(q.shape[0], q.shape[1], window, segments_BT)
+    at = jnp.arange(q.shape[1])
+    seen = (at >= first[:, :, None]) & (at <= at[:, None])
+    return attend_to_blocks(q, ((k.swapaxes(1, 2), v.swapaxes(1, 2)),), (seen,), scale=scale, softcap=softcap)
 
 
-def masked_attention(
-    q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, mask_B1TS: Array, *, scale: float, softcap: float | None
+def attend_to_blocks(
+    q_BTNH: Array,
+    blocks: tuple[tuple[Array, ...], ...],
+    seen: tuple[Array, ...],
+    *,
+    scale: float,
+    softcap: float | None,
 ) -> Array:
-    """Returns the values weighted by attention to what a mask leaves, `[B, T, N, H]`; all scores are in memory."""
-    if softcap is None:
-        return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, mask=mask_B1TS, scale=scale)
-    rows, length, heads, width = q_BTNH.shape
-    groups = q_BTNH.reshape(rows, length, k_BSKH.shape[2], heads // k_BSKH.shape[2], width)
-    scores = jnp.einsum("btkgh,bskh->bkgts", groups, k_BSKH, preferred_element_type=jnp.float32)
-    scores = softcap * jnp.tanh(scores * scale / softcap)
-    weights = jax.nn.softmax(jnp.where(mask_B1TS[:, :, None], scores, -jnp.inf), axis=-1).astype(v_BSKH.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v_BSKH).reshape(q_BTNH.shape)
+    """Returns what queries attend to in blocks of keys and values, which are never joined to one array.
+
+    Args:
+      q_BTNH: the queries.
+      blocks: keys and values of each, `[B, K, S, H]`.
+      seen: whether a query sees a key of a block, `[B, T, S]`; each sees one at least.
+      scale: factor of the scores.
+      softcap: squashes each score s to `softcap * tanh(s / softcap)`.
+    """
+    rows, length, _, width = q_BTNH.shape
+    groups = q_BTNH.reshape(rows, length, blocks[0][0].shape[1], -1, width)
+
+    def score(keys: Array, sees: Array) -> Array:
+        scores = scale * jnp.einsum("btkgh,bksh->bkgts", groups, keys, preferred_element_type=jnp.float32)
+        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+        return jnp.where(sees[:, None, None], scores, -jnp.inf)
+
+    scores = [score(keys, sees) for (keys, _), sees in zip(blocks, seen, strict=True)]
+    highest = jnp.max(jnp.stack([jnp.max(block, axis=-1) for block in scores]), axis=0)[..., None]
+    weights = [jnp.exp(block - jax.lax.stop_gradient(highest)) for block in scores]
+    total = sum(jnp.sum(block, axis=-1, keepdims=True) for block in weights)
+    y = jnp.zeros_like(groups, dtype=jnp.float32)
+    for (_, values), block in zip(blocks, weights, strict=True):
+        shares = (block / total).astype(values.dtype)
+        y += jnp.einsum("bkgts,bksh->btkgh", shares, values, preferred_element_type=jnp.float32)
+    return y.astype(q_BTNH.dtype).reshape(q_BTNH.shape)
 
 
 KERNELS: dict[KernelName, Kernel] = {

@@ -1,9 +1,12 @@
 """Decoding from a cache gives the logits of reading everything at once, at every position, on every mesh."""
 
 import dataclasses
+import math
+import re
 from contextlib import nullcontext
 from functools import cache
 
+import accounts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,9 +133,9 @@ def test_the_cache_is_split_over_rows_and_kv_heads(mesh, heads):
         cache = jax.jit(lambda state: nnx.merge(graph, state).empty_cache(B, T))(state)
     sizes = mesh_sizes(mesh)
     keys_and_values = jax.tree.leaves(cache.memories)
-    assert [array.shape for array in keys_and_values] == [(2, B, T, heads, 4)] * 2
+    assert [array.shape for array in keys_and_values] == [(2, B, heads, T, 4)] * 2
     (shape,) = {shard.data.shape for array in keys_and_values for shard in array.addressable_shards}
-    assert shape == (2, B // (sizes["dp"] * sizes["fsdp"]), T, heads // sizes["tp"], 4)
+    assert shape == (2, B // (sizes["dp"] * sizes["fsdp"]), heads // sizes["tp"], T, 4)
 
 
 def test_reading_a_token_moves_two_sums_a_layer_and_none_of_the_cache():
@@ -145,3 +148,48 @@ def test_reading_a_token_moves_two_sums_a_layer_and_none_of_the_cache():
     found = count_collectives(jaxpr, mesh_sizes(mesh))
     assert {(c.kind, c.shape) for c in found} == {("all-reduce", (B, 1, PLAIN.d_model))}
     assert found.total() == 2 * PLAIN.num_layers + 1  # the embedding's
+
+
+SLOTS, WIDTH = 77, 10
+"""Sizes that nothing else has: an array with both holds slots of the cache."""
+
+
+def reading(rows, tokens):
+    """A program that reads tokens, traced, and the cache that it reads them into, abstract."""
+    model = dataclasses.replace(SHARED, head_dim=WIDTH, num_layers=3)
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))))
+    past = jax.eval_shape(lambda state: nnx.merge(graph, state).empty_cache(rows, SLOTS), abstract)
+    ids, counts = jax.ShapeDtypeStruct((rows, tokens), jnp.int32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    program = jax.jit(lambda past, *rest: nnx.merge(graph, rest[0]).extend(past, *rest[1:]), donate_argnums=0)
+    return program.trace(past, abstract, ids, counts), past
+
+
+def holds_slots(shape):
+    return SLOTS in shape and WIDTH in shape
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_layers_read_the_cache_as_it_is_and_nothing_is_written_but_the_new_slots(tokens):
+    traced, past = reading(2, tokens)
+    layers = [e.params["jaxpr"].jaxpr for e in accounts.equations(traced.jaxpr.jaxpr) if e.primitive.name == "scan"]
+    inside = [e for jaxpr in layers for e in accounts.equations(jaxpr)]
+    assert any(holds_slots(v.aval.shape) for e in inside if e.primitive.name == "dot_general" for v in e.invars)
+    assert not [e for e in inside for v in e.outvars if holds_slots(v.aval.shape)]
+    made = [e for e in accounts.equations(traced.jaxpr.jaxpr) if holds_slots(e.outvars[0].aval.shape)]
+    writes = [e for e in made if e.primitive.name != "jit"]
+    assert [e.primitive.name for e in writes] == ["scatter"] * 2
+    new = past.memories["0"]["attention"][0].size // SLOTS * tokens
+    assert [e.invars[2].aval.size for e in writes] == [new] * 2
+
+
+def test_the_compiled_program_neither_copies_nor_transposes_a_slice_of_the_cache():
+    """But for the slice of a layer, which is read from the stack as any weight is."""
+    traced, past = reading(2, 1)
+    compiled = traced.lower().compile()
+    made = re.findall(r"= \w+\[([\d,]+)\]\S* ([\w-]+)\(", compiled.as_text())
+    of_a_layer = past.memories["0"]["attention"][0].size // 3
+    slices = {op for dims, op in made if math.prod(map(int, dims.split(","))) == of_a_layer}
+    assert "dynamic-slice" in slices
+    assert slices <= {"dynamic-slice", "fusion", "bitcast", "parameter", "get-tuple-element", "reshape"}
+    held = sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(past.memories))
+    assert compiled.memory_analysis().alias_size_in_bytes >= held
