@@ -284,8 +284,9 @@ class CausalSelfAttention(Branch):
         q, k, v = self._heads(weights, q, k, v, positions)
         new = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B/(dp*fsdp), K/tp, T, H], beside S slots
         seen = visible(positions, keys.shape[2], self.config.sliding_window)
-        settings = {"scale": self._scale, "softcap": self.config.attention_softcap}
-        return self._joined(attend_to_blocks(q, ((keys, values), new), seen, **settings)), new
+        softcap = self.config.attention_softcap
+        y = attend_to_blocks(q, ((keys, values), new), seen, scale=self._scale, softcap=softcap)
+        return self._joined(y), new
 
     def _heads(self, weights: Weights, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Returns the heads of this device, queries and keys normalised and rotated."""
