@@ -1,7 +1,8 @@
-"""The defaults of a run that begins with a trained model: those of fine-tuning, on the devices that are there.
+"""The defaults that depend on what a run begins with, and on the devices that are there.
 
-The defaults of `TrainConfig` are those of the tiny run, whose rate destroys a trained model and whose mesh few models
-fit. What a flag or a YAML file gives is never touched, and a run that goes on keeps what it has.
+The defaults of `TrainConfig` are those of the tiny run on a CPU, whose rate destroys a trained model, whose mesh few
+models fit, and whose dtype leaves most of a GPU unused. What a flag or a YAML file gives is never touched, and a run
+that goes on keeps what it has.
 """
 
 import os
@@ -11,15 +12,13 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import getitem
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from jaxtp.checkpoint.stored import newest, newest_info, stored_info
 from jaxtp.config import changed
 from jaxtp.data.tokenizer_files import LONGEST
-from jaxtp.hf.attributes import stored_dtype
 from jaxtp.hf.folder import read_attributes
 from jaxtp.hf.runs import model_of
-from jaxtp.layers.parameter import DType
 from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill, sized
 from jaxtp.models.config import architecture
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
@@ -75,7 +74,7 @@ def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple
     check_sizes(config.mesh.sizes)
     config = with_model(config)
     config, folder = _with(config, _folder(config), given)
-    before = newest_info(config.run.dir) if _has_model(config) else None
+    before = newest_info(config.run.dir) if _has_model(config) or COMPUTE not in given else None
     config, chosen = _with(config, _of_model(config, before), given)
     config, others = _with(config, _of_devices(config, given, before, place), set())
     return config, [str(choice) for choice in folder + chosen + others if choice.reason]
@@ -108,10 +107,12 @@ def _of_model(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterator
     if begun is not None:
         model = model_of(Path(str(config.run.init_from)), begun)
         yield from (Choice(f"model.{name}", getattr(model, name)) for name in architecture(model) if name != "lora")
+    if not _has_model(config):
+        return
     if before is not None:
         for setting in (LEARNING_RATE, WARMUP_STEPS, SEQUENCE_LENGTH, BATCH_SIZE):
             yield Choice(setting, _value(before, setting), f"as the run in {config.run.dir} has it")
-    elif _has_model(config):
+    else:
         yield _learning_rate(config, begun)
         warmup = round(WARMUP * config.train.steps)
         yield Choice(
@@ -160,32 +161,37 @@ def _of_devices(
 ) -> Iterator[Choice]:
     """Yields the settings that follow from the devices; a given size that fits no mesh is refused later."""
     axes = {axis for axis in AXES if f"mesh.{axis}" in given}
-    free_dtype = _has_model(config) and COMPUTE not in given
-    any_batch = _has_model(config) and before is None and BATCH_SIZE not in given
-    if len(axes) == len(AXES) and not free_dtype and not any_batch:
+    is_new_tuning = _has_model(config) and before is None
+    any_batch = is_new_tuning and BATCH_SIZE not in given
+    free_mesh = len(axes) < len(AXES) or any_batch
+    if not free_mesh and COMPUTE in given:
         return
     given_or_one = sized(**{axis: config.mesh.sizes[axis] for axis in axes})
     alone = {axis: max(size, 1) for axis, size in given_or_one.items()}
-    if any(violations_on(with_batch(config, alone) if any_batch else config, alone)):
-        if _has_model(config):  # refused for what was given, and for no default beside it
-            yield Choice("mesh", config.mesh.of_sizes(given_or_one))
+    is_refused = any(violations_on(with_batch(config, alone) if any_batch else config, alone))
+    if is_refused and _has_model(config):  # for what was given, and for no default beside it
+        yield Choice("mesh", config.mesh.of_sizes(given_or_one))
+    if is_refused and place is None:  # before JAX's backend starts
         return
-    mesh = _first_mesh(config, axes, before)
+    as_before = before if _has_model(config) else None
+    mesh = _first_mesh(config, axes, as_before)
     place = place or place_for(mesh)
-    if free_dtype:
-        yield _compute(config, before, place)
-    yield from _mesh(config, axes, before, mesh, place, any_batch=any_batch)
+    if COMPUTE not in given:
+        yield from _compute(config, before, place)
+    if free_mesh and not is_refused:
+        yield from _mesh(config, axes, as_before, mesh, place, any_batch=any_batch)
 
 
-def _compute(config: TrainConfig, before: Mapping[str, Any] | None, place: Place) -> Choice:
+def _compute(config: TrainConfig, before: Mapping[str, Any] | None, place: Place) -> Iterator[Choice]:
+    """Yields the dtype of products, where it is another than the configuration's or a run's that goes on."""
     if before is not None:
-        return Choice(COMPUTE, _value(before, COMPUTE), f"as the run in {config.run.dir} has it")
-    begun = _begun(config)
-    stored = stored_dtype(Path(str(config.model.from_hf))) if begun is None else str(_value(begun, COMPUTE))
-    if stored == "bfloat16" and not place.bfloat16:
-        return Choice(COMPUTE, "float32", f"the model is of bfloat16, which {place.kind} are not faster in")
-    dtype = stored if stored in get_args(DType) else "float32"
-    return Choice(COMPUTE, dtype, f"the model is of {stored or 'no dtype that it names'}")
+        dtype, reason = _value(before, COMPUTE), f"as the run in {config.run.dir} has it"
+    elif place.bfloat16:
+        dtype, reason = "bfloat16", f"{place.kind} multiply faster in it than in float32"
+    else:
+        return
+    if _has_model(config) or dtype != config.model.precision.compute:
+        yield Choice(COMPUTE, dtype, reason)
 
 
 def _first_mesh(config: TrainConfig, axes: Set[str], before: Mapping[str, Any] | None) -> dict[str, int]:

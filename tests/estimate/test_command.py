@@ -207,11 +207,11 @@ def test_help_teaches(capsys):
         ("--hardware mi300xx8 --model.attention cudnn", "it runs on cuda, not on rocm; use auto (blockwise or xla)"),
         ("--hardware v5ex8 --model.attention cudnn", "it runs on cuda, not on tpu; use auto (blockwise or xla)"),
         (
-            "--hardware h100x8 --model.attention cudnn",
+            "--hardware h100x8 --model.attention cudnn --model.precision.compute float32",
             "it computes in 16 bits, and model.precision",
         ),
         (
-            "--hardware h100x8 --model.attention cudnn --model.precision.compute bfloat16",
+            "--hardware h100x8 --model.attention cudnn",
             "packed documents (data.packing=documents) would give it a [T, T] mask; use auto (fused or",
         ),
         ("--config nothing.yaml", "nothing.yaml: No such file"),

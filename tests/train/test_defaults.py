@@ -1,5 +1,6 @@
 """The defaults of a run that begins with a trained model."""
 
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -110,23 +111,21 @@ def test_a_dtype_that_the_devices_are_not_faster_in_is_not_the_default(ask):
     config, notes = ask(place=CPU)
     assert config.model.precision.compute == "float32"
     assert config.mesh.sizes == {"dp": 1, "fsdp": 1, "tp": 1}
-    assert any("the model is of bfloat16, which virtual CPU devices" in note for note in notes)
+    assert not any("precision" in note for note in notes)
 
 
 @pytest.mark.parametrize(
-    ("attributes", "length", "dtype"),
+    ("attributes", "length"),
     [
-        ({"max_position_embeddings": 512}, 512, "bfloat16"),
-        ({"max_position_embeddings": "many"}, 128, "bfloat16"),
-        ({"torch_dtype": "float16"}, 1024, "float32"),
-        ({"torch_dtype": None, "dtype": "bfloat16"}, 1024, "bfloat16"),
-        ({"torch_dtype": None}, 1024, "float32"),
+        ({"max_position_embeddings": 512}, 512),
+        ({"max_position_embeddings": "many"}, 128),
+        ({"torch_dtype": "float32"}, 1024),
     ],
 )
-def test_length_and_dtype_are_those_that_the_model_names(ask, model, attributes, length, dtype):
+def test_the_length_is_the_models_and_the_dtype_that_of_the_devices(ask, model, attributes, length):
     (model / "config.json").write_text(json.dumps(SMOL_LM | attributes))
     config, _ = ask()
-    assert (config.data.sequence_length, config.model.precision.compute) == (length, dtype)
+    assert (config.data.sequence_length, config.model.precision.compute) == (length, "bfloat16")
 
 
 def test_a_sequence_is_no_longer_than_the_learned_positions(ask, model):
@@ -254,9 +253,33 @@ def test_a_run_of_ours_fits_the_devices_that_are_there(ask):
     for flags in ((), ("--model.num-heads", "6", "--model.num-kv-heads", "6", "--model.d-ff", "96")):
         config, notes = ask(*flags, place=Place(2, 2, bfloat16=True, kind="GPUs"), begins=())
         assert config.mesh.dp * config.mesh.fsdp * config.mesh.tp == 2
-        assert [note.partition(" = ")[0] for note in notes] == ["mesh"]
+        assert [note.partition(" = ")[0] for note in notes] == ["model.precision.compute", "mesh"]
         assert config.optimizer == TrainConfig().optimizer
-    assert ask(begins=(), place=GPUS) == (TrainConfig(run=config.run), []), "where the defaults fit they stay"
+    eight_cpus = dataclasses.replace(CPU, devices=8, per_process=8)
+    assert ask(begins=(), place=eight_cpus) == (TrainConfig(run=config.run), []), "where the defaults fit they stay"
+
+
+def test_a_run_on_gpus_computes_in_bfloat16_unless_told_otherwise(ask):
+    whole_mesh = ("--mesh.dp", "1", "--mesh.fsdp", "2", "--mesh.tp", "4")
+    config, notes = ask(*whole_mesh, begins=())
+    assert vars(config.model.precision) == vars(TrainConfig().model.precision) | {"compute": "bfloat16"}
+    assert notes == ["model.precision.compute = bfloat16: GPUs multiply faster in it than in float32"]
+    as_asked = ask(*whole_mesh, "--model.precision.compute", "float32", begins=())
+    assert (as_asked[0].model.precision, as_asked[1]) == (TrainConfig().model.precision, [])
+    old_gpus = dataclasses.replace(GPUS, bfloat16=False)
+    assert fit(TrainConfig(), set(), old_gpus) == (TrainConfig(), [])
+
+
+@pytest.mark.parametrize(("dtype", "place"), [("float32", GPUS), ("bfloat16", CPU)])
+def test_a_run_of_ours_that_goes_on_computes_in_the_dtype_that_it_has(dtype, place, monkeypatch):
+    before = {"config": {**BEFORE["config"], "model": {"precision": {"compute": dtype}}}, "mesh": BEFORE["mesh"]}
+    monkeypatch.setattr(defaults, "newest_info", lambda run: before)
+    config, notes = fit(TrainConfig(mesh=MeshConfig(dp=1, fsdp=1, tp=1)), {"mesh.dp", "mesh.fsdp", "mesh.tp"}, place)
+    assert config.model.precision.compute == dtype
+    assert config.optimizer == TrainConfig().optimizer, "and nothing else of it"
+    assert notes == (
+        [] if dtype == "float32" else [f"model.precision.compute = {dtype}: as the run in runs/tiny has it"]
+    )
 
 
 def test_printing_the_configuration_says_why_and_reads_back(ask, tmp_path, capsys):
