@@ -1,4 +1,4 @@
-"""Joining the processes of a multi-process run; the only reader and writer of the environment.
+"""Joining the processes of a multi-process run, and the user's cache; the only reader and writer of the environment.
 
 One process drives all GPUs of a host unless a launcher says otherwise. Three ways to start several:
 
@@ -8,9 +8,11 @@ One process drives all GPUs of a host unless a launcher says otherwise. Three wa
 On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices.
 """
 
+import errno
 import itertools
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from functools import partial
@@ -31,6 +33,8 @@ _PATIENCE = 20.0
 """Seconds after which a process says that it waits for others."""
 _NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 """Files of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
+_MOST_KEPT = 4 * 2**30
+"""Bytes of compiled programs that are kept; a training step for GPUs takes some MB."""
 
 
 def join_processes(environment: Mapping[str, str] = os.environ) -> None:
@@ -117,6 +121,57 @@ def cache_folder() -> Path:
     """Returns the folder in the user's cache (XDG base directory specification) for what can be computed again."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "jaxtp"
+
+
+def keep_programs(platform: str) -> None:
+    """Keeps the programs that JAX compiles from here on in the user's cache, and takes from it what is there already.
+
+    Does nothing where JAX's configuration says something of its cache; an empty JAX_COMPILATION_CACHE_DIR turns it off.
+    Nor on CPUs: their programs hold instructions of the very CPU that compiled them, so that another one that shares
+    the home refuses or dies of them. Nor with several processes, of which only the first would write: where they share
+    no disk it would not compile the next time, and the others would wait for its part of the autotuning. A folder that
+    cannot be used is said on stderr, in one line.
+
+    Args:
+      platform: JAX's name of the devices that programs are compiled for.
+    """
+    asked = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if asked == "":
+        jax.config.update("jax_enable_compilation_cache", False)  # else XLA's own files come to the current folder
+    if asked is not None or platform == "cpu" or jax.process_count() > 1:
+        return
+    try:
+        folder = cache_folder() / "programs"
+        _make_private(folder)
+        _forget_oldest(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        print(f"compiled programs are not kept for the next run: {error}", file=sys.stderr)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # their size has no bound, and damage is an error
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder for programs, which whoever can write there can replace.
+
+    Raises:
+      OSError: it cannot be made or written, or others can write there.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others can write there", str(folder))
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+def _forget_oldest(folder: Path, most: int = _MOST_KEPT) -> None:
+    """Deletes the files that were used the longest ago, until the others take at most so many bytes."""
+    found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
+    found.sort(key=lambda file: max(file[0].st_atime_ns, file[0].st_mtime_ns), reverse=True)
+    sizes = itertools.accumulate(stat.st_size for stat, _ in found)
+    for (_, path), total in zip(found, sizes, strict=True):
+        if total > most:
+            path.unlink(missing_ok=True)
 
 
 def xla_flags() -> str:

@@ -51,6 +51,7 @@ def _bench(argv: Sequence[str]) -> None:
     asked, _ = configuration.load(CommConfig, flags, prog=program, description=DESCRIPTION, fit=fit)
     config = training_of(asked)
     mesh = mesh_of(config.mesh.sizes)
+    launch.keep_programs(mesh.devices.flat[0].platform)
     if jax.process_index() == 0:
         _require_files(asked)
         _write(asked, measure(asked, config, mesh))

@@ -23,6 +23,7 @@ from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import Source, open_source
 from jaxtp.generate.prompts import read_prompts
 from jaxtp.generate.request import Piece, Result
+from jaxtp.launch import keep_programs
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -46,6 +47,7 @@ def run(config: GenerateConfig, folder: Path) -> None:
     source = open_source(folder, config)
     listener = _listener(config, source) if config.chat else None
     mesh = open_mesh(config.mesh, source.config)
+    keep_programs(mesh.devices.flat[0].platform)
     model = source.load(mesh)
     _say(_summary(source, model, mesh))
     generator = Generator(

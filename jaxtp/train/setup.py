@@ -13,6 +13,7 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.hf.runs import check_base, describe_base, load_base
 from jaxtp.interrupt import Interrupt
+from jaxtp.launch import keep_programs
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.attention_check import check_attention
@@ -67,6 +68,7 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
     config = with_model(config)
     check_origin(config)
     mesh = open_mesh(config)
+    keep_programs(mesh.devices.flat[0].platform)
     check_installed(config.metrics.trackers)
     data = load_data(config)
     blueprint = plan(config, mesh)
