@@ -4,6 +4,7 @@ import math
 import textwrap
 from collections.abc import Mapping, Sequence, Set
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,12 +19,12 @@ from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
 from jaxtp.estimate.reasons import what_would_fit, why
-from jaxtp.estimate.record import record
+from jaxtp.estimate.record import as_configuration, record
 from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import Model, Search, Setting, Target, describe_model, estimate, search, target
 from jaxtp.estimate.target import compile_for
 from jaxtp.estimate.topology import DoesNotFitError, TargetError, topology
-from jaxtp.files import require_picture, require_writable, write_json, write_picture
+from jaxtp.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.hardware import RANGES
 from jaxtp.hardware_file import MAX_DEVICES, parse
 from jaxtp.mesh import MeshError, describe_mesh, fill, fitting_meshes, parse_mesh
@@ -48,6 +49,7 @@ KEYS. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
 
   python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware h100x8
   python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
+  python -m jaxtp.estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
 """.replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
 
 
@@ -68,6 +70,7 @@ def _estimate(argv: Sequence[str]) -> int:
     asked, chosen = configuration.load(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=_fit)
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     require_writable("--json", asked.json)
+    require_writable("--write", asked.write)
     require_picture("--plot", asked.plot)
     config = training_of(asked)
     where = target(*parse(asked.hardware), asked.memory_fraction)
@@ -87,9 +90,21 @@ def _estimate(argv: Sequence[str]) -> int:
     failed = _compile(asked, found.settings[0], numbers) if asked.tier > 1 else None
     fits = bool(found.fitting) and numbers.get("tier_3", {}).get("fits", True)
     write_json("--json", asked.json, numbers)
+    if asked.write is not None:
+        _write(asked, asked.write, found.settings[0] if fits else None)
     if failed is not None:
         return entry.fail(PROGRAM, failed)
     return 0 if fits else 1
+
+
+def _write(asked: EstimateConfig, file: Path, best: Setting | None) -> None:
+    """Writes the best setting as a configuration, if one fits, and says so."""
+    if best is None:
+        print(f"\n--write {file}: not written, because nothing fits")
+        return
+    with writing("--write", file):
+        file.write_text(as_configuration(best, file, asked))
+    print(f"\n{file}: for python -m jaxtp.train --config {file}")
 
 
 def _tell(asked: EstimateConfig, config: TrainConfig, where: Target, model: Model, found: Search) -> dict[str, Any]:

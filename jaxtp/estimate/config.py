@@ -46,6 +46,10 @@ class EstimateConfig(TrainConfig):
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File to write every number to, for machines."""
 
+    write: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
+    """File to write the best setting to, for python -m jaxtp.train --config FILE.yaml: all that was asked for, with the
+    best mesh, remat and micro-batches. Not written if nothing fits."""
+
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
     """File to draw memory by kind and time by part over tp in (pip install 'jaxtp[plot]')."""
 

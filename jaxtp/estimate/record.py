@@ -1,15 +1,19 @@
-"""An estimate for machines."""
+"""An estimate for machines: every number as plain values, and the best setting as the configuration of a run."""
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 import jaxtp
+from jaxtp.config import to_yaml
 from jaxtp.estimate.alternatives import Alternative
+from jaxtp.estimate.config import EstimateConfig
 from jaxtp.estimate.report import MODELLED, PROVENANCE_OF_MEMORY, provenance_of_moves
 from jaxtp.estimate.search import Model, Search, Setting, Target
+from jaxtp.hardware import GB
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory
 
@@ -89,3 +93,23 @@ def setting_record(setting: Setting) -> dict[str, Any]:
         "tokens_per_second_range": list(setting.tokens_per_second_range),
         "mfu_range": list(setting.mfu_range),
     }
+
+
+def as_configuration(best: Setting, file: Path, asked: EstimateConfig) -> str:
+    """Returns a setting as YAML that `train` takes, and that begins with the command and with what it came from.
+
+    Args:
+      best: the setting.
+      file: where it will be.
+      asked: the estimate that it is the best of.
+    """
+    slow, fast = best.tokens_per_second_range
+    memory = f"{best.memory.total / GB:,.1f} GB on each device"
+    share = asked.memory_fraction
+    variable = "" if share == EstimateConfig().memory_fraction else f"XLA_PYTHON_CLIENT_MEM_FRACTION={share} "
+    return (
+        f"# {variable}python -m jaxtp.train --config {file}\n#\n"
+        f"# The best of python -m jaxtp.estimate for {asked.hardware}: {memory}, of\n"
+        f"# {best.target.room / GB:,.1f} for JAX, and {slow:,.0f} to {fast:,.0f} tokens/s, modelled.\n\n"
+        f"{to_yaml(best.config)}"
+    )

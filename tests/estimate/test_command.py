@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,18 @@ from support import sweep
 
 from jaxtp.audit.schedule import Scheduled
 from jaxtp.communication import Collective
+from jaxtp.config import load
 from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
 from jaxtp.estimate.partitioned import Partitioned, bytes_sent
 from jaxtp.estimate.target import Compiled
 from jaxtp.estimate.topology import DoesNotFitError, TargetError
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.defaults import fit
+from jaxtp.train.place import Place
 
 ROOT = Path(__file__).parent.parent.parent
+CPU = Place(devices=8, per_process=8, bfloat16=False, kind="virtual CPU devices")
 TINY = ["--config", str(ROOT / "configs/tiny.yaml")]
 
 
@@ -51,6 +57,24 @@ def test_shipped_configurations_are_answered(config, tmp_path, capsys):
     assert re.search(r"All 100,000 steps take .* (hours|days): .* h100 hours in all", out)
     assert "exact" in out
     assert "modelled" in out
+
+
+def test_the_best_setting_is_written_for_training(tmp_path, capsys):
+    """Where nothing is given, its defaults are in it as well: training with it has none of its own."""
+    file = tmp_path / "best.yaml"
+    flags = ["--hardware", "h100x8", "--mesh", "fsdp=2,tp=4", "dp=8", "--data.sequence-length", "64"]
+    assert main([*flags, "--memory-fraction", "0.9", "--write", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert f"{file}: for python -m jaxtp.train --config {file}\n" in out
+    text = file.read_text()
+    assert text.startswith(f"# XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python -m jaxtp.train --config {file}\n#\n")
+    remat, accumulation, rows = re.search(r"^dp 8 +(\w+) +(\d+) of (\d+)", out, re.MULTILINE).groups()
+    config, notes = load(TrainConfig, ["--config", str(file)], prog="", description="", fit=partial(fit, place=CPU))
+    assert notes == []
+    assert config.mesh.sizes == {"dp": 8, "fsdp": 1, "tp": 1}
+    assert (config.model.remat, config.train.accumulation) == (remat, int(accumulation))
+    assert config.data.global_batch_size == 8 * int(accumulation) * int(rows)
+    assert (config.data.sequence_length, config.model.precision.compute) == (64, "bfloat16")
 
 
 def test_one_mesh_and_its_settings_as_they_are(tmp_path, capsys):
@@ -164,8 +188,12 @@ def test_generating(tmp_path, capsys):
 def test_nothing_fits(tmp_path, capsys):
     own = tmp_path / "small.yaml"
     own.write_text("like: rtx4090\nmemory: 9.0e+9")
-    assert main(["--config", str(ROOT / "configs/llama3_8b.yaml"), "--hardware", f"{own}x2"]) == 1
+    file = tmp_path / "best.yaml"
+    flags = ["--hardware", f"{own}x2", "--write", str(file)]
+    assert main(["--config", str(ROOT / "configs/llama3_8b.yaml"), *flags]) == 1
     out = capsys.readouterr().out
+    assert f"--write {file}: not written, because nothing fits\n" in out
+    assert not file.exists()
     assert "does not fit" in out
     assert "Nothing fits. The least is " in out
     assert " x small would do: " in out
@@ -202,6 +230,7 @@ def test_help_teaches(capsys):
         ("--hardware h100x8 --mesh pp=8", "'pp' is not an axis; they are dp, fsdp, tp"),
         ("--hardware h100x3 --mesh fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3; fsdp can be 1, 2"),
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
+        ("--hardware h100x8 --write /proc/nothing/x.yaml", "--write /proc/nothing/x.yaml: No such file"),
         ("--hardware h100x8 --plot plot.xyz", "--plot plot.xyz: pictures are "),
         ("--hardware h100x8 --memory-fraction 2", "--memory-fraction 2.0: should be"),
         ("--hardware mi300xx8 --model.attention cudnn", "it runs on cuda, not on rocm; use auto (blockwise or xla)"),
