@@ -13,7 +13,7 @@ from support import sweep
 
 from jaxtp.audit.schedule import Scheduled
 from jaxtp.communication import Collective
-from jaxtp.config import load
+from jaxtp.config import from_yaml, load
 from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
 from jaxtp.estimate.partitioned import Partitioned, bytes_sent
@@ -57,6 +57,25 @@ def test_shipped_configurations_are_answered(config, tmp_path, capsys):
     assert re.search(r"All 100,000 steps take .* (hours|days): .* h100 hours in all", out)
     assert "exact" in out
     assert "modelled" in out
+
+
+RECIPES = {
+    "finetune_llama31_8b": "h100x8",
+    "finetune_qwen3_8b": "h100x8",
+    "lora_llama31_70b": "h100x8",
+    "pretrain_1b": "h100x1",
+}
+
+
+@pytest.mark.parametrize("config", sweep(list(RECIPES), "pretrain_1b"))
+def test_a_recipe_is_the_best_setting_and_surely_fits(config, tmp_path):
+    path, written, record = ROOT / f"configs/{config}.yaml", tmp_path / "new" / "best.yaml", tmp_path / "estimate.json"
+    hardware = RECIPES[config]
+    assert f"estimate --config configs/{config}.yaml --hardware {hardware}" in path.read_text()
+    flags = ["--config", str(path), "--hardware", hardware, "--write", str(written), "--json", str(record)]
+    assert main(flags) == 0
+    assert from_yaml(TrainConfig, written) == from_yaml(TrainConfig, path)
+    assert json.loads(record.read_text())["meshes"][0]["fits_surely"]
 
 
 def test_the_best_setting_is_written_for_training(tmp_path, capsys):

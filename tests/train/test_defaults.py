@@ -60,6 +60,50 @@ def test_a_trained_model_gets_the_defaults_of_fine_tuning(ask, model):
     }
 
 
+LLAMA_31_8B = {
+    **{
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "vocab_size": 128256,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 500000.0,
+    },
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32},
+    **{"num_key_value_heads": 8, "max_position_embeddings": 131072, "tie_word_embeddings": False},
+    **{"attention_bias": False, "mlp_bias": False, "torch_dtype": "bfloat16"},
+    "rope_scaling": {
+        **{"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        "original_max_position_embeddings": 8192,
+    },
+}
+QWEN_3_8B = {
+    **{"model_type": "qwen3", "hidden_act": "silu", "vocab_size": 151936, "rms_norm_eps": 1e-06, "rope_theta": 1000000},
+    **{"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_hidden_layers": 36},
+    **{"num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960, "tie_word_embeddings": False},
+    **{"attention_bias": False, "torch_dtype": "bfloat16", "rope_scaling": None, "sliding_window": None},
+    **{"use_sliding_window": False, "max_window_layers": 36},
+}
+LLAMA_31_70B = LLAMA_31_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "attributes"),
+    [
+        ("finetune_llama31_8b", LLAMA_31_8B),
+        ("finetune_qwen3_8b", QWEN_3_8B),
+        ("lora_llama31_70b", LLAMA_31_70B | {"num_hidden_layers": 80}),
+    ],
+)
+def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, attributes, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(attributes))
+    file = Path(__file__).parents[2] / f"configs/{recipe}.yaml"
+    alone = from_yaml(TrainConfig, file)
+    flags = ["--config", str(file), "--model.from-hf", str(tmp_path)]
+    config, notes = load(TrainConfig, flags, prog="", description="", fit=partial(fit, place=GPUS))
+    assert notes == []
+    assert config == dataclasses.replace(alone, model=dataclasses.replace(alone.model, from_hf=tmp_path))
+
+
 GIVEN = {
     "optimizer": {"learning_rate": 5e-3, "warmup_steps": 20},
     "data": {"sequence_length": 128},
