@@ -58,7 +58,8 @@ def shipped() -> str:
         )
         for m in compiled.collectives:
             numbers = (f"{n:,}" for n in (m.count, m.overlapped, m.computing))
-            moved.append((name, m.kind, "+".join(m.axes), *numbers, f"{m.bytes / GB:,.3f}"))
+            one = m.collective
+            moved.append((name, one.kind, "+".join(one.axes), *numbers, f"{one.bytes / GB:,.3f}"))
     header = ("config", "hardware", "mesh", "seconds", "compiler", "state", "compiled", "without scores", "modelled")
     beside = ("config", "collective", "over", "count", "overlapped", "computing beside", "GB")
     return columns(header, rows) + "\n\n" + columns(beside, moved)

@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      Its exit code: 0, also when a signal stopped it; 1 where a loss or gradient was not finite; 2 for a mistake;
-      130 for a second Ctrl-C.
+      Its exit code: 0, also when a signal stopped it; 1 where a loss, gradient or update was not finite; 2 for a
+      mistake; 130 for a second Ctrl-C.
     """
     _quieten()
     return entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED)

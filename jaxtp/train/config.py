@@ -189,7 +189,8 @@ class LoopConfig:
 
     non_finite: Literal["stop", "skip"] = "stop"
     """Reaction to a step whose loss or gradient is not finite. Its update is never applied: stop saves the state and
-    the batch for inspection and ends the run, skip goes on."""
+    the batch for inspection and ends the run, skip goes on. An update that is not finite although they are ends the run
+    either way."""
 
     max_skipped: Count = 10
     """Steps in a row that skip may leave out before it stops."""

@@ -27,7 +27,7 @@ from jaxtp.train.watchdog import Watchdog
 
 
 class NonFiniteError(ArithmeticError):
-    """A loss or a gradient that is not finite, where the configuration does not allow it."""
+    """A loss or a gradient that is not finite, where the configuration does not allow it; or an update."""
 
 
 class Loop:
@@ -52,7 +52,7 @@ class Loop:
         """Trains, evaluates and saves, until `train.steps` or a signal.
 
         Raises:
-          NonFiniteError: a loss or gradient was not finite, and `train.non_finite` does not allow it.
+          NonFiniteError: a loss or gradient was not finite, and `train.non_finite` does not allow it; or an update.
           ValueError: a `CheckpointError` or `RunFolderError` where files cannot be written, a `TokenError` of the data.
         """
         run, total = self._run, self._config.train.steps
@@ -135,6 +135,8 @@ class Loop:
         self._timing.tick()
         if skipped := int(values.pop("skipped")):
             self._skipped(step, skipped, values)
+        elif not math.isfinite(values["param_norm"]):
+            raise self._overflown(step, values)
         tokens_per_step = self._config.data.global_batch_size * self._config.data.sequence_length
         total = self._config.train.steps
         self._report.step(step, values["loss"], tokens_per_step / self._timing.step_seconds)
@@ -164,22 +166,30 @@ class Loop:
     def _skipped(self, step: int, skipped: int, values: dict[str, float]) -> None:
         """Says that a step was not finite, or ends the run because of it."""
         allowed = self._config.train.skips_allowed
-        what = (
-            f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}, "
-            f"norm of the weights that it would give {values['param_norm']:g}"
-        )
+        what = f"step {step}: loss {values['loss']:g}, gradient norm {values['grad_norm']:g}"
         if skipped <= allowed:
             self._report.line(f"{what}; the update is skipped, {skipped} in a row of at most {allowed}")
             return
-        saved = self._run.checkpoints.steps()
-        begin = f"the checkpoint at step {saved[-1]}" if saved else "its beginning: there is no checkpoint yet"
         way_out = "leave such steps out with --train.non-finite skip"
         if self._config.train.non_finite == "skip":
             way_out = f"allow more than --train.max-skipped {allowed} such steps in a row"
         raise NonFiniteError(
             f"{what}: not finite. Nothing of it entered the weights; {self._inspection(step)}. This one goes on from "
-            f"{begin}. Look for the cause (a learning rate too high, a bad sample), or {way_out}"
+            f"{self._last_saved()}. Look for the cause (a learning rate too high, a bad sample), or {way_out}"
         )
+
+    def _overflown(self, step: int, values: dict[str, float]) -> NonFiniteError:
+        """Returns the error that ends a run whose weights an update has just made useless, before they are saved."""
+        loss, gradient, weights, rate = (values[n] for n in ("loss", "grad_norm", "param_norm", "learning_rate"))
+        return NonFiniteError(
+            f"step {step}: loss {loss:g}, gradient norm {gradient:g}, norm of the weights after it {weights:g}: the "
+            "update is not finite. It is in the weights, which are not saved; this run goes on from "
+            f"{self._last_saved()}. Lower the learning rate, which was {rate:g}"
+        )
+
+    def _last_saved(self) -> str:
+        saved = self._run.checkpoints.steps()
+        return f"the checkpoint at step {saved[-1]}" if saved else "its beginning: there is no checkpoint yet"
 
     def _inspection(self, step: int) -> str:
         """Keeps the state and the batch for inspection; returns a text that says where."""

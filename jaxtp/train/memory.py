@@ -1,10 +1,9 @@
 """Bytes that a training step takes on each device, by kind: the state exactly, the rest modelled; arithmetic only.
 
-A step has two moments at which it may hold most. Between forward and backward pass there are the gradients of all
-blocks (XLA makes room for them before the forward pass), what the blocks keep, and the working sets of the loss and of
-the last block. In the update there are all gradients and, because a step that is not finite must change nothing, the
-new parameters beside the old. The larger of the two is the peak. An evaluation stays below it: it is the forward pass
-alone, of the same micro-batches (`step.eval_step`).
+A step holds most between forward and backward pass: there are the gradients of all blocks (XLA makes room for them
+before the forward pass), what the blocks keep, and the working sets of the loss and of the last block. The update is
+made in place (`step.make_train_step`) and holds less. So does an evaluation: it is the forward pass alone, of the same
+micro-batches.
 
 What blocks and head hold is what their layers declare (`models/costs.py`): arrays that XLA's compiler for GPUs was seen
 to hold for dense Llama shapes, in the sizes that they have on one device.
@@ -85,9 +84,6 @@ class Memory:
     """Gradients in the parameters' dtype, and their sums over micro-batches, which may be in a wider one; modelled, as
     all that follows but the batch."""
 
-    updates: int
-    """New parameters beside the old."""
-
     gathered_weights: int
     """Weights as layers multiply with them: cast, gathered, in another layout; and their gradients before reduction."""
 
@@ -135,8 +131,21 @@ def memory_per_device(
       platform: kind of device, which decides the kernels: cpu, cuda, rocm or tpu.
     """
     held = _Held.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
-    moments = (_backward(config, sizes, held, platform), _update(config, sizes, held))
-    return max(moments, key=lambda memory: memory.total)
+    costs = costs_of_step(config, sizes, platform)
+    weights, working, logits = costs.weights, costs.working, costs.loss
+    if logits < weights + working:
+        logits //= OVERLAP
+    else:
+        weights, working = weights // OVERLAP, working // OVERLAP
+    return Memory(
+        parameters=held.parameters,
+        optimizer=held.optimizer,
+        gradients=held.trained_blocks + held.summed,
+        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
+        activations=costs.kept + working,
+        logits=logits,
+        batch=_batch_bytes(config, sizes),
+    )
 
 
 def with_attention(config: TrainConfig, implementation: Implementation) -> TrainConfig:
@@ -151,8 +160,8 @@ class _Held:
 
     parameters: int
     optimizer: int
-    trained: int
     trained_blocks: int
+    """Bytes of the blocks' parameters that have gradients."""
     summed: int
     """Bytes of the sums of gradients over micro-batches; 0 without them."""
 
@@ -164,7 +173,6 @@ class _Held:
         return cls(
             parameters=sum(size for a, size in held if a.name.startswith(MODEL)),
             optimizer=sum(size for a, size in held if not a.name.startswith(MODEL)),
-            trained=sum(size for a, size in held if a.trained),
             trained_blocks=sum(size for a, size in held if a.trained and a.name.startswith(BLOCKS)),
             summed=sum(a.bytes_per_device(sizes, sum_dtype(a.dtype)) for a in summed),
         )
@@ -183,38 +191,6 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
         accumulation=config.train.accumulation,
         packed=config.data.packed,
         platform=platform,
-    )
-
-
-def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held, platform: str) -> Memory:
-    costs = costs_of_step(config, sizes, platform)
-    weights, working, logits = costs.weights, costs.working, costs.loss
-    if logits < weights + working:
-        logits //= OVERLAP
-    else:
-        weights, working = weights // OVERLAP, working // OVERLAP
-    return Memory(
-        parameters=held.parameters,
-        optimizer=held.optimizer,
-        gradients=held.trained_blocks + held.summed,
-        updates=0,
-        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
-        activations=costs.kept + working,
-        logits=logits,
-        batch=_batch_bytes(config, sizes),
-    )
-
-
-def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held) -> Memory:
-    return Memory(
-        parameters=held.parameters,
-        optimizer=held.optimizer,
-        gradients=held.summed or held.trained,
-        updates=held.trained,
-        gathered_weights=0,
-        activations=0,
-        logits=0,
-        batch=_batch_bytes(config, sizes),
     )
 
 

@@ -83,9 +83,9 @@ def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bo
     a norm more of each kind, such as `grad_norm/blocks.mlp.*`, for each of `metrics.norm_groups`.
 
     The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
-    whole batch, `grad_norm` the global L2 norm before clipping, both of the parameters before the update; `param_norm`
-    is that of the parameters after it. If one of them is not finite, the step leaves the state as it is, and `skipped`
-    counts it.
+    whole batch, `grad_norm` the global L2 norm before clipping, both of the parameters before the update; if one of the
+    two is not finite, the step leaves the state as it is, and `skipped` counts it. `param_norm` is that of the
+    parameters after the step: not finite if the update itself was not.
 
     Args:
       config: the run.
@@ -103,10 +103,10 @@ def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bo
         norms = _norms("grad_norm", grads, groups)
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
-        norms |= _norms("param_norm", nnx.state(train_state.model, kind), groups)
-        scalars = {"loss": loss, "learning_rate": jnp.asarray(schedule(updates)), **norms}
-        finite = jnp.isfinite(loss) & jnp.isfinite(norms["grad_norm"]) & jnp.isfinite(norms["param_norm"])
-        new, scalars["skipped"] = _guarded(nnx.state(train_state), state, finite, config.train.skips_allowed)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norms["grad_norm"])
+        new, skipped = _guarded(nnx.state(train_state), state, finite, config.train.skips_allowed)
+        norms |= _norms("param_norm", nnx.filter_state(new["model"], kind), groups)
+        scalars = {"loss": loss, "learning_rate": jnp.asarray(schedule(updates)), **norms, "skipped": skipped}
         return new, Scalars.of(scalars), *([grads] if with_grads else [])
 
     of_grads = [nnx.filter_state(blueprint.shardings["model"], kind)] if with_grads else []
@@ -124,7 +124,11 @@ def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> dict[str, Ar
 
 
 def _guarded(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) -> tuple[nnx.State, Array]:
-    """Returns the new state, or the old one if the step or too many before it were not finite; and how many are not."""
+    """Returns the new state, or the old one if the step or too many before it were not finite; and how many are not.
+
+    Whether it is finite is known before the update, so that XLA updates each array in place of the old one. If it hung
+    on the new parameters, they and their moments would be held beside the old until the last of them is there.
+    """
     before = jnp.asarray(old["skipped"][...])
     halted = before > max_skipped
     skipped = jnp.where(halted, before, jnp.where(finite, 0, before + 1))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import SMALL, TEXT, finish, mesh, records, wait_for_step
+from support import sweep
 
 import jaxtp
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
@@ -83,7 +84,11 @@ def test_the_same_seed_repeats_bit_for_bit(tmp_path, command):
         assert records(tmp_path / "a", key) == records(tmp_path / "b", key)
 
 
-EXPLODE = ["--optimizer.learning-rate", "1e30", "--optimizer.warmup-steps", "0", "--train.steps", "20"]
+EXPLODE = ["--optimizer.learning-rate", "1e15", "--optimizer.warmup-steps", "0", "--train.steps", "20"]
+"""Weights that are finite after the first step, and whose loss is not."""
+
+OVERFLOW = ["--optimizer.learning-rate", "1e30", *EXPLODE[2:]]
+"""Weights whose norm is not finite after the first step."""
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
@@ -92,7 +97,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     assert main([*command, *EXPLODE, "--run.dir", str(run), "--checkpoint.every", "1"]) == 1
     error = capsys.readouterr().err
     assert "not finite. Nothing of it entered the weights" in error
-    assert "This one goes on from its beginning: there is no checkpoint yet" in error
+    assert "This one goes on from the checkpoint at step 1" in error
     assert "--train.non-finite skip" in error
     (kept,) = (run / "non_finite").glob("[0-9]*")
     with np.load(kept / "batch_0.npz") as batch:
@@ -100,6 +105,18 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
         assert batch["inputs_4"].dtype == np.int32
     for line in (run / "metrics.jsonl").read_text().splitlines():
         json.loads(line, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize("reaction", sweep(["stop", "skip"], "skip"))
+def test_an_update_that_is_not_finite_is_never_saved(tmp_path, command, capsys, reaction):
+    run = tmp_path / "run"
+    saving = ["--checkpoint.every", "1", "--train.non-finite", reaction]
+    assert main([*command, *OVERFLOW, "--run.dir", str(run), *saving]) == 1
+    error = capsys.readouterr().err
+    assert "norm of the weights after it inf: the update is not finite" in error
+    assert "this run goes on from its beginning: there is no checkpoint yet" in error
+    assert not Checkpoints(run / "checkpoints").steps()
+    assert not (run / "non_finite").exists()
 
 
 @pytest.mark.journey
