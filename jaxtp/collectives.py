@@ -155,6 +155,12 @@ def vary(x: Array, *axes: str) -> Array:
     return x if current_mesh() is None else lax.pcast(x, axes, to="varying")
 
 
+def vary_like(x: Array, *others: Array) -> Array:
+    """Marks `x`, equal on all devices, as different along the axes along which one of the others is."""
+    axes = {axis for other in others for axis in jax.typeof(other).manual_axis_type.varying}
+    return vary(x, *sorted(axes))
+
+
 def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
     """Brings an activation to every device of a tp group.
 
@@ -208,10 +214,10 @@ def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
     return x if current_mesh() is None else lax.all_to_all(x, axes, split, join, tiled=True)
 
 
-def permute(x: Array, axis: str) -> Array:
-    """Returns what the device before this one in the ring along `axis` holds."""
+def permute(x: Array, axis: str, step: int = 1) -> Array:
+    """Returns what the device holds that is `step` places before this one in the ring along `axis`."""
     size = axis_size(axis)
-    return x if current_mesh() is None else lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+    return x if current_mesh() is None else lax.ppermute(x, axis, [(i, (i + step) % size) for i in range(size)])
 
 
 def load_weight(

@@ -35,6 +35,7 @@ from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision, Split, Weights, own
 from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
+from jaxtp.layers.rings import Overlap
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
 from jaxtp.mesh import TP, platform_here
 
@@ -200,6 +201,7 @@ class CausalSelfAttention(Branch):
       norm_eps: of the normalisation of queries and keys.
       norm_plus_one: its factor is 1 + scale.
       sequence_parallel: activations outside are split over tp along the sequence.
+      overlap: whether the projections gather and sum while they multiply; see `layers.rings`.
       lora: adapters of the projections that it names.
       precision: the dtypes.
       rngs: source of the `params` key.
@@ -216,12 +218,14 @@ class CausalSelfAttention(Branch):
         norm_eps: float = 1e-6,
         norm_plus_one: bool = False,
         sequence_parallel: SequenceParallel = False,
+        overlap: Overlap = "none",
         lora: LoraConfig = LoraConfig(),
         precision: Precision = Precision(),
         rngs: nnx.Rngs,
     ):
         self.config, self.precision = config, precision
-        shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "precision": precision, "rngs": rngs}
+        over_tp: dict[str, Any] = {"sequence_parallel": sequence_parallel, "overlap": overlap}
+        shared: dict[str, Any] = {**over_tp, "precision": precision, "rngs": rngs}
         queries, keys = config.heads, config.heads.keys
         plain = config.rope_theta is None and config.qk_norm == "none" and config.attention_softcap is None
         self.qkv = ColumnParallelLinear(

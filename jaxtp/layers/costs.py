@@ -11,17 +11,20 @@ Of activations over tp, in units of (t-1)/t * batch * sequence * d_model * bytes
 | layer            | all-reduce: forward, again, backward | sequence-parallel: forward, again, backward |
 |------------------|--------------------------------------|---------------------------------------------|
 | column           | 0, 0, 2                              | 1, 1, 1                                     |
+| column, ring     |                                      | 1, 1, 2                                     |
 | row              | 2, 2, 0                              | 1, 1, 1                                     |
+| row, ring        |                                      | 1, 1, 1                                     |
 | embedding        | 2, never, 0                          | 1, never, 1                                 |
 | head             | 0, never, 2                          | 1, never, 1                                 |
 
 The embedding's table may stay as fsdp divides it: activations then go over fsdp (`layers/embedding.py`).
 
-"Again" is paid where the remat policy does not keep what the backward pass reads (`layers/remat.py`). Nothing reads a
-block's last sum, so it is never made again. Every other weight is gathered over fsdp for the forward pass and, in a
-block, again for the backward pass, in the compute dtype. Its gradient is reduced in the reduction dtype: over fsdp in
-each micro-batch, and over dp once in a step, after the last of them. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO
-stage 3 (arXiv 1910.02054).
+"Again" is paid where the remat policy does not keep what the backward pass reads (`layers/remat.py`): the gathered
+input of a column layer, or in a ring its outputs, as its backward pass gathers anyway. Nothing reads a block's last
+sum, so it is never made again. Every other weight is gathered over fsdp for the forward pass and, in a block, again for
+the backward pass, in the compute dtype. Its gradient is reduced in the reduction dtype: over fsdp in each micro-batch,
+and over dp once in a step, after the last of them. Megatron-LM (arXiv 1909.08053, 2205.05198), ZeRO stage 3 (arXiv
+1910.02054).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,7 +32,7 @@ from dataclasses import dataclass, replace
 
 import jax.numpy as jnp
 
-from jaxtp.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, Axes, Collective
+from jaxtp.communication import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, Axes, Collective
 from jaxtp.layers.activations import SequenceParallel, is_split
 from jaxtp.layers.parameter import GRADIENTS, Precision, Split
 from jaxtp.layers.remat import RematPolicy
@@ -325,6 +328,18 @@ def leave(module: str, share: Share, size: float, *, split: bool, again: bool) -
         yield Moves(Collective(ALL_GATHER, (TP,), share.tp, size, module), int(share.training))
     else:
         yield Moves(Collective(ALL_REDUCE, (TP,), share.tp, size, module), 1 + again)
+
+
+def ring(module: str, share: Share, size: float, times: int) -> Moves:
+    """Returns what rings over tp move (`layers/rings.py`): parts of an activation, each past all other devices.
+
+    Args:
+      module: name of the layer.
+      share: of the device.
+      size: bytes of the whole activation.
+      times: how often it goes around.
+    """
+    return Moves(Collective(PERMUTE, (TP,), share.tp, size / share.tp, module), times * (share.tp - 1))
 
 
 def sums_over(module: str, axes: Axes, sizes: Mapping[str, int], size: float, count: int = 1) -> Moves:

@@ -26,8 +26,6 @@ from jaxtp.collectives import (
     batch_spec,
     check_divides,
     device_view,
-    enter_parallel,
-    leave_parallel,
 )
 from jaxtp.layers.activations import SequenceParallel, sequence_dim
 from jaxtp.layers.costs import (
@@ -43,9 +41,11 @@ from jaxtp.layers.costs import (
     enter,
     itemsize,
     leave,
+    ring,
 )
 from jaxtp.layers.lora import Lora, LoraConfig
 from jaxtp.layers.parameter import Precision, Split, Unpadded, Weights, check_sizes, own, parameter
+from jaxtp.layers.rings import Overlap, enter_matmul, is_ring, leave_matmul
 from jaxtp.mesh import STORAGE, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
@@ -68,6 +68,7 @@ class ColumnParallelLinear(nnx.Module):
         that (kv heads fewer than tp), the devices that share a unit gather it before use, and the output has
         one unit on each device: `[B, T, max(F, tp * unit)]`.
       sequence_parallel: the input arrives split over tp along the sequence, and is gathered; see `layers.activations`.
+      overlap: whether it is gathered while it is multiplied, where it is split; see `layers.rings`.
       lora: adapters of the outputs whose index is in `adapted`.
       adapted: which those are.
       precision: the dtypes.
@@ -87,6 +88,7 @@ class ColumnParallelLinear(nnx.Module):
         fixed_biases: Sequence[int] = (),
         unit: int = 1,
         sequence_parallel: SequenceParallel = False,
+        overlap: Overlap = "none",
         lora: LoraConfig = LoraConfig(),
         adapted: Sequence[int] = (),
         precision: Precision = Precision(),
@@ -99,7 +101,7 @@ class ColumnParallelLinear(nnx.Module):
         self.in_features = in_features
         self.unit = unit
         self.fixed_biases = tuple(fixed_biases)
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.overlap = sequence_parallel, overlap
         self.precision = precision
         kernels = ((f, kernel_init(rngs.params(), (in_features, f.size), precision.param)) for f in self.features)
         self.kernels = nnx.List(parameter("kernel", k, P(STORAGE, TP), padding=((-1, f),)) for f, k in kernels)
@@ -123,17 +125,19 @@ class ColumnParallelLinear(nnx.Module):
         return outputs[0] if self.single else outputs
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> tuple[Array, ...]:
-        x = enter_parallel(x.astype(self.precision.compute), sequence)  # [B/(dp*fsdp), T, D]
-        outputs = [x @ self._load(weights[f"kernels.{i}"], 0, f) for i, f in enumerate(self.features)]
+        kernels = [self._load(weights[f"kernels.{i}"], 0, f) for i, f in enumerate(self.features)]
+        adapters = (weights[f"loras.{at}.a"] for at in range(len(self.loras)))
+        kernels += [self.precision.load(a, 0, used_by_all_tp=True) for a in adapters]
+        products = enter_matmul(x.astype(self.precision.compute), kernels, sequence, self.overlap)
+        outputs, inner = list(products[: len(self.features)]), products[len(self.features) :]
         if self.biases:
             shards = {i: weights[f"biases.{i}"] for i in range(len(self.features))}
             shards |= {i: jax.lax.stop_gradient(shards[i]) for i in self.fixed_biases}
             loaded = (self._load(shards[i], None, f) for i, f in enumerate(self.features))
             outputs = [y + bias for y, bias in zip(outputs, loaded, strict=True)]
         for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
-            a = self.precision.load(weights[f"loras.{at}.a"], 0, used_by_all_tp=True)
-            inner = checkpoint_name(x @ a, PROJECTED)  # [B/(dp*fsdp), T, rank]
-            outputs[i] += lora.scale * (inner @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))
+            small = checkpoint_name(inner[at], PROJECTED)  # [B/(dp*fsdp), T, rank]
+            outputs[i] += lora.scale * (small @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T, F/tp]
 
     def _load(self, shard: Array, fsdp_dim: int | None, features: Split) -> Array:
@@ -157,11 +161,18 @@ class ColumnParallelLinear(nnx.Module):
                 yield Weight(module=COLUMN, size=f.size, fsdp=False, again=again, fixed=fixed, **over_tp)
         hidden = tokens * self.in_features * compute
         split = share.is_split(self.sequence_parallel)
-        yield from enter(COLUMN, share, hidden, split=split, again=share.remat in GATHERS_AGAIN)
-        yield Product.of(name, (tokens, self.in_features, sum(local)), compute, share.passes(again, share.gradients))
+        if is_ring(self.overlap, share.tp, split=split):
+            times = share.passes(again, 1 + (not share.frozen or bool(self.adapted)))
+            parts, entered = share.tp, hidden // share.tp
+            yield ring(COLUMN, share, hidden, times)
+        else:
+            parts, entered = 1, hidden
+            yield from enter(COLUMN, share, hidden, split=split, again=share.remat in GATHERS_AGAIN)
+        passes = parts * share.passes(again, share.gradients)
+        yield Product.of(name, (tokens // parts, self.in_features, sum(local)), compute, passes)
         yield Working(3 * hidden)
         yield Kept(
-            {"none": hidden, "save_gathered": hidden, "save_dots": tokens * sum(local) * compute}.get(share.remat, 0)
+            {"none": entered, "save_gathered": entered, "save_dots": tokens * sum(local) * compute}.get(share.remat, 0)
         )
         for i, lora in zip(self.adapted, self.loras, strict=True):
             f = self.features[i]
@@ -179,6 +190,7 @@ class RowParallelLinear(nnx.Module):
       features: D.
       use_bias: adds a bias, once, after the reduction.
       sequence_parallel: the result leaves split over tp along the sequence (reduce-scatter, not all-reduce).
+      overlap: whether it is summed while it is multiplied, where it is split; see `layers.rings`.
       lora: an adapter, if it has a rank.
       precision: the dtypes.
       kernel_init: initialiser of the kernel.
@@ -195,13 +207,14 @@ class RowParallelLinear(nnx.Module):
         *,
         use_bias: bool = False,
         sequence_parallel: SequenceParallel = False,
+        overlap: Overlap = "none",
         lora: LoraConfig = LoraConfig(),
         precision: Precision = Precision(),
         kernel_init: Initializer = default_kernel_init,
         rngs: nnx.Rngs,
     ):
         self.in_features, self.features = _split("RowParallelLinear", in_features, out_features=features), features
-        self.sequence_parallel = sequence_parallel
+        self.sequence_parallel, self.overlap = sequence_parallel, overlap
         self.precision = precision
         kernel = kernel_init(rngs.params(), (self.in_features.size, features), precision.param)
         self.kernel = parameter("kernel", kernel, P(TP, STORAGE), padding=((-2, self.in_features),))
@@ -221,12 +234,13 @@ class RowParallelLinear(nnx.Module):
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)
-        y = x @ self.precision.load(weights["kernel"], 1)  # [B/(dp*fsdp), T, F/tp] @ [F/tp, D], a summand of the result
+        inputs, kernels = [x], [self.precision.load(weights["kernel"], 1)]  # [B/(dp*fsdp), T, F/tp], [F/tp, D]
         for at, lora in enumerate(self.loras):
             a, b = weights[f"loras.{at}.a"], weights[f"loras.{at}.b"]
-            inner = checkpoint_name(x @ self.precision.load(a, None), PROJECTED)  # [B/(dp*fsdp), T, rank], a summand
-            y += lora.scale * (inner @ self.precision.load(b, 1, used_by_all_tp=True))
-        y = leave_parallel(y, sequence)
+            inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T, rank], a summand
+            inputs.append(checkpoint_name(inner, PROJECTED))
+            kernels.append(self.precision.load(b, 1, used_by_all_tp=True))
+        y = leave_matmul(inputs, kernels, sequence, self.overlap)
         if self.bias is not None:
             y += self.precision.load(weights["bias"], 0, used_by_all_tp=sequence is not None)
         return y
@@ -248,9 +262,14 @@ class RowParallelLinear(nnx.Module):
         if self.bias is not None:
             again_loaded = read and share.remat != "none"
             yield Weight(size=self.features, tp=False, used_by_all_tp=split, again=again_loaded, **shared)
-        yield from leave(ROW, share, share.tokens * self.features * compute, split=split, again=again)
-        shape = (share.tokens, local, self.features)
-        yield Product.of(name, shape, compute, share.passes(again, share.gradients))
+        parts, size = 1, share.tokens * self.features * compute
+        if is_ring(self.overlap, share.tp, split=split):
+            parts = share.tp
+            yield ring(ROW, share, size, share.passes(again, 1))
+        else:
+            yield from leave(ROW, share, size, split=split, again=again)
+        shape = (share.tokens // parts, local, self.features)
+        yield Product.of(name, shape, compute, parts * share.passes(again, share.gradients))
         if read and share.remat in ("save_dots", "save_gathered", "save_reduced"):
             yield Kept(share.between(self.sequence_parallel) * self.features * compute)
         for lora in self.loras:

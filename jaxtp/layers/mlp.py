@@ -16,6 +16,7 @@ from jaxtp.layers.costs import Cost, Kept, Share, Streamed, Working, itemsize
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision, Split
+from jaxtp.layers.rings import Overlap
 
 _MIN_FEATURES = 48
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
@@ -60,6 +61,7 @@ class MLP(PositionwiseBranch):
       d_model: D.
       config: hidden width F, padded where tp does not divide it, kind, activation, biases.
       sequence_parallel: activations outside are split over tp along the sequence.
+      overlap: whether the projections gather and sum while they multiply; see `layers.rings`.
       lora: adapters of the projections that it names.
       precision: the dtypes.
       rngs: source of the `params` key.
@@ -74,12 +76,14 @@ class MLP(PositionwiseBranch):
         config: MLPConfig,
         *,
         sequence_parallel: SequenceParallel = False,
+        overlap: Overlap = "none",
         lora: LoraConfig = LoraConfig(),
         precision: Precision = Precision(),
         rngs: nnx.Rngs,
     ):
         self.config, self.precision, self.hidden = config, precision, Split((config.d_ff,))
-        shared: dict[str, Any] = {"sequence_parallel": sequence_parallel, "precision": precision, "rngs": rngs}
+        over_tp: dict[str, Any] = {"sequence_parallel": sequence_parallel, "overlap": overlap}
+        shared: dict[str, Any] = {**over_tp, "precision": precision, "rngs": rngs}
         biased: dict[str, Any] = {"use_bias": config.mlp_bias, "lora": lora, **shared}
         if config.mlp == "gated":
             adapted = lora.adapted("gate_proj", "up_proj")

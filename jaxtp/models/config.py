@@ -22,6 +22,7 @@ from jaxtp.layers.mlp import MLP, MLPConfig
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import Precision
 from jaxtp.layers.remat import RematPolicy
+from jaxtp.layers.rings import Overlap
 from jaxtp.mesh import STORAGE, parts, settings_of
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
@@ -55,7 +56,8 @@ _MAX_UNFIT = 4
 """Kinds of blocks whose problems are told: those of the others are seen when these are gone."""
 _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 _NOT_ARCHITECTURE = {
-    *("from_hf", "ignore_config", "attention", "dropout", "remat", "scan_layers", "sequence_parallel", "loss_chunk"),
+    *("from_hf", "ignore_config", "attention", "dropout", "remat", "scan_layers", "sequence_parallel", "overlap"),
+    "loss_chunk",
     "precision",
 }
 
@@ -135,6 +137,10 @@ class ModelConfig(BlockConfig, DecoderSizes):
     sequence_parallel: bool | None = None
     """Between blocks, split activations over tp along the sequence. By default wherever tp > 1 divides the sequence."""
 
+    overlap: Overlap = "none"
+    """Communication of sequence parallelism in the blocks: none gathers all of an input before its product, ring sends
+    parts around while others are multiplied, and more bytes, but none that a product could not hide."""
+
     loss_chunk: Count = CHUNK_SIZE
     """Tokens on a device whose logits exist at a time."""
 
@@ -186,6 +192,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
         """Returns the residual branches of a block, in the order in which they are added."""
         shared: dict[str, Any] = {
             "sequence_parallel": self.sequence_parallel,
+            "overlap": self.overlap,
             "lora": self.lora,
             "precision": self.precision,
             "rngs": rngs,
