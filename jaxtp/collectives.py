@@ -32,7 +32,7 @@ from jaxtp.hints import nearest_multiples
 from jaxtp.mesh import BATCH, STORAGE, TP, axes_of, copies, current_mesh, parts
 
 GATHERED = "gathered"
-"""`checkpoint_name` of what `enter_parallel` returns: the input of a column layer."""
+"""`checkpoint_name` of what `enter_parallel` returns: the input of a column layer; of this device's part in a ring."""
 
 REDUCED = "reduced"
 """`checkpoint_name` of what `leave_parallel` returns: the output of a row layer."""
@@ -214,10 +214,10 @@ def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
     return x if current_mesh() is None else lax.all_to_all(x, axes, split, join, tiled=True)
 
 
-def permute(x: Array, axis: str, step: int = 1) -> Array:
-    """Returns what the device holds that is `step` places before this one in the ring along `axis`."""
+def permute(x: Array, axis: str) -> Array:
+    """Returns what the device before this one in the ring along `axis` holds."""
     size = axis_size(axis)
-    return x if current_mesh() is None else lax.ppermute(x, axis, [(i, (i + step) % size) for i in range(size)])
+    return x if current_mesh() is None else lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
 
 
 def load_weight(

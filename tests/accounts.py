@@ -60,9 +60,9 @@ def equations(jaxpr):
                 yield from equations(inner)
 
 
-def kept(config, rows, length):
-    """The arrays that autodiff keeps of one block, abstract."""
-    with jax.set_mesh(jaxtp.make_mesh(1, 1, 1)):
+def kept(config, rows, length, tp=1):
+    """The arrays that autodiff keeps of one block, abstract and whole."""
+    with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
         graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
         block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat))
@@ -74,6 +74,6 @@ def kept(config, rows, length):
     return jax.tree.leaves(backward)
 
 
-def kept_activations(config, rows, length):
-    """Bytes of what is kept of a block, but for its weights."""
-    return sum(array.size * array.dtype.itemsize for array in kept(config, rows, length) if array.ndim > 2)
+def kept_activations(config, rows, length, tp=1):
+    """Bytes of what is kept of a block on all devices, but for its weights."""
+    return sum(array.size * array.dtype.itemsize for array in kept(config, rows, length, tp) if array.ndim > 2)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxtp.config import ConfigError, changed, differences, flag, from_yaml, load, to_plain, to_yaml
 from jaxtp.generate.config import GenerateConfig
 from jaxtp.models.config import ModelConfig, violations
-from jaxtp.train.config import MeshConfig, TrainConfig, check, violations_on
+from jaxtp.train.config import MeshConfig, TrainConfig, check, describe_overlap, violations_on
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
 ONE = {"dp": 1, "fsdp": 1, "tp": 1}
@@ -25,6 +25,20 @@ def test_every_config_loads_fits_its_mesh_and_opens_with_its_command(path):
 
 def test_tiny_is_the_default():
     assert from_yaml(TrainConfig, CONFIGS[0].parent / "tiny.yaml") == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("overlap", "tp", "said"),
+    [
+        ("none", 4, None),
+        ("ring", 4, "rings of tp 4: a part of a sequence moves while another is multiplied"),
+        ("ring", 1, "model.overlap=ring does nothing here: there is no tp"),
+        ("ring", 3, "model.overlap=ring does nothing here: tp 3 does not divide sequences of 128, which stay whole"),
+    ],
+)
+def test_a_summary_says_whether_rings_do_anything(overlap, tp, said):
+    config = changed(TrainConfig(), {"model.overlap": overlap})
+    assert describe_overlap(config, {**ONE, "tp": tp}) == said
 
 
 def test_yaml_round_trip(tmp_path):
@@ -160,6 +174,11 @@ def test_a_model_that_is_there_keeps_its_sizes():
     [
         ("model", {"num_kv_heads": 3}, "num_kv_heads can be 1, 2, 4, 8"),
         ("data", {"path": Path("a"), "mixture": {"b": 1.0}}, "data.path=a and data.mixture exclude each other"),
+        (
+            "model",
+            {"overlap": "ring", "sequence_parallel": False},
+            "model.overlap=ring overlaps what sequence parallelism",
+        ),
         ("profile", {"start": 500}, "profile.start=500 is after the last step, train.steps=400"),
     ],
 )

@@ -33,17 +33,21 @@ class Scheduled:
     computing: int
     """Operations that compute between start and done, over all of them in a step."""
 
+    hidden_bytes: float = 0.0
+    """Bytes of the messages that have a matrix product between start and done: there is time to move them in."""
+
     def __add__(self, other: "Scheduled") -> "Scheduled":
         """Returns both; they are of one kind and the same axes."""
         both = replace(self.collective, bytes=self.collective.bytes + other.collective.bytes)
         counts = (self.count + other.count, self.overlapped + other.overlapped, self.computing + other.computing)
-        return Scheduled(both, *counts)
+        return Scheduled(both, *counts, self.hidden_bytes + other.hidden_bytes)
 
     def record(self) -> dict[str, Any]:
         """Returns every number, as plain values."""
         one = self.collective
         moved = {"kind": one.kind, "axes": list(one.axes), "count": self.count, "bytes": int(one.bytes)}
-        return moved | {"overlapped": self.overlapped, "computing": self.computing}
+        beside = {"overlapped": self.overlapped, "computing": self.computing, "hidden_bytes": int(self.hidden_bytes)}
+        return moved | beside
 
 
 def read_schedule(text: str, sizes: Mapping[str, int]) -> tuple[Scheduled, ...]:
@@ -70,10 +74,12 @@ def _each(text: str, sizes: Mapping[str, int]) -> Iterator[Scheduled]:
         messages = [] if operation is None else [c for c in collectives_of(operation, "", sizes) if c.group > 1]
         if messages:
             check_counted(instruction, counted)
-            computing = times * _computing_beside(instruction, module[computation])
+            beside = _beside(instruction, module[computation])
+            computing = times * sum(other.opcode in _COMPUTES for other in beside)
             size = times * sum(one.bytes for one in messages)
             merged = replace(messages[0], bytes=size, shape=(), dtype="")
-            yield Scheduled(merged, times, times if computing else 0, computing)
+            hidden = size if any(_multiplies(other, module) for other in beside) else 0
+            yield Scheduled(merged, times, times if computing else 0, computing, hidden)
 
 
 def _operation(instruction: Instruction, module: Module) -> Instruction | None:
@@ -102,14 +108,22 @@ def _result_of_start(type_: str) -> str:
     return parts[1]
 
 
-def _computing_beside(start: Instruction, computation: Sequence[Instruction]) -> int:
-    """Returns how many operations compute after a start and before its done; 0 for a collective that is one."""
+def _beside(start: Instruction, computation: Sequence[Instruction]) -> Sequence[Instruction]:
+    """Returns what is issued after a start and before its done; nothing for a collective that is one."""
     if not start.opcode.endswith(START):
-        return 0
-    at = next(i for i, instruction in enumerate(computation) if instruction is start)
-    count = 0
-    for instruction in computation[at + 1 :]:
+        return ()
+    at = next(i for i, instruction in enumerate(computation) if instruction is start) + 1
+    for end, instruction in enumerate(computation[at:], start=at):
         if instruction.opcode.endswith("-done") and re.match(rf"%?{re.escape(start.name)}[,)#]", instruction.rest):
-            return count
-        count += instruction.opcode in _COMPUTES
-    return 0  # its done is in another turn of the loop
+            return computation[at:end]
+    return ()  # its done is in another turn of the loop
+
+
+def _multiplies(instruction: Instruction, module: Module) -> bool:
+    """Returns whether it is a matrix product, alone or fused with others, or a call of a library's."""
+    if instruction.opcode == "custom-call":
+        return "gemm" in (instruction.attribute("custom_call_target") or "")
+    fused = (
+        (inner for callee in instruction.callees for inner in module[callee]) if instruction.opcode == "fusion" else ()
+    )
+    return instruction.opcode == "dot" or any(_multiplies(inner, module) for inner in fused)

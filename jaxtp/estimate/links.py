@@ -9,6 +9,7 @@ on h hosts, n/h on each:
 | ring      | all-reduce            | twice that                                       |
 | tree      | all-reduce            | 2 ((n/h - 1) hop + log2(h) network hop)          |
 | PAT       | gather, scatter, n = h | log2(h) network hop / 3.5 + n 2.8 us            |
+| none      | permute               | hop, or network hop between hosts                |
 
 With one host a ring's steps are n - 1 hops. An all-to-all takes the steps of a gather; of what a device sends, (n -
 n/h) / (n - 1) goes through the network, at that device's share of it. What they take depends on the protocol: Simple is
@@ -36,7 +37,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxtp.communication import ALL_REDUCE, ALL_TO_ALL, Axes, Collective
+from jaxtp.communication import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Axes, Collective
 from jaxtp.hardware import Hardware, inside_domain, link_of
 from jaxtp.mesh import parts
 
@@ -93,7 +94,7 @@ def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collec
     Args:
       hardware: its links.
       sizes: devices along each axis.
-      one: an all-reduce, all-gather, reduce-scatter or all-to-all.
+      one: an all-reduce, all-gather, reduce-scatter, all-to-all or permute.
     """
     return min(steps + one.bytes_sent / speed for steps, speed in _ways(hardware, sizes, one.axes, one.kind))
 
@@ -111,15 +112,16 @@ def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -
         return full * way.inside if hosts == 1 else min(full * way.across, way.most)
 
     rounds = 2 if kind == ALL_REDUCE else 1
+    hops = (int(hosts == 1), int(hosts > 1)) if kind == PERMUTE else (devices - hosts, hosts - 1)
     for ring, tree in _protocols(hardware):
         step = ring.hop if hosts == 1 else max(ring.hop, POST)
         far = tree.network_hop if hosts == devices else ring.network_hop
-        steps = (devices - hosts) * step * hop + (hosts - 1) * far * network
+        steps = hops[0] * step * hop + hops[1] * far * network
         yield ring.start * start + rounds * steps, speed(ring)
         if kind == ALL_REDUCE and hardware.platform != "tpu":
             steps = (devices // hosts - 1) * tree.hop * hop + math.log2(hosts) * tree.network_hop * network
             yield tree.start * start + 2 * steps, speed(tree)
-    if kind not in (ALL_REDUCE, ALL_TO_ALL) and hardware.platform != "tpu" and 1 < hosts == devices:
+    if kind not in (ALL_REDUCE, ALL_TO_ALL, PERMUTE) and hardware.platform != "tpu" and 1 < hosts == devices:
         yield start + math.log2(hosts) * network * PAT_NETWORK + devices * PAT_EACH_S, PAT_SHARE * full
 
 

@@ -29,7 +29,7 @@ from jaxtp.train.step import trace_step
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}
 """There is none to time kernels on."""
 
-_FORMAT = "3"
+_FORMAT = "4"
 """Version of the format of an answer, for those that are kept."""
 
 

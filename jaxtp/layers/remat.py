@@ -3,16 +3,20 @@
 Per layer, kept on each device (b = sequences on it, s = sequence, D = d_model, F = d_ff, t = tp; float sizes), and sent
 over tp, forward and backward, in units of (t-1)/t * b * s * D:
 
-| policy          | keeps                                                    | all-reduce | sequence-parallel |
-|-----------------|----------------------------------------------------------|-----------:|------------------:|
-| `none`          | every activation                                         |          8 |                 8 |
-| `save_dots`     | results of projections, reductions over tp and kernels   |          8 |                10 |
-| `save_gathered` | inputs of column layers, outputs of row layers: 4bsD     |          8 |                 8 |
-| `save_reduced`  | the block's input, outputs of row layers: 2bsD (2bsD/t)  |          8 |                10 |
-| `full`          | the block's input: bsD (bsD/t)                           |         10 |                11 |
-| `offload`       | as `full`, in the host's memory                          |         10 |                11 |
+| policy          | keeps                                                    | all-reduce | sequence-parallel | ring |
+|-----------------|----------------------------------------------------------|-----------:|------------------:|-----:|
+| `none`          | every activation                                         |          8 |                 8 |   10 |
+| `save_dots`     | results of projections, reductions over tp and kernels   |          8 |                10 |   10 |
+| `save_gathered` | inputs of column layers, outputs of row layers: 4bsD     |          8 |                 8 |   12 |
+| `save_reduced`  | the block's input, outputs of row layers: 2bsD (2bsD/t)  |          8 |                10 |   12 |
+| `full`          | the block's input: bsD (bsD/t)                           |         10 |                11 |   13 |
+| `offload`       | as `full`, in the host's memory                          |         10 |                11 |   13 |
 
 `save_dots` under sequence parallelism is Megatron's choice: keep the shard, gather it again (arXiv 2205.05198).
+
+In a ring (`layers/rings.py`) the gathered input of a column layer never exists: what is named and kept is this device's
+part of it, so `save_gathered` keeps 4bsD/t. Each backward pass lets it go around again for the weights' gradients, and
+where the layer's outputs are not kept it goes around for those too.
 
 Weights gathered over fsdp are never kept, under any policy: their shards are, and the backward pass gathers again.
 Refusing the gather alone is not enough, because the cast or reshape that follows it would be kept in its place; so

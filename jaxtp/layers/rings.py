@@ -20,7 +20,7 @@ results it overlaps nothing. Hence `lax.scan`, and one part of each ring outside
 """
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any, Literal, TypeVar
@@ -47,39 +47,11 @@ from jaxtp.mesh import TP
 Overlap = Literal["none", "ring"]
 C = TypeVar("C")
 
-BOTH_DIRECTIONS = 4
-"""Devices from which on half of each part goes the other way around: two or three are all neighbours."""
-
-
-@dataclass(frozen=True)
-class Lane:
-    """What goes around the ring in one direction: the same positions of each device's part of the sequence."""
-
-    step: int
-    """Devices that it moves by in a turn: 1 or -1."""
-    begin: int
-    """The first of its positions in a part."""
-    size: int
-    """Number of its positions in a part."""
-
-    def position(self, turn: Array | int, part: int) -> Array:
-        """Returns where in the sequence this device's positions are that have moved so often.
-
-        Args:
-          turn: how often.
-          part: positions in the part of a device.
-        """
-        return (axis_index(TP) - self.step * turn) % axis_size(TP) * part + self.begin
-
-    def move(self, x: Array) -> Array:
-        """Returns what the device before this one holds."""
-        return permute(x, TP, self.step)
-
 
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Wanted:
-    """Of which arguments a gradient is asked. A frozen weight has none, and nothing goes around for it."""
+    """Whether a gradient is asked of each argument. Nothing goes around for that of a frozen weight."""
 
     inputs: tuple[bool, ...]
     kernels: tuple[bool, ...]
@@ -115,58 +87,45 @@ def is_ring(overlap: Overlap, tp: int, *, split: bool) -> bool:
     return overlap == "ring" and split and tp > 1
 
 
-def _lanes(part: int) -> tuple[Lane, ...]:
-    """Returns the lanes of a ring of parts of so many positions, the first positions first."""
-    half = part // 2 if axis_size(TP) >= BOTH_DIRECTIONS else 0
-    return (*([Lane(-1, 0, half)] if half else []), Lane(1, half, part - half))
-
-
 def _gathering(x: Array, visit: Callable[[C, Array, Array], C], carry: C) -> C:
     """Runs `carry = visit(carry, part, position)` for every part of the sequence, while the next one comes.
 
     Args:
       x: this device's part, `[b, T/tp, ..., D]`.
-      visit: multiplies.
+      visit: multiplies a part that begins at that position.
       carry: what it adds to.
     """
-    part = x.shape[SEQUENCE_DIM]
-    lanes = _lanes(part)
+    size, last = x.shape[SEQUENCE_DIM], axis_size(TP) - 1
 
-    def turn(state: tuple[list[Array], C], number: Array | int) -> tuple[tuple[list[Array], C], None]:
-        here, carry = state
-        there = [lane.move(each) for lane, each in zip(lanes, here, strict=True)]
-        return (there, visit_all(here, carry, number)), None
+    def turn(state: tuple[Array, C], number: Array) -> tuple[tuple[Array, C], None]:
+        part, carry = state
+        return (permute(part, TP), visit(carry, part, _position(number, size))), None
 
-    def visit_all(here: list[Array], carry: C, number: Array | int) -> C:
-        for lane, each in zip(lanes, here, strict=True):
-            carry = visit(carry, each, lane.position(number, part))
-        return carry
-
-    own = [lax.slice_in_dim(x, lane.begin, lane.begin + lane.size, axis=SEQUENCE_DIM) for lane in lanes]
-    last = axis_size(TP) - 1
-    (here, carry), _ = lax.scan(turn, (own, carry), jnp.arange(last))
-    return visit_all(here, carry, last)  # nothing has to move any more
+    (part, carry), _ = lax.scan(turn, (x, carry), jnp.arange(last))
+    return visit(carry, part, _position(last, size))
 
 
 def _scattering(inputs: Sequence[Array], kernels: Sequence[Array]) -> Array:
     """Returns this device's part of the sum over tp of the products: sums go around, and each device adds its own."""
-    tp, part = axis_size(TP), inputs[0].shape[SEQUENCE_DIM] // axis_size(TP)
-    lanes = _lanes(part)
+    tp, size = axis_size(TP), inputs[0].shape[SEQUENCE_DIM] // axis_size(TP)
 
-    def summands(turn: Array | int) -> list[Array]:
-        at = [(lane.position(turn, part), lane.size) for lane in lanes]
-        return [_product([lax.dynamic_slice_in_dim(x, *each, SEQUENCE_DIM) for x in inputs], kernels) for each in at]
+    def summand(number: Array | int) -> Array:
+        at = _position(number, size)
+        parts = (lax.dynamic_slice_in_dim(x, at, size, SEQUENCE_DIM) for x in inputs)
+        return _product(parts, kernels)
 
-    def turn(sums: list[Array], number: Array) -> tuple[list[Array], None]:
-        moved = [lane.move(each) for lane, each in zip(lanes, sums, strict=True)]
-        moved, own = lax.optimization_barrier(
-            (moved, summands(number))
-        )  # else XLA adds as it multiplies, after the move
-        return [a + b for a, b in zip(moved, own, strict=True)], None
+    def turn(total: Array, number: Array) -> tuple[Array, None]:
+        # Else XLA may add within the product, which then waits for what comes (seen with jax 0.12, for an H100).
+        come, own = lax.optimization_barrier((permute(total, TP), summand(number)))
+        return come + own, None
 
-    # The sum that begins here has `tp - 1` moves before it, to the device whose part it is.
-    sums, _ = lax.scan(turn, summands(1), jnp.arange(2, tp + 1))
-    return jnp.concatenate(sums, axis=SEQUENCE_DIM)
+    total, _ = lax.scan(turn, summand(1), jnp.arange(2, tp + 1))
+    return total
+
+
+def _position(number: Array | int, size: int) -> Array:
+    """Returns where the part begins of the device from which so many steps lead to this one."""
+    return jnp.asarray((axis_index(TP) - number) % axis_size(TP) * size)
 
 
 @jax.custom_vjp
@@ -182,7 +141,11 @@ def gather_matmul(x: Array, kernels: tuple[Array, ...]) -> tuple[Array, ...]:
     """
     whole = (x.shape[0], x.shape[SEQUENCE_DIM] * axis_size(TP), *x.shape[SEQUENCE_DIM + 1 : -1])
     empty = [vary_like(jnp.zeros((*whole, w.shape[-1]), x.dtype), x, w) for w in kernels]
-    return tuple(_gathering(x, lambda ys, part, at: _placed(ys, part, kernels, at), empty))
+
+    def visit(ys: list[Array], part: Array, at: Array) -> list[Array]:
+        return _placed(ys, part, kernels, at)
+
+    return tuple(_gathering(x, visit, empty))
 
 
 def _gather_forward(x: Any, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any]:
@@ -245,7 +208,7 @@ gather_matmul.defvjp(_gather_forward, _gather_backward, symbolic_zeros=True)
 matmul_scatter.defvjp(_scatter_forward, _scatter_backward, symbolic_zeros=True)
 
 
-def _product(inputs: Sequence[Array], kernels: Sequence[Array]) -> Array:
+def _product(inputs: Iterable[Array], kernels: Sequence[Array]) -> Array:
     """Returns the sum of the products."""
     return reduce(operator.add, (x @ w for x, w in zip(inputs, kernels, strict=True)))
 

@@ -138,8 +138,9 @@ class ModelConfig(BlockConfig, DecoderSizes):
     """Between blocks, split activations over tp along the sequence. By default wherever tp > 1 divides the sequence."""
 
     overlap: Overlap = "none"
-    """Communication of sequence parallelism in the blocks: none gathers all of an input before its product, ring sends
-    parts around while others are multiplied, and more bytes, but none that a product could not hide."""
+    """Communication of sequence parallelism in the blocks: none gathers an input before its products and scatters their
+    sum after them; ring sends a part around the devices of tp while another is multiplied, and up to half as much
+    again."""
 
     loss_chunk: Count = CHUNK_SIZE
     """Tokens on a device whose logits exist at a time."""

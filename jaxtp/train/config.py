@@ -14,7 +14,9 @@ from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive,
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.hints import Problem, explained, not_divisible
 from jaxtp.layers import remat
+from jaxtp.layers.activations import is_split
 from jaxtp.layers.kernels import KernelName, Use, chosen, refused
+from jaxtp.layers.rings import is_ring
 from jaxtp.mesh import (
     AXES,
     BATCH,
@@ -339,6 +341,17 @@ def describe_kernels(config: TrainConfig, platform: str) -> str:
     return " and ".join(f"{name} attention ({why})" for name, why in kernels(config, platform).items())
 
 
+def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
+    """Returns a line on how a run overlaps communication and products, where it was asked to."""
+    length, tp = config.data.sequence_length, mesh[TP]
+    if config.model.overlap == "none":
+        return None
+    if is_ring(config.model.overlap, tp, split=is_split(config.model.sequence_parallel, length, tp)):
+        return f"rings of tp {tp}: a part of a sequence moves while another is multiplied"
+    why = "there is no tp" if tp == 1 else f"tp {tp} does not divide sequences of {length}, which stay whole"
+    return f"model.overlap=ring does nothing here: {why}"
+
+
 def run_uses(config: TrainConfig, platform: str | None) -> list[Use]:
     """Returns what each kind of block of a run asks of a kernel of attention, on a kind of device if one is given."""
     packed, length = config.data.packed, config.data.sequence_length
@@ -415,6 +428,11 @@ def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]
 def _contradictions(config: TrainConfig) -> Iterator[str]:
     if config.data.path is not None and config.data.mixture:
         yield f"data.path={config.data.path} and data.mixture exclude each other: leave one of them out"
+    if config.model.overlap == "ring" and config.model.sequence_parallel is False:
+        yield (
+            "model.overlap=ring overlaps what sequence parallelism moves, and model.sequence_parallel is false: leave "
+            "that out, or set model.overlap=none"
+        )
     if config.profile.start > config.train.steps:
         yield f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}"
 

@@ -16,7 +16,7 @@ from jaxtp.layers.parameter import logical_shape
 from jaxtp.mesh import BATCH, batch_parts, describe_mesh, mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import describe_padding
-from jaxtp.train.config import TrainConfig, describe_kernels
+from jaxtp.train.config import TrainConfig, describe_kernels, describe_overlap
 from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.metrics import describe_peak
 from jaxtp.train.optimizer import warmup_steps
@@ -68,6 +68,7 @@ def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
         "folder": str(config.run.dir),
     }
     optional = {
+        "overlap": describe_overlap(config, mesh_sizes(mesh)),
         "padding": describe_padding(config.model, mesh_sizes(mesh)),
         "memory": describe_memory(config, mesh),
         "peak": describe_peak(device),

@@ -20,6 +20,10 @@ TEXT = f"""HloModule jit_step, is_scheduled=true
   ROOT %more = f32[8]{{0}} add(%p, %p)
 }}
 
+%product (p: f32[8]) -> f32[] {{
+  ROOT %dot = f32[] dot(%p, %p), lhs_contracting_dims={{0}}, rhs_contracting_dims={{0}}
+}}
+
 %wrapped (p0: f32[8,4]) -> f32[4,4] {{
   ROOT %scattered = f32[4,4]{{1,0}} reduce-scatter(%p0), {FSDP}, dimensions={{0}}, to_apply=%sum
 }}
@@ -29,7 +33,7 @@ TEXT = f"""HloModule jit_step, is_scheduled=true
   %x = bf16[2,4]{{1,0}} get-tuple-element(%carry), index=1
   %gather-start.1 = (bf16[2,4]{{1,0}}, bf16[8,4]{{1,0}}) all-gather-start(%x), {TP}, dimensions={{0}}
   %first = f32[8]{{0}} fusion(%x), kind=kLoop, calls=%work
-  %second = f32[8]{{0}} fusion(%first), kind=kLoop, calls=%work
+  %second = f32[8]{{0}} fusion(%first), kind=kLoop, calls=%product
   %gather-done.1 = bf16[8,4]{{1,0}} all-gather-done(%gather-start.1)
   %gather-start.10 = ((bf16[2,4]{{1,0}}, bf16[2]{{0}}), {BOTH}) all-gather-start(%x, %y), {TP}, dimensions={{0}}
   %free = bf16[2,4]{{1,0}} bitcast(%x)
@@ -56,9 +60,12 @@ ENTRY %main (p: f32[8,4]) -> f32[4,4] {{
 
 
 def test_everything_that_moves_is_there_with_what_is_computed_beside_it():
-    gathers = 3 * 2 * (8 * 4) + 3 * 2 * (8 * 4 + 8)
+    beside_a_product = 3 * 2 * (8 * 4)
+    gathers = beside_a_product + 3 * 2 * (8 * 4 + 8)
     assert set(read_schedule(TEXT, SIZES)) == {
-        Scheduled(Collective("all-gather", ("tp",), 4, gathers), count=6, overlapped=3, computing=6),
+        Scheduled(
+            Collective("all-gather", ("tp",), 4, gathers), 6, overlapped=3, computing=6, hidden_bytes=beside_a_product
+        ),
         Scheduled(Collective("reduce-scatter", ("fsdp",), 2, 4 * 8 * 4), count=1, overlapped=1, computing=1),
         Scheduled(Collective("all-reduce", ("fsdp", "tp"), 8, 20), count=1, overlapped=0, computing=0),
         Scheduled(Collective("all-reduce", ("tp",), 4, 64), count=1, overlapped=0, computing=0),

@@ -56,6 +56,22 @@ CONFIGS = {
     "adapters": variant(
         num_kv_heads=2, head_dim=12, lora=LoraConfig(rank=3), train=LoopConfig(steps=10, accumulation=2)
     ),
+    "rings": variant(
+        num_heads=9,
+        num_kv_heads=1,
+        attention_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        remat="save_gathered",
+        overlap="ring",
+    ),
+    "rings of adapters": variant(
+        num_kv_heads=2,
+        head_dim=12,
+        remat="save_dots",
+        overlap="ring",
+        lora=LoraConfig(rank=3, targets=("q_proj", "v_proj", "down_proj")),
+    ),
 }
 BATCH_MESHES = [(2, 1, 1), (8, 1, 1), (1, 2, 1), (1, 8, 1), (2, 4, 1), (4, 2, 1)]
 TP_MESHES = [
@@ -84,7 +100,8 @@ def one_device(request):
     return config, initial, parity.run(config, ONE_DEVICE, initial)
 
 
-FIRST = {"llama": case((2, 2, 2), True)}
+TRIED += [(name, case((1, 2, 4), True)) for name in ("rings", "rings of adapters")]
+FIRST = {"llama": case((2, 2, 2), True), "rings": case((1, 2, 4), True)}
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     assert asked == [(sizes, "h100", {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0})]
     tier_3 = json.loads(file.read_text())["tier_3"]
     assert tier_3["fits"] == (verdict == "fits")
-    numbers = {"bytes": 4 * 10**9, "count": 3, "overlapped": 2, "computing": 7}
+    numbers = {"bytes": 4 * 10**9, "count": 3, "overlapped": 2, "computing": 7, "hidden_bytes": 0}
     assert tier_3["collectives"] == [{"kind": "all-gather", "axes": ["tp"], **numbers}]
     out = capsys.readouterr().out
     assert f"of 63.70 for JAX: {verdict}\n" in out

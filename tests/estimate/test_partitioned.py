@@ -31,6 +31,9 @@ VARIETY = [("none", 1, True), ("save_gathered", 2, None), ("save_dots", 1, None)
 """Remat, micro-batches, sequence-parallel: each mesh takes the next."""
 
 
+RINGS = dataclasses.replace(MODEL, overlap="ring")
+
+
 def setting(mesh, remat="full", accumulation=1, sequence_parallel=None, model=MODEL, length=32):
     model = dataclasses.replace(model, remat=remat, sequence_parallel=sequence_parallel if mesh[2] > 1 else None)
     config = dataclasses.replace(
@@ -57,6 +60,7 @@ def test_there_are_twelve_meshes():
             for i, mesh in enumerate(MESHES)
         ),
         pytest.param((2, 2, 2), ("full", 2), id="micro-batches"),
+        pytest.param((1, 2, 4), ("save_dots", 2, None, RINGS), id="rings"),
     ],
 )
 def test_tier_1_is_what_the_partitioned_program_moves(mesh, variety):

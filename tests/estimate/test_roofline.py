@@ -91,6 +91,8 @@ ONE_HOST, HOSTS, ALONE = sizes(1, 1, 8), sizes(64, 1, 1), sizes(1, 4, 8)
     ("mesh", "axes", "kind", "us"),
     [
         (ONE_HOST, ("tp",), "all-gather", 6.6 + 7 * 0.6),
+        (ONE_HOST, ("tp",), "permute", 6.6 + 0.6),
+        (HOSTS, ("dp",), "permute", 6.6 + 2.7),  # the slowest of all: between hosts
         (ONE_HOST, ("tp",), "all-reduce", 6.6 + 2 * 7 * 0.6),  # a tree inside a host is a chain
         (sizes(1, 16, 1), ("fsdp",), "reduce-scatter", 6.6 + 14 * 1.0 + 2.7),
         (HOSTS, ("dp",), "all-reduce", 6.8 + 2 * (7 * 0.6 + 3 * 5.0)),  # the tree

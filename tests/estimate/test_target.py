@@ -1,5 +1,6 @@
 """Compiling for devices, there or not: what comes back, and every way in which it does not."""
 
+import dataclasses
 import json
 import math
 import re
@@ -7,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support import sweep
 
 import jaxtp
 from jaxtp.communication import Collective
@@ -189,6 +191,21 @@ def test_where_the_gpus_of_this_machine_fail_they_are_compiled_for_as_if_absent(
     assert compiled.notes[-1].startswith("the GPUs of this machine could not be used: the compiler for the target")
 
 
+RINGS = TrainConfig(
+    model=jaxtp.ModelConfig(
+        d_model=1024,
+        d_ff=2048,
+        head_dim=128,
+        num_layers=16,
+        attention="xla",
+        precision=jaxtp.Precision(compute="bfloat16"),
+        overlap="ring",
+    ),
+    data=DataConfig(sequence_length=1024, global_batch_size=4),
+)
+"""Products that XLA computes as those of a large model: of smaller ones it splits the sum."""
+
+
 def missing():
     try:
         return "" if installed(("jax-cuda13-plugin", "jax-cuda12-plugin"), "estimate-gpu") else "never"
@@ -214,3 +231,16 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there(tmp_path, monkeypatch):
     answer = json.loads(kept.read_text())
     kept.write_text(json.dumps({**answer, "seconds": -1.0}))
     assert ask(CONFIG, SIZES, target, timeout_s=300, cache=tmp_path).seconds == -1.0  # asked again, not compiled
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("remat", sweep(["full", "none"], "full"))
+def test_what_rings_move_is_hidden_behind_products(remat, tmp_path, monkeypatch):
+    """Forward and backward; embedding, head and loss have no rings."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    config = dataclasses.replace(RINGS, model=dataclasses.replace(RINGS.model, remat=remat))
+    compiled = ask(config, SIZES, topology("h100", 1, 8), timeout_s=300, cache=tmp_path)
+    over_tp = [moved for moved in compiled.collectives if moved.collective.axes == ("tp",)]
+    sent = {m.collective.kind: m.collective.bytes_sent for m in over_tp}
+    hidden = sum(m.hidden_bytes / m.collective.bytes * m.collective.bytes_sent for m in over_tp)
+    assert hidden > 0.9 * sum(sent.values()), sent

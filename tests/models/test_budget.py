@@ -57,6 +57,7 @@ def units_over_tp(collectives, mesh):
 # DESIGN: volume over tp of a layer, forward and backward, by remat policy.
 ALL_REDUCE = {"none": 8, "save_dots": 8, "save_gathered": 8, "save_reduced": 8, "full": 10}
 SEQUENCE_PARALLEL = {"none": 8, "save_dots": 10, "save_gathered": 8, "save_reduced": 10, "full": 11}
+RING = {"none": 10, "save_dots": 10, "save_gathered": 12, "save_reduced": 12, "full": 13}
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,17 @@ def test_sequence_parallelism(mesh, policy):
     assert all(c.shape in {(CONFIG["d_model"],), (CONFIG["d_model"] // mesh[1],)} for c in norms)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "policy"),
+    sweep_of([[(1, 1, 8), (2, 2, 2)], RING], ((1, 1, 8), "save_gathered"), ((2, 2, 2), "full")),
+    ids=str,
+)
+def test_rings(mesh, policy):
+    found = block_collectives(mesh, policy, overlap="ring")
+    assert units_over_tp(found, mesh) == RING[policy]
+    assert {"permute"} <= set(kinds(found, ("tp",))) <= {"permute", "all-reduce"}, "one of the norms' gradients"
+
+
 def test_nothing_over_fsdp_has_the_shape_of_an_activation():
     found = block_collectives((1, 2, 4), "none")
     rows = {c.shape[0] for c in found if c.axes == ("fsdp",)}
@@ -94,13 +106,14 @@ def test_nothing_over_fsdp_has_the_shape_of_an_activation():
     assert all(len(c.shape) <= 2 for c in found if c.axes == ("fsdp",))
 
 
+@pytest.mark.parametrize("overlap", ["none", "ring"])
 @pytest.mark.parametrize("policy", sweep(list(SEQUENCE_PARALLEL), "save_gathered"))
-def test_frozen_weights_are_gathered_again_too(policy):
-    found = block_collectives((1, 2, 4), policy, lora=LoraConfig(rank=4))
+def test_frozen_weights_are_gathered_again_too(policy, overlap):
+    found = block_collectives((1, 2, 4), policy, lora=LoraConfig(rank=4), overlap=overlap)
     adapters = 7  # of each one of A and B is divided over fsdp
     assert kinds(found, ("fsdp",))["all-gather"] == 2 * (NUM_WEIGHTS + adapters)
     assert kinds(found, ("fsdp",))["reduce-scatter"] == adapters
-    assert units_over_tp(found, (1, 2, 4)) == SEQUENCE_PARALLEL[policy]
+    assert units_over_tp(found, (1, 2, 4)) == {"none": SEQUENCE_PARALLEL, "ring": RING}[overlap][policy]
 
 
 V = 61
@@ -119,6 +132,7 @@ EXACT = {
         PLAIN, norm_placement="both", norm="rms_plus_one", pattern=({"sliding_window": 4}, {})
     ),
 }
+EXACT["rings"] = dataclasses.replace(BIASED, num_kv_heads=2, overlap="ring")
 LOW = jaxtp.Precision(compute="bfloat16", reduce="bfloat16")
 EXACT["large vocabulary"] = dataclasses.replace(PLAIN, vocab_size=509, precision=LOW)
 EXACT["large vocabulary, tied"] = dataclasses.replace(BIASED, vocab_size=509, sequence_parallel=False)

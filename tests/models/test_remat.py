@@ -36,6 +36,14 @@ def test_a_block_keeps_the_activations_that_are_counted(policy, lora):
 
 
 @pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
+@pytest.mark.parametrize("policy", ["full", "save_reduced", "save_gathered", "save_dots"])
+def test_of_rings_no_more_than_a_device_s_part_is_kept(policy, lora):
+    config, tp = dataclasses.replace(MODEL, remat=policy, lora=lora, num_kv_heads=4, overlap="ring"), 4
+    costs = step_costs(config, sized(tp=tp), batch_size=B, sequence_length=T)
+    assert kept_activations(config, B, T, tp) == tp * costs.kept
+
+
+@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize("policy", ["none", "full", "save_reduced", "save_gathered", "save_dots"])
 def test_weights_are_kept_as_they_are_stored(policy, lora):
     """In their own dtype: the result of a cast would be that of a gather too."""

@@ -29,8 +29,9 @@ SHAPE = {"batch_size": B, "sequence_length": T}
     ],
     ids=str,
 )
-def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation, attention):
-    config = dataclasses.replace(MODEL, remat=remat, attention=attention, sliding_window=9)
+@pytest.mark.parametrize("overlap", ["none", pytest.param("ring", marks=pytest.mark.wide)])
+def test_flops_are_those_of_the_compiled_program(mesh, remat, accumulation, attention, overlap):
+    config = dataclasses.replace(MODEL, remat=remat, attention=attention, sliding_window=9, overlap=overlap)
     sizes = mesh_sizes(jaxtp.make_mesh(*mesh))
     work = step_costs(config, sizes, **SHAPE, accumulation=accumulation)
     assert work.flops == compiled_flops(config, mesh, accumulation)
