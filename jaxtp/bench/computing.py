@@ -113,7 +113,8 @@ def hidden_width(model: ModelConfig) -> int:
 
 def pair_program(model: ModelConfig, width: int, rows: int, length: int) -> partial[Any]:
     """Compiles both layers, forward and backward, on random data, for the mesh in context or for one device."""
-    shared: dict[str, Any] = {"precision": model.precision, "sequence_parallel": model.sequence_parallel}
+    over_tp: dict[str, Any] = {"sequence_parallel": model.sequence_parallel, "overlap": model.overlap}
+    shared: dict[str, Any] = {**over_tp, "precision": model.precision}
     layers = (
         ColumnParallelLinear(model.d_model, width, rngs=nnx.Rngs(0), **shared),
         RowParallelLinear(width, model.d_model, rngs=nnx.Rngs(1), **shared),

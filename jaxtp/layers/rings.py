@@ -145,7 +145,8 @@ def gather_matmul(x: Array, kernels: tuple[Array, ...]) -> tuple[Array, ...]:
     def visit(ys: list[Array], part: Array, at: Array) -> list[Array]:
         return _placed(ys, part, kernels, at)
 
-    return tuple(_gathering(x, visit, empty))
+    ys = _gathering(x, visit, empty)
+    return tuple(ys)
 
 
 def _gather_forward(x: Any, kernels: tuple[Any, ...]) -> tuple[tuple[Array, ...], Any]:

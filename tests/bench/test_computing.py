@@ -14,11 +14,15 @@ ROWS, LENGTH = 2, 8
 
 
 @pytest.mark.parametrize(
-    ("sequence_parallel", "moves"),
-    [(None, {"all-gather": 2, "reduce-scatter": 2}), (False, {"all-reduce": 2})],
+    ("setting", "moves"),
+    [
+        ({}, {"all-gather": 2, "reduce-scatter": 2}),
+        ({"sequence_parallel": False}, {"all-reduce": 2}),
+        ({"overlap": "ring"}, {"permute": 5 * 3}),
+    ],
 )
-def test_only_communication_is_between_them(sequence_parallel, moves):
-    model = jaxtp.ModelConfig(d_model=8, d_ff=16, sequence_parallel=sequence_parallel)
+def test_only_communication_is_between_them(setting, moves):
+    model = jaxtp.ModelConfig(d_model=8, d_ff=16, **setting)
     mesh = make_mesh(tp=4)
     with jax.set_mesh(mesh):
         together = pair_program(model, 16, ROWS, LENGTH).func.as_text()
