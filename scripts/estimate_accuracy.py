@@ -3,11 +3,11 @@
     python scripts/estimate_accuracy.py                  # compile what is not in the results yet, then the table
     python scripts/estimate_accuracy.py --table-only
 
-Each point is a Llama shape, with adapters or without, a sequence length, a remat policy and a mesh; the compiler's
-numbers are appended to scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and goes on. It
-needs the extra estimate-gpu. Those that are there are of jax 0.10.2; the constants of the model were settled on the
-first 41 points. When the update came to be made in place, 37 were compiled anew: all with dp or accumulation, all whose
-peak had been in the update. The others were left, for where the peak is in the backward pass it stayed within 3 kB
+Each point is a Llama shape, with adapters or without, an optimizer, a sequence length, a remat policy and a mesh; the
+compiler's numbers are appended to scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and
+goes on. It needs the extra estimate-gpu. Those that are there are of jax 0.10.2; the constants of the model were settled
+on the first 41 points. When the update came to be made in place, 37 were compiled anew: all with dp or accumulation, all
+whose peak had been in the update. The others were left, for where the peak is in the backward pass it stayed within 3 kB
 (but for 0.5 GB of 42 at dp 2 x fsdp 2 x tp 2).
 """
 
@@ -23,7 +23,7 @@ from jaxtp.estimate.target import compile_for
 from jaxtp.estimate.topology import TargetError
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import sized
-from jaxtp.train.config import DataConfig, LoopConfig, TrainConfig
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 
 RESULTS = Path(__file__).parent / "results" / "estimate_accuracy.jsonl"
@@ -55,6 +55,7 @@ class Point:
     packing: str = "documents"
     lora: int = 0
     """Rank of adapters on every projection; 0 trains the whole model."""
+    optimizer: str = "adamw"
 
     def config(self) -> TrainConfig:
         model = jaxtp.ModelConfig(
@@ -71,12 +72,13 @@ class Point:
         dp, fsdp, _ = self.mesh
         rows = dp * fsdp * self.micro * self.accumulation
         data = DataConfig(sequence_length=self.sequence, global_batch_size=rows, packing=self.packing)
-        return TrainConfig(model=model, data=data, train=LoopConfig(accumulation=self.accumulation, z_loss=1e-4))
+        loop = LoopConfig(accumulation=self.accumulation, z_loss=1e-4)
+        return TrainConfig(model=model, data=data, optimizer=OptimizerConfig(name=self.optimizer), train=loop)
 
     def cells(self) -> tuple[str, ...]:
         mesh = " ".join(map(str, self.mesh))
         rows = f"{self.micro} x {self.accumulation}"
-        return self.shape, str(self.lora or "-"), str(self.sequence), self.remat, mesh, rows
+        return self.shape, self.optimizer, str(self.lora or "-"), str(self.sequence), self.remat, mesh, rows
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -84,8 +86,12 @@ class Point:
 
     @property
     def key(self) -> str:
-        values = dataclasses.astuple(self)
-        return json.dumps(values if self.lora else values[:-1])  # as it was before there were adapters
+        *values, lora, optimizer = dataclasses.astuple(self)
+        if optimizer != "adamw":
+            values += [lora, optimizer]
+        elif lora:
+            values += [lora]
+        return json.dumps(values)  # as it was before there were adapters, and before there were optimizers
 
     @classmethod
     def from_key(cls, key: str) -> "Point":
@@ -122,6 +128,10 @@ def points() -> list[Point]:
         Point("70b", 8192, "full", (1, 1, 8), lora=16),
         Point("70b", 4096, "save_gathered", (1, 8, 1), lora=16),
         Point("70b", 2048, "none", (1, 8, 2), lora=16),
+        Point("1b", 2048, "full", (1, 2, 2), optimizer="muon"),
+        Point("1b", 2048, "save_dots", (2, 2, 2), optimizer="muon"),
+        Point("8b", 2048, "full", (1, 8, 1), optimizer="muon"),
+        Point("8b", 2048, "save_gathered", (1, 2, 4), optimizer="muon"),
     ]
 
 
@@ -166,6 +176,7 @@ def table(rows: dict[str, dict]) -> str:
     """Modelled beside compiled, and how far apart: the whole, and what is not state alone."""
     header = (
         "shape",
+        "optimizer",
         "rank",
         "sequence",
         "remat",

@@ -177,8 +177,8 @@ def audit(
       *args: the other arguments, likewise.
       mesh: the mesh that the step runs on; its devices may be virtual ones.
       budget: what each module may send; without one, what the program says is taken as asked for.
-      global_view: outermost modules that are written on global arrays, such as an optimizer that multiplies whole
-        matrices: there, the compiler's collectives are no problem.
+      global_view: outermost modules that are written on global arrays, such as an optimizer that averages over whole
+        dims: there, the compiler's collectives are no problem.
       uncounted: outermost modules (`jax.named_scope`) in which what a loop moves is counted for one turn if it turns as
         often as its data say; anywhere else that is a problem.
       compiler_options: of XLA.

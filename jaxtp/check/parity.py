@@ -21,8 +21,9 @@ from jaxtp.mesh import make_mesh, mesh_of, mesh_sizes
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import costs_of_step
+from jaxtp.train.optimizer_state import OPTIMIZER_SCOPE
 from jaxtp.train.state import Blueprint, plan_state
-from jaxtp.train.step import OPTIMIZER_SCOPE, make_train_step
+from jaxtp.train.step import make_train_step
 
 NOISE = 0.1
 """Added to every weight: initial values are special (zero biases, equal scales), and hide mistakes."""
@@ -145,7 +146,7 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
             placed[0],
             mesh=mesh,
             budget=costs_of_step(config, mesh_sizes(mesh)).budget,
-            global_view=() if optimizers.is_elementwise(config.optimizer) else (OPTIMIZER_SCOPE,),
+            global_view=() if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,),
             compiler_options=COMPILER_OPTIONS,
         )
         problems, step = result.problems(), result.compiled

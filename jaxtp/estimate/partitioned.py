@@ -17,8 +17,9 @@ from jaxtp.mesh import mesh_of, request_virtual_devices
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, kernel_problems
 from jaxtp.train.memory import with_attention
+from jaxtp.train.optimizer_state import OPTIMIZER_SCOPE
 from jaxtp.train.state import plan_state
-from jaxtp.train.step import OPTIMIZER_SCOPE, trace_step
+from jaxtp.train.step import trace_step
 
 MAX_DEVICES = 1024
 """Virtual ones in a process: each has threads of its own, and XLA's CPU client refuses 4,096."""
@@ -97,7 +98,7 @@ def compile_partitioned(setting: Setting) -> Partitioned:
             blueprint.sharded,
             mesh=mesh,
             budget=setting.costs.budget,
-            global_view=() if optimizers.is_elementwise(config.optimizer) else (OPTIMIZER_SCOPE,),
+            global_view=() if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,),
             compiler_options=QUICK,
         )
     return Partitioned(

@@ -47,7 +47,7 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         rows["dtype"] = (
             f"the model's files are in {stored}, and float32 is asked for; --model.precision.compute {stored}"
         )
-    if not optimizers.is_elementwise(config.optimizer):
+    if not optimizers.is_modelled(config.optimizer):
         rows["without"] = (
             f"the update by {config.optimizer.name}: its products, its temporaries and what it moves between devices "
             "are not modelled"
@@ -154,7 +154,7 @@ def _time(setting: Setting) -> str:
         ("products with weights", time.products, _tera(work.products, model)),
         ("attention", time.attention, f"{_tera(work.attention, model)}; {scores}"),
         ("norms, gates, logits", time.elementwise, "at the speed of memory"),
-        ("update", time.update, "at the speed of memory" if setting.update_is_modelled else "the least: not modelled"),
+        ("update", time.update, _of_update(setting)),
         *(
             (f"over {' and '.join(axes)}", seconds, "by the network" if axes in time.crossing else "inside a domain")
             for axes, seconds in time.communication.items()
@@ -166,6 +166,13 @@ def _time(setting: Setting) -> str:
     return columns(
         ("a step, modelled", unit, ""), [(name, f"{seconds * scale:,.3f}", note) for name, seconds, note in rows]
     )
+
+
+def _of_update(setting: Setting) -> str:
+    if not setting.update_is_modelled:
+        return "the least: not modelled"
+    work = f"{_tera(setting.costs.update, setting.config.model)}; the rest " if setting.costs.update else ""
+    return f"{work}at the speed of memory"
 
 
 def _tera(products: tuple[Product, ...], model: ModelConfig) -> str:
@@ -203,7 +210,7 @@ def is_plain(model: ModelConfig) -> bool:
 
 
 def provenance_of_moves(config: TrainConfig) -> str:
-    """Returns how tier 1 knows the collectives; rules that multiply whole matrices leave theirs to the compiler."""
+    """Returns how tier 1 knows the collectives; a rule on global arrays leaves its own to the compiler."""
     provenance = EXACT if is_plain(config.model) else AT_MOST
     rule = config.optimizer
-    return provenance if optimizers.is_elementwise(rule) else f"{provenance}, but for the update by {rule.name}"
+    return provenance if optimizers.is_modelled(rule) else f"{provenance}, but for the update by {rule.name}"

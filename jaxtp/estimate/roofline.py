@@ -31,7 +31,7 @@ class StepTime:
     """Norms, gates, residual sums, logits: at the speed of memory."""
 
     update: float
-    """The optimizer and the sums of gradients, at the speed of memory."""
+    """The optimizer and the sums of gradients: products of its rule, and all else at the speed of memory."""
 
     communication: Mapping[Axes, float]
     """Seconds by mesh axes."""
@@ -94,7 +94,8 @@ def step_time(
         attention=sum(_product(hardware, product, costs.itemsize) for product in costs.attention)
         + costs.scores / speed,
         elementwise=(costs.elementwise + costs.logits) / speed,
-        update=(2 * memory.state + 2 * memory.gradients + sums) / speed,  # the gradients once more for their norm
+        update=sum(_product(hardware, product, costs.param_itemsize) for product in costs.update)
+        + (2 * memory.state + 2 * memory.gradients + sums) / speed,  # the gradients once more for their norm
         communication=communication,
         crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),
     )

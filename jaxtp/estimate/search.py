@@ -115,7 +115,7 @@ class Setting:
     @property
     def update_is_modelled(self) -> bool:
         """Whether the optimizer's rule is elementwise: of others neither memory nor time nor communication is known."""
-        return optimizers.is_elementwise(self.config.optimizer)
+        return optimizers.is_modelled(self.config.optimizer)
 
     @property
     def fits_surely(self) -> bool:

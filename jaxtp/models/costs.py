@@ -64,6 +64,9 @@ class StepCosts:
     itemsize: int
     """Bytes of an element of the compute dtype."""
 
+    param_itemsize: int
+    """Bytes of an element of the parameters' dtype."""
+
     kept: int
     """Bytes that all blocks keep for the backward pass."""
 
@@ -85,13 +88,19 @@ class StepCosts:
     adapters: int
     """Number of elements of all adapters."""
 
+    update: tuple[Product, ...] = ()
+    """Matrix products of the optimizer's rule, in the parameters' dtype."""
+
+    owned: int = 0
+    """Bytes of whole matrices that the optimizer's rule works on."""
+
     padding: float
     """Elements that padding adds to the weights of all blocks, as a share of them."""
 
     @property
     def flops(self) -> float:
         """Number of operations in all products."""
-        return sum(product.flops for product in (*self.products, *self.attention))
+        return sum(product.flops for product in (*self.products, *self.attention, *self.update))
 
     @property
     def budget(self) -> dict[Place, float]:
@@ -139,7 +148,7 @@ def step_costs(
 
 def costs_of(config: ModelConfig, share: Share) -> StepCosts:
     """Returns what a model costs for a share of a micro-batch, and in all micro-batches."""
-    model = _described(replace(config, remat="full"))
+    model = described(config)
     blocks = [(stack.repeats, list(block.costs(share))) for stack, kinds in model.stacked() for block in kinds]
     outside = [(1, cost) for cost in model.costs(share)]
     inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
@@ -154,6 +163,7 @@ def costs_of(config: ModelConfig, share: Share) -> StepCosts:
         scores=share.accumulation * _bytes((n, scores) for n, scores in _of(Scores, every) if scores.kind == "scores"),
         logits=share.accumulation * _bytes((n, scores) for n, scores in _of(Scores, every) if scores.kind == "logits"),
         itemsize=itemsize(config.precision.compute),
+        param_itemsize=itemsize(config.precision.param),
         kept=int(_bytes(_of(Kept, every))),
         working=int(max(sum(cost.bytes for cost in costs if isinstance(cost, Working)) for _, costs in blocks)),
         weights=int(max(sum(c.loaded_bytes(share) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
@@ -215,9 +225,13 @@ def _merged(products: Iterable[tuple[int, Product]]) -> Iterator[Product]:
         yield replace(product, count=count)
 
 
+def described(config: ModelConfig) -> Decoder:
+    """Returns the model without arrays, as on one device; what its layers declare depends on no mesh."""
+    return _described(replace(config, remat="full"))
+
+
 @lru_cache(maxsize=32)
 def _described(config: ModelConfig) -> Decoder:
-    """Returns the model without arrays, as on one device; what its layers declare depends on no mesh."""
     apart = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(mesh_of(sized()))
     with apart:
         model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))

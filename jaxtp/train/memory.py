@@ -2,17 +2,19 @@
 
 A step holds most between forward and backward pass: there are the gradients of all blocks (XLA makes room for them
 before the forward pass), what the blocks keep, and the working sets of the loss and of the last block. The update is
-made in place (`step.make_train_step`) and holds less. So does an evaluation: it is the forward pass alone, of the same
-micro-batches.
+made in place (`step.make_train_step`) and holds less, but for muon's, which has whole matrices beside all gradients
+(`train/muon.py`): the larger of the two is the peak. An evaluation holds less too: it is the forward pass alone, of the
+same micro-batches.
 
 What blocks and head hold is what their layers declare (`models/costs.py`): arrays that XLA's compiler for GPUs was seen
 to hold for dense Llama shapes, in the sizes that they have on one device.
 
-Not modelled: temporaries of muon, which multiplies whole matrices, and of dropout; small arrays; gaps in XLA's block of
-temporaries. `scripts/estimate_accuracy.py` compares with XLA's compiler for GPUs.
+Not modelled: temporaries of adafactor and of dropout; small arrays; gaps in XLA's block of temporaries.
+`scripts/estimate_accuracy.py` compares with XLA's compiler for GPUs.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
@@ -27,9 +29,12 @@ from jaxtp.layers.kernels import Implementation
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import Padding, padding_of
 from jaxtp.mesh import STORAGE, TP, batch_parts, parts
-from jaxtp.models.costs import StepCosts, step_costs
+from jaxtp.models.config import ModelConfig
+from jaxtp.models.costs import StepCosts, described, step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.muon import MUON, owned
+from jaxtp.train.optimizer_state import OPTIMIZER_SCOPE
 from jaxtp.train.state import TrainState
 
 MODEL, BLOCKS = "model.", "model.blocks."
@@ -84,6 +89,9 @@ class Memory:
     """Gradients in the parameters' dtype, and their sums over micro-batches, which may be in a wider one; modelled, as
     all that follows but the batch."""
 
+    whole_matrices: int
+    """Matrices that muon works on whole."""
+
     gathered_weights: int
     """Weights as layers multiply with them: cast, gathered, in another layout; and their gradients before reduction."""
 
@@ -132,20 +140,8 @@ def memory_per_device(
     """
     held = _Held.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
     costs = costs_of_step(config, sizes, platform)
-    weights, working, logits = costs.weights, costs.working, costs.loss
-    if logits < weights + working:
-        logits //= OVERLAP
-    else:
-        weights, working = weights // OVERLAP, working // OVERLAP
-    return Memory(
-        parameters=held.parameters,
-        optimizer=held.optimizer,
-        gradients=held.trained_blocks + held.summed,
-        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
-        activations=costs.kept + working,
-        logits=logits,
-        batch=_batch_bytes(config, sizes),
-    )
+    moments = (_backward(config, sizes, held, costs), _update(config, sizes, held, costs))
+    return max(moments, key=lambda memory: memory.total)
 
 
 def with_attention(config: TrainConfig, implementation: Implementation) -> TrainConfig:
@@ -160,8 +156,10 @@ class _Held:
 
     parameters: int
     optimizer: int
+    trained: int
+    """Bytes of the parameters that have gradients."""
     trained_blocks: int
-    """Bytes of the blocks' parameters that have gradients."""
+    """Bytes of those of the blocks."""
     summed: int
     """Bytes of the sums of gradients over micro-batches; 0 without them."""
 
@@ -173,6 +171,7 @@ class _Held:
         return cls(
             parameters=sum(size for a, size in held if a.name.startswith(MODEL)),
             optimizer=sum(size for a, size in held if not a.name.startswith(MODEL)),
+            trained=sum(size for a, size in held if a.trained),
             trained_blocks=sum(size for a, size in held if a.trained and a.name.startswith(BLOCKS)),
             summed=sum(a.bytes_per_device(sizes, sum_dtype(a.dtype)) for a in summed),
         )
@@ -183,7 +182,7 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
 
     The platform decides the kernels, and so memory and time, and nothing of what is sent.
     """
-    return step_costs(
+    costs = step_costs(
         config.model,
         sizes,
         batch_size=config.data.global_batch_size,
@@ -191,6 +190,55 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
         accumulation=config.train.accumulation,
         packed=config.data.packed,
         platform=platform,
+    )
+    return costs if config.optimizer.name != MUON else _with_muon(costs, config.model, sizes)
+
+
+def _with_muon(costs: StepCosts, model: ModelConfig, sizes: Mapping[str, int]) -> StepCosts:
+    """Returns the costs of a step with those of orthogonalising the matrices of a model on a mesh."""
+    variables = named_variables(nnx.state(described(model), trained(model.lora)))
+    matrices = {path: variable for path, variable in variables.items() if optimizers.is_orthogonalised(path)}
+    kinds = owned(matrices, sizes)
+    module = f"{OPTIMIZER_SCOPE}/{MUON}"
+    moved = Counter(costs.traffic)
+    for kind in kinds:
+        moved.update(dict(kind.moves(module, sizes)))
+    return replace(
+        costs,
+        traffic=moved,
+        update=tuple(product for kind in kinds for product in kind.products()),
+        owned=max((kind.working for kind in kinds), default=0),
+    )
+
+
+def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held, costs: StepCosts) -> Memory:
+    weights, working, logits = costs.weights, costs.working, costs.loss
+    if logits < weights + working:
+        logits //= OVERLAP
+    else:
+        weights, working = weights // OVERLAP, working // OVERLAP
+    return Memory(
+        parameters=held.parameters,
+        optimizer=held.optimizer,
+        gradients=held.trained_blocks + held.summed,
+        whole_matrices=0,
+        gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
+        activations=costs.kept + working,
+        logits=logits,
+        batch=_batch_bytes(config, sizes),
+    )
+
+
+def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held, costs: StepCosts) -> Memory:
+    return Memory(
+        parameters=held.parameters,
+        optimizer=held.optimizer,
+        gradients=held.summed or held.trained,
+        whole_matrices=costs.owned,
+        gathered_weights=0,
+        activations=0,
+        logits=0,
+        batch=_batch_bytes(config, sizes),
     )
 
 

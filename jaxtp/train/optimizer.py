@@ -6,12 +6,11 @@ Parameters are told apart by name, because the stacking of layers gives every ve
 import fnmatch
 from typing import Any
 
-import jax
 import optax
-import optax.contrib
 
 from jaxtp.config import ConfigError
 from jaxtp.train.config import GroupConfig, OptimizerConfig
+from jaxtp.train.muon import MUON, scale_by_muon
 from jaxtp.train.optimizer_state import OnLogicalShapes
 
 _VECTORS = {"scale", "bias", "biases"}
@@ -56,12 +55,15 @@ def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
         optax.scale_by_learning_rate(learning_rate(config, steps)),
         _scaled_by_group(config),
     )
-    return chain if is_elementwise(config) else OnLogicalShapes(*chain)
+    return chain if is_modelled(config) else OnLogicalShapes(*chain)
 
 
-def is_elementwise(config: OptimizerConfig) -> bool:
-    """Returns whether the rule needs nothing from other devices; adafactor's means and muon's products do."""
-    return config.name in ("adamw", "lion")
+def is_modelled(config: OptimizerConfig) -> bool:
+    """Returns whether all that the rule moves, computes and holds is known.
+
+    Adafactor's means are written on global arrays without padding, and the compiler chooses their collectives.
+    """
+    return config.name != "adafactor"
 
 
 def check_groups(config: OptimizerConfig, parameters: list[str]) -> None:
@@ -99,6 +101,11 @@ def is_matrix(path: str) -> bool:
     return not _VECTORS & set(path.split("."))
 
 
+def is_orthogonalised(path: str) -> bool:
+    """Returns whether a parameter is muon's: a matrix of a block; vectors, and embedding and head, are Adam's."""
+    return is_matrix(path) and not _TABLES & set(path.split("."))
+
+
 def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
     adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.name == "adamw":  # Loshchilov and Hutter, arXiv 1711.05101
@@ -109,7 +116,7 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
         # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file instead of its own:
         # its root mean squares over a table would count the rows that pad a vocabulary.
         return _with_float32_state(optax.scale_by_factored_rms())
-    return optax.partition({"muon": _muon(config), "adam": adam}, _muon_labels)
+    return optax.partition({MUON: optax.chain(scale_by_muon(config.beta1)), "adam": adam}, _muon_labels)
 
 
 def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -127,25 +134,9 @@ def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTra
     )
 
 
-def _muon(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns orthogonalised momentum of matrices (Jordan et al. 2024; scale of Liu et al., arXiv 2502.16982).
-
-    Newton-Schulz multiplies whole matrices: it is written on global arrays, and the compiler gathers what it needs.
-    """
-
-    def matrix_dims(updates: Any) -> Any:
-        """Returns the last two dims of each leaf, which is a stack of matrices `[L, in, out]`."""
-        return jax.tree.map(lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), updates)
-
-    return optax.chain(
-        optax.contrib.scale_by_muon(beta=config.beta1, weight_dimension_numbers=matrix_dims),
-        optax.stateless_with_tree_map(lambda update, _: update * (0.2 * max(update.shape[-2:]) ** 0.5)),
-    )
-
-
 def _muon_labels(params: Any) -> Any:
-    """Labels the matrices of the blocks; vectors, and the tables of embedding and head, are Adam's."""
-    return {path: "muon" if is_matrix(path) and not _TABLES & set(path.split(".")) else "adam" for path in params}
+    """Labels each parameter by the rule that it is updated by."""
+    return {path: MUON if is_orthogonalised(path) else "adam" for path in params}
 
 
 def _decayed(config: OptimizerConfig) -> optax.GradientTransformation:

@@ -14,6 +14,9 @@ from jaxtp.collectives import axis_size, constrain
 from jaxtp.layers.parameter import cut, logical_shape, pad, padding_of
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
 
+OPTIMIZER_SCOPE = "optimizer"
+"""Name of the module that the update's collectives belong to."""
+
 Arrays = dict[str, Array]
 """Arrays by dotted path of the parameter, as the transformation sees its parameters and gradients."""
 
@@ -32,7 +35,8 @@ class Optimizer(nnx.Module):
 
     Args:
       model: the model whose parameters are updated.
-      transformation: sees the parameters as a dict by dotted path.
+      transformation: sees the parameters as a dict by dotted path; its `update` may take them as `variables`, which
+        say how they are split and padded.
       kind: type of the variables that are updated; all others stay as they are.
     """
 
@@ -57,7 +61,8 @@ class Optimizer(nnx.Module):
         variables = _parameters(model, self.kind)
         params = self._seen(variables, variables)
         state = jax.tree.map(lambda v: v[...], self.opt_state, is_leaf=_is_variable)
-        updates, state = self.transformation.update(self._seen(named_variables(grads), variables), state, params)
+        update = optax.with_extra_args_support(self.transformation).update
+        updates, state = update(self._seen(named_variables(grads), variables), state, params, variables=variables)
         jax.tree.map(lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable)
         updated = optax.apply_updates(params, updates)
         for name, variable in variables.items():

@@ -24,6 +24,7 @@ from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.optimizer_state import OPTIMIZER_SCOPE
 from jaxtp.train.state import Blueprint
 
 
@@ -54,9 +55,6 @@ JittedTrainStep = Any
 
 _ZERO_SUMS = 0.0, 0.0
 """Sums of losses and of valid tokens."""
-
-OPTIMIZER_SCOPE = "optimizer"
-"""Name of the module that the update's collectives belong to."""
 
 
 def trace_step(

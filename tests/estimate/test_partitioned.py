@@ -19,7 +19,7 @@ from jaxtp.estimate.search import Target, describe_model, estimate
 from jaxtp.hardware_file import find
 from jaxtp.mesh import fitting_meshes
 from jaxtp.models import decoder
-from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, TrainConfig
+from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 MODEL = jaxtp.ModelConfig(
     vocab_size=61, d_model=32, num_layers=2, num_heads=16, num_kv_heads=4, head_dim=8, d_ff=64, loss_chunk=8
@@ -34,11 +34,12 @@ VARIETY = [("none", 1, True), ("save_gathered", 2, None), ("save_dots", 1, None)
 RINGS = dataclasses.replace(MODEL, overlap="ring")
 
 
-def setting(mesh, remat="full", accumulation=1, sequence_parallel=None, model=MODEL, length=32):
+def setting(mesh, remat="full", accumulation=1, sequence_parallel=None, model=MODEL, length=32, optimizer="adamw"):
     model = dataclasses.replace(model, remat=remat, sequence_parallel=sequence_parallel if mesh[2] > 1 else None)
     config = dataclasses.replace(
         CONFIG,
         model=model,
+        optimizer=OptimizerConfig(name=optimizer),
         data=dataclasses.replace(CONFIG.data, sequence_length=length),
         mesh=MeshConfig(dp=mesh[0], fsdp=mesh[1], tp=mesh[2]),
         train=LoopConfig(accumulation=accumulation),
@@ -70,6 +71,14 @@ def test_tier_1_is_what_the_partitioned_program_moves(mesh, variety):
     assert found.equal
     assert not found.problems
     assert not found.warnings
+
+
+@pytest.mark.wide
+def test_of_a_rule_that_exchanges_matrices():
+    found = compile_partitioned(setting((2, 2, 2), accumulation=2, optimizer="muon"))
+    assert found.realised == pytest.approx(found.planned)
+    assert "all-to-all" in {kind for kind, _ in found.planned}
+    assert not found.problems
 
 
 @pytest.mark.parametrize("name", sweep(TRAINED))

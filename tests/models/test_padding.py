@@ -78,10 +78,10 @@ def test_a_padded_model_is_that_of_one_device(tried):
     initial = parity.initial_arrays(config)
     expected = parity.run(config, ONE_DEVICE, initial)
     can_split = BASE.data.sequence_length % sizes["tp"] == 0
-    actual = parity.run(config, Case(sizes, can_split), initial, audited=variant in ("plain", "adafactor"))
+    actual = parity.run(config, Case(sizes, can_split), initial, audited=variant in ("plain", "adafactor", "muon"))
     assert not actual.problems
     errors = parity.compare(actual, expected)
-    assert errors.within(parity.Tolerance(1e-5, 5e-5 if variant == "muon" else 1e-5)), errors
+    assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
 @pytest.mark.wide

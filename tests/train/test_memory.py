@@ -176,7 +176,7 @@ def test_the_model_is_within_15_percent_of_what_was_compiled(accuracy):
     traced = {}  # by what its arrays depend on
     for row in rows:
         point = accuracy.Point.from_key(row["point"])
-        kind = point.shape, point.lora
+        kind = point.shape, point.lora, point.optimizer
         if kind not in traced:
             traced[kind] = stored_arrays(point.config())
         memory = memory_per_device(point.config(), point.sizes, traced[kind])

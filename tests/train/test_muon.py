@@ -1,0 +1,176 @@
+"""Muon by ownership: equal to whole matrices on one device, and what it moves, computes and holds as declared."""
+
+import dataclasses
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax.contrib
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+from support import assert_close, sweep
+
+import jaxtp
+from jaxtp.audit.census import count_collectives
+from jaxtp.audit.compiling import compile_with_spmd_text
+from jaxtp.audit.hlo import count_collectives_in_hlo, count_flops_in_hlo
+from jaxtp.check import parity
+from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.checkpoint.logical import spec
+from jaxtp.communication import ALL_TO_ALL
+from jaxtp.layers.attention import HeadSplit
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.parameter import Split, cut, padding_of, parameter
+from jaxtp.mesh import mesh_of, sized
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.memory import costs_of_step, memory_per_device
+from jaxtp.train.muon import scale_by_muon
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import trace_step
+
+MESHES = [sized(2, 2, 2), sized(fsdp=2, tp=2), sized(tp=4), sized(fsdp=4), sized(tp=8), sized(dp=2)]
+QUERIES, HIDDEN = HeadSplit((3, 3, 4)), Split((22,))
+COLUMNS, ROWS = PartitionSpec(None, "fsdp", "tp"), PartitionSpec(None, "tp", "fsdp")
+SHAPES = {
+    "query": ((3, 16, 36), COLUMNS, ((-1, QUERIES),)),  # 9 heads of 4
+    "out": ((3, 36, 16), ROWS, ((-2, QUERIES),)),
+    "gate": ((3, 16, 22), COLUMNS, ((-1, HIDDEN),)),
+    "down": ((2, 22, 16), ROWS, ((-2, HIDDEN),)),
+    "lora_a": ((5, 16, 3), PartitionSpec(None, "fsdp"), ()),
+    "lora_b": ((5, 3, 36), PartitionSpec(None, None, "tp"), ((-1, QUERIES),)),
+    "table": ((24, 16), PartitionSpec(None, "fsdp"), ()),  # the only one of its kind
+    "whole": ((2, 3, 5), PartitionSpec(), ()),
+}
+"""Weights without padding: 3 + 3 and 3 + 2 matrices are dealt out together, and mostly do not go into the devices."""
+
+
+def weights():
+    keys = jax.random.split(jax.random.key(0), len(SHAPES))
+    return {name: jax.random.normal(key, SHAPES[name][0]) for key, name in zip(keys, SHAPES, strict=True)}
+
+
+def two_updates(rule, gradients, **variables):
+    """The last of two updates, of other gradients each, and the state after it; padding stays zero."""
+    state = rule.init(gradients)
+    _, state = rule.update(gradients, state, **variables)
+    return rule.update(jax.tree.map(jnp.sin, gradients), state, **variables)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """Optax's own, of whole matrices."""
+
+    def matrices(tree):
+        return jax.tree.map(lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), tree)
+
+    updates, state = two_updates(optax.contrib.scale_by_muon(beta=0.9, weight_dimension_numbers=matrices), weights())
+    return {name: update * 0.2 * max(update.shape[-2:]) ** 0.5 for name, update in updates.items()}, state.mu
+
+
+@pytest.mark.parametrize("sizes", sweep(MESHES, *MESHES[:2]), ids=str)
+def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
+    mesh = mesh_of(sizes)
+    with jax.set_mesh(mesh):
+        variables = {
+            name: parameter(name, w, SHAPES[name][1], padding=SHAPES[name][2]) for name, w in weights().items()
+        }
+        update = jax.jit(lambda gradients: two_updates(scale_by_muon(0.9), gradients, variables=variables))
+        updates, state = update({name: variable[...] for name, variable in variables.items()})
+    for name, variable in variables.items():
+        assert updates[name].sharding.is_equivalent_to(NamedSharding(mesh, spec(variable)), updates[name].ndim), name
+    for arrays, those, tolerance in zip((updates, state.mu), expected, (1e-5, 1e-6), strict=True):
+        whole = {name: cut(np.asarray(arrays[name]), padding_of(v), sizes["tp"]) for name, v in variables.items()}
+        assert_close(whole, those, tolerance)
+
+
+def test_an_update_has_the_dtype_of_its_parameter():
+    gradients = jax.tree.map(lambda w: w.astype("bfloat16"), weights())
+    updates, state = jax.eval_shape(lambda gradients: two_updates(scale_by_muon(0.9), gradients), gradients)
+    assert {array.dtype for array in (*updates.values(), *state.mu.values())} == {jnp.dtype("bfloat16")}
+
+
+MODEL = jaxtp.ModelConfig(  # over tp 2 and 4 heads and d_ff are padded, and three layers never go into the devices
+    vocab_size=61,
+    d_model=16,
+    num_layers=3,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=8,
+    d_ff=26,
+    rope_theta=2.0,
+    loss_chunk=8,
+)
+RUN = TrainConfig(
+    model=MODEL,
+    data=DataConfig(sequence_length=8, global_batch_size=8),
+    optimizer=OptimizerConfig(name="muon", learning_rate=1e-2, warmup_steps=1),
+    train=LoopConfig(steps=10),
+)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    initial = parity.initial_arrays(RUN)
+    return initial, parity.run(RUN, ONE_DEVICE, initial)
+
+
+@pytest.mark.parametrize("sizes", sweep(MESHES[:4], MESHES[1]), ids=str)
+def test_a_run_equals_one_device_and_moves_nothing_unasked(one_device, sizes):
+    initial, expected = one_device
+    actual = parity.run(RUN, Case(sizes, True), initial, audited=True)
+    assert not actual.problems
+    errors = parity.compare(actual, expected)
+    assert errors.within(parity.TOLERANCES["float32"]), errors
+
+
+def exchanged(traffic):
+    """How often each all-to-all runs, by module, axes and bytes."""
+    counts = Counter()
+    for one, times in traffic.items():
+        if one.kind == ALL_TO_ALL:
+            counts[one.module, one.axes, one.group, one.bytes] += times
+    return counts
+
+
+DECLARED = [
+    (sized(fsdp=2, tp=2), "plain"),
+    (sized(2, 2, 2), "plain"),
+    (sized(tp=4), "plain"),
+    (sized(fsdp=4), "adapters"),
+    (sized(fsdp=2, tp=2), "adapters"),
+    (sized(fsdp=2, tp=2), "bfloat16"),
+]
+VARIANTS = {
+    "plain": MODEL,
+    "adapters": dataclasses.replace(MODEL, lora=LoraConfig(rank=3)),
+    "bfloat16": dataclasses.replace(MODEL, precision=jaxtp.Precision(param="bfloat16")),
+}
+
+
+@pytest.mark.parametrize("case", sweep(DECLARED, DECLARED[0]), ids=str)
+def test_what_it_moves_and_computes_is_what_is_declared(case):
+    sizes, variant = case
+    config = dataclasses.replace(RUN, model=VARIANTS[variant])
+    plan = plan_state(config.model, optimizers.build(config.optimizer, 10), mesh_of(sizes))
+    traced = trace_step(config, plan)
+    _, text = compile_with_spmd_text(traced.lower(), {"xla_backend_optimization_level": 0})
+    costs = costs_of_step(config, sizes)
+    declared = exchanged(costs.traffic)
+    assert declared == exchanged(count_collectives(traced.jaxpr, sizes))
+    assert declared == exchanged(count_collectives_in_hlo(text, sizes))
+    assert variant == "adapters" or sum(declared.values()) == 6  # of q and out, of k and v, of the MLP; and back
+    assert count_flops_in_hlo(text) == costs.flops
+
+
+def test_memory_grows_by_the_largest_kind_alone():
+    """Matrices of one kind are whole at a time: of the MLP's 108 each of four devices has 27."""
+    sizes = sized(fsdp=2, tp=2)
+    deep = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, num_layers=36, d_ff=512))
+    muon, lion = (
+        memory_per_device(dataclasses.replace(deep, optimizer=OptimizerConfig(name=name)), sizes)
+        for name in ("muon", "lion")
+    )
+    assert muon.whole_matrices == 4 * (27 * 16 * 512 + 2 * 16 * (16 + 512))
+    assert muon.total - muon.state == lion.total - lion.state + muon.whole_matrices
