@@ -5,10 +5,10 @@
 
 Each point is a Llama shape, with adapters or without, an optimizer, a sequence length, a remat policy and a mesh; the
 compiler's numbers are appended to scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and
-goes on. It needs the extra estimate-gpu. Those that are there are of jax 0.10.2; the constants of the model were settled
-on the first 41 points. When the update came to be made in place, 37 were compiled anew: all with dp or accumulation, all
-whose peak had been in the update. The others were left, for where the peak is in the backward pass it stayed within 3 kB
-(but for 0.5 GB of 42 at dp 2 x fsdp 2 x tp 2).
+goes on. It needs the extra estimate-gpu. Those that are there are of jax 0.10.2; the constants of the model were
+settled on the first 41 points. When the update came to be made in place, 37 were compiled anew: all with dp or
+accumulation, all whose peak had been in the update. The others were left, for where the peak is in the backward pass
+it stayed within 3 kB (but for 0.5 GB of 42 at dp 2 x fsdp 2 x tp 2).
 """
 
 import argparse
