@@ -2,9 +2,9 @@
 
 A step holds most between forward and backward pass: there are the gradients of all blocks (XLA makes room for them
 before the forward pass), what the blocks keep, and the working sets of the loss and of the last block. The update is
-made in place (`step.make_train_step`) and holds less, but for muon's, which has whole matrices beside all gradients
-(`train/muon.py`): the larger of the two is the peak. An evaluation holds less too: it is the forward pass alone, of the
-same micro-batches.
+made in place (`step.make_train_step`) and holds less, but for muon's, which has whole matrices and updates beside all
+gradients (`train/muon.py`): the larger of the two is the peak. An evaluation holds less too: it is the forward pass
+alone, of the same micro-batches.
 
 What blocks and head hold is what their layers declare (`models/costs.py`): arrays that XLA's compiler for GPUs was seen
 to hold for dense Llama shapes, in the sizes that they have on one device.
@@ -90,7 +90,7 @@ class Memory:
     all that follows but the batch."""
 
     whole_matrices: int
-    """Matrices that muon works on whole."""
+    """Matrices that muon works on whole, and the updates that it makes of them beside the parameters."""
 
     gathered_weights: int
     """Weights as layers multiply with them: cast, gathered, in another layout; and their gradients before reduction."""
@@ -234,7 +234,7 @@ def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held, costs: S
         parameters=held.parameters,
         optimizer=held.optimizer,
         gradients=held.summed or held.trained,
-        whole_matrices=costs.owned,
+        whole_matrices=costs.owned + held.trained if costs.owned else 0,
         gathered_weights=0,
         activations=0,
         logits=0,
