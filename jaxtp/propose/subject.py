@@ -88,7 +88,7 @@ def sizes_of(mesh: Meant, caller: str) -> dict[str, int]:
         raise MeshError(f'{caller} needs a mesh: call it under jax.set_mesh(...), or say mesh={{"tp": 8}}')
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
         raise MeshError(f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}')
-    sizes = sized(**mesh) if isinstance(mesh, Mapping) else mesh_sizes(mesh)
+    sizes = {**sized(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
     if unknown := sorted(map(str, sizes.keys() - set(AXES))):
         raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; there are {', '.join(AXES)}")
     if odd := [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]:

@@ -17,7 +17,7 @@ from jaxtp.collectives import axis_size, leave_parallel, vary
 from jaxtp.config import from_yaml
 from jaxtp.hf.attributes import model_config
 from jaxtp.hf.folder import read_attributes
-from jaxtp.layers import linear
+from jaxtp.layers import linear, rings
 from jaxtp.mesh import AXES, batch_parts, sized
 from jaxtp.models import config as models
 from jaxtp.train.config import MeshConfig
@@ -85,7 +85,7 @@ def run_broken(capsys, *flags):
 
 
 def test_a_dropped_reduction_is_named(monkeypatch, capsys):
-    monkeypatch.setattr(linear, "leave_parallel", lambda x, sequence: x)
+    monkeypatch.setattr(rings, "leave_parallel", lambda x, sequence: x)
     out = run_broken(capsys)
     assert "FAIL  one device" in out
     assert "blocks.0.attention.out" in out

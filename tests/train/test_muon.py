@@ -160,7 +160,8 @@ def test_what_it_moves_and_computes_is_what_is_declared(case):
     declared = exchanged(costs.traffic)
     assert declared == exchanged(count_collectives(traced.jaxpr, sizes))
     assert declared == exchanged(count_collectives_in_hlo(text, sizes))
-    assert variant == "adapters" or sum(declared.values()) == 6  # of q and out, of k and v, of the MLP; and back
+    dealt = sum(times for (module, *_), times in declared.items() if module.endswith("muon"))
+    assert variant == "adapters" or dealt == 6  # of q and out, of k and v, of the MLP; and back
     assert count_flops_in_hlo(text) == costs.flops
 
 
@@ -172,5 +173,6 @@ def test_memory_grows_by_the_largest_kind_alone():
         memory_per_device(dataclasses.replace(deep, optimizer=OptimizerConfig(name=name)), sizes)
         for name in ("muon", "lion")
     )
-    assert muon.whole_matrices == 4 * (27 * 16 * 512 + 2 * 16 * (16 + 512))
-    assert muon.total - muon.state == lion.total - lion.state + muon.whole_matrices
+    whole = 4 * (27 * 16 * 512 + 2 * 16 * (16 + 512))
+    assert muon.whole_matrices == whole + muon.gradients, "and the updates, as large as the gradients"
+    assert lion.whole_matrices == 0
