@@ -37,7 +37,7 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
       on_cpu: CPUs, on which everything is made of plain products, are checked too.
 
     Raises:
-      ConfigError: a kernel gives something else than plain products.
+      ConfigError: a kernel does not run, or gives something else than plain products.
     """
     device = mesh.local_devices[0]
     platform = platform_of(device.platform, device.device_kind)
@@ -49,8 +49,14 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
         keys = max(1, kv_heads // mesh_sizes(mesh)[TP])
         queries = kv_heads * group // mesh_sizes(mesh)[TP]
         kernel, _ = chosen(config.model.attention, use)
-        with jax.default_device(device):
-            errors = relative_errors(kernel.run, use, queries, keys)
+        try:
+            with jax.default_device(device):
+                errors = relative_errors(kernel.run, use, queries, keys)
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+            raise ConfigError(
+                f"model.attention: the kernel {kernel.name} does not run on {device.device_kind}: "
+                f"{str(error).partition(chr(10))[0]}; try --model.attention blockwise"
+            ) from error
         for what, error in zip(_RESULTS, errors, strict=True):
             if error <= (most := TOLERANCE[str(use.dtype)]):  # what is not a number is not
                 continue

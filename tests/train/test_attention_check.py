@@ -61,6 +61,15 @@ def test_a_wrong_kernel_refuses_the_run_by_name(monkeypatch, planted, what):
         check()
 
 
+def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):
+    def unsupported(*_, **__):
+        raise NotImplementedError("no such instruction\nand more")
+
+    monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=unsupported))
+    with pytest.raises(ConfigError, match="the kernel blockwise does not run on cpu: no such instruction; try"):
+        check()
+
+
 def test_where_everything_is_made_of_plain_products_nothing_is_checked(monkeypatch):
     monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=nothing_but_nan))
     check_attention(TrainConfig(model=MODEL), jaxtp.make_mesh())
