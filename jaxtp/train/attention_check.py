@@ -52,11 +52,11 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
         try:
             with jax.default_device(device):
                 errors = relative_errors(kernel.run, use, queries, keys)
-        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
             raise ConfigError(
                 f"model.attention: the kernel {kernel.name} does not run on {device.device_kind}: "
-                f"{str(error).partition(chr(10))[0]}; try --model.attention blockwise"
-            ) from error
+                f"{str(reason).partition(chr(10))[0]}; try --model.attention blockwise"
+            ) from reason
         for what, error in zip(_RESULTS, errors, strict=True):
             if error <= (most := TOLERANCE[str(use.dtype)]):  # what is not a number is not
                 continue
