@@ -123,7 +123,8 @@ def loss_costs(
     size = tokens * features * compute
     yield from enter(LOSS, share, size, split=share.is_split(setting), again=False)
     chunks = -(-tokens // chunk_size)
-    yield sums_over(LOSS, (TP,), share.sizes, tokens * FLOAT32 / chunks, 3 * chunks)
+    for floats in (1, 2):  # the maximum; the sum of exponentials and the label's logit
+        yield sums_over(LOSS, (TP,), share.sizes, floats * tokens * FLOAT32 / chunks, chunks)
     yield sums_over(LOSS, BATCH, share.sizes, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, share.passes(True, share.gradients), moved)
@@ -152,9 +153,10 @@ def _token_loss(
     # A device that holds only padding has no maximum of its own: -inf loses against any other.
     highest = checkpoint_name(all_reduce_max(jnp.max(logits, axis=-1), TP), _REDUCED)
     exp_sum = jnp.sum(jnp.exp(logits - highest[..., None]), axis=-1)
-    exp_sum = checkpoint_name(all_reduce(exp_sum, TP), _REDUCED)
-    is_label = labels[..., None] == local_vocab  # a one-hot sum: the gradient needs no scatter of [t, V/tp]
-    label_logit = all_reduce(jnp.sum(jnp.where(is_label, logits, 0), axis=-1), TP)
+    is_label = labels[..., None] == local_vocab  # a one-hot sum: the gradient needs no scatter of [tokens, V/tp]
+    label_logit = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
+    # In one sum: XLA runs two that do not wait for each other in any order, and on CPUs mistakes one for the other.
+    exp_sum, label_logit = checkpoint_name(all_reduce(jnp.stack([exp_sum, label_logit]), TP), _REDUCED)
     log_normaliser = jnp.log(exp_sum) + highest
     return log_normaliser - label_logit + z_loss * jnp.square(log_normaliser)
 
