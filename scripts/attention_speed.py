@@ -15,7 +15,7 @@ from jaxtp.bench.timing import Program, medians
 from jaxtp.layers.kernels import KERNELS, KernelName
 
 NAMES: tuple[KernelName, ...] = ("xla", "blockwise")
-LENGTHS, ROUNDS = (256, 1024, 4096), 7
+LENGTHS, ROUNDS = (256, 1024, 4096), 5
 HEADS, KV_HEADS, WIDTH = 8, 2, 64
 
 
