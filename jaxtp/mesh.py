@@ -8,6 +8,7 @@ one NVLink domain) form a tensor-parallel group.
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
@@ -182,12 +183,14 @@ def platform_here() -> str:
     """
     mesh = jax.sharding.get_abstract_mesh()
     device = (None if mesh.empty else mesh.abstract_device) or jax.devices()[0]
-    return platform_of(device.platform, device.device_kind)
+    return platform_of(device)
 
 
-def platform_of(platform: str, kind: str) -> str:
-    """Returns cpu, cuda, rocm or tpu; JAX calls the GPUs of both makers gpu."""
-    return ("rocm" if "amd" in kind.lower() else "cuda") if platform == "gpu" else platform
+def platform_of(device: Any) -> str:
+    """Returns cpu, cuda, rocm or tpu for a `jax.Device`, or what describes one; JAX calls GPUs of both makers gpu."""
+    if device.platform != "gpu":
+        return str(device.platform)
+    return "rocm" if "amd" in device.device_kind.lower() else "cuda"
 
 
 def axes_of(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:

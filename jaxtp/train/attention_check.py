@@ -40,7 +40,7 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
       ConfigError: a kernel does not run, or gives something else than plain products.
     """
     device = mesh.local_devices[0]
-    platform = platform_of(device.platform, device.device_kind)
+    platform = platform_of(device)
     if platform == "cpu" and not on_cpu:
         return
     blocks = config.model.block_kinds()

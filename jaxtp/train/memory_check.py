@@ -47,8 +47,7 @@ def describe_memory(config: TrainConfig, mesh: Mesh) -> str | None:
 
 
 def _step_memory(config: TrainConfig, mesh: Mesh) -> Memory:
-    first = mesh.devices.flat[0]
-    return memory_per_device(config, mesh_sizes(mesh), platform=platform_of(first.platform, first.device_kind))
+    return memory_per_device(config, mesh_sizes(mesh), platform=platform_of(mesh.devices.flat[0]))
 
 
 def _account(memory: Memory) -> str:

@@ -65,8 +65,7 @@ def open_mesh(config: TrainConfig) -> Mesh:
         check_devices(config, sizes)
     mesh = mesh_of(sizes)
     check(config, mesh_sizes(mesh))
-    first = mesh.devices.flat[0]
-    check_platform(config, platform_of(first.platform, first.device_kind))
+    check_platform(config, platform_of(mesh.devices.flat[0]))
     return mesh
 
 

@@ -59,7 +59,7 @@ def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
         f"{_describe_model(config.model)}",
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
-        "kernels": describe_kernels(config, platform_of(device.platform, device.device_kind)),
+        "kernels": describe_kernels(config, platform_of(device)),
         "data": _describe_data(data.corpus),
         "rows": _describe_rows(data),
         "batch": _describe_batch(config, mesh, data.corpus.unit),
