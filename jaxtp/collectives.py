@@ -156,9 +156,9 @@ def vary(x: Array, *axes: str) -> Array:
 
 
 def vary_like(x: Array, *others: Array) -> Array:
-    """Marks `x`, equal on all devices, as different along the axes along which one of the others is."""
-    axes = {axis for other in others for axis in jax.typeof(other).manual_axis_type.varying}
-    return vary(x, *sorted(axes))
+    """Marks `x` as different along the axes along which one of the others is, and it is not yet."""
+    varying = [jax.typeof(array).manual_axis_type.varying for array in (x, *others)]
+    return vary(x, *sorted(set().union(*varying) - varying[0]))
 
 
 def enter_parallel(x: Array, sequence_dim: int | None) -> Array:

@@ -47,6 +47,7 @@ MODEL = jaxtp.ModelConfig(
     num_kv_heads=8,
     head_dim=64,
     d_ff=4096,
+    attention="xla",  # what the constraints are put around
     loss_chunk=4096,
     precision=jaxtp.Precision(compute="bfloat16"),
 )
@@ -187,7 +188,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="a tiny model, to see that it works")
     parser.add_argument("--repeats", type=int, default=3, help="compilations of each depth")
     arguments = parser.parse_args(argv)
-    model, rows, length = (SMALL, 8, 32) if arguments.small else (MODEL, BATCH, SEQUENCE)
+    model, rows, length = (SMALL, 8, 64) if arguments.small else (MODEL, BATCH, SEQUENCE)
     print(f"jax {jax.__version__}, 8 virtual CPU devices, {rows} x {length} tokens\n{model}\n")
     print("MB that a device sends in a step, in the HLO after SPMD partitioning\n")
     print(traffic(model, rows, length), flush=True)

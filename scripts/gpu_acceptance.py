@@ -16,6 +16,7 @@ import importlib.util
 import itertools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -102,7 +103,7 @@ def train(out: Path, name: str, settings: Result, log: Path, **environment: str)
     settings = {**settings, "run": {"dir": str(folder)}, "checkpoint": {"every": 0}}
     settings.setdefault("eval", {"every": 0, "batches": 1})
     file.write_text(yaml.safe_dump(settings))
-    subprocess.run(["rm", "-rf", str(folder)], check=True)
+    shutil.rmtree(folder, ignore_errors=True)
     run([sys.executable, "-m", "jaxtp.train", "--config", str(file)], log, **environment)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [record for record in map(json.loads, lines) if "step_seconds" in record]

@@ -13,7 +13,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of
+from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of, spec_of
 from jaxtp.mesh import TP, axes_of, mesh_sizes, parts
 
 Arrays = dict[str, Array]
@@ -59,14 +59,9 @@ def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
     return filled(state, {name: with_padding(arrays[name], variables[name], mesh) for name in variables})
 
 
-def spec(variable: nnx.Variable[Any]) -> PartitionSpec:
-    """Returns the `PartitionSpec` that a variable declares; replicated if it declares none."""
-    return PartitionSpec(*(variable.get_metadata().get("out_sharding") or ()))
-
-
 def split_dims(variable: nnx.Variable[Any]) -> tuple[tuple[str, ...], ...]:
     """Returns the mesh axes that a variable declares for each of its dims."""
-    axes = [axes_of(entry) for entry in spec(variable)]
+    axes = [axes_of(entry) for entry in spec_of(variable)]
     return (*axes, *[()] * (len(variable.shape) - len(axes)))
 
 
@@ -110,7 +105,7 @@ def with_padding(array: Array, variable: nnx.Variable[Any], mesh: Mesh) -> Array
     """Returns a logical array as a variable of this mesh holds it."""
     if array.shape == tuple(variable.shape):
         return array
-    return padded(array, padding_of(variable), NamedSharding(mesh, spec(variable)))
+    return padded(array, padding_of(variable), NamedSharding(mesh, spec_of(variable)))
 
 
 def padded(array: Array, padding: Padding, sharding: Sharding) -> Array:

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, spec, to_logical
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, to_logical
 from jaxtp.checkpoint.stored import (
     CheckpointError,
     DamagedError,
@@ -22,6 +22,7 @@ from jaxtp.checkpoint.stored import (
     seal,
     stored_info,
 )
+from jaxtp.layers.parameter import spec_of
 
 EVAL_LOSS = "eval_loss"
 _DAMAGED = "damaged"
@@ -75,7 +76,7 @@ class Checkpoints:
             step that is not after the newest.
         """
         arrays = to_logical(state, mesh)
-        specs = {name: str(spec(variable)) for name, variable in named_variables(state).items()}
+        specs = {name: str(spec_of(variable)) for name, variable in named_variables(state).items()}
         try:
             saved = self._manager.save(
                 step,

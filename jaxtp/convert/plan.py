@@ -7,10 +7,11 @@ from typing import Any
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from jaxtp.checkpoint.logical import named_variables, spec
+from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import CONFIG, HFError, read_attributes
 from jaxtp.hf.names import HEAD, TABLE, split_path
+from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import TP, axes_of
 from jaxtp.models.decoder import abstract_decoder
 from jaxtp.models.families.family import LAYER, Family, Tensor
@@ -53,7 +54,7 @@ def our_plan(parameters: nnx.State, family: Family) -> dict[str, str]:
         tensor = tensors[split_path(path)[1]]
         module, _, kind = tensor.theirs.removeprefix(family.prefix).rpartition(".")
         if kind == "weight":
-            plan[module.replace(LAYER, "*")] = _style(tensor, spec(variable))
+            plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
     return plan
 
 

@@ -14,7 +14,7 @@ from jaxtp import entry
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
-from jaxtp.estimate.config import EstimateConfig, check_attention
+from jaxtp.estimate.config import EstimateConfig
 from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
@@ -28,7 +28,7 @@ from jaxtp.files import require_picture, require_writable, write_json, write_pic
 from jaxtp.hardware import RANGES
 from jaxtp.hardware_file import MAX_DEVICES, parse
 from jaxtp.mesh import MeshError, describe_mesh, fill, fitting_meshes, parse_mesh
-from jaxtp.train.config import TrainConfig, training_of, violations_on
+from jaxtp.train.config import TrainConfig, check_kernels, training_of, violations_on
 from jaxtp.train.defaults import RUN_DIR, fit
 from jaxtp.train.place import Place
 
@@ -74,7 +74,7 @@ def _estimate(argv: Sequence[str]) -> int:
     require_picture("--plot", asked.plot)
     config = training_of(asked)
     where = target(*parse(asked.hardware), asked.memory_fraction)
-    check_attention(config, where.hardware)
+    check_kernels(config, where.hardware.platform)
     meshes = _meshes(asked, where)
     model = describe_model(config)
     print(heading(config, where, model), *_foreseen(asked, where), *chosen, sep="\n", end="\n\n", flush=True)

@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 import tyro
 from pydantic import Field
 
-from jaxtp.config import ConfigError, CountOrZero, Positive, Switch, allowed
-from jaxtp.hardware import TABLE, Hardware
-from jaxtp.train.config import TrainConfig, kernel_problems
+from jaxtp.config import CountOrZero, Positive, Switch, allowed
+from jaxtp.hardware import TABLE
+from jaxtp.train.config import TrainConfig
 
 HARDWARE = (
     f"What it is meant to run on, x how many: {', '.join(TABLE)} (jaxtp/hardware.py has their numbers), or a YAML file "
@@ -55,13 +55,3 @@ class EstimateConfig(TrainConfig):
 
     timeout: Positive = 300.0
     """Seconds that tier 3 waits for the compiler."""
-
-
-def check_attention(config: TrainConfig, hardware: Hardware) -> None:
-    """Checks that the hardware has the kernel of attention that the run asks for.
-
-    Raises:
-      ConfigError: it has not, or the kernel cannot do it.
-    """
-    for problem in kernel_problems(config, hardware.platform):
-        raise ConfigError(problem)

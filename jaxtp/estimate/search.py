@@ -114,7 +114,7 @@ class Setting:
 
     @property
     def update_is_modelled(self) -> bool:
-        """Whether the optimizer's rule is elementwise: of others neither memory nor time nor communication is known."""
+        """Whether the update is modelled: of other optimizers neither memory nor time nor communication is known."""
         return optimizers.is_modelled(self.config.optimizer)
 
     @property
@@ -248,9 +248,8 @@ def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
       model: `describe_model(config)`.
     """
     sizes = config.mesh.sizes
-    platform = where.hardware.platform
-    memory = memory_per_device(config, sizes, model.arrays, platform=platform)
-    costs = costs_of_step(config, sizes, platform)
+    costs = costs_of_step(config, sizes, where.hardware.platform)
+    memory = memory_per_device(config, sizes, model.arrays, costs=costs)
     time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation)
     return Setting(config, where, memory, costs, time, model.flops_per_token)
 

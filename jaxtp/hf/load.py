@@ -16,7 +16,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-from jaxtp.checkpoint.logical import filled, logical_spec, named_variables, padded, spec
+from jaxtp.checkpoint.logical import filled, logical_spec, named_variables, padded
 from jaxtp.checkpoint.safetensors import Block, SafetensorsError, StoredTensor
 from jaxtp.config import ConfigError
 from jaxtp.hf.attributes import family_of, model_config
@@ -33,7 +33,7 @@ from jaxtp.hf.names import (
     name_of,
     places,
 )
-from jaxtp.layers.parameter import Precision, logical_shape, padding_of
+from jaxtp.layers.parameter import Precision, logical_shape, padding_of, spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig, architecture, checked
 from jaxtp.models.decoder import Decoder, abstract_decoder
@@ -179,7 +179,7 @@ def _read(
                 continue
             if place.ours not in arrays:
                 arrays[place.ours] = _zeros(
-                    tuple(variable.shape), jnp.dtype(variable.dtype), _sharding(mesh, spec(variable))
+                    tuple(variable.shape), jnp.dtype(variable.dtype), _sharding(mesh, spec_of(variable))
                 )
             stacked = _with_layer(arrays[place.ours], part.placed(), np.int32(place.index))
             arrays[place.ours] = jax.block_until_ready(
@@ -220,7 +220,7 @@ class _Part:
         own = slice(0 if place.index is None else 1, None)  # layers are not split
         self.place, self.padding = place, padding_of(variable)
         self.shape, self.padded = logical_shape(variable)[own], tuple(variable.shape)[own]
-        self.stored = _sharding(mesh, PartitionSpec(*tuple(spec(variable))[own]))
+        self.stored = _sharding(mesh, PartitionSpec(*tuple(spec_of(variable))[own]))
         self.sharding = _sharding(mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[own]))
         indices = self.sharding.addressable_devices_indices_map(self.shape)
         self.bounds = {device: _bounds(index, self.shape) for device, index in indices.items()}

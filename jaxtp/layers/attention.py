@@ -164,6 +164,11 @@ class HeadSplit(Split):
         """Returns the factors over tp devices."""
         return _padded_heads(*self.factors, tp)
 
+    def on_device(self, tp: int) -> tuple[int, int]:
+        """Returns the number of query heads and of kv heads that each of tp devices computes with."""
+        kv_heads, group, _ = self.stored(tp)
+        return kv_heads * group // tp, max(1, kv_heads // tp)
+
 
 @dataclass(frozen=True)
 class KeySplit(Split):
@@ -339,7 +344,7 @@ class CausalSelfAttention(Branch):
         config, compute, length = self.config, itemsize(self.precision.compute), share.length
         kernel, _ = chosen(config.attention, self._use(length, packed=share.packed, platform=share.platform))
         stored_kv, group, _ = config.heads.stored(share.tp)
-        heads, kv_heads = stored_kv * group // share.tp, max(1, stored_kv // share.tp)
+        heads, kv_heads = config.heads.on_device(share.tp)
         queries, keys = (share.tokens * count * config.head_dim for count in (heads, kv_heads))
         yield from self.qkv.costs(share, "q, k, v")
         for norm in self.qk_norms:

@@ -34,7 +34,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import ATTENDED, vary
+from jaxtp.collectives import ATTENDED, vary_like
 from jaxtp.layers.activations import seen_range
 
 MOST_HEAD_DIM = 256
@@ -127,7 +127,8 @@ def fused_attention(
     first = jnp.pad(first, ((0, 0), (0, padding)), constant_values=length + padding)  # sees nothing
     last = jnp.pad(last, ((0, 0), (0, padding)), constant_values=-1)  # is seen by nothing
     q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, padded_width - width))) for x in (q_BTNH, k_BTKH, v_BTKH))
-    return _attention(settings, *_varying_alike(q, k, v, first, last))[:, :length, :, :width]
+    arrays = (q, k, v, first, last)
+    return _attention(settings, *(vary_like(x, *arrays) for x in arrays))[:, :length, :, :width]
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
@@ -139,13 +140,6 @@ def _check(q: Array, k: Array, v: Array) -> None:
     if {x.dtype for x in (q, k, v)} != {q.dtype} or q.dtype.name not in DTYPES:
         given = ", ".join(x.dtype.name for x in (q, k, v))
         raise ValueError(f"queries, keys and values are {given}: fused attention takes one of {', '.join(DTYPES)}")
-
-
-def _varying_alike(*arrays: Array) -> list[Array]:
-    """Marks arrays as different along every mesh axis along which one of them is."""
-    varying = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    axes = frozenset[str]().union(*varying)
-    return [vary(x, *sorted(axes - own)) for x, own in zip(arrays, varying, strict=True)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -112,19 +112,10 @@ def _cudnn(
     )
 
 
-def _fused(
-    q: Array,
-    k: Array,
-    v: Array,
-    segments_BT: Array | None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-) -> Array:
+def _fused(*arrays: Any, **settings: Any) -> Array:
     from jaxtp.layers.fused_attention import fused_attention  # Pallas takes a while to import
 
-    return fused_attention(q, k, v, segments_BT, scale=scale, window=window, softcap=softcap)
+    return fused_attention(*arrays, **settings)
 
 
 def _xla(

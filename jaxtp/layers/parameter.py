@@ -169,9 +169,9 @@ def own(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
 
 
 def spec_of(variable: nnx.Variable[Any]) -> PartitionSpec:
-    """Returns how a parameter is split; of one out of a stack, what its dims have there."""
-    declared = tuple(variable.get_metadata()["out_sharding"])
-    return PartitionSpec(*declared[max(0, len(declared) - variable.ndim) :])
+    """Returns how a variable is split (not at all if it declares nothing); of one out of a stack, as there."""
+    declared = tuple(variable.get_metadata().get("out_sharding") or ())
+    return PartitionSpec(*declared[max(0, len(declared) - len(variable.shape)) :])
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:

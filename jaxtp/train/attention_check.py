@@ -45,13 +45,10 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
         return
     blocks = config.model.block_kinds()
     for block, use in dict(zip(blocks, run_uses(config, platform), strict=True)).items():
-        kv_heads, group, _ = block.heads.stored(mesh_sizes(mesh)[TP])
-        keys = max(1, kv_heads // mesh_sizes(mesh)[TP])
-        queries = kv_heads * group // mesh_sizes(mesh)[TP]
         kernel, _ = chosen(config.model.attention, use)
         try:
             with jax.default_device(device):
-                errors = relative_errors(kernel.run, use, queries, keys)
+                errors = relative_errors(kernel.run, use, *block.heads.on_device(mesh_sizes(mesh)[TP]))
         except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
             raise ConfigError(
                 f"model.attention: the kernel {kernel.name} does not run on {device.device_kind}: "

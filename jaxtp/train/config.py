@@ -336,6 +336,16 @@ def kernel_problems(config: TrainConfig, platform: str | None = None) -> Iterato
     yield from dict.fromkeys(problem for problems in found for problem in problems)
 
 
+def check_kernels(config: TrainConfig, platform: str) -> None:
+    """Checks that the kernel of attention that is asked for can do the run on a kind of device.
+
+    Raises:
+      ConfigError: it cannot.
+    """
+    for problem in kernel_problems(config, platform):
+        raise ConfigError(problem)
+
+
 def describe_kernels(config: TrainConfig, platform: str) -> str:
     """Returns a line on the kernels of attention that a run takes on a kind of device."""
     return " and ".join(f"{name} attention ({why})" for name, why in kernels(config, platform).items())
@@ -370,8 +380,7 @@ def check_platform(config: TrainConfig, platform: str) -> None:
       RematError: a remat policy that it cannot carry out.
     """
     remat.policy(config.model.remat)
-    for problem in kernel_problems(config, platform):
-        raise ConfigError(problem)
+    check_kernels(config, platform)
 
 
 def training_of(config: TrainConfig) -> TrainConfig:

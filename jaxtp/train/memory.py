@@ -129,6 +129,7 @@ def memory_per_device(
     arrays: Iterable[StoredArray] | None = None,
     *,
     platform: str = "cpu",
+    costs: StepCosts | None = None,
 ) -> Memory:
     """Returns the bytes that a training step takes on each device.
 
@@ -137,9 +138,10 @@ def memory_per_device(
       sizes: devices along each axis, of a mesh that can hold it.
       arrays: `stored_arrays(config)`, where they are known already.
       platform: kind of device, which decides the kernels: cpu, cuda, rocm or tpu.
+      costs: `costs_of_step(config, sizes, platform)`, where they are known already.
     """
     held = _Held.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
-    costs = costs_of_step(config, sizes, platform)
+    costs = costs or costs_of_step(config, sizes, platform)
     moments = (_backward(config, sizes, held, costs), _update(config, sizes, held, costs))
     return max(moments, key=lambda memory: memory.total)
 

@@ -23,11 +23,11 @@ import optax.contrib
 from flax import nnx
 from jax import Array, lax
 
-from jaxtp.checkpoint.logical import Arrays, spec, split_dims
+from jaxtp.checkpoint.logical import Arrays, split_dims
 from jaxtp.collectives import all_to_all, axis_size, device_view
 from jaxtp.communication import ALL_TO_ALL, Axes, Collective
 from jaxtp.layers.costs import Product
-from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of
+from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of, spec_of
 from jaxtp.mesh import TP, parts
 
 MUON = "muon"
@@ -125,7 +125,7 @@ def _orthogonalised(matrices: Arrays, variables: Mapping[str, nnx.Variable[Any]]
     """Returns the scaled orthogonalised matrices of each array `[..., in, out]`."""
     result: Arrays = {}
     for kind, members in kinds(variables).items():
-        specs = [spec(variables[member.path]) for member in members]
+        specs = [spec_of(variables[member.path]) for member in members]
         view = device_view(partial(_of_kind, kind, members), MUON, in_specs=(specs,), out_specs=specs)
         made = view([matrices[member.path] for member in members])
         result |= {member.path: array for member, array in zip(members, made, strict=True)}

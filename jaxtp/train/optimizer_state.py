@@ -9,9 +9,9 @@ from flax import nnx
 from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxtp.checkpoint.logical import divided, logical_spec, named_variables, spec, split_dims
+from jaxtp.checkpoint.logical import divided, logical_spec, named_variables, split_dims
 from jaxtp.collectives import axis_size, constrain
-from jaxtp.layers.parameter import cut, logical_shape, pad, padding_of
+from jaxtp.layers.parameter import cut, logical_shape, pad, padding_of, spec_of
 from jaxtp.mesh import TP, current_mesh, mesh_sizes
 
 OPTIMIZER_SCOPE = "optimizer"
@@ -86,7 +86,7 @@ class Optimizer(nnx.Module):
         """Returns an updated parameter as its variable holds it."""
         if array.shape == tuple(owner.shape):
             return array
-        return constrain(pad(array, padding_of(owner), axis_size(TP)), spec(owner))
+        return constrain(pad(array, padding_of(owner), axis_size(TP)), spec_of(owner))
 
 
 def _is_variable(leaf: Any) -> bool:

@@ -7,12 +7,12 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jaxtp
-from jaxtp.checkpoint.logical import logical_size, spec
+from jaxtp.checkpoint.logical import logical_size
 from jaxtp.console import Display
 from jaxtp.data.corpus import Corpus
 from jaxtp.data.samples import Data
 from jaxtp.layers.lora import trained
-from jaxtp.layers.parameter import logical_shape
+from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.mesh import BATCH, batch_parts, describe_mesh, mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import describe_padding
@@ -138,9 +138,9 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
     """Returns a line for each parameter: its shape, its sharding, and its shape on a device."""
     lines = [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device"]
     for name, variable in parameters(blueprint).items():
-        sharding = jax.sharding.NamedSharding(blueprint.mesh, spec(variable))
+        sharding = jax.sharding.NamedSharding(blueprint.mesh, spec_of(variable))
         shard = sharding.shard_shape(variable.shape)
-        split = ", ".join(str(entry) for entry in spec(variable)) if any(spec(variable)) else "replicated"
+        split = ", ".join(str(entry) for entry in spec_of(variable)) if any(spec_of(variable)) else "replicated"
         lines.append(f"{name:<33} {_shape(logical_shape(variable)):<20}{split:<28}{_shape(shard)}")
     return lines
 

@@ -19,14 +19,8 @@ from jaxtp.train.state import Blueprint
 
 _HARMLESS = (
     *("run.*", "mesh.*", "eval.*", "checkpoint.*", "metrics.*", "profile.*"),
-    *(
-        "model.remat",
-        "model.sequence_parallel",
-        "model.overlap",
-        "model.scan_layers",
-        "model.loss_chunk",
-        "model.attention",
-    ),
+    *("model.remat", "model.sequence_parallel", "model.overlap", "model.scan_layers"),
+    *("model.loss_chunk", "model.attention"),
     *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped", "train.stall_seconds"),
     "train.allow_oversize",
 )

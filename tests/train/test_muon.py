@@ -17,11 +17,10 @@ from jaxtp.audit.compiling import compile_with_spmd_text
 from jaxtp.audit.hlo import count_collectives_in_hlo, count_flops_in_hlo
 from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
-from jaxtp.checkpoint.logical import spec
 from jaxtp.communication import ALL_TO_ALL
 from jaxtp.layers.attention import HeadSplit
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import Split, cut, padding_of, parameter
+from jaxtp.layers.parameter import Split, cut, padding_of, parameter, spec_of
 from jaxtp.mesh import mesh_of, sized
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
@@ -79,7 +78,7 @@ def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
         update = jax.jit(lambda gradients: two_updates(scale_by_muon(0.9), gradients, variables=variables))
         updates, state = update({name: variable[...] for name, variable in variables.items()})
     for name, variable in variables.items():
-        assert updates[name].sharding.is_equivalent_to(NamedSharding(mesh, spec(variable)), updates[name].ndim), name
+        assert updates[name].sharding.is_equivalent_to(NamedSharding(mesh, spec_of(variable)), updates[name].ndim), name
     for arrays, those, tolerance in zip((updates, state.mu), expected, (1e-5, 1e-6), strict=True):
         whole = {name: cut(np.asarray(arrays[name]), padding_of(v), sizes["tp"]) for name, v in variables.items()}
         assert_close(whole, those, tolerance)
