@@ -26,8 +26,8 @@ class EstimateConfig(TrainConfig):
 
     tier: Literal[1, 2, 3] = 1
     """1: arithmetic, in seconds. 2: also compiles the best mesh for virtual CPU devices, and compares what it moves.
-    3: also compiles it for the hardware itself, which need not be there (pip install 'jaxtp[estimate-gpu]' or
-    'jaxtp[estimate-tpu]')."""
+    3: also compiles it for the hardware itself, which need not be there (pip install 'jaxtp[estimate-gpu]',
+    with cuDNN's attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]')."""
 
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
     """Meshes to ask about; an axis that is left out is 1. By default every one that the devices make."""

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,15 @@ from typing import Any
 from jaxtp.audit.schedule import Scheduled
 from jaxtp.communication import Collective
 from jaxtp.config import to_plain
-from jaxtp.estimate.topology import DoesNotFitError, TargetError, Topology, this_machine, topology
+from jaxtp.estimate.topology import (
+    CUDNN_EXTRA,
+    DoesNotFitError,
+    TargetError,
+    Topology,
+    this_machine,
+    topology,
+    with_cudnn,
+)
 from jaxtp.files import write_atomically
 from jaxtp.hardware import TABLE
 from jaxtp.launch import cache_folder, child_environment
@@ -106,8 +115,14 @@ def compile_for(
             notes += (f"the GPUs of this machine could not be used: {error}",)
     absent = topology(hardware, hosts, devices_per_host)
     if "cudnn" in kernels(config, TABLE[hardware].platform):
-        config = with_attention(config, "fused")
-        notes += ("cuDNN's attention needs its library: compiled with the fused kernel, which holds as little",)
+        if found := with_cudnn(absent):
+            absent = found
+            notes += ("the workspace of cuDNN's kernels is not counted",)
+        else:
+            config = with_attention(config, "fused")
+            notes += (
+                f"compiled with the fused attention, not cuDNN's, which takes pip install 'jaxtp[{CUDNN_EXTRA}]'",
+            )
     compiled = ask(config, sizes, absent, timeout_s=timeout_s)
     return dataclasses.replace(compiled, notes=(*compiled.notes, *notes))
 
@@ -137,7 +152,11 @@ def ask(
         "target": dataclasses.asdict(target),
         "cache": str(cache or cache_folder() / "compiled"),
     }
-    environment = child_environment(**(_OWN | {"JAX_PLATFORMS": target.platform} if target.here else _ABSENT))
+    changes = _OWN | {"JAX_PLATFORMS": target.platform} if target.here else _ABSENT
+    if target.libraries:
+        folders = filter(None, (target.libraries, os.environ.get("LD_LIBRARY_PATH")))
+        changes = changes | {"LD_LIBRARY_PATH": os.pathsep.join(folders)}
+    environment = child_environment(**changes)
     done = _run(worker or WORKER, json.dumps(request), environment, timeout_s)
     return _compiled(_answer(done), target, sizes)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -10,8 +10,10 @@ from jaxtp.estimate.gpus import TARGET_CONFIGS
 from jaxtp.hardware import of_kind
 from jaxtp.launch import visible_gpus
 
-GPU_EXTRA, TPU_EXTRA = "estimate-gpu", "estimate-tpu"
+GPU_EXTRA, CUDNN_EXTRA, TPU_EXTRA = "estimate-gpu", "estimate-cudnn", "estimate-tpu"
 _GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
+_CUDNN = {"jax-cuda13-plugin": "nvidia-cudnn-cu13", "jax-cuda12-plugin": "nvidia-cudnn-cu12"}
+"""The package of cuDNN's library that a compiler takes."""
 _TPU_COMPILERS = ("libtpu",)
 _TPU_DIMS = {"v5e": 2, "v6e": 2, "v5p": 3}
 """Dimensions of the torus; a host of the flat ones holds 2x4 chips or fewer, one of v5p 2x2x1."""
@@ -39,7 +41,10 @@ class Topology:
     """Description of a GPU."""
 
     compiler: str
-    """The installed package that compiles for it, with its version."""
+    """The installed package that compiles for it, with its version; with cuDNN's, if that takes part."""
+
+    libraries: str = ""
+    """Folder of cuDNN's library, if it takes part."""
 
     here: bool = False
     """Whether the devices are this machine's own, and not described."""
@@ -90,6 +95,17 @@ def topology(hardware: str, hosts: int, devices_per_host: int) -> Topology:
         return Topology(platform="tpu", name=f"{hardware}:{'x'.join(map(str, shape))}", compiler=compiler)
     known = ", ".join((*TARGET_CONFIGS, *_TPU_DIMS))
     raise TargetError(f"no compiler works for {hardware} without the device; there are some for {known}")
+
+
+def with_cudnn(target: Topology) -> Topology | None:
+    """Returns absent GPUs as a compiler that has cuDNN's library describes them; None if it is not installed."""
+    package = _CUDNN[target.compiler.partition(" ")[0]]
+    try:
+        found = metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return None
+    folder = str(found.locate_file("nvidia/cudnn/lib"))
+    return replace(target, compiler=f"{target.compiler}, {package} {found.version}", libraries=folder)
 
 
 def installed(packages: Sequence[str], extra: str) -> str:

@@ -16,9 +16,18 @@ from jaxtp.config import ConfigError
 from jaxtp.estimate import target as target_module
 from jaxtp.estimate.gpus import TARGET_CONFIGS
 from jaxtp.estimate.target import ask, compile_for
-from jaxtp.estimate.topology import DoesNotFitError, TargetError, Topology, gpus_here, installed, topology, torus
+from jaxtp.estimate.topology import (
+    DoesNotFitError,
+    TargetError,
+    Topology,
+    gpus_here,
+    installed,
+    topology,
+    torus,
+    with_cudnn,
+)
 from jaxtp.train.config import DataConfig, TrainConfig
-from jaxtp.train.memory import memory_per_device
+from jaxtp.train.memory import memory_per_device, with_attention
 
 SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
 CONFIG = TrainConfig(
@@ -114,6 +123,40 @@ def test_a_missing_compiler_names_the_extra():
     with pytest.raises(TargetError, match=r"not installed: pip install 'jaxtp\[estimate-gpu\]'"):
         installed(("no-such-compiler",), "estimate-gpu")
     assert installed(("no-such-compiler", "jax"), "estimate-gpu").startswith("jax ")
+
+
+CUDNN_RUN = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(CONFIG.model, attention="cudnn", head_dim=64),
+    data=dataclasses.replace(CONFIG.data, packing="concatenated"),
+)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["installed", "missing"])
+def test_cudnn_is_compiled_where_its_library_is_installed(there, tmp_path, monkeypatch):
+    package = tmp_path / "nvidia_cudnn_cu13-9.9.dist-info"
+    if there:
+        package.mkdir()
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cudnn-cu13\nVersion: 9.9\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/other")
+    monkeypatch.setattr(
+        target_module, "topology", lambda *_: dataclasses.replace(NOWHERE, compiler="jax-cuda13-plugin 1")
+    )
+    code = (
+        "attention, versions = request['config']['model']['attention'], request['target']['compiler']\n"
+        "seen = [attention, versions, os.environ['LD_LIBRARY_PATH']]\n"
+        f"print(json.dumps({ANSWER!r} | {{'notes': [json.dumps(seen)]}}))"
+    )
+    monkeypatch.setattr(target_module, "WORKER", compiler(code))
+    compiled = compile_for(CUDNN_RUN, SIZES, "h100", hosts=1, devices_per_host=8, timeout_s=60)
+    attention, versions, folders = json.loads(compiled.notes[1])
+    if there:
+        assert (attention, versions) == ("cudnn", "jax-cuda13-plugin 1, nvidia-cudnn-cu13 9.9")
+        assert folders == f"{tmp_path}/nvidia/cudnn/lib:/other"
+    else:
+        assert (attention, versions, folders) == ("fused", "jax-cuda13-plugin 1", "/other")
+        assert "pip install 'jaxtp[estimate-cudnn]'" in compiled.notes[-1]
 
 
 def test_only_what_can_be_compiled_for_is():
@@ -231,6 +274,22 @@ def test_a_step_is_compiled_for_gpus_that_are_not_there(tmp_path, monkeypatch):
     answer = json.loads(kept.read_text())
     kept.write_text(json.dumps({**answer, "seconds": -1.0}))
     assert ask(CONFIG, SIZES, target, timeout_s=300, cache=tmp_path).seconds == -1.0  # asked again, not compiled
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_the_attention_of_cudnn_is_compiled_without_a_gpu(monkeypatch):
+    """It holds no scores."""
+    if with_cudnn(topology("h100", 1, 8)) is None:
+        pytest.skip("its library is not installed: pip install 'jaxtp[estimate-cudnn]'")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    long = dataclasses.replace(CUDNN_RUN, data=dataclasses.replace(CUDNN_RUN.data, sequence_length=8192))
+    by_kernel = {
+        name: compile_for(with_attention(long, name), SIZES, "h100", hosts=1, devices_per_host=8, timeout_s=300)
+        for name in ("cudnn", "fused", "xla")
+    }
+    assert by_kernel["cudnn"].notes[-1] == "the workspace of cuDNN's kernels is not counted"
+    assert by_kernel["cudnn"].peak_bytes <= 1.05 * by_kernel["fused"].peak_bytes
+    assert by_kernel["cudnn"].peak_bytes < 0.5 * by_kernel["xla"].peak_bytes
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
