@@ -1,55 +1,129 @@
 """A training step of Llama 3 8B and 70B, as the compiler for GPUs makes it for absent H100s: bytes, memory, overlap.
 
     python scripts/step_on_h100.py | tee scripts/results/step_on_h100.txt
+    python scripts/step_on_h100.py --of ../before | tee scripts/results/step_on_h100_before.txt
 
-Sequences of 4,096 tokens of packed documents, one for each device of a mesh but for tp; bfloat16 compute and
-reductions. Beside 8B stands what MaxText 0.2.5 compiles to on the same meshes (cuDNN's attention, which ignores
-packing; remat full), measured once by the same compiler. Sent: bytes of each device in a step, around rings; bare: the
-share of messages that have nothing computed beside them in the schedule. Needs the extra estimate-gpu.
+Packed documents in sequences of 4,096 tokens, one for each device of a mesh but for tp (of 32,768, one in all);
+bfloat16 compute and reductions. Beside 8B stands what MaxText 0.2.5 compiles to on the same meshes (cuDNN's attention,
+which ignores packing; remat full), measured once by the same compiler. Sent: bytes of each device in a step, around
+rings; exposed: those of them that have no matrix product beside them in the schedule; T x T: whether the program has an
+array of so many elements; TFLOP: of the matrix products of each device, those inside a kernel of attention not among
+them. Needs the extra estimate-gpu.
+
+`--of` compiles the step of another checkout of this repository, by its own layers, with its default attention.
 """
 
-import math
-from collections.abc import Mapping
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
 
+from jaxtp.audit.schedule import read_schedule
 from jaxtp.audit.tables import columns
-from jaxtp.config import changed, from_yaml
-from jaxtp.estimate.target import compile_for
+from jaxtp.estimate.gpus import TARGET_CONFIGS
 from jaxtp.mesh import describe_mesh, sized
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.memory import costs_of_step
 
+ROOT = Path(__file__).parent.parent
 GIB, GB = 2**30, 1e9
-SHAPE = {"data.sequence_length": 4096, "model.precision.reduce": "bfloat16", "train.accumulation": 1}
 MAXTEXT = {(1, 1, 8): (101.5, 17.76), (1, 2, 4): (50.7, 21.43), (1, 8, 1): (38.5, 20.77)}
 """GB sent and GiB at the peak, by mesh."""
+LONG = 32768
 STEPS = [
-    *(("llama3_8b", mesh, 8, remat) for mesh in MAXTEXT for remat in ("full", "save_reduced")),
-    ("llama3_70b", (1, 8, 8), 64, "full"),
-    ("llama3_70b", (1, 8, 8), 64, "save_reduced"),
+    *(("llama3_8b", mesh, 4096, 8, remat) for mesh in MAXTEXT for remat in ("full", "save_reduced")),
+    *(("llama3_8b", (1, 1, 8), length, 1, "full") for length in (LONG // 2, LONG)),
+    *(("llama3_70b", (1, 8, 8), 4096, 64, remat) for remat in ("full", "save_reduced")),
 ]
+RINGS = [("llama3_8b", (1, 1, 8), 4096, 8, remat, "ring") for remat in ("full", "save_reduced")]
+
+COMPILE = """
+import json, sys
+import jax
+from jax.experimental import topologies
+from jaxtp.audit.compiling import compile_with_spmd_text
+from jaxtp.audit.hlo import count_flops_in_hlo
+from jaxtp.config import changed, from_yaml
+from jaxtp.mesh import make_mesh
+from jaxtp.train import optimizer
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import trace_step
+
+asked = json.load(sys.stdin)
+name = f"1x{asked['hosts']}x8"
+described = topologies.get_topology_desc(name, "cuda", topology=name, target_config=asked["gpu"])
+mesh = make_mesh(*asked["mesh"], devices=described.devices)
+config = changed(from_yaml(TrainConfig, asked["config"]), asked["changes"])
+plan = plan_state(config.model, optimizer.build(config.optimizer, config.train.steps), mesh)
+with jax.set_mesh(mesh):
+    lowered = trace_step(config, plan).lower()
+compiled, text = compile_with_spmd_text(lowered, {"xla_gpu_autotune_level": 0})
+memory = compiled.memory_analysis()
+held = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+with open(asked["out"], "w") as file:
+    json.dump({
+        "peak": held + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        "flops": count_flops_in_hlo(text),
+        "text": compiled.as_text(),
+    }, file)
+"""
+"""Compiles a step with the jaxtp that Python finds first; what it uses is there in every checkout."""
 
 
-def row(name: str, mesh: tuple[int, int, int], sequences: int, remat: str) -> tuple[str, ...]:
+def compiled(
+    checkout: Path, name: str, mesh: tuple[int, int, int], length: int, sequences: int, remat: str, *overlap: str
+) -> dict[str, Any]:
+    """Returns peak and FLOPs of a step and the text of its program."""
+    changes = {"data.sequence_length": length, "model.precision.reduce": "bfloat16", "train.accumulation": 1}
+    changes |= {"model.remat": remat, "data.global_batch_size": sequences}
+    if overlap:
+        (changes["model.overlap"],) = overlap
+    hosts = max(1, mesh[0] * mesh[1] * mesh[2] // 8)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "compiled.json"
+        asked = {"config": str(checkout / "configs" / f"{name}.yaml"), "mesh": mesh, "changes": changes}
+        asked |= {"hosts": hosts, "gpu": TARGET_CONFIGS["h100"], "out": str(out)}
+        environment = {**os.environ, "PYTHONPATH": str(checkout), "JAX_PLATFORMS": "cpu"}
+        command = [sys.executable, "-c", COMPILE]
+        done = subprocess.run(command, input=json.dumps(asked), env=environment, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"{name}, {describe_mesh(sized(*mesh))}, {remat}:\n{done.stderr[-2000:]}")
+        found: dict[str, Any] = json.loads(out.read_text())
+    return found
+
+
+def row(
+    checkout: Path, name: str, mesh: tuple[int, int, int], length: int, sequences: int, *how: str
+) -> tuple[str, ...]:
     """Returns a line of the table."""
-    config = from_yaml(TrainConfig, f"configs/{name}.yaml")
-    config = changed(config, {**SHAPE, "model.remat": remat, "data.global_batch_size": sequences})
-    sizes: Mapping[str, int] = sized(*mesh)
-    hosts = max(1, math.prod(mesh) // 8)
-    compiled = compile_for(config, sizes, "h100", hosts=hosts, devices_per_host=8, timeout_s=900)
-    costs = costs_of_step(config, sizes, "cuda")
-    sent, peak = sum(costs.budget.values()) / GB, compiled.peak_bytes / GIB
-    messages = sum(m.count for m in compiled.collectives)
-    bare = sum(m.count - m.overlapped for m in compiled.collectives) / messages
-    theirs = MAXTEXT.get(mesh) if name == "llama3_8b" else None
-    beside = ("", "") if theirs is None else (f"{sent / theirs[0]:.2f}", f"{peak / theirs[1]:.2f}")
-    flops = f"{costs.flops / 1e12:.1f}"
-    return name, describe_mesh(sizes), remat, f"{sent:.1f}", f"{peak:.2f}", f"{bare:.0%}", flops, *beside
+    sizes = sized(*mesh)
+    opening = (name, describe_mesh(sizes), f"{length:,}", ", ".join(how))
+    found = compiled(checkout, name, mesh, length, sequences, *how)
+    moved = [
+        (m.collective.bytes_sent, m.hidden_bytes / m.collective.bytes) for m in read_schedule(found["text"], sizes)
+    ]
+    sent = sum(size for size, _ in moved)
+    exposed = sum(size * (1 - hidden) for size, hidden in moved)
+    square = "" if length == 4096 else "yes" if f"{length},{length}]" in found["text"] else "no"  # 4096 is d_model
+    theirs = MAXTEXT.get(mesh) if name == "llama3_8b" and length == 4096 else None
+    peak = found["peak"]
+    beside = ("", "") if theirs is None else (f"{sent / GB / theirs[0]:.2f}", f"{peak / GIB / theirs[1]:.2f}")
+    numbers = (f"{sent / GB:.1f}", f"{exposed / GB:.1f}", f"{peak / GIB:.2f}", square, f"{found['flops'] / 1e12:.1f}")
+    return (*opening, *numbers, *beside)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--of", type=Path, default=ROOT, help="checkout whose step is compiled")
+    checkout = parser.parse_args().of.resolve()
     print(__doc__.split("\n\n")[2], end="\n\n")
-    header = ("model", "mesh", "remat", "GB sent", "peak GiB", "bare", "TFLOP", "sent / MaxText", "peak / MaxText")
-    print(columns(header, [row(*step) for step in STEPS]))
+    header = ("model", "mesh", "tokens", "remat", "GB sent", "exposed", "peak GiB", "T x T", "TFLOP")
+    header += ("sent / MaxText", "peak / MaxText")
+    steps = [*STEPS, *(RINGS if checkout == ROOT.resolve() else ())]
+    print(columns(header, [row(checkout, *step) for step in steps]), flush=True)
 
 
 if __name__ == "__main__":

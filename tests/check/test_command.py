@@ -75,12 +75,6 @@ def test_a_config_passes_on_all_default_meshes(name):
     assert main(["--config", str(ROOT / f"configs/{name}.yaml")]) == 0
 
 
-@pytest.mark.slow
-def test_attention_by_blocks_passes_on_all_default_meshes():
-    flags = ["--model.attention", "blockwise", "--model.attention-softcap", "5"]
-    assert main(["--config", str(ROOT / "configs/tiny.yaml"), *flags]) == 0
-
-
 def run_broken(capsys, *flags):
     assert main([*ONE_MESH, *flags]) == 1
     return capsys.readouterr().out

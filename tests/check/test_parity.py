@@ -1,6 +1,7 @@
-"""Sixteen meshes, sequence parallel or not, and five models: every gradient and three updates equal one device's."""
+"""Sixteen meshes, sequence parallel or not, and many models: every gradient and three updates equal one device's."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from support import sweep
 import jaxtp
 from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.layers.fused_attention import fused_attention
+from jaxtp.layers.kernels import KERNELS
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import sized
@@ -65,6 +68,8 @@ CONFIGS = {
         remat="save_gathered",
         overlap="ring",
     ),
+    "blockwise": variant(num_kv_heads=2, head_dim=12, attention="blockwise", attention_softcap=5.0, sliding_window=5),
+    "fused": variant(num_kv_heads=2, head_dim=12, attention="fused", attention_softcap=5.0, sliding_window=5),
     "rings of adapters": variant(
         num_kv_heads=2,
         head_dim=12,
@@ -91,10 +96,27 @@ SPLIT = [(1, 1, 8), (2, 2, 2)]
 SOME = [case(mesh, mesh in SPLIT) for mesh in [(8, 1, 1), (1, 8, 1), (1, 1, 8), (1, 2, 4), (1, 4, 2), (2, 2, 2)]]
 """Cases of every model: each axis alone, and together."""
 TRIED = [(name, tried) for name in CONFIGS for tried in CASES if name == "llama" or tried in SOME]
+TRIED += [
+    (name, case(mesh, False))
+    for name in ("blockwise", "fused")
+    for mesh in (*BATCH_MESHES, *TP_MESHES)
+    if case(mesh, False) not in SOME and case(mesh, True) not in SOME
+]
 
 
 @pytest.fixture(scope="module")
-def one_device(request):
+def interpreted():
+    """The kernel for GPUs, run by its interpreter."""
+    with pytest.MonkeyPatch.context() as patched:
+        anywhere = dataclasses.replace(
+            KERNELS["fused"], run=functools.partial(fused_attention, interpret=True), platforms=None
+        )
+        patched.setitem(KERNELS, "fused", anywhere)
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_device(request, interpreted):
     config = CONFIGS[request.param]
     initial = parity.initial_arrays(config)
     return config, initial, parity.run(config, ONE_DEVICE, initial)
