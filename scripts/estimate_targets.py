@@ -2,10 +2,11 @@
 
     python scripts/estimate_targets.py
 
-1. Each shipped configuration on its hardware: seconds, peak memory, and what the schedule computes beside collectives.
+1. Each shipped configuration on its hardware, and 8B with packed sequences of 32,768: seconds, peak memory, and what
+   the schedule computes beside collectives.
 2. Peak memory of a device of a 70B model at tp 1, 2, 4, 8 (fsdp 1, one sequence of 8192), against 1/tp of one device.
 
-Needs the extra estimate-gpu. The attention is XLA's; of runs with cuDNN's the modelled scores are subtracted.
+Needs the extra estimate-gpu.
 """
 
 import argparse
@@ -16,23 +17,29 @@ from pathlib import Path
 from estimate_accuracy import GB, Point
 
 from jaxtp.audit.tables import columns
-from jaxtp.config import from_yaml
+from jaxtp.config import changed, from_yaml
 from jaxtp.estimate.target import Compiled, compile_for
 from jaxtp.mesh import describe_mesh
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import memory_per_device
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-SHIPPED = [("llama3_8b.yaml", 1), ("llama3_70b.yaml", 8), ("llama3_405b.yaml", 64)]
-"""And hosts, of eight H100s each."""
+SHIPPED = [
+    ("llama3_8b.yaml", "h100", 1, None),
+    ("llama3_8b.yaml", "h100", 1, 32768),
+    ("llama3_8b.yaml", "h200", 1, 32768),
+    ("llama3_70b.yaml", "h100", 8, None),
+    ("llama3_405b.yaml", "h100", 64, None),
+]
+"""With the GPUs, the hosts of eight of them each, and tokens in a sequence where they are not those of the file."""
 
 
-def compile_on_h100(config: TrainConfig, sizes: dict[str, int]) -> tuple[Compiled, float]:
-    """And the seconds that it took in all, a process of its own included."""
+def compile_on(hardware: str, config: TrainConfig, sizes: dict[str, int]) -> tuple[Compiled, float]:
+    """Returns the compiled step, and the seconds that it took in all, a process of its own included."""
     devices = sizes["dp"] * sizes["fsdp"] * sizes["tp"]
     hosts = max(1, devices // 8)
     started = time.perf_counter()
-    compiled = compile_for(config, sizes, "h100", hosts=hosts, devices_per_host=devices // hosts, timeout_s=900)
+    compiled = compile_for(config, sizes, hardware, hosts=hosts, devices_per_host=devices // hosts, timeout_s=900)
     return compiled, time.perf_counter() - started
 
 
@@ -46,22 +53,21 @@ def whole_mesh(config: TrainConfig, devices: int) -> dict[str, int]:
 def shipped() -> str:
     """The first table."""
     rows, moved = [], []
-    for name, hosts in SHIPPED:
+    for name, hardware, hosts, length in SHIPPED:
         config = from_yaml(TrainConfig, CONFIGS / name)
-        sizes = whole_mesh(config, 8 * hosts)
-        compiled, seconds = compile_on_h100(config, sizes)
-        memory = memory_per_device(config, sizes)
-        peak = compiled.peak_bytes
-        cells = (f"{n / GB:.2f}" for n in (memory.state, compiled.peak_bytes, peak, memory.total))
-        rows.append(
-            (name, f"h100x{8 * hosts}", describe_mesh(sizes), f"{seconds:.0f}", f"{compiled.seconds:.0f}", *cells)
-        )
+        config = changed(config, {"data.sequence_length": length or config.data.sequence_length})
+        tokens, sizes = f"{config.data.sequence_length:,}", whole_mesh(config, 8 * hosts)
+        compiled, seconds = compile_on(hardware, config, sizes)
+        memory = memory_per_device(config, sizes, platform="cuda")
+        gpus, took = f"{hardware}x{8 * hosts}", (f"{seconds:.0f}", f"{compiled.seconds:.0f}")
+        cells = (f"{n / GB:.2f}" for n in (memory.state, compiled.peak_bytes, memory.total))
+        rows.append((name, tokens, gpus, describe_mesh(sizes), *took, *cells))
         for m in compiled.collectives:
             numbers = (f"{n:,}" for n in (m.count, m.overlapped, m.computing))
             one = m.collective
-            moved.append((name, one.kind, "+".join(one.axes), *numbers, f"{one.bytes / GB:,.3f}"))
-    header = ("config", "hardware", "mesh", "seconds", "compiler", "state", "compiled", "without scores", "modelled")
-    beside = ("config", "collective", "over", "count", "overlapped", "computing beside", "GB")
+            moved.append((name, tokens, gpus, one.kind, "+".join(one.axes), *numbers, f"{one.bytes / GB:,.3f}"))
+    header = ("config", "tokens", "hardware", "mesh", "seconds", "compiler", "state", "compiled", "modelled")
+    beside = ("config", "tokens", "hardware", "collective", "over", "count", "overlapped", "computing beside", "GB")
     return columns(header, rows) + "\n\n" + columns(beside, moved)
 
 
@@ -70,10 +76,10 @@ def over_tp() -> str:
     rows, one = [], None
     for tp in (1, 2, 4, 8):
         point = Point("70b", 8192, "full", (1, 1, tp))
-        compiled, _ = compile_on_h100(point.config(), point.sizes)
+        compiled, _ = compile_on("h100", point.config(), point.sizes)
         one = one or compiled
         shares = (compiled.argument_bytes * tp / one.argument_bytes, compiled.peak_bytes * tp / one.peak_bytes)
-        modelled = memory_per_device(point.config(), point.sizes).total
+        modelled = memory_per_device(point.config(), point.sizes, platform="cuda").total
         sizes = (compiled.argument_bytes, compiled.peak_bytes, modelled)
         rows.append((str(tp), *(f"{n / GB:,.2f}" for n in sizes), *(f"{share:.4f}" for share in shares)))
     header = ("tp", "state and batch, GB", "compiled peak, GB", "modelled, GB", "state x tp / one", "peak x tp / one")
