@@ -71,7 +71,9 @@ def test_source(path):
     if here != "collectives":
         named = {f.attr for f in calls(tree) if isinstance(f, ast.Attribute)} & COLLECTIVES
         assert not named, f"{named}: only jaxtp.collectives names a collective"
-    assert "check_vma" not in {k.arg for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords}
+    keywords = {k.arg for n in ast.walk(tree) if isinstance(n, ast.Call) for k in n.keywords}
+    assert "check_vma" not in keywords
+    assert "return_residual" not in keywords, "the log-sum-exp of cuDNN's attention has no gradient"
     assert not re.search(r"jax\._src|jax\.experimental\.shard_map", path.read_text()), "public JAX only"
     if here != "launch":
         assert "environ" not in {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute)}, (

@@ -152,11 +152,10 @@ def ask(
         "target": dataclasses.asdict(target),
         "cache": str(cache or cache_folder() / "compiled"),
     }
-    changes = _OWN | {"JAX_PLATFORMS": target.platform} if target.here else _ABSENT
+    environment = child_environment(**(_OWN | {"JAX_PLATFORMS": target.platform} if target.here else _ABSENT))
     if target.libraries:
-        folders = filter(None, (target.libraries, os.environ.get("LD_LIBRARY_PATH")))
-        changes = changes | {"LD_LIBRARY_PATH": os.pathsep.join(folders)}
-    environment = child_environment(**changes)
+        folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
     done = _run(worker or WORKER, json.dumps(request), environment, timeout_s)
     return _compiled(_answer(done), target, sizes)
 

@@ -233,7 +233,8 @@ class Loop:
     def _validation_loss(self) -> float:
         run, size = self._run, self._config.data.global_batch_size
         rows = run.data.validation(self._config.eval.batches, size)
-        sums = [run.eval_step(run.state, batch) for batch in self._batches(rows, 0, len(rows) // size)]
+        made = [run.eval_step(run.state, batch) for batch in self._batches(rows, 0, len(rows) // size)]
+        sums = jax.device_get(made)  # all of them at once
         labels = sum(float(valid) for _, valid in sums)
         return sum(float(total) for total, _ in sums) / labels if labels else math.nan
 
