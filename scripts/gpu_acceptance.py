@@ -312,11 +312,15 @@ def several(machine: Machine, out: Path, log: Path) -> Result:
     """Measures the links, and steps at every tp, with and without rings."""
     if machine.count < 2:
         raise LeftOutError("there is one device")
-    run([sys.executable, "-m", "jaxtp.bench", "comm", "--out", str(out / "hardware.yaml")], log)
+    file = str(out / "hardware.yaml")
+    run([sys.executable, "-m", "jaxtp.bench", "comm", "--like", machine.hardware, "--out", file], log)
     found: Result = {"hardware": yaml.safe_load((out / "hardware.yaml").read_text())}
-    for tp in (tp for tp in (2, 4, 8) if tp <= machine.count):
-        records = train(out, f"tp-{tp}", step_settings(machine, EIGHT_B | {"num_layers": 8}, 4, tp=tp), log)
-        found[f"tp {tp}"] = {"tokens_per_second": records[-1]["tokens_per_second"]}
+    for tp, overlap in itertools.product((tp for tp in (2, 4, 8) if tp <= machine.count), ("none", "ring")):
+        settings = step_settings(machine, EIGHT_B | {"num_layers": 8}, 4, tp=tp)
+        settings["model"]["overlap"] = overlap
+        records = train(out, f"tp-{tp}-{overlap}", settings, log)
+        measured = (record["tokens_per_second"] for record in records[len(records) // 2 :])
+        found[f"tokens/s at tp {tp}{' with rings' * (overlap == 'ring')}"] = statistics.median(measured)
     return found
 
 

@@ -31,6 +31,16 @@ def test_parts_run_by_themselves_and_are_not_run_twice(tmp_path):
     assert again.returncode == 0
 
 
+@pytest.mark.slow
+def test_several_devices_are_measured_with_and_without_rings(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
+    assert accept(tmp_path, "several").returncode == 0
+    found = json.loads((tmp_path / "results.json").read_text())["several"]
+    assert found["hardware"]["link"] > 0
+    assert found["tokens/s at tp 2"] > 0
+    assert found["tokens/s at tp 2 with rings"] > 0
+
+
 @pytest.mark.journey
 def test_a_part_that_fails_is_told_and_tried_again(tmp_path):
     (tmp_path / "results.json").write_text(json.dumps({"ceiling": {"failed": "out of memory", "seconds": 1.0}}))
