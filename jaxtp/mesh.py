@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxtp.entry import UserError
-from jaxtp.launch import accept_absent_gpus
+from jaxtp.launch.environment import accept_absent_gpus
 
 DP = "dp"
 FSDP = "fsdp"

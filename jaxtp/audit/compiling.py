@@ -16,7 +16,7 @@ import jaxlib.version
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxtp.files import write_atomically
-from jaxtp.launch import xla_flags
+from jaxtp.launch.environment import xla_flags
 
 Options = Mapping[str, bool | int | str]
 

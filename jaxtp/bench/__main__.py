@@ -8,13 +8,15 @@ from functools import partial
 import jax
 
 from jaxtp import config as configuration
-from jaxtp import entry, launch
+from jaxtp import entry
 from jaxtp.bench.comm import measure
 from jaxtp.bench.config import CommConfig
 from jaxtp.bench.measured import Measured
 from jaxtp.bench.plot import draw
 from jaxtp.config import ConfigError
 from jaxtp.files import require_picture, require_writable, write_json, write_picture, writing
+from jaxtp.launch.environment import keep_programs
+from jaxtp.launch.joining import join_processes
 from jaxtp.mesh import mesh_of
 from jaxtp.train.config import training_of
 from jaxtp.train.defaults import fit
@@ -46,12 +48,12 @@ def _bench(argv: Sequence[str]) -> None:
     if what not in (COMM, "-h", "--help"):
         raise ConfigError(f"{what!r} is nothing that is measured; there is {COMM}, as in {PROGRAM} {COMM}")
     flags = flags if what == COMM else ["--help"]
-    launch.join_processes()
+    join_processes()
     program = f"{PROGRAM} {COMM}"
     asked, _ = configuration.load(CommConfig, flags, prog=program, description=DESCRIPTION, fit=fit)
     config = training_of(asked)
     mesh = mesh_of(config.mesh.sizes)
-    launch.keep_programs(mesh.devices.flat[0].platform)
+    keep_programs(mesh.devices.flat[0].platform)
     if jax.process_index() == 0:
         _require_files(asked)
         _write(asked, measure(asked, config, mesh))

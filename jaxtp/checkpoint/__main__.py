@@ -9,7 +9,7 @@ import tyro
 from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.checkpoint.reader import difference, open_checkpoint
-from jaxtp.launch import accept_absent_gpus
+from jaxtp.launch.environment import accept_absent_gpus
 
 PROGRAM = "python -m jaxtp.checkpoint"
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]

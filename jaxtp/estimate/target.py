@@ -27,7 +27,7 @@ from jaxtp.estimate.topology import (
 )
 from jaxtp.files import write_atomically
 from jaxtp.hardware import TABLE
-from jaxtp.launch import cache_folder, child_environment
+from jaxtp.launch.environment import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh, parts
 from jaxtp.train.config import TrainConfig, check, kernels
 from jaxtp.train.memory import with_attention

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxtp.estimate.gpus import TARGET_CONFIGS
 from jaxtp.hardware import of_kind
-from jaxtp.launch import visible_gpus
+from jaxtp.launch.environment import DRIVER, visible_gpus
 
 GPU_EXTRA, CUDNN_EXTRA, TPU_EXTRA = "estimate-gpu", "estimate-cudnn", "estimate-tpu"
 _GPU_COMPILERS = ("jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -50,7 +50,7 @@ class Topology:
     """Whether the devices are this machine's own, and not described."""
 
 
-def gpus_here(hardware: str, driver: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+def gpus_here(hardware: str, driver: Path = DRIVER) -> int:
     """Returns the number of GPUs of a kind that this machine lets us use, as their driver says; none of them is woken.
 
     Args:

@@ -23,7 +23,7 @@ from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import Source, open_source
 from jaxtp.generate.prompts import read_prompts
 from jaxtp.generate.request import Piece, Result
-from jaxtp.launch import keep_programs
+from jaxtp.launch.environment import keep_programs
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.models.decoder import Decoder
 

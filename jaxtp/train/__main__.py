@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from jaxtp import config as configuration
-from jaxtp import entry, launch
+from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
+from jaxtp.launch.joining import join_processes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.loop import Loop, NonFiniteError
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _train(argv: Sequence[str]) -> int:
-    launch.join_processes()
+    join_processes()
     try:
         config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
         with ExitStack() as held:

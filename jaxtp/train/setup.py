@@ -13,7 +13,7 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.hf.runs import check_base, describe_base, load_base
 from jaxtp.interrupt import Interrupt
-from jaxtp.launch import keep_programs
+from jaxtp.launch.environment import keep_programs
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.attention_check import check_attention

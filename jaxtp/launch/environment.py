@@ -1,100 +1,19 @@
-"""Joining the processes of a multi-process run, and the user's cache; the only reader and writer of the environment.
-
-One process drives all GPUs of a host unless a launcher says otherwise. Three ways to start several:
-
-- Slurm and Open MPI: `srun python -m jaxtp.train ...`, `mpirun python -m jaxtp.train ...`. JAX reads their variables.
-- by hand, on each host: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 (then 1).
-
-On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices.
-"""
+"""The variables of the environment, which this room alone reads and writes, and the user's cache."""
 
 import errno
 import itertools
 import os
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import partial
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-import jax
-
-from jaxtp.entry import UserError
-
-
-class LaunchError(UserError):
-    """An environment that describes only part of a multi-process run."""
-
-
-_BY_HAND = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-_PATIENCE = 20.0
-"""Seconds after which a process says that it waits for others."""
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""Folder of NVIDIA's driver with an entry for each GPU of the machine."""
 _NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 """Files of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
 _MOST_KEPT = 4 * 2**30
 """Bytes of compiled programs that are kept; a training step for GPUs takes some MB."""
-
-
-def join_processes(environment: Mapping[str, str] = os.environ) -> None:
-    """Connects to the other processes, if the environment says that there are any; call before any other JAX.
-
-    Raises:
-      LaunchError: some of the variables are missing or say what cannot be, or the processes do not find each other.
-    """
-    accept_absent_gpus()
-    given = [name for name in _BY_HAND if name in environment]
-    if given:
-        _join_by_hand(environment, given)
-    elif any(_number(environment, name) > 1 for name in _LAUNCHERS if name in environment):
-        _join("the processes of the launcher", jax.distributed.initialize)
-
-
-def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
-    missing = [name for name in _BY_HAND if name not in given]
-    if missing:
-        raise LaunchError(f"{', '.join(given)} set, but not {', '.join(missing)}: a multi-process run needs all three")
-    address = variables[_BY_HAND[0]]
-    count, process = (_number(variables, name) for name in _BY_HAND[1:])
-    if not process < count:
-        raise LaunchError(
-            f"JAX_PROCESS_ID={process} of JAX_NUM_PROCESSES={count}: processes count from 0 to {count - 1}"
-        )
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise LaunchError(f"JAX_COORDINATOR_ADDRESS={address}: should be HOST:PORT, a port from 1 to {2**16 - 1}")
-    join = partial(jax.distributed.initialize, address, num_processes=count, process_id=process)
-    _join(f"process {process} of {count} at {address}", join)
-
-
-def _join(waiting: str, join: Callable[[], None]) -> None:
-    """Joins the others, which may take minutes; says so where it does.
-
-    Raises:
-      LaunchError: they do not come.
-    """
-    patience = threading.Timer(_PATIENCE, print, [f"{waiting}: still waiting for all to start"], {"file": sys.stderr})
-    patience.daemon = True
-    patience.start()
-    try:
-        join()
-    except RuntimeError as error:
-        raise LaunchError(f"{waiting}: cannot join the others: {str(error).splitlines()[0]}") from None
-    finally:
-        patience.cancel()
-
-
-def _number(variables: Mapping[str, str], name: str) -> int:
-    """Returns a number that a variable says.
-
-    Raises:
-      LaunchError: it says none.
-    """
-    try:
-        return int(variables[name] if variables[name].isdecimal() else "")
-    except ValueError:  # also of thousands of digits
-        raise LaunchError(f"{name}={variables[name][:100]}: should be a number") from None
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = _NVIDIA) -> None:
@@ -135,6 +54,8 @@ def keep_programs(platform: str) -> None:
     Args:
       platform: JAX's name of the devices that programs are compiled for.
     """
+    import jax  # the supervisor of processes does without it
+
     asked = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if asked == "":
         jax.config.update("jax_enable_compilation_cache", False)  # else XLA's own files come to the current folder
@@ -186,7 +107,17 @@ def visible_gpus(present: int, environment: Mapping[str, str] = os.environ) -> i
       present: number of GPUs that the machine has.
       environment: its CUDA_VISIBLE_DEVICES lists some of them, and ends where it names none.
     """
+    return len(names_of_gpus(present, environment))
+
+
+def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the visible GPUs as CUDA_VISIBLE_DEVICES names them; arguments as of `visible_gpus`."""
     if "CUDA_VISIBLE_DEVICES" not in environment:
-        return present
+        return [str(index) for index in range(present)]
     named = [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",")]
-    return min(present, len(list(itertools.takewhile(lambda name: name not in ("", "-1"), named))))
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), named))[:present]
+
+
+def gpus_present(driver: Path = DRIVER) -> int:
+    """Returns the number of NVIDIA GPUs of this machine, as their driver says; none of them is woken."""
+    return len(list(driver.glob("*/information")))

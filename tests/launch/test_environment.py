@@ -1,6 +1,5 @@
 import itertools
 import os
-import threading
 from types import SimpleNamespace
 
 import jax
@@ -9,79 +8,13 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 import jaxtp
-from jaxtp import launch
-from jaxtp.bench.__main__ import main as benching
+from jaxtp.bench import __main__ as bench
 from jaxtp.entry import UserError
 from jaxtp.generate import command as generate
 from jaxtp.generate.__main__ import main as generating
+from jaxtp.launch import environment as launch
 from jaxtp.train import setup
 from jaxtp.train.__main__ import main as training
-
-
-@pytest.fixture
-def joined(monkeypatch):
-    calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((args, kwargs)))
-    return calls
-
-
-def test_an_ordinary_environment_is_one_process(joined):
-    launch.join_processes({"SLURM_STEP_NUM_TASKS": "1"})
-    assert not joined
-
-
-@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
-def test_launchers_are_left_to_jax(joined, name):
-    launch.join_processes({name: "2"})
-    assert joined == [((), {})]
-
-
-def test_by_hand(joined):
-    launch.join_processes({"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"})
-    assert joined == [(("host:1",), {"num_processes": 4, "process_id": 3})]
-
-
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"JAX_COORDINATOR_ADDRESS": "host:1"}, "not JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
-        (
-            {"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "two", "JAX_PROCESS_ID": "0"},
-            "JAX_NUM_PROCESSES=two: should be a number",
-        ),
-        ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "9" * 5000}, "ID=999.*number"),
-        ({"JAX_COORDINATOR_ADDRESS": "h:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "2"}, "count from 0 to 1"),
-        ({"JAX_COORDINATOR_ADDRESS": "host", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "=host: .*HOST:PORT"),
-        ({"JAX_COORDINATOR_ADDRESS": "h:99999", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "=h:99999: .*65535"),
-        ({"JAX_COORDINATOR_ADDRESS": "h:0", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}, "=h:0: .*HOST:PORT"),
-        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many: should be a number"),
-    ],
-)
-def test_half_an_environment_is_an_error(joined, environment, message):
-    with pytest.raises(launch.LaunchError, match=message):
-        launch.join_processes(environment)
-
-
-BY_HAND = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-
-
-def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
-    said = threading.Event()
-    monkeypatch.setattr(launch, "_PATIENCE", 0.0)
-    monkeypatch.setattr(launch, "print", lambda *args, **kwargs: (print(*args, **kwargs), said.set()), raising=False)
-    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: said.wait(60))
-    launch.join_processes(BY_HAND)
-    assert capsys.readouterr().err == "process 1 of 2 at host:1: still waiting for all to start\n"
-
-
-def test_others_that_do_not_come_are_an_error(monkeypatch):
-    def initialize(*args, **kwargs):
-        raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore")
-
-    monkeypatch.setattr(jax.distributed, "initialize", initialize)
-    with pytest.raises(launch.LaunchError, match=r"process 1 of 2 at host:1: .*Barrier timed out.$"):
-        launch.join_processes(BY_HAND)
-
 
 SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
@@ -188,7 +121,7 @@ def test_the_programs_that_were_used_last_are_kept(tmp_path):
     ("module", "main", "flags"),
     [
         (setup, training, ["--data.path", "nowhere.txt"]),
-        (launch, benching, ["comm", "--json", "/proc/nothing/x.json"]),
+        (bench, bench.main, ["comm", "--json", "/proc/nothing/x.json"]),
         (generate, generating, ["--model", ".", "--prompt", "a"]),
     ],
 )

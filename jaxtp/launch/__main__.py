@@ -1,0 +1,61 @@
+"""`python -m jaxtp.launch`."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxtp import entry
+from jaxtp.launch.supervisor import Group, SupervisorError, supervise
+
+PROGRAM = "python -m jaxtp.launch"
+DESCRIPTION = """Starts the processes of one machine, each with its share of the GPUs; ends all of them when one dies.
+
+    python -m jaxtp.launch --processes 2 -- -m jaxtp.train --config FILE
+
+What follows -- are the arguments of Python. One process is enough to drive all GPUs of a host; several are for trying a
+run of several hosts, on CPUs too, and for a program that wants one for each GPU.
+"""
+MOST_PROCESSES = 1024
+
+
+def launch(
+    processes: int,
+    devices: int | None = None,
+    restarts: int = 0,
+    logs: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("logs"),
+) -> tuple[int, int | None, int, Path]:
+    """Reads the flags.
+
+    Args:
+      processes: Number of processes.
+      devices: Virtual CPU devices of each process; by default the GPUs of the machine are divided among them.
+      restarts: Most times that all are started again after one has failed; a mistake (exit code 2) ends it at once.
+      logs: Folder of the logs, process-0.log and so on; those of an earlier start are replaced.
+    """
+    return processes, devices, restarts, logs
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns the exit code of the first process that failed, else 0."""
+    return entry.attempt(PROGRAM, lambda: _launch(argv))
+
+
+def _launch(argv: Sequence[str]) -> int:
+    flags = list(argv)
+    command: list[str] = []
+    if "--" in flags:
+        at = flags.index("--")
+        flags, command = flags[:at], flags[at + 1 :]
+    processes, devices, restarts, logs = tyro.cli(launch, args=flags, prog=PROGRAM, description=DESCRIPTION)
+    for name, value, least in (("processes", processes, 1), ("devices", devices, 1), ("restarts", restarts, 0)):
+        if value is not None and not least <= value <= MOST_PROCESSES:
+            raise SupervisorError(f"--{name} {value}: should be from {least} to {MOST_PROCESSES}")
+    if not command:
+        raise SupervisorError("no command: it follows --, as in -- -m jaxtp.train --config FILE")
+    return supervise(Group(processes, command, logs, devices), restarts=restarts)
+
+
+if __name__ == "__main__":
+    entry.run(PROGRAM, main)

@@ -1,0 +1,236 @@
+"""The processes of one machine: started together, ended together, and started again when asked.
+
+Each writes to a log of its own; what process 0 says is shown too. When one fails the others cannot go on: they would
+wait for it for ever, so they are ended, and what the first that failed said last is shown.
+"""
+
+import itertools
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, Self
+
+from jaxtp.entry import UserError
+from jaxtp.launch.environment import child_environment, gpus_present, names_of_gpus
+
+MISTAKE = 2
+"""Exit code of a command that was called wrongly: it would fail again."""
+GRACE = 15.0
+"""Seconds that processes have to end once they are asked to, before they are killed."""
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_LAST_LINES = 20
+_POLL = 0.05
+
+
+class SupervisorError(UserError):
+    """Processes that cannot be started so."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The processes to start."""
+
+    count: int
+    """Number of processes."""
+
+    arguments: Sequence[str]
+    """Arguments of Python, such as -m jaxtp.train."""
+
+    logs: Path
+    """Folder of their logs."""
+
+    devices: int | None = None
+    """Virtual CPU devices of each; None leaves it to JAX, and GPUs are divided among the processes."""
+
+    environments: Sequence[Mapping[str, str]] = field(init=False)
+    """Variables of each process, beside those of this one and where they meet."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "environments", [self._environment(index) for index in range(self.count)])
+
+    def _environment(self, index: int) -> dict[str, str]:
+        if self.devices is not None:
+            return {"JAX_NUM_CPU_DEVICES": str(self.devices), "JAX_PLATFORMS": "cpu"}
+        gpus = names_of_gpus(gpus_present())
+        if len(gpus) % self.count:
+            able = ", ".join(str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0)
+            raise SupervisorError(f"--processes {self.count}: {len(gpus)} GPUs can be divided among {able} processes")
+        each = len(gpus) // self.count
+        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * each : (index + 1) * each])} if each else {}
+
+    def log(self, index: int) -> Path:
+        """Returns the log of a process."""
+        return self.logs / f"process-{index}.log"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first process that failed."""
+
+    index: int
+    code: int
+    """Exit code; of a signal, minus its number."""
+
+    def __str__(self) -> str:
+        """Returns how it ended."""
+        how = f"was killed by {_signal(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
+        return f"process {self.index} {how}"
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code, as shells have it."""
+        return 128 - self.code if self.code < 0 else self.code
+
+
+def supervise(group: Group, *, restarts: int = 0) -> int:
+    """Runs processes to their end, and again after a failure, if it was no mistake and nobody has asked for an end.
+
+    Args:
+      group: the processes.
+      restarts: most times that they are started again.
+
+    Returns:
+      The exit code: 0 if all ended well, else that of the first that failed.
+    """
+    group.logs.mkdir(parents=True, exist_ok=True)
+    for turn in itertools.count(1):
+        with _Running(group, again=turn > 1) as running:
+            failure = running.wait()
+        if failure is None:
+            return 0
+        log = group.log(failure.index)
+        _say(f"{failure}; see {log}" if failure.index == 0 else f"{failure}; the end of {log}:")
+        _say(*(_tail(log) if failure.index else ()))  # what process 0 said is shown already
+        if turn > restarts or running.asked or failure.code == MISTAKE:
+            return failure.exit_code
+        _say(f"all are started again ({turn} of {restarts})")
+    raise AssertionError("unreachable")
+
+
+class _Running:
+    """Processes that run; as a context manager it leaves none behind."""
+
+    def __init__(self, group: Group, *, again: bool):
+        self.asked = False
+        """Whether a signal has asked for an end."""
+        self._group = group
+        self._again = again
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._before: dict[signal.Signals, Any] = {}
+        self._shown: IO[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        try:
+            self._start()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _start(self) -> None:
+        address = f"127.0.0.1:{_free_port()}"
+        for index, own in enumerate(self._group.environments):
+            joined = {
+                "JAX_COORDINATOR_ADDRESS": address,
+                "JAX_NUM_PROCESSES": str(self._group.count),
+                "JAX_PROCESS_ID": str(index),
+            }
+            with self._group.log(index).open("ab" if self._again else "wb") as log:
+                if index == 0:
+                    self._shown = self._group.log(0).open("rb")
+                    self._shown.seek(0, os.SEEK_END)
+                self._processes.append(
+                    subprocess.Popen(
+                        [sys.executable, *self._group.arguments],
+                        env=child_environment(**(joined if self._group.count > 1 else {}), **own),
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # signals of the terminal come by way of this process
+                    )
+                )
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        self._show()
+        if self._shown:
+            self._shown.close()
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def wait(self) -> Failure | None:
+        """Waits until all have ended well, or one has failed."""
+        while True:
+            self._show()
+            codes = [process.poll() for process in self._processes]
+            failed = [Failure(index, code) for index, code in enumerate(codes) if code]
+            if failed:
+                return failed[0]
+            if all(code == 0 for code in codes):
+                return None
+            time.sleep(_POLL)
+
+    def _end(self) -> None:
+        """Asks those that still run to end, and kills those that do not, with whatever any of them has started."""
+        until = time.monotonic() + GRACE
+        for process in self._processes:
+            if process.poll() is None:
+                _send(process, signal.SIGTERM)
+        while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
+            time.sleep(_POLL)
+        for process in self._processes:
+            _send(process, signal.SIGKILL)
+            process.wait()
+
+    def _pass_on(self, number: int, _: FrameType | None) -> None:
+        self.asked = True
+        for process in self._processes:
+            if process.poll() is None:
+                _send(process, signal.Signals(number))
+
+    def _show(self) -> None:
+        """Shows what process 0 has written since."""
+        if self._shown and (new := self._shown.read()):
+            sys.stdout.write(new.decode(errors="replace"))
+            sys.stdout.flush()
+
+
+def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    try:
+        os.killpg(process.pid, number)
+    except ProcessLookupError:
+        return  # it has ended meanwhile
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _tail(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - 16384))
+        lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
+    return [f"  {line}" for line in lines]
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)

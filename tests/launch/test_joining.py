@@ -1,0 +1,149 @@
+"""Joining: from the variables that launchers set, as recorded, and from bad ones."""
+
+import threading
+
+import jax
+import pytest
+
+from jaxtp.launch import joining
+from jaxtp.launch.joining import LaunchError, gpus_of_process, join_processes
+
+SLURM = {
+    "SLURM_JOB_ID": "65541",
+    "SLURM_STEP_NODELIST": "node[001-002]",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_NTASKS": "2",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_GPUS_ON_NODE": "8",
+    "CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7",
+}
+"""One task on each of two nodes: srun --nodes 2 --ntasks-per-node 1 --gpus-per-node 8."""
+EIGHT = SLURM | {
+    "SLURM_STEP_NUM_TASKS": "16",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
+    "SLURM_NTASKS": "16",
+    "SLURM_PROCID": "11",
+    "SLURM_LOCALID": "3",
+}
+"""Eight tasks on each, which see all GPUs of their node."""
+BOUND = EIGHT | {"CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_PER_TASK": "1"}
+"""Eight tasks on each, to each of which Slurm shows a GPU of its own, as number 0."""
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "3",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+}
+JOBSET = {
+    "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    "JAX_COORDINATOR_ADDRESS": "train-workers-0-0.train:1234",
+    "JAX_NUM_PROCESSES": "4",
+    "JOB_COMPLETION_INDEX": "2",
+}
+BY_HAND = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+
+
+@pytest.fixture
+def joined(monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((*args, kwargs)))
+    return calls
+
+
+@pytest.mark.parametrize("environment", [{}, SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, {"SLURM_JOB_ID": "1"}])
+def test_an_ordinary_environment_is_one_process(environment, joined):
+    join_processes(environment, gpus=8)
+    assert not joined
+
+
+@pytest.mark.parametrize(
+    ("environment", "gpus", "expected"),
+    [
+        (SLURM, 8, (None, 2, 1, list(range(8)))),
+        (SLURM, 0, (None, 2, 1, None)),
+        (EIGHT, 8, (None, 16, 11, [3])),
+        (BOUND, 8, (None, 16, 11, [0])),
+        (EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "12,4", "SLURM_LOCALID": "1"}, 8, (None, 16, 11, [2, 3])),
+        (SLURM | {"JAX_COORDINATOR_ADDRESS": "10.0.0.7:99"}, 8, ("10.0.0.7:99", 2, 1, list(range(8)))),
+        (OPEN_MPI, 8, (None, 4, 3, [4, 5, 6, 7])),
+        (OPEN_MPI | {"CUDA_VISIBLE_DEVICES": "6"}, 8, (None, 4, 3, [0])),
+        (JOBSET, 8, ("train-workers-0-0.train:1234", 4, 2, None)),
+        (BY_HAND, 8, ("host:1", 2, 1, None)),
+        (SLURM | BY_HAND | {"JAX_PROCESS_ID": "0"}, 8, ("host:1", 2, 0, None)),
+    ],
+    ids=["slurm", "cpus", "8 tasks", "own gpu", "uneven", "address", "mpi", "mpi, own", "jobset", "by hand", "both"],
+)
+def test_a_process_finds_its_place_and_its_gpus(environment, gpus, expected, joined):
+    join_processes(environment, gpus=gpus)
+    ((address, settings),) = joined
+    place = (address, settings["num_processes"], settings["process_id"], settings.get("local_device_ids"))
+    assert place == expected
+    assert settings["initialization_timeout"] == joining.JOIN_SECONDS
+
+
+@pytest.mark.parametrize("tasks", [1, 2, 4, 8])
+def test_every_gpu_of_a_host_is_driven_by_one_process(tasks):
+    driven = [gpu for index in range(tasks) for gpu in gpus_of_process({}, tasks, index, 8)]
+    assert sorted(driven) == list(range(8))
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "host:1"}, "not JAX_NUM_PROCESSES, JAX_PROCESS_ID"),
+        (BY_HAND | {"JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES=two: should be a number"),
+        (BY_HAND | {"JAX_PROCESS_ID": "9" * 5000}, "ID=999.*number"),
+        (BY_HAND | {"JAX_PROCESS_ID": "2"}, "count from 0 to 1"),
+        (JOBSET | {"JOB_COMPLETION_INDEX": "4"}, "JOB_COMPLETION_INDEX=4 of JAX_NUM_PROCESSES=4: .* 0 to 3"),
+        (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "host"}, "=host: .*HOST:PORT"),
+        (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "h:99999"}, "=h:99999: .*65535"),
+        (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "h:0"}, "=h:0: .*HOST:PORT"),
+        (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "h:" + "9" * 9999}, "HOST:PORT"),
+        (BY_HAND | {"JAXTP_JOIN_SECONDS": "0"}, "JAXTP_JOIN_SECONDS=0: should be a number of seconds from 1"),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many: should be a number"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_LOCALID is not set"),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x9"}, r"PER_NODE=1\(x9: should be a list such as 8\(x2\),4"),
+        (SLURM | {"SLURM_NODEID": "2"}, "SLURM_NODEID=2: .* has 2 nodes"),
+        (
+            EIGHT | {"SLURM_STEP_TASKS_PER_NODE": "3(x2)"},
+            "8 GPUs .* 3 processes of this host; start 1, 2, 4, 8 on each",
+        ),
+    ],
+)
+def test_what_cannot_be_is_an_error(joined, environment, message):
+    with pytest.raises(LaunchError, match=message):
+        join_processes(environment, gpus=8)
+    assert not joined
+
+
+def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
+    said = threading.Event()
+    monkeypatch.setattr(joining, "_PATIENCE", 0.0)
+    monkeypatch.setattr(joining, "print", lambda *args, **kwargs: (print(*args, **kwargs), said.set()), raising=False)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: said.wait(60))
+    join_processes(BY_HAND | {"JAXTP_JOIN_SECONDS": "70"})
+    assert capsys.readouterr().err == "process 1 of 2 at host:1: still waiting for all to start, up to 70 s\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore"),
+            r"of 2 at host:1: .*timed out.; JAXTP_JOIN_SECONDS",
+        ),
+        (ValueError("coordinator_address should be defined."), "should be defined.; set JAX_COORDINATOR_ADDRESS=HOST"),
+    ],
+)
+def test_others_that_do_not_come_are_an_error(error, message, monkeypatch):
+    def initialize(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(LaunchError, match=message):
+        join_processes(BY_HAND)

@@ -1,0 +1,141 @@
+"""`python -m jaxtp.launch`: several processes that end well, fail, hang and are asked to end."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import SMALL, mesh, records
+
+from jaxtp.launch import supervisor
+from jaxtp.launch.__main__ import main
+from jaxtp.launch.supervisor import Group, SupervisorError, supervise
+
+ME = "import os, signal, sys, time; me = os.environ.get('JAX_PROCESS_ID', 'none')\n"
+
+
+def group(tmp_path, count, code, **settings):
+    return Group(count, ["-c", ME + code], tmp_path / "logs", **settings)
+
+
+def runs(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"  # not reaped yet
+    except FileNotFoundError:
+        return False
+
+
+def test_processes_that_end_well_are_0_and_each_has_a_log(tmp_path, capsys):
+    code = "print(me, os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_NUM_CPU_DEVICES'])"
+    assert supervise(group(tmp_path, 3, code, devices=4)) == 0
+    assert [(tmp_path / f"logs/process-{i}.log").read_text() for i in range(3)] == [f"{i} 3 4\n" for i in range(3)]
+    assert capsys.readouterr() == ("0 3 4\n", "")
+
+
+@pytest.mark.parametrize(
+    ("death", "said", "code"),
+    [("sys.exit('no such thing')", "process 1 ended with exit code 1", 1), ("os.kill(0, 9)", "killed by SIGKILL", 137)],
+)
+def test_when_one_dies_all_end_and_its_last_words_are_shown(death, said, code, tmp_path, monkeypatch, capsys):
+    """Those that ignore being asked to end are killed, with what they have started."""
+    monkeypatch.setattr(supervisor, "GRACE", 0.5)
+    child = "import subprocess; child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    stay = f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {child}; print(child.pid, flush=True); time.sleep(600)"
+    wait = "time.sleep(1.5); print('last words', flush=True)"
+    started = time.monotonic()
+    assert supervise(group(tmp_path, 3, f"if me == '1':\n    {wait}; {death}\n{stay}")) == code
+    assert time.monotonic() - started < 60
+    error = capsys.readouterr().err
+    assert said in error
+    assert "  last words\n" in error
+    for index in (0, 2):
+        pid = int((tmp_path / f"logs/process-{index}.log").read_text())
+        while runs(pid):  # a killed process is there for another moment
+            assert time.monotonic() - started < 60
+            time.sleep(0.01)
+
+
+def test_they_are_started_again_as_often_as_asked(tmp_path, capsys):
+    count = tmp_path / "count"
+    code = f"open({str(count)!r}, 'a').write(me)\ntime.sleep(0.5)\nsys.exit(os.path.getsize({str(count)!r}) < 5)"
+    assert supervise(group(tmp_path, 2, code), restarts=5) == 0
+    assert count.stat().st_size == 6
+    assert "all are started again (2 of 5)" in capsys.readouterr().err
+    assert supervise(group(tmp_path, 2, "sys.exit(3)"), restarts=1) == 3
+
+
+def test_a_mistake_is_not_tried_again(tmp_path, capsys):
+    assert supervise(group(tmp_path, 1, "print(me); sys.exit(2)"), restarts=3) == 2
+    assert (tmp_path / "logs/process-0.log").read_text() == "none\n"  # one process needs to meet nobody
+    assert "again" not in capsys.readouterr().err
+
+
+def test_a_signal_reaches_all_and_ends_it(tmp_path):
+    code = "signal.signal(signal.SIGUSR1, lambda *_: sys.exit(me == '1'))\nprint('up', flush=True)\ntime.sleep(600)"
+    command = [sys.executable, "-m", "jaxtp.launch", "--processes", "2", "--restarts", "3", "--logs", str(tmp_path)]
+    process = subprocess.Popen([*command, "--", "-c", ME + code], stderr=subprocess.PIPE, text=True)
+    logs = [tmp_path / f"process-{index}.log" for index in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(log.exists() and log.read_text() for log in logs) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert error.startswith("process 1 ended with exit code 1")
+    assert "again" not in error
+
+
+@pytest.mark.parametrize(("count", "able"), [(3, "1, 2, 4, 8"), (16, "1, 2, 4, 8")])
+def test_gpus_that_cannot_be_divided_are_an_error(count, able, monkeypatch, tmp_path):
+    monkeypatch.setattr(supervisor, "gpus_present", lambda: 8)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(SupervisorError, match=f"--processes {count}: 8 GPUs can be divided among {able} processes"):
+        group(tmp_path, count, "")
+
+
+def test_gpus_are_divided(monkeypatch, tmp_path):
+    monkeypatch.setattr(supervisor, "gpus_present", lambda: 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    shares = [own["CUDA_VISIBLE_DEVICES"] for own in group(tmp_path, 2, "").environments]
+    assert shares == ["4,5", "6,7"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--processes", "2"], "no command: it follows --"),
+        (["--processes", "0", "--", "x"], "--processes 0: should be from 1 to 1024"),
+        (["--processes", "2", "--devices", "0", "--", "x"], "--devices 0: should be from 1"),
+        (["--processes", "2", "--restarts", "-1", "--", "x"], "--restarts -1: should be from 0"),
+        (["--processes", "1", "--logs", "/proc/nothing", "--", "-c", "1"], "/proc/nothing"),
+    ],
+)
+def test_bad_flags_are_one_error(flags, message, capsys):
+    assert main(flags) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("processes", [2])
+def test_a_run_of_several_processes_equals_that_of_one(processes, tmp_path):
+    """README's command, on CPUs."""
+    losses = []
+    for count in (1, processes):
+        run = [
+            "-m",
+            "jaxtp.train",
+            *SMALL,
+            *mesh(2, 2, 2),
+            "--train.steps",
+            "4",
+            "--run.dir",
+            str(tmp_path / str(count)),
+        ]
+        flags = ["--processes", str(count), "--devices", str(8 // count), "--logs", str(tmp_path / f"logs-{count}")]
+        assert main([*flags, "--", *run]) == 0
+        losses.append(records(tmp_path / str(count)))
+    one, many = losses
+    assert one.keys() == many.keys()
+    assert all(abs(many[step] - one[step]) < 1e-5 * one[step] for step in one)
