@@ -3,9 +3,9 @@
     python scripts/gpu_acceptance.py --out runs/acceptance
 
 Each part runs in a process of its own, so that one that fails takes no other with it. Results go to `results.json`, a
-table of them is printed, and what each part said is kept in its log. A part that has passed is not run again; `--only`
-names parts, `--again` forgets what is there. On CPUs all of it runs small, which tries the command and says nothing
-about speed. What cannot be done here (no second GPU, no torch) is said and left out.
+table of them is printed, and what each part said is kept in its log. A part that has passed on these devices and
+versions is not run again; `--only` names parts, `--again` forgets what is there. On CPUs all of it runs small, which
+tries the command and says nothing about speed. What cannot be done here (no second GPU, no torch) is said and left out.
 """
 
 import argparse
@@ -37,6 +37,9 @@ ONE_B |= {"d_ff": 8192, "tie_embeddings": True}
 EIGHT_B = {"vocab_size": 128256, "d_model": 4096, "num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "d_ff": 14336}
 TINY = {"vocab_size": 256, "d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
 TINY |= {"d_ff": 128}
+
+
+SMALL = ": everything runs small, and says nothing about speed"
 
 
 class LeftOutError(Exception):
@@ -373,6 +376,27 @@ def row(name: str, result: Result) -> str:
     return f"{name:<12}{'WRONG' if result.get('right') is False else 'ok':<10}{', '.join(told)}"
 
 
+def earlier(file: Path, machine: Result) -> dict[str, Result]:
+    """Returns the results of parts that a file has of this machine; none if it is of another, or damaged."""
+    try:
+        kept = json.loads(file.read_text())
+        if all(kept["machine"][name] == machine[name] for name in ("kind", "count", "versions")):
+            return dict(kept["parts"])
+        print(f"{file} is of {kept['machine']['count']} x {kept['machine']['kind']}, or other versions: all runs again")
+    except FileNotFoundError:
+        pass
+    except (ValueError, TypeError, KeyError):
+        print(f"{file} cannot be read: all runs again")
+    return {}
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Writes a file, or leaves it as it was."""
+    new = file.with_suffix(".new")
+    new.write_text(text)
+    new.replace(file)
+
+
 def main() -> int:
     """Runs the parts that have no result yet; returns 1 if one fails or is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -381,20 +405,28 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="run parts that have a result too")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     parser.add_argument("--torch", help=argparse.SUPPRESS)
+    parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     if given.torch:
         print(json.dumps(torch_step(*json.loads(given.torch))))
         return 0
+    if given.look:
+        print(json.dumps(dataclasses.asdict(look())))
+        return 0
     if given.part:
         print(json.dumps(part(given.part, given.out)))
         return 0
+    machine = json.loads(run([sys.executable, __file__, "--out", str(given.out), "--look"], given.out / "look.log"))
+    print(
+        f"{machine['count']} x {machine['kind']}, {machine['versions']}{SMALL if machine['platform'] == 'cpu' else ''}"
+    )
     file = given.out / "results.json"
-    results = json.loads(file.read_text()) if file.exists() else {}
+    results = {} if given.again and given.only == list(PARTS) else earlier(file, machine)
     for name in given.only:
-        if given.again or "seconds" not in results.get(name, {}) or "failed" in results[name]:
+        if given.again or not {"failed", "left_out"}.isdisjoint(results.get(name, {"failed"})):
             results[name] = attempt(name, given.out)
-            file.write_text(json.dumps(results, indent=1))
+            write_whole(file, json.dumps({"machine": machine, "parts": results}, indent=1))
         print(row(name, results[name]), flush=True)
     bad = [name for name, result in results.items() if "failed" in result or result.get("right") is False]
     return 1 if bad else 0

@@ -15,19 +15,24 @@ def accept(out, *parts):
     return subprocess.run(command, capture_output=True, text=True)
 
 
+def parts(folder):
+    return json.loads((folder / "results.json").read_text())["parts"]
+
+
 @pytest.mark.journey
 def test_parts_run_by_themselves_and_are_not_run_twice(tmp_path):
     done = accept(tmp_path, "attention", "step-1b", "ceiling", "several")
     assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = parts(tmp_path)
     assert results["attention"]["right"]
     assert {name.split()[0] for name in results["attention"]["kernels"]} == {"blockwise", "xla"}
     assert results["step-1b"]["tokens_per_second"] > 0
     assert results["step-1b"]["estimated_bytes"] > 0
     assert results["several"]["left_out"] == "there is one device"
     assert "several     left out  there is one device" in done.stdout
+    assert "1 x cpu, " in done.stdout
     again = accept(tmp_path, "attention", "ceiling")
-    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert parts(tmp_path) == results
     assert again.returncode == 0
 
 
@@ -35,7 +40,7 @@ def test_parts_run_by_themselves_and_are_not_run_twice(tmp_path):
 def test_several_devices_are_measured_with_and_without_rings(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "2")
     assert accept(tmp_path, "several").returncode == 0
-    found = json.loads((tmp_path / "results.json").read_text())["several"]
+    found = parts(tmp_path)["several"]
     assert found["hardware"]["link"] > 0
     assert found["tokens/s at tp 2"] > 0
     assert found["tokens/s at tp 2 with rings"] > 0
@@ -43,9 +48,19 @@ def test_several_devices_are_measured_with_and_without_rings(tmp_path, monkeypat
 
 @pytest.mark.journey
 def test_a_part_that_fails_is_told_and_tried_again(tmp_path):
-    (tmp_path / "results.json").write_text(json.dumps({"ceiling": {"failed": "out of memory", "seconds": 1.0}}))
     assert accept(tmp_path, "ceiling").returncode == 0
-    assert "failed" not in json.loads((tmp_path / "results.json").read_text())["ceiling"]
+    file = tmp_path / "results.json"
+    kept = json.loads(file.read_text())
+    machine, right = kept["machine"], kept["parts"]["ceiling"]
+    for stored in (
+        json.dumps({"machine": machine, "parts": {"ceiling": {"failed": "out of memory"}}}),
+        json.dumps({"machine": machine | {"kind": "another"}, "parts": {"ceiling": right}}),
+        "{",
+        "[]",
+    ):
+        file.write_text(stored)
+        assert accept(tmp_path, "ceiling").returncode == 0
+        assert parts(tmp_path)["ceiling"]["seconds"] != right["seconds"]
     (tmp_path / "step-1b.yaml").mkdir()  # nothing can be written there
     done = accept(tmp_path, "step-1b")
     assert done.returncode == 1

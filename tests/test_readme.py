@@ -18,6 +18,7 @@ from jaxtp.convert.__main__ import main as convert
 from jaxtp.estimate.__main__ import main as estimate
 from jaxtp.explain.__main__ import main as explain
 from jaxtp.generate.__main__ import main as generate
+from jaxtp.launch.__main__ import main as launch
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main
 
@@ -36,6 +37,7 @@ ESTIMATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("pytho
 CONVERT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.convert")]
 EXPLAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.explain")]
 BENCH = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.bench")]
+LAUNCH = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.launch")]
 TUNING = [flags for flags in TRAIN if "--model.from-hf" in flags]
 OWN = [flags for flags in TRAIN if flags not in TUNING]
 SHORT = [
@@ -222,8 +224,17 @@ def test_set_up_commands_are_what_ci_runs():
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert 'pip" install --quiet -e ".[dev]"' in (ROOT / ".ci/run").read_text()
-    kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EXPLAIN, BENCH)
+    kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EXPLAIN, BENCH, LAUNCH)
     assert len(COMMANDS) == sum(map(len, kinds)) + 2
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("flags", LAUNCH, ids=" ".join)
+def test_launch_command(flags, tmp_path, capsys):
+    at = flags.index("--") + 1
+    module, run = flags[at : at + 2], flags[at + 2 :]
+    assert launch(["--logs", str(tmp_path / "logs"), *flags[:at], *module, *shortened(run, tmp_path / "run", 2)]) == 0
+    assert "step 2/2  loss" in capsys.readouterr().out
 
 
 @pytest.mark.journey

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -79,21 +79,31 @@ class Numbers:
 
 @dataclass(frozen=True)
 class Errors:
-    """The distance between two `Numbers`: relative L2 norms, the worst of each kind."""
+    """The distance between two `Numbers`: relative L2 norms."""
 
     loss: float
     grad_norm: float
-    gradient: float
-    worst_gradient: str
-    """The parameter whose gradient is the farthest off."""
-    update: float
-    worst_update: str
-    """The array of the updated state that is the farthest off."""
+    gradients: Mapping[str, float]
+    """Error of each gradient, by parameter."""
+    updates: Mapping[str, float]
+    """Error of each array of the updated state, by path."""
+    rounding: Mapping[str, float] = field(default_factory=dict)
+    """Error of each of both on one device, against float32. A sum in which much cancels, such as the gradient of a
+    norm's scale, is off by more than its digits on any device."""
+
+    def allowed(self, name: str, tolerance: Tolerance) -> float:
+        """Returns the tolerance of an array: at least twice what rounding does to it on one device."""
+        return max(tolerance.tensor, 2 * self.rounding.get(name, 0.0))
+
+    def worst(self, errors: Mapping[str, float], tolerance: Tolerance) -> str:
+        """Returns the array that is the farthest off, measured by what it is allowed; a NaN is the farthest."""
+        return max(errors, key=lambda name: (np.isnan(errors[name]), errors[name] / self.allowed(name, tolerance)))
 
     def within(self, tolerance: Tolerance) -> bool:
         """Returns whether all of them are tolerated; a NaN is not."""
         scalars = self.loss <= tolerance.scalar and self.grad_norm <= tolerance.scalar
-        return scalars and self.gradient <= tolerance.tensor and self.update <= tolerance.tensor
+        arrays = {**self.gradients, **self.updates}
+        return scalars and all(error <= self.allowed(name, tolerance) for name, error in arrays.items())
 
 
 def initial_arrays(config: TrainConfig) -> Arrays:
@@ -163,19 +173,28 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
     return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems))
 
 
-def compare(actual: Numbers, expected: Numbers) -> Errors:
-    """Returns the errors of `actual`, relative to `expected`."""
-    gradients = {name: relative_error(actual.gradients[name], g) for name, g in expected.gradients.items()}
-    updates = {name: relative_error(actual.state[name], a) for name, a in expected.state.items()}
-    worst_gradient, worst_update = _worst(gradients), _worst(updates)
+def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
+    """Returns the errors of `actual`, relative to `expected`.
+
+    Args:
+      actual: numbers of a mesh.
+      expected: those of one device.
+      exact: those of one device in float32, where the others are in fewer digits.
+    """
+    gradients, updates = distances(actual, expected)
     return Errors(
         loss=relative_error(actual.losses, expected.losses),
         grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
-        gradient=gradients[worst_gradient],
-        worst_gradient=worst_gradient,
-        update=updates[worst_update],
-        worst_update=worst_update,
+        gradients=gradients,
+        updates=updates,
+        rounding={} if exact is None else {k: e for errors in distances(expected, exact) for k, e in errors.items()},
     )
+
+
+def distances(actual: Numbers, expected: Numbers) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the relative error of each gradient, and of each array of the updated state."""
+    gradients = {name: relative_error(actual.gradients[name], g) for name, g in expected.gradients.items()}
+    return gradients, {name: relative_error(actual.state[name], a) for name, a in expected.state.items()}
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
@@ -208,7 +227,3 @@ def _moved(name: str, array: Array) -> np.ndarray:
 def on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:
     """Returns a state's arrays, unpadded and whole."""
     return {name: np.asarray(array) for name, array in to_logical(state, mesh).items()}
-
-
-def _worst(errors: Mapping[str, float]) -> str:
-    return max(errors, key=lambda name: (np.isnan(errors[name]), errors[name]))

@@ -1,6 +1,7 @@
 """Results of a check: a line per case for people, a dict for machines."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +36,31 @@ class Verdict:
         if self.errors is None:
             return [name, *(f"        {problem}" for problem in self.problems)]
         e = self.errors
-        row = f"{name}{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradient:>10.1e}{e.update:>9.1e}"
+        gradient, update = self._worst(e.gradients), self._worst(e.updates)
+        row = f"{name}{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
         if self.passed:
             return [row]
         first = [f"first difference: {self.first_difference}"] if self.first_difference else []
-        worst = [f"worst gradient {e.worst_gradient}, worst updated array {e.worst_update}"]
+        limits = [f"{name} (up to {e.allowed(name, self.tolerance):.1e} allowed)" for name in (gradient, update)]
+        worst = ["worst gradient {}, worst updated array {}".format(*limits)]
         details = ([] if e.within(self.tolerance) else first + worst) + list(self.problems)
         return [row, *(f"        {detail}" for detail in details)]
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything, as plain values."""
         plain = dataclasses.asdict(self)
-        case = plain.pop("case")
+        case, e = plain.pop("case"), self.errors
+        if e is not None:
+            plain["errors"] = {
+                "loss": e.loss,
+                "grad_norm": e.grad_norm,
+                "gradient": e.gradients[self._worst(e.gradients)],
+                "worst_gradient": self._worst(e.gradients),
+                "update": e.updates[self._worst(e.updates)],
+                "worst_update": self._worst(e.updates),
+            }
         return {"mesh": case["sizes"], "sequence_parallel": case["sequence_parallel"], **plain, "passed": self.passed}
+
+    def _worst(self, errors: Mapping[str, float]) -> str:
+        assert self.errors is not None
+        return self.errors.worst(errors, self.tolerance)

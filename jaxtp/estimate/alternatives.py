@@ -195,8 +195,12 @@ def _other_training(config: TrainConfig, where: Target) -> Iterator[Alternative]
     in_half = {"model.precision.param": "bfloat16"}
     adapters = changed(config, {"model.lora.rank": LORA_RANK})
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
-    changes = [(bits, changed(config, in_half), "whose weights lose updates of less than a 256th of them")]
-    if not config.model.lora.rank:
+    tuned = config.model.lora.rank > 0
+    cost = (
+        "which keeps the frozen weights in 16 bits too" if tuned else "whose weights lose updates of less than a 256th"
+    )
+    changes = [(bits, changed(config, in_half), cost)]
+    if not tuned:
         changes += [
             (lora, adapters, "which fine-tunes by adapters alone"),
             (f"{lora} {bits}", changed(adapters, in_half), "which keeps the frozen weights in 16 bits too"),

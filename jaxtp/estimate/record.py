@@ -95,6 +95,11 @@ def setting_record(setting: Setting) -> dict[str, Any]:
     }
 
 
+_RANDOM = (
+    "# The weights begin random; of a model to fine-tune they come with --model.from-hf DIR or --run.init-from RUN.\n"
+)
+
+
 def as_configuration(best: Setting, file: Path, asked: EstimateConfig) -> str:
     """Returns a setting as YAML that `train` takes, and that begins with the command and with what it came from.
 
@@ -107,8 +112,10 @@ def as_configuration(best: Setting, file: Path, asked: EstimateConfig) -> str:
     memory = f"{best.memory.total / GB:,.1f} GB on each device"
     share = asked.memory_fraction
     variable = "" if share == EstimateConfig().memory_fraction else f"XLA_PYTHON_CLIENT_MEM_FRACTION={share} "
+    random = best.config.model.from_hf is None and best.config.run.init_from is None
     return (
         f"# {variable}python -m jaxtp.train --config {file}\n#\n"
+        f"{_RANDOM if random else ''}"
         f"# The best of python -m jaxtp.estimate for {asked.hardware}: {memory}, of\n"
         f"# {best.target.room / GB:,.1f} for JAX, and {slow:,.0f} to {fast:,.0f} tokens/s, modelled.\n\n"
         f"{to_yaml(best.config)}"

@@ -89,7 +89,7 @@ class AttentionConfig(BranchConfig):
     """A bias on the attention's output projection."""
 
     attention: Implementation = "auto"
-    """Kernel. auto takes the fastest that can do what is asked where it runs. cudnn and fused need an NVIDIA GPU, cudnn
+    """Kernel. auto takes the first that can do what is asked where it runs. cudnn and fused need an NVIDIA GPU, cudnn
     also 16 bits and no packed documents; blockwise runs everywhere; xla does too, and holds all scores."""
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:

@@ -215,13 +215,19 @@ def chosen(asked: Implementation, use: Use) -> tuple[Kernel, str]:
         if problem is None:
             break
         reasons.append(f"{kernel.name}: {problem}")
-    return kernel, "; ".join(reasons) or "the fastest there is"
+    return kernel, "; ".join(reasons) or "it is preferred where it can be used"
 
 
 def refused(asked: Implementation, use: Use) -> Iterator[str]:
     """Yields why the kernel that is asked for cannot do it, with those that can."""
     if asked == "auto":
         return
-    able = [kernel.name for kernel in KERNELS.values() if not any(kernel.problems(use))]
+    able = [
+        f"{kernel.name} on {' and '.join(kernel.platforms)}"
+        if kernel.platforms and use.platform is None
+        else kernel.name
+        for kernel in KERNELS.values()
+        if not any(kernel.problems(use))
+    ]
     for problem in KERNELS[asked].problems(use):
         yield f"model.attention={asked}: {problem}; use auto ({' or '.join(able)})"

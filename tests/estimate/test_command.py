@@ -272,7 +272,7 @@ def test_help_teaches(capsys):
         ),
         (
             "--hardware h100x8 --model.attention cudnn",
-            "packed documents (data.packing=documents) would give it a [T, T] mask; use auto (fused or",
+            "packed documents (data.packing=documents) would give it a [T, T] mask; use auto (fused",
         ),
         ("--config nothing.yaml", "nothing.yaml: No such file"),
     ],

@@ -117,10 +117,9 @@ def test_bad_flags_are_one_error(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("processes", [2])
+@pytest.mark.wide
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_run_of_several_processes_equals_that_of_one(processes, tmp_path):
-    """README's command, on CPUs."""
     losses = []
     for count in (1, processes):
         run = [

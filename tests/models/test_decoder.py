@@ -119,7 +119,7 @@ def test_initial_weights_are_the_same_on_every_mesh():
         ({"precision": jaxtp.Precision(param="float16")}, "precision.param = 'float16'"),
         (
             {"attention": "cudnn", "pattern": ({"attention_softcap": 5.0}, {})},
-            "attention=cudnn: it has no .*softcap; use auto .fused or blockwise or xla",
+            "attention=cudnn: it has no .*softcap; use auto .fused on cuda or blockwise or xla",
         ),
         ({"pattern": ({"sliding_windo": 4}, {})}, r"(?s)model.pattern\[0\].*sliding_windo.*did you mean"),
         ({"first_blocks": ({"norm": "batch"},)}, r"(?s)model.first_blocks\[0\]:.*norm = 'batch'"),
