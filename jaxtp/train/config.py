@@ -203,6 +203,10 @@ class LoopConfig:
     stall_seconds: NonNegative = 1800.0
     """A step that takes longer prints the stacks of all Python threads; 0 never does."""
 
+    stall_abort_seconds: NonNegative = 0.0
+    """A step, evaluation or save that takes longer ends the process with exit code 75, so that what started it can
+    start it again, from the newest checkpoint; the first step is compiled in that time too. 0 never does."""
+
     @property
     def skips_allowed(self) -> int:
         """Number of steps in a row that may be skipped."""

@@ -43,7 +43,7 @@ class Loop:
         self._report, self._timing = run.report, run.timing
         self._trackers = Trackers(config, run.step, run.report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
-        self._watchdog = Watchdog(config.train.stall_seconds)
+        self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
         self._in_flight: tuple[int, int, Scalars] | None = None
         self._recent: dict[int, Batch] = {}
         self._saved_at = run.step if run.checkpoints.steps() else None

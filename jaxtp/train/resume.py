@@ -21,8 +21,8 @@ _HARMLESS = (
     *("run.*", "mesh.*", "eval.*", "checkpoint.*", "metrics.*", "profile.*"),
     *("model.remat", "model.sequence_parallel", "model.overlap", "model.scan_layers"),
     *("model.loss_chunk", "model.attention"),
-    *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped", "train.stall_seconds"),
-    "train.allow_oversize",
+    *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped"),
+    *("train.stall_seconds", "train.stall_abort_seconds", "train.allow_oversize"),
 )
 """Settings that leave the numbers as they are, up to the order of sums."""
 _FATAL = (

@@ -22,7 +22,7 @@ from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.train.__main__ import main
 from jaxtp.train.folder import RunFolderError, locked, replacing
 from jaxtp.train.loop import Loop
-from jaxtp.train.watchdog import Watchdog
+from jaxtp.train.watchdog import STUCK, Watchdog
 
 
 @pytest.fixture
@@ -226,6 +226,18 @@ def test_a_stalled_step_prints_the_stacks(capfd):
     error = capfd.readouterr().err
     assert "no step for 0.1 s" in error
     assert error.count("test_a_stalled_step_prints_the_stacks") == 1, "once for each stall"
+
+
+@pytest.mark.parametrize("print_after", [0, 0.2])
+def test_a_stuck_process_is_ended(print_after):
+    stuck = (
+        "import time\nfrom jaxtp.train.watchdog import Watchdog\n"
+        f"watchdog = Watchdog({print_after}, 1.0)\nwatchdog.feed()\ntime.sleep(0.5)\nwatchdog.feed()\ntime.sleep(600)"
+    )
+    done = subprocess.run([sys.executable, "-c", stuck], capture_output=True, text=True, timeout=60)
+    assert done.returncode == STUCK
+    assert "no step for 1 s (train.stall_abort_seconds): the process ends; it waited on:\n" in done.stderr
+    assert done.stderr.count("(train.stall_seconds)") == (2 if print_after else 0)
 
 
 @pytest.mark.parametrize("seconds", [1e-9, 1e300])
