@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -83,18 +84,16 @@ def look() -> Machine:
     return Machine(first.platform, first.device_kind, jax.device_count(), memory, versions)
 
 
-def run(command: list[str], log: Path, **environment: str) -> str:
+def run(command: list[str], log: Path, *, codes: tuple[int, ...] = (0,), **environment: str) -> str:
     """Returns what a command prints; its output is added to the log.
 
     Raises:
-      RuntimeError: it fails.
+      RuntimeError: it ends with another exit code.
     """
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, **environment}, timeout=SECONDS_PER_PART
-    )
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
     with log.open("a") as file:
         file.write(f"$ {' '.join(command)}\n{done.stdout}{done.stderr}\n")
-    if done.returncode not in (0, 1):
+    if done.returncode not in codes:
         raise RuntimeError(f"{' '.join(command[:4])} ... ended with {done.returncode}: {done.stderr.strip()[-500:]}")
     return done.stdout
 
@@ -185,7 +184,7 @@ def step(machine: Machine, out: Path, log: Path, name: str, model: Mapping[str, 
     measured = {key: statistics.median(r[key] for r in last) for key in names if last[0].get(key) is not None}
     said = out / f"{name}-estimate.json"
     asked = ["--config", str(out / f"{name}.yaml"), "--hardware", f"{machine.hardware}x1", "--mesh", "tp=1"]
-    run([sys.executable, "-m", "jaxtp.estimate", *asked, "--as-configured", "--json", str(said)], log)
+    run([sys.executable, "-m", "jaxtp.estimate", *asked, "--as-configured", "--json", str(said)], log, codes=(0, 1))
     estimated = json.loads(said.read_text())["meshes"][0]
     return {
         **measured,
@@ -344,16 +343,21 @@ def attempt(name: str, out: Path) -> Result:
     started, log = time.perf_counter(), out / f"{name}.log"
     log.write_text("")
     command = [sys.executable, __file__, "--out", str(out), "--part", name]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS_PER_PART)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"it took more than {SECONDS_PER_PART} s"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        try:
+            printed, errors = process.communicate(timeout=SECONDS_PER_PART)
+        except BaseException as ended:
+            os.killpg(process.pid, signal.SIGKILL)  # with what it has started, which would hold the GPU
+            if isinstance(ended, subprocess.TimeoutExpired):
+                return {"failed": f"it took more than {SECONDS_PER_PART} s"}
+            raise
     with log.open("a") as file:
-        file.write(done.stdout + done.stderr)
+        file.write(printed + errors)
     try:
-        found = json.loads(done.stdout.splitlines()[-1])
+        found = json.loads(printed.splitlines()[-1])
     except (IndexError, json.JSONDecodeError):
-        found = {"failed": (done.stderr.strip().splitlines() or ["no output"])[-1][:500]}
+        found = {"failed": (errors.strip().splitlines() or ["no output"])[-1][:500]}
     return {**found, "seconds": time.perf_counter() - started}
 
 
@@ -381,13 +385,18 @@ def earlier(file: Path, machine: Result) -> dict[str, Result]:
     try:
         kept = json.loads(file.read_text())
         if all(kept["machine"][name] == machine[name] for name in ("kind", "count", "versions")):
-            return dict(kept["parts"])
+            return {name: result for name, result in kept["parts"].items() if isinstance(result, dict)}
         print(f"{file} is of {kept['machine']['count']} x {kept['machine']['kind']}, or other versions: all runs again")
     except FileNotFoundError:
         pass
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError):
         print(f"{file} cannot be read: all runs again")
     return {}
+
+
+def has_passed(result: Result | None) -> bool:
+    """Returns whether a part has a result that stands."""
+    return result is not None and not {"failed", "left_out"} & result.keys() and result.get("right") is not False
 
 
 def write_whole(file: Path, text: str) -> None:
@@ -424,7 +433,7 @@ def main() -> int:
     file = given.out / "results.json"
     results = {} if given.again and given.only == list(PARTS) else earlier(file, machine)
     for name in given.only:
-        if given.again or not {"failed", "left_out"}.isdisjoint(results.get(name, {"failed"})):
+        if given.again or not has_passed(results.get(name)):
             results[name] = attempt(name, given.out)
             write_whole(file, json.dumps({"machine": machine, "parts": results}, indent=1))
         print(row(name, results[name]), flush=True)

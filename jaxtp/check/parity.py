@@ -221,7 +221,7 @@ def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
 
 def _moved(name: str, array: Array) -> np.ndarray:
     random = np.random.default_rng(zlib.crc32(name.encode()))
-    return np.asarray(array) + NOISE * random.standard_normal(array.shape).astype(array.dtype)
+    return (np.asarray(array) + NOISE * random.standard_normal(array.shape)).astype(array.dtype)
 
 
 def on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:

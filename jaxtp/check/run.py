@@ -13,6 +13,9 @@ from jaxtp.mesh import check_sizes, describe_mesh, parse_mesh
 from jaxtp.models.config import violations
 from jaxtp.train.config import TrainConfig, check, padding_problems
 
+PARTS = ("param", "compute", "reduce", "logits")
+"""Settings of model.precision."""
+
 
 def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
     """Returns what will be run: the shrunk configuration, and the cases.
@@ -32,12 +35,13 @@ def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
 
 
 def dtypes(small: TrainConfig) -> list[str]:
-    """Returns the compute dtypes of a check: float32, and the configuration's own if that is another."""
-    return list(dict.fromkeys(("float32", small.model.precision.compute)))
+    """Returns the dtypes of a check: float32, and the configuration's own, by the narrowest, if that is another."""
+    own = {getattr(small.model.precision, part) for part in PARTS}
+    return ["float32", *sorted(own - {"float32"})]
 
 
 def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
-    """Runs each case in float32, and in the configuration's compute dtype if that is another.
+    """Runs each case in float32, and in the configuration's own dtypes if they are others.
 
     A generator, so that each result can be shown as it comes.
     """
@@ -110,5 +114,4 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
 
 def _with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
     """Returns the run with all of it in float32; with another compute dtype, as configured."""
-    parts = ("param", "compute", "reduce", "logits")
-    return changed(config, {f"model.precision.{part}": dtype for part in parts}) if dtype == "float32" else config
+    return changed(config, {f"model.precision.{part}": dtype for part in PARTS}) if dtype == "float32" else config

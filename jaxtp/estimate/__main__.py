@@ -19,7 +19,7 @@ from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
 from jaxtp.estimate.reasons import what_would_fit, why
-from jaxtp.estimate.record import as_configuration, record
+from jaxtp.estimate.record import as_configuration, is_written, record
 from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import Model, Search, Setting, Target, describe_model, estimate, search, target
 from jaxtp.estimate.target import compile_for
@@ -71,6 +71,7 @@ def _estimate(argv: Sequence[str]) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     require_writable("--json", asked.json)
     require_writable("--write", asked.write)
+    _keep_others(asked)
     require_picture("--plot", asked.plot)
     config = training_of(asked)
     where = target(*parse(asked.hardware), asked.memory_fraction)
@@ -95,6 +96,25 @@ def _estimate(argv: Sequence[str]) -> int:
     if failed is not None:
         return entry.fail(PROGRAM, failed)
     return 0 if fits else 1
+
+
+def _keep_others(asked: EstimateConfig) -> None:
+    """Checks that --write replaces no file but one that it wrote.
+
+    Raises:
+      ConfigError: it would.
+    """
+    file = asked.write
+    if file is None:
+        return
+    if asked.json is not None and asked.json.absolute() == file.absolute():
+        raise ConfigError(f"--write and --json are both {file}: name two files")
+    if file.is_file():
+        with file.open("rb") as opened:
+            if not is_written(opened.read(4096).decode(errors="replace")):
+                raise ConfigError(
+                    f"--write {file}: it is there already, and no earlier --write made it; name another file"
+                )
 
 
 def _write(asked: EstimateConfig, file: Path, best: Setting | None) -> None:

@@ -100,6 +100,14 @@ _RANDOM = (
 )
 
 
+_WRITTEN = "# The best of python -m jaxtp.estimate for"
+
+
+def is_written(text: str) -> bool:
+    """Returns whether a configuration is one of `as_configuration`, by its beginning."""
+    return any(line.startswith(_WRITTEN) for line in text.splitlines()[:4])
+
+
 def as_configuration(best: Setting, file: Path, asked: EstimateConfig) -> str:
     """Returns a setting as YAML that `train` takes, and that begins with the command and with what it came from.
 
@@ -116,7 +124,7 @@ def as_configuration(best: Setting, file: Path, asked: EstimateConfig) -> str:
     return (
         f"# {variable}python -m jaxtp.train --config {file}\n#\n"
         f"{_RANDOM if random else ''}"
-        f"# The best of python -m jaxtp.estimate for {asked.hardware}: {memory}, of\n"
+        f"{_WRITTEN} {asked.hardware}: {memory}, of\n"
         f"# {best.target.room / GB:,.1f} for JAX, and {slow:,.0f} to {fast:,.0f} tokens/s, modelled.\n\n"
         f"{to_yaml(best.config)}"
     )

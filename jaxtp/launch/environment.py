@@ -39,7 +39,7 @@ def child_environment(**changes: str) -> dict[str, str]:
 def cache_folder() -> Path:
     """Returns the folder in the user's cache (XDG base directory specification) for what can be computed again."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "jaxtp"
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "jaxtp"
 
 
 def keep_programs(platform: str) -> None:

@@ -66,8 +66,10 @@ def seen_range(rows: int, length: int, window: int | None, segments_BT: Array | 
 
 
 def segment_mask(segments_BT: Array) -> Array:
-    """`[B, 1, T, S]`: whether a query and a key are of one document."""
-    return (segments_BT[:, :, None] == segments_BT[:, None, :])[:, None]
+    """Returns whether a query and a key are of one document, `[B, 1, T, S]`; neighbours differ in their number."""
+    changes = segments_BT[:, 1:] != segments_BT[:, :-1]
+    document = jnp.pad(jnp.cumsum(changes, axis=1), ((0, 0), (1, 0)))
+    return (document[:, :, None] == document[:, None, :])[:, None]
 
 
 def dropout(x: Array, rate: float, keys: Array | None, spec: PartitionSpec) -> Array:

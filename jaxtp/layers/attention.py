@@ -115,7 +115,8 @@ class AttentionConfig(BranchConfig):
 
     def use(self, **known: Any) -> Use:
         """Returns what a kernel is asked to do, with what is known of the rest."""
-        return Use(head_dim=self.head_dim, window=self.sliding_window, softcap=self.attention_softcap, **known)
+        window, softcap, scale = self.sliding_window, self.attention_softcap, self.query_scale
+        return Use(head_dim=self.head_dim, window=window, softcap=softcap, scale=scale, **known)
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """Yields the numbers of heads that tp devices may have to pad."""

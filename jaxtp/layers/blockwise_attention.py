@@ -19,7 +19,7 @@ import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp.collectives import ATTENDED
+from jaxtp.collectives import ATTENDED, vary_like
 from jaxtp.layers.activations import seen_range
 
 MOST_IN_BLOCK = 256
@@ -53,13 +53,15 @@ def blockwise_attention(
       q_BTNH: queries; head n attends to kv head n // (N // K).
       k_BTKH: keys.
       v_BTKH: values.
-      segments_BT: integers, equal within a document: no query sees another document.
+      segments_BT: integers, equal within a document, and of neighbouring documents different: no query sees another.
       scale: factor of the scores.
       window: positions that each one sees, itself and those before it; None for all.
       softcap: squashes each score s to `softcap * tanh(s / softcap)`.
     """
     settings = _Settings(scale, window, softcap, block_size(q_BTNH.shape[1]))
-    return _attend(q_BTNH, k_BTKH, v_BTKH, segments_BT, settings)
+    arrays = (q_BTNH, k_BTKH, v_BTKH) if segments_BT is None else (q_BTNH, k_BTKH, v_BTKH, segments_BT)
+    q, k, v = (vary_like(x, *arrays) for x in arrays[:3])
+    return _attend(q, k, v, segments_BT if segments_BT is None else vary_like(segments_BT, *arrays), settings)
 
 
 def block_size(length: int) -> int:
@@ -92,7 +94,7 @@ def _forward(
         i, j = pairs.at(turn)
         scores, seen = pairs.scores(queries[i], keys[j], i, j)
         new = jnp.maximum(highest[i], jnp.max(scores, axis=-1, where=seen, initial=_NO_SCORE))
-        weights = jnp.where(seen, jnp.exp(scores - new[..., None]), 0)
+        weights = jnp.exp(jnp.where(seen, scores - new[..., None], -jnp.inf))
         shrink = jnp.exp(highest[i] - new)
         added = _product(weights.astype(v.dtype), values[j], 3, 2)
         return (
@@ -119,7 +121,7 @@ def _backward(settings: _Settings, kept: tuple[Array, ...], dy: Array) -> tuple[
         dq, dk, dv = sums
         i, j = pairs.at(turn)
         scores, seen = pairs.scores(queries[i], keys[j], i, j)
-        weights = jnp.where(seen, jnp.exp(scores - log_sum[i][..., None]), 0)
+        weights = jnp.exp(jnp.where(seen, scores - log_sum[i][..., None], -jnp.inf))
         d_scores = weights * (_product(grads[i], values[j], 3, 3) - means[i])
         if settings.softcap is not None:
             d_scores *= 1 - jnp.square(scores / settings.softcap)

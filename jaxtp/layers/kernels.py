@@ -25,6 +25,8 @@ class Use:
     head_dim: int
     window: int | None = None
     softcap: float | None = None
+    scale: float | None = None
+    """Factor of the scores; by default head_dim ** -0.5."""
     dtype: str | None = None
     """The compute dtype."""
     length: int | None = None

@@ -75,6 +75,15 @@ def test_a_config_passes_on_all_default_meshes(name):
     assert main(["--config", str(ROOT / f"configs/{name}.yaml")]) == 0
 
 
+@pytest.mark.wide
+@pytest.mark.parametrize("part", ["param", "reduce"])
+def test_every_part_of_the_precision_is_checked(part, capsys):
+    assert main([*ONE_MESH, f"--model.precision.{part}", "bfloat16", "--model.num-layers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "float32 and bfloat16" in out
+    assert "all 4 equal one device" in out
+
+
 def run_broken(capsys, *flags):
     assert main([*ONE_MESH, *flags]) == 1
     return capsys.readouterr().out

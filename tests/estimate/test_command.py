@@ -230,6 +230,19 @@ def test_nothing_fits(tmp_path, capsys):
     assert " x small would do: " in out
 
 
+def test_a_file_that_it_did_not_write_is_kept(tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    flags = ["--hardware", "h100x8", "--mesh", "fsdp=8"]
+    assert main([*TINY, *flags, "--write", str(file)]) == 0
+    assert main([*TINY, *flags, "--write", str(file)]) == 0, "its own"
+    assert main([*TINY, *flags, "--write", str(file), "--json", str(file)]) == 2
+    assert "name two files" in capsys.readouterr().err
+    file.write_text("model:\n  num_layers: 3\n")
+    assert main([*flags, "--config", str(file), "--write", str(file)]) == 2
+    assert "it is there already, and no earlier --write made it" in capsys.readouterr().err
+    assert file.read_text() == "model:\n  num_layers: 3\n"
+
+
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plot.png"

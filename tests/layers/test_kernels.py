@@ -115,6 +115,29 @@ def test_blocks_that_nothing_sees_are_not_visited():
         assert bool(jnp.isfinite(y[:, block + far :]).all())
 
 
+def test_documents_may_have_the_number_of_one_before_their_neighbour():
+    again, counted = (jnp.asarray([row] * 2) for row in ([1] * 4 + [2] * 4 + [1] * 4, [0] * 4 + [1] * 4 + [2] * 4))
+    given = arrays(12, (2, 1), "float32")
+    for kernel in (KERNELS["xla"], KERNELS["blockwise"]):
+        one, other = (run(kernel.run, *given, s, scale=1.0, window=None, softcap=None) for s in (again, counted))
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (5, 3.0)])
+def test_second_derivatives(window, softcap):
+    *given, dy = arrays(20, (2, 1), "float32")
+
+    def second(kernel):
+        def loss(*given):
+            return jnp.sum(jnp.sin(kernel(*given, None, scale=0.5, window=window, softcap=softcap)) * dy)
+
+        return jax.grad(lambda *given: sum(jnp.sum(g**2) for g in jax.grad(loss, (0, 1, 2))(*given)), (0, 1, 2))(*given)
+
+    found, right = (jax.jit(second, static_argnums=0)(KERNELS[name].run) for name in ("blockwise", "xla"))
+    for x, y in zip(found, right, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-4)
+
+
 def test_sixteen_bits_are_as_exact_as_xla():
     given, options = arrays(70, (4, 2), "bfloat16"), {"scale": 0.5, "window": None, "softcap": None}
     of = lambda name: jax.jit(lambda *a: run(KERNELS[name].run, *a, None, **options))(*given)

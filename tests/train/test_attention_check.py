@@ -14,14 +14,21 @@ from jaxtp.models.config import ModelConfig
 from jaxtp.train.attention_check import check_attention
 from jaxtp.train.config import DataConfig, TrainConfig
 
-MODEL = ModelConfig(num_heads=4, num_kv_heads=2, head_dim=8, sliding_window=20, attention="blockwise")
+MODEL = ModelConfig(
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    sliding_window=20,
+    attention_softcap=50.0,
+    query_scale=0.2,
+    attention="blockwise",
+)
 RIGHT = kernels.KERNELS["blockwise"]
 
 
-def check(dtype="float32", tp=2):
-    run = TrainConfig(
-        model=dataclasses.replace(MODEL, precision=Precision(compute=dtype)), data=DataConfig(sequence_length=50)
-    )
+def check(dtype="float32", tp=2, length=50, **model):
+    model = dataclasses.replace(MODEL, precision=Precision(compute=dtype), **model)
+    run = TrainConfig(model=model, data=DataConfig(sequence_length=length))
     check_attention(run, jaxtp.make_mesh(tp=tp), on_cpu=True)
 
 
@@ -30,12 +37,34 @@ def test_a_right_kernel_passes(dtype):
     check(dtype)
 
 
+@pytest.mark.parametrize("attention", ["blockwise", "xla"])
+@pytest.mark.parametrize(("length", "window"), [(1, None), (2, 1), (7, 3), (50, 1)])
+def test_a_right_kernel_passes_where_gradients_are_zero(attention, length, window):
+    check("bfloat16", length=length, sliding_window=window, attention=attention, attention_softcap=None)
+
+
 def no_documents(q, k, v, segments_BT, **settings):
     return RIGHT.run(q, k, v, None, **settings)
 
 
 def window_off_by_one(q, k, v, segments_BT, *, window, **settings):
     return RIGHT.run(q, k, v, segments_BT, window=window + 1, **settings)
+
+
+def no_softcap(q, k, v, segments_BT, *, softcap, **settings):
+    return RIGHT.run(q, k, v, segments_BT, softcap=None, **settings)
+
+
+def another_scale(q, k, v, segments_BT, *, scale, **settings):
+    return RIGHT.run(q, k, v, segments_BT, scale=q.shape[-1] ** -0.5, **settings)
+
+
+def documents_of_the_first_row(q, k, v, segments_BT, **settings):
+    return RIGHT.run(q, k, v, jnp.broadcast_to(segments_BT[:1], segments_BT.shape), **settings)
+
+
+def without_the_last_key(q, k, v, segments_BT, **settings):
+    return RIGHT.run(q, k, v.at[:, -1].multiply(0), segments_BT, **settings)
 
 
 def half_a_gradient(q, k, v, segments_BT, **settings):
@@ -51,13 +80,17 @@ def nothing_but_nan(q, k, v, segments_BT, **settings):
     [
         (no_documents, "its output"),
         (window_off_by_one, "its output"),
+        (no_softcap, "its output"),
+        (another_scale, "its output"),
+        (documents_of_the_first_row, "its output"),
+        (without_the_last_key, "its output"),
         (half_a_gradient, "its gradient of the keys"),
         (nothing_but_nan, "its output"),
     ],
 )
 def test_a_wrong_kernel_refuses_the_run_by_name(monkeypatch, planted, what):
     monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=planted))
-    with pytest.raises(ConfigError, match=f"the kernel blockwise is wrong on cpu: {what} is off by"):
+    with pytest.raises(ConfigError, match=f"blockwise is wrong on cpu: {what} is off by .* try --model.attention xla"):
         check()
 
 
