@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from jaxtp import config as configuration
 from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
+from jaxtp.launch.agreement import together
 from jaxtp.launch.joining import join_processes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
@@ -40,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     join_processes()
     try:
-        config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
+        with together():
+            config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
         with ExitStack() as held:
             Loop(start(config, notes, held)).run_to_end()
     except NonFiniteError as error:

@@ -13,6 +13,7 @@ from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
 from jaxtp.hf.runs import check_base, describe_base, load_base
 from jaxtp.interrupt import Interrupt
+from jaxtp.launch.agreement import together
 from jaxtp.launch.environment import keep_programs
 from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
@@ -22,6 +23,7 @@ from jaxtp.train.initialisation import check_origin, check_tokenizer, keep_files
 from jaxtp.train.memory_check import require_memory
 from jaxtp.train.metrics import Timing
 from jaxtp.train.place import open_mesh
+from jaxtp.train.preflight import preflight
 from jaxtp.train.report import Report, summary
 from jaxtp.train.resume import restore, with_origin
 from jaxtp.train.state import Blueprint, plan_state, trained_parameters
@@ -65,20 +67,22 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
         `RunFolderError`, `CheckpointError`), before anything in the folder is changed.
     """
     timing = Timing()
-    config = with_model(config)
-    check_origin(config)
-    mesh = open_mesh(config)
-    keep_programs(mesh.devices.flat[0].platform)
-    check_installed(config.metrics.trackers)
-    data = load_data(config)
-    blueprint = plan(config, mesh)
-    check_attention(config, mesh)
-    folder.prepare(config.run.dir)
+    with together():
+        config = with_model(config)
+        check_origin(config)
+        mesh = open_mesh(config)
+        keep_programs(mesh.devices.flat[0].platform)
+        check_installed(config.metrics.trackers)
+        data = load_data(config)
+        blueprint = plan(config, mesh)
+        check_attention(config, mesh)
+        folder.prepare(config.run.dir)
+    alike = preflight(config, mesh, data.corpus.describe())
 
     held.enter_context(jax.set_mesh(mesh))
     held.enter_context(folder.locked(config.run.dir))
     report, interrupt = held.enter_context(Report()), held.enter_context(Interrupt())
-    for line in (*(f"default {note}" for note in notes), summary(config, data, blueprint)):
+    for line in (*alike, *(f"default {note}" for note in notes), summary(config, data, blueprint)):
         report.line(line)
 
     checkpoints = held.enter_context(_checkpoints(config))

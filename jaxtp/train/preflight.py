@@ -1,0 +1,154 @@
+"""Preflight of a run of several processes: what must be alike in all of them is, before anything is allocated."""
+
+import importlib.metadata
+import platform
+import secrets
+import socket
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.config import ConfigError, differences, to_plain
+from jaxtp.launch.agreement import several, share, who
+from jaxtp.mesh import mesh_sizes
+from jaxtp.train.config import TrainConfig
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtp")
+NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+DRIVER = Path("/proc/driver/nvidia/version")
+MOST_SKEW = 60.0
+"""Seconds by which the clocks of hosts may differ: certificates, logs and schedulers go wrong beyond."""
+
+PATIENCE = 10.0
+"""Seconds until a file that one host has written is seen by the others: network file systems keep old listings."""
+
+Record = dict[str, Any]
+
+
+def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[str]:
+    """Compares the processes of a run; returns lines for its summary, none of a single process.
+
+    Args:
+      config: the run.
+      mesh: its devices.
+      data: a description of its data, as checkpoints have it.
+
+    Raises:
+      ConfigError: something differs that must be alike; it names the process and both values.
+    """
+    if not several():
+        return []
+    records = share(record(config, data))
+    compare(records)
+    check_clocks(share(time.time()), records)  # everybody has just waited for everybody
+    check_folder(config.run.dir, records)
+    check_sums(mesh)
+    devices: Counter[str] = Counter()
+    for each in records:
+        devices[each["host"]] += each["devices"]
+    told = ", ".join(f"{count} x {records[0]['kind']} on {host}" for host, count in devices.items())
+    return [
+        f"hosts   {len(records)} processes: {told}",
+        "alike   versions, configuration, data, clocks and run folder; sums over every axis are right",
+    ]
+
+
+def record(config: TrainConfig, data: Mapping[str, Any]) -> Record:
+    """Returns what a process says of itself."""
+    first = jax.local_devices()[0]
+    versions = {"Python": platform.python_version()}
+    for package in (*PACKAGES, *NCCL):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if DRIVER.exists():
+        versions["NVIDIA's driver"] = DRIVER.read_text(errors="replace").partition("\n")[0]
+    return {
+        "host": socket.gethostname(),
+        "devices": jax.local_device_count(),
+        "kind": first.device_kind,
+        "versions": versions,
+        "configuration": to_plain(config),
+        "data": dict(data),
+    }
+
+
+def compare(records: Sequence[Record]) -> None:
+    """Compares what the processes say of themselves with what the first says.
+
+    Raises:
+      ConfigError: something differs.
+    """
+    first = records[0]
+    for process, other in enumerate(records):
+        pair = f"{who(process, other['host'])} and {who(0, first['host'])}"
+        for what, meaning in (("kind", "kinds of devices"), ("devices", "numbers of devices")):
+            if other[what] != first[what]:
+                raise ConfigError(f"{pair} have other {meaning}, {other[what]} and {first[what]}: all must be alike")
+        for what in ("versions", "configuration", "data"):
+            if lines := differences(first[what], other[what]):
+                changes = "\n".join(f"  {line}" for line in lines)
+                raise ConfigError(f"{pair} differ in their {what}, from the second to the first:\n{changes}")
+
+
+def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
+    """Compares the clocks of the hosts.
+
+    Raises:
+      ConfigError: one is far off the first's.
+    """
+    for process, seconds in enumerate(times):
+        if not abs(seconds - times[0]) <= MOST_SKEW:
+            clocks = [time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each)) for each in (times[0], seconds)]
+            raise ConfigError(
+                f"the clock of {who(process, records[process]['host'])} says {clocks[1]}, and that of "
+                f"{who(0, records[0]['host'])} {clocks[0]}: set them, they may be {MOST_SKEW:g} s apart"
+            )
+
+
+def check_folder(folder: Path, records: Sequence[Record]) -> None:
+    """Checks that every process sees and can write the folder of the run.
+
+    Raises:
+      ConfigError: one does not: the folder is not shared.
+    """
+    token = share(secrets.token_hex(8))[0]
+    name = f".preflight-{token}"
+    if jax.process_index() == 0:
+        (folder / name).write_text(token)
+    share(None)
+    until = time.monotonic() + PATIENCE
+    while not (folder / name).exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    seen = (folder / name).exists()
+    blind = [process for process, sees in enumerate(share(seen)) if not sees]
+    if jax.process_index() == 0:
+        (folder / name).unlink(missing_ok=True)
+    if blind:
+        raise ConfigError(
+            f"run.dir={folder} is not one folder for all: {who(blind[0], records[blind[0]]['host'])} does not see what "
+            f"{who(0, records[0]['host'])} writes there; name a folder on a file system that all hosts share"
+        )
+
+
+def check_sums(mesh: Mesh) -> None:
+    """Sums over every axis of a mesh.
+
+    Raises:
+      ConfigError: a sum is wrong.
+    """
+    for axis, size in mesh_sizes(mesh).items():
+        numbers = np.arange(size, dtype=np.float32)
+        spread = jax.make_array_from_callback((size,), NamedSharding(mesh, PartitionSpec(axis)), numbers.__getitem__)
+        total = float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(spread))
+        if total != numbers.sum():
+            right = f"{numbers.sum():g}"
+            raise ConfigError(f"a sum over mesh.{axis} is {total:g}, not {right}: its links or devices are broken")

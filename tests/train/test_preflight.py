@@ -1,0 +1,95 @@
+"""The preflight of a run of several processes: one of them lies about each thing that is compared."""
+
+import copy
+import time
+
+import pytest
+from runs import SMALL, mesh
+
+import jaxtp
+from jaxtp.config import ConfigError
+from jaxtp.launch.__main__ import main as launch
+from jaxtp.train import preflight
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.preflight import check_clocks, check_folder, check_sums, compare, record
+
+DATA = {"source": "text", "train_tokens": 100, "sha256": "ab"}
+
+
+@pytest.fixture
+def records():
+    """What three processes that are alike say."""
+    first = record(TrainConfig(), DATA)
+    return [copy.deepcopy(first) | {"host": f"node{index}"} for index in range(3)]
+
+
+def test_processes_that_are_alike_pass(records):
+    compare(records)
+    check_clocks([1e9, 1e9 + 59, 1e9 - 59], records)
+
+
+@pytest.mark.parametrize(
+    ("path", "lie", "message"),
+    [
+        (("kind",), "NVIDIA A100", "other kinds of devices, NVIDIA A100 and cpu"),
+        (("devices",), 3, "other numbers of devices, 3 and 16"),
+        (("versions", "jax"), "0.1", r"differ in their versions.*\n  jax: .* -> 0.1"),
+        (("versions", "NVIDIA's driver"), "550", "NVIDIA's driver: .*550"),
+        (("configuration", "train", "steps"), 7, r"differ in their configuration.*\n  train.steps: \d+ -> 7"),
+        (("data", "sha256"), "cd", r"differ in their data.*\n  sha256: ab -> cd"),
+    ],
+)
+def test_a_process_that_differs_is_named_with_both_values(path, lie, message, records):
+    *parents, last = path
+    place = records[2]
+    for name in parents:
+        place = place[name]
+    place[last] = lie
+    with pytest.raises(ConfigError, match=rf"(?s)process 2 \(on node2\) and process 0 \(on node0\) .*{message}"):
+        compare(records)
+
+
+@pytest.mark.parametrize("seconds", [3600.0, -61.0])
+def test_a_clock_that_is_off_is_named(seconds, records):
+    now = time.time()
+    with pytest.raises(ConfigError, match=r"clock of process 1 \(on node1\) says"):
+        check_clocks([now, now + seconds, now], records)
+
+
+def test_a_folder_that_one_host_does_not_see_is_named(tmp_path, records, monkeypatch):
+    answers = {True: [True, False, True]}
+    monkeypatch.setattr(preflight, "share", lambda value: answers.get(value, [value] * 3))
+    with pytest.raises(ConfigError, match=r"is not one folder for all: process 1 \(on node1\) does not see"):
+        check_folder(tmp_path, records)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_sum_is_named(monkeypatch):
+    check_sums(jaxtp.make_mesh(2, 2, 2))
+    monkeypatch.setattr(preflight.jnp, "sum", lambda x: x[0] * 0)
+    with pytest.raises(ConfigError, match=r"a sum over mesh\.fsdp is 0, not 1: its links"):
+        check_sums(jaxtp.make_mesh(1, 2, 1))
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize(
+    ("lie", "message"),
+    [
+        ("['--train.steps', '3']", "differ in their configuration"),
+        ("['--run.dir', 'elsewhere']", "differ in their configuration"),
+        ("['--data.path', '/nowhere']", "process 1 (on {host}) cannot go on: /nowhere: No such file or directory"),
+        ("['--nonsense']", "process 1 (on {host}) cannot go on: exit code 2"),
+    ],
+)
+def test_all_processes_end_with_the_mistake_of_one(lie, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    code = (
+        "import os, sys\nfrom jaxtp.train.__main__ import main\n"
+        f"sys.exit(main(sys.argv[1:] + ({lie} if os.environ['JAX_PROCESS_ID'] == '1' else [])))"
+    )
+    flags = [*SMALL, *mesh(1, 2, 1), "--train.steps", "2", "--run.dir", "run"]
+    assert launch(["--processes", "2", "--devices", "1", "--", "-c", code, *flags]) == 2
+    for index in range(2):
+        assert "error" in (said := (tmp_path / f"logs/process-{index}.log").read_text()) or "nonsense" in said
+    assert message.format(host=preflight.socket.gethostname()) in (tmp_path / "logs/process-0.log").read_text()
+    assert "checkpoints" not in {path.name for path in tmp_path.glob("run/*")}
