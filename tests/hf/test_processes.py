@@ -17,7 +17,7 @@ from jaxtp.data.tokenizer import ByteTokenizer
 FOLDER = Path(__file__).parent / "references" / "llama31_rope"
 PROGRAM = """
 import sys
-from jaxtp.launch import join_processes
+from jaxtp.launch.joining import join_processes
 join_processes()
 import jax, jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
