@@ -25,6 +25,8 @@ MISTAKE = 2
 GRACE = 15.0
 """Seconds that processes have to end once they are asked to, before they are killed."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
+"""So that a log has what its process has printed."""
 _LAST_LINES = 20
 _POLL = 0.05
 
@@ -57,13 +59,14 @@ class Group:
 
     def _environment(self, index: int) -> dict[str, str]:
         if self.devices is not None:
-            return {"JAX_NUM_CPU_DEVICES": str(self.devices), "JAX_PLATFORMS": "cpu"}
+            return {**_UNBUFFERED, "JAX_NUM_CPU_DEVICES": str(self.devices), "JAX_PLATFORMS": "cpu"}
         gpus = names_of_gpus(gpus_present())
         if len(gpus) % self.count:
             able = ", ".join(str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0)
             raise SupervisorError(f"--processes {self.count}: {len(gpus)} GPUs can be divided among {able} processes")
         each = len(gpus) // self.count
-        return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[index * each : (index + 1) * each])} if each else {}
+        share = ",".join(gpus[index * each : (index + 1) * each])
+        return {**_UNBUFFERED, **({"CUDA_VISIBLE_DEVICES": share} if share else {})}
 
     def log(self, index: int) -> Path:
         """Returns the log of a process."""
