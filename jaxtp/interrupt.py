@@ -9,15 +9,16 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that ask for an end; a terminal that is closed sends SIGHUP."""
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask for an end; a terminal that is closed sends SIGHUP, a scheduler may send SIGUSR1."""
 _SECOND: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
     signal.SIGHUP: signal.SIG_IGN,
+    signal.SIGUSR1: signal.SIG_IGN,
 }
-"""Handlers after the first signal. A closed terminal sends several SIGHUPs, from its kernel and from its shell: they
-are no second request."""
+"""Handlers after the first signal. A closed terminal sends several SIGHUPs, from its kernel and from its shell, and a
+scheduler may repeat itself: they are no second request."""
 
 
 class InterruptError(KeyboardInterrupt):
