@@ -74,6 +74,9 @@ class MeshConfig:
     allow_padding: bool = True
     """Pad heads and d_ff where tp does not divide them; false refuses such a mesh."""
 
+    tp_across_hosts: bool = False
+    """Let the devices of one tp group be on several hosts: every layer then waits for the network between them."""
+
     @property
     def sizes(self) -> dict[str, int]:
         """Number of devices along each axis."""

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config import ConfigError, differences, to_plain
 from jaxtp.launch.agreement import several, share, who
-from jaxtp.mesh import mesh_sizes
+from jaxtp.mesh import TP, divisors, mesh_sizes
 from jaxtp.train.config import TrainConfig
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtp")
@@ -47,6 +47,8 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[
         return []
     records = share(record(config, data))
     compare(records)
+    if not config.mesh.tp_across_hosts:
+        check_hosts_of_tp([record["host"] for record in records], mesh)
     check_clocks(share(time.time()), records)  # everybody has just waited for everybody
     check_folder(config.run.dir, records)
     check_sums(mesh)
@@ -97,6 +99,30 @@ def compare(records: Sequence[Record]) -> None:
             if lines := differences(first[what], other[what]):
                 changes = "\n".join(f"  {line}" for line in lines)
                 raise ConfigError(f"{pair} differ in their {what}, from the second to the first:\n{changes}")
+
+
+def check_hosts_of_tp(hosts: Sequence[str], mesh: Mesh) -> None:
+    """Checks that the devices which share each layer are on one host.
+
+    Args:
+      hosts: by process.
+      mesh: the devices.
+
+    Raises:
+      ConfigError: some are not.
+    """
+    place = np.vectorize(lambda device: hosts[device.process_index], otypes=[object])(mesh.devices)
+    groups = np.moveaxis(place, mesh.axis_names.index(TP), -1).reshape(-1, mesh.shape[TP])
+    spread = next((sorted(set(group)) for group in groups.tolist() if len(set(group)) > 1), None)
+    if spread is None:
+        return
+    most = min(Counter(place.reshape(-1).tolist()).values())
+    sizes = [size for size in divisors(mesh.size) if size <= most and most % size == 0]
+    raise ConfigError(
+        f"mesh.tp={mesh.shape[TP]} spreads layers over the hosts {' and '.join(spread)}, so that each waits for the "
+        f"network between them; with {most} devices on a host tp can be {', '.join(map(str, sizes))}, and fsdp or dp "
+        "the rest; --mesh.tp-across-hosts allows it"
+    )
 
 
 def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:

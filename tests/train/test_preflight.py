@@ -2,7 +2,9 @@
 
 import copy
 import time
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from runs import SMALL, mesh
 
@@ -11,7 +13,7 @@ from jaxtp.config import ConfigError
 from jaxtp.launch.__main__ import main as launch
 from jaxtp.train import preflight
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.preflight import check_clocks, check_folder, check_sums, compare, record
+from jaxtp.train.preflight import check_clocks, check_folder, check_hosts_of_tp, check_sums, compare, record
 
 DATA = {"source": "text", "train_tokens": 100, "sha256": "ab"}
 
@@ -47,6 +49,24 @@ def test_a_process_that_differs_is_named_with_both_values(path, lie, message, re
     place[last] = lie
     with pytest.raises(ConfigError, match=rf"(?s)process 2 \(on node2\) and process 0 \(on node0\) .*{message}"):
         compare(records)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spread"), [((1, 2, 4), False), ((2, 2, 2), False), ((1, 1, 8), True), ((2, 1, 4), False)]
+)
+def test_layers_stay_on_one_host(sizes, spread):
+    """Two hosts of two processes of two devices."""
+    mesh = jaxtp.make_mesh(*sizes)
+    devices = np.array([SimpleNamespace(process_index=device.id // 2) for device in mesh.devices.flat], object)
+    faked = SimpleNamespace(
+        devices=devices.reshape(sizes), axis_names=mesh.axis_names, shape=mesh.shape, size=mesh.size
+    )
+    hosts = ["a", "a", "b", "b"]
+    if not spread:
+        check_hosts_of_tp(hosts, faked)
+        return
+    with pytest.raises(ConfigError, match=r"mesh.tp=8 spreads layers over the hosts a and b.* tp can be 1, 2, 4, and"):
+        check_hosts_of_tp(hosts, faked)
 
 
 @pytest.mark.parametrize("seconds", [3600.0, -61.0])
