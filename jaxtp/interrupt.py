@@ -21,6 +21,14 @@ _SECOND: dict[signal.Signals, Any] = {
 scheduler may repeat itself: they are no second request."""
 
 
+def signal_name(number: int) -> str:
+    """Returns a signal's name, such as SIGKILL, or its number where it has none."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 class InterruptError(KeyboardInterrupt):
     """A signal to stop, raised where all that has been done can be saved."""
 

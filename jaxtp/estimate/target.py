@@ -5,7 +5,6 @@ import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ from jaxtp.estimate.topology import (
 )
 from jaxtp.files import write_atomically
 from jaxtp.hardware import TABLE
+from jaxtp.interrupt import signal_name
 from jaxtp.launch.environment import cache_folder, child_environment
 from jaxtp.mesh import describe_mesh, parts
 from jaxtp.train.config import TrainConfig, check, kernels
@@ -185,16 +185,9 @@ def _run(
             f"such as --timeout {3 * timeout_s:g}"
         ) from None
     if done.returncode:
-        how = f"crashed ({_signal(-done.returncode)})" if done.returncode < 0 else "failed"
+        how = f"crashed ({signal_name(-done.returncode)})" if done.returncode < 0 else "failed"
         raise TargetError(f"the compiler for the target {how}{_last_words(done.stderr)}")
     return done
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _last_words(errors: str) -> str:

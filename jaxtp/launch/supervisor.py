@@ -18,6 +18,7 @@ from types import FrameType
 from typing import IO, Any, Self
 
 from jaxtp.entry import UserError
+from jaxtp.interrupt import signal_name
 from jaxtp.launch.environment import child_environment, gpus_present, names_of_gpus
 
 MISTAKE = 2
@@ -83,7 +84,7 @@ class Failure:
 
     def __str__(self) -> str:
         """Returns how it ended."""
-        how = f"was killed by {_signal(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
+        how = f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
         return f"process {self.index} {how}"
 
     @property
@@ -218,13 +219,6 @@ def _free_port() -> int:
         found.bind(("127.0.0.1", 0))
         port: int = found.getsockname()[1]
         return port
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _tail(path: Path) -> list[str]:
