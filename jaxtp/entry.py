@@ -19,6 +19,9 @@ from typing import NoReturn
 STANDARD_OUTPUT = "standard output"
 """The `filename` of an error of writing to it."""
 
+MISTAKE = 2
+"""The exit code after a user's mistake."""
+
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
 
@@ -59,7 +62,7 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
 def fail(program: str, error: Exception | str) -> int:
     """Prints a user's mistake on stderr; returns the exit code, 2."""
     _say(f"{program}: error: {error}")
-    return 2
+    return MISTAKE
 
 
 def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:

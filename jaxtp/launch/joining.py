@@ -13,6 +13,7 @@ On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices. JAXTP_JOIN_SECON
 
 import os
 import re
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from functools import partial
 
 import jax
 
-from jaxtp.entry import UserError
+from jaxtp.entry import MISTAKE, UserError
 from jaxtp.launch.environment import accept_absent_gpus, gpus_present, visible_gpus
 
 ADDRESS, COUNT, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -33,6 +34,8 @@ JOIN_SECONDS = 60
 """Seconds that the processes wait for each other, by default."""
 _PATIENCE = 20.0
 """Seconds after which a process says that it waits for others."""
+_MARGIN = 20
+"""Seconds that JAX waits longer than that."""
 _MOST_SECONDS = 24 * 60 * 60
 
 
@@ -168,22 +171,44 @@ def _join(waiting: str, join: Callable[..., None], variables: Mapping[str, str])
     seconds = _number(variables, _WAIT) if _WAIT in variables else JOIN_SECONDS
     if not 0 < seconds <= _MOST_SECONDS:
         raise LaunchError(f"{_WAIT}={seconds}: should be a number of seconds from 1 to {_MOST_SECONDS}")
-    patience = threading.Timer(
-        _PATIENCE, print, [f"{waiting}: still waiting for all to start, up to {seconds} s"], {"file": sys.stderr}
-    )
-    patience.daemon = True
-    patience.start()
+    met = threading.Event()
+    watching = threading.Thread(target=_watch, args=(waiting, seconds, variables.get(ADDRESS), met), daemon=True)
+    watching.start()
     try:
-        join(initialization_timeout=seconds)
+        join(initialization_timeout=seconds + _MARGIN)
     except ValueError as error:  # JAX does not find it out
         raise LaunchError(f"{waiting}: {error}; set {ADDRESS}=HOST:PORT, of the first process") from None
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise LaunchError(
-            f"{waiting}: cannot join the others: {reason}; {_WAIT} is how long they wait for each other ({seconds} s)"
-        ) from None
+        raise LaunchError(f"{waiting}: cannot join the others: {str(error).splitlines()[0]}") from None
     finally:
-        patience.cancel()
+        met.set()
+
+
+def _watch(waiting: str, seconds: int, address: str | None, met: threading.Event) -> None:
+    """Says that a process waits, and ends it when it has waited long enough: JAX would abort it with a C++ trace."""
+    if met.wait(min(_PATIENCE, seconds)):
+        return
+    if seconds > _PATIENCE:
+        print(f"{waiting}: still waiting for all to start, up to {seconds} s", file=sys.stderr, flush=True)
+        if met.wait(seconds - _PATIENCE):
+            return
+    reason = (
+        f"not all came within {seconds} s: do the others run, with the same count and address, each with its own id?"
+    )
+    if address is not None and not _answers(address):
+        reason = f"nothing answers there after {seconds} s: process 0 has to run on that host, and its port to be open"
+    print(f"error: {waiting}: {reason} ({_WAIT} is how long they wait)", file=sys.stderr, flush=True)
+    os._exit(MISTAKE)
+
+
+def _answers(address: str) -> bool:
+    """Returns whether something listens at `HOST:PORT`."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_MARGIN / 4):
+            return True
+    except OSError:
+        return False
 
 
 _LAUNCHERS = (

@@ -17,12 +17,10 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
-from jaxtp.entry import UserError
+from jaxtp.entry import MISTAKE, UserError
 from jaxtp.interrupt import signal_name
 from jaxtp.launch.environment import child_environment, gpus_present, names_of_gpus
 
-MISTAKE = 2
-"""Exit code of a command that was called wrongly: it would fail again."""
 GRACE = 15.0
 """Seconds that processes have to end once they are asked to, before they are killed."""
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -112,7 +110,7 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
         log = group.log(failure.index)
         _say(f"{failure}; see {log}" if failure.index == 0 else f"{failure}; the end of {log}:")
         _say(*(_tail(log) if failure.index else ()))  # what process 0 said is shown already
-        if turn > restarts or running.asked or failure.code == MISTAKE:
+        if turn > restarts or running.asked or failure.code == MISTAKE:  # it would fail again
             return failure.exit_code
         _say(f"all are started again ({turn} of {restarts})")
     raise AssertionError("unreachable")

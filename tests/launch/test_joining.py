@@ -1,5 +1,9 @@
 """Joining: from the variables that launchers set, as recorded, and from bad ones."""
 
+import os
+import socket
+import subprocess
+import sys
 import threading
 
 import jax
@@ -83,7 +87,7 @@ def test_a_process_finds_its_place_and_its_gpus(environment, gpus, expected, joi
     ((address, settings),) = joined
     place = (address, settings["num_processes"], settings["process_id"], settings.get("local_device_ids"))
     assert place == expected
-    assert settings["initialization_timeout"] == joining.JOIN_SECONDS
+    assert settings["initialization_timeout"] > joining.JOIN_SECONDS
 
 
 @pytest.mark.parametrize("tasks", [1, 2, 4, 8])
@@ -135,7 +139,7 @@ def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
     [
         (
             RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nmore"),
-            r"of 2 at host:1: .*timed out.; JAXTP_JOIN_SECONDS",
+            r"of 2 at host:1: .*timed out.",
         ),
         (ValueError("coordinator_address should be defined."), "should be defined.; set JAX_COORDINATOR_ADDRESS=HOST"),
     ],
@@ -147,3 +151,21 @@ def test_others_that_do_not_come_are_an_error(error, message, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     with pytest.raises(LaunchError, match=message):
         join_processes(BY_HAND)
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize(
+    ("process", "message"), [("0", "not all came within 3 s: are"), ("1", "nothing answers there after")]
+)
+def test_who_waits_in_vain_ends_with_one_line(process, message):
+    """JAX itself would abort the process."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": process}
+    environment = {**os.environ, **place, "JAXTP_JOIN_SECONDS": "3"}
+    command = [sys.executable, "-m", "jaxtp.train"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: process {process} of 2 at {address}: {message}")
+    assert done.returncode == 2
