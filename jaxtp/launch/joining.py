@@ -16,6 +16,7 @@ import re
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -186,16 +187,20 @@ def _join(waiting: str, join: Callable[..., None], variables: Mapping[str, str])
 
 def _watch(waiting: str, seconds: int, address: str | None, met: threading.Event) -> None:
     """Says that a process waits, and ends it when it has waited long enough: JAX would abort it with a C++ trace."""
-    if met.wait(min(_PATIENCE, seconds)):
+    until = time.monotonic() + seconds
+    if met.wait(min(_PATIENCE, seconds / 2)):
         return
-    if seconds > _PATIENCE:
+    if seconds > 2 * _PATIENCE:
         print(f"{waiting}: still waiting for all to start, up to {seconds} s", file=sys.stderr, flush=True)
-        if met.wait(seconds - _PATIENCE):
-            return
+    if met.wait(until - time.monotonic() - 1):
+        return
+    answered = address is None or _answers(address)  # before process 0 gives up, perhaps at the same moment
+    if met.wait(until - time.monotonic()):
+        return
     reason = (
         f"not all came within {seconds} s: do the others run, with the same count and address, each with its own id?"
     )
-    if address is not None and not _answers(address):
+    if not answered:
         reason = f"nothing answers there after {seconds} s: process 0 has to run on that host, and its port to be open"
     print(f"error: {waiting}: {reason} ({_WAIT} is how long they wait)", file=sys.stderr, flush=True)
     os._exit(MISTAKE)

@@ -127,7 +127,7 @@ def test_what_cannot_be_is_an_error(joined, environment, message):
 
 def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
     said = threading.Event()
-    monkeypatch.setattr(joining, "_PATIENCE", 0.0)
+    monkeypatch.setattr(joining, "_PATIENCE", 0.01)
     monkeypatch.setattr(joining, "print", lambda *args, **kwargs: (print(*args, **kwargs), said.set()), raising=False)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: said.wait(60))
     join_processes(BY_HAND | {"JAXTP_JOIN_SECONDS": "70"})
