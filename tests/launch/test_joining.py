@@ -155,7 +155,7 @@ def test_others_that_do_not_come_are_an_error(error, message, monkeypatch):
 
 @pytest.mark.journey
 @pytest.mark.parametrize(
-    ("process", "message"), [("0", "not all came within 3 s: are"), ("1", "nothing answers there after")]
+    ("process", "message"), [("0", "not all came within 3 s: do"), ("1", "nothing answers there after")]
 )
 def test_who_waits_in_vain_ends_with_one_line(process, message):
     """JAX itself would abort the process."""
