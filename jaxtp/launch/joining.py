@@ -35,6 +35,9 @@ JOIN_SECONDS = 60
 """Seconds that the processes wait for each other, by default."""
 _PATIENCE = 20.0
 """Seconds after which a process says that it waits for others."""
+_HEARTBEAT = 40
+"""Seconds after which a process that gives no sign of life counts as dead, and the others are ended; JAX's default is
+100. The signs come from a thread that computing and compiling do not hold up."""
 _MARGIN = 20
 """Seconds that JAX waits longer than that."""
 _MOST_SECONDS = 24 * 60 * 60
@@ -176,7 +179,7 @@ def _join(waiting: str, join: Callable[..., None], variables: Mapping[str, str])
     watching = threading.Thread(target=_watch, args=(waiting, seconds, variables.get(ADDRESS), met), daemon=True)
     watching.start()
     try:
-        join(initialization_timeout=seconds + _MARGIN)
+        join(initialization_timeout=seconds + _MARGIN, heartbeat_timeout_seconds=_HEARTBEAT)
     except ValueError as error:  # JAX does not find it out
         raise LaunchError(f"{waiting}: {error}; set {ADDRESS}=HOST:PORT, of the first process") from None
     except RuntimeError as error:
