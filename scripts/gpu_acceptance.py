@@ -30,6 +30,8 @@ from typing import Any
 
 import yaml
 
+from jaxtp.files import write_atomically
+
 Result = dict[str, Any]
 SEQUENCE, SECONDS_PER_PART = 4096, 900
 PARTS_OF_A_STEP = ("attention", "mlp", "norm", "embedding", "cross_entropy", "optimizer", "grad_norm", "param_norm")
@@ -399,13 +401,6 @@ def has_passed(result: Result | None) -> bool:
     return result is not None and not {"failed", "left_out"} & result.keys() and result.get("right") is not False
 
 
-def write_whole(file: Path, text: str) -> None:
-    """Writes a file, or leaves it as it was."""
-    new = file.with_suffix(".new")
-    new.write_text(text)
-    new.replace(file)
-
-
 def main() -> int:
     """Runs the parts that have no result yet; returns 1 if one fails or is wrong."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -435,7 +430,7 @@ def main() -> int:
     for name in given.only:
         if given.again or not has_passed(results.get(name)):
             results[name] = attempt(name, given.out)
-            write_whole(file, json.dumps({"machine": machine, "parts": results}, indent=1))
+            write_atomically(file, json.dumps({"machine": machine, "parts": results}, indent=1).encode())
         print(row(name, results[name]), flush=True)
     bad = [name for name, result in results.items() if "failed" in result or result.get("right") is False]
     return 1 if bad else 0

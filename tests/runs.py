@@ -3,6 +3,7 @@
 import contextlib
 import json
 import resource
+import socket
 import time
 from pathlib import Path
 
@@ -73,6 +74,13 @@ def full_disk(size):
 
 def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def free_address():
+    """Where processes can meet."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
 
 
 def finish(process):

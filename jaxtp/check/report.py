@@ -1,7 +1,6 @@
 """Results of a check: a line per case for people, a dict for machines."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,7 @@ class Verdict:
         if self.errors is None:
             return [name, *(f"        {problem}" for problem in self.problems)]
         e = self.errors
-        gradient, update = self._worst(e.gradients), self._worst(e.updates)
+        gradient, update = self._worst(e)
         row = f"{name}{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
         if self.passed:
             return [row]
@@ -51,16 +50,16 @@ class Verdict:
         plain = dataclasses.asdict(self)
         case, e = plain.pop("case"), self.errors
         if e is not None:
+            gradient, update = self._worst(e)
             plain["errors"] = {
                 "loss": e.loss,
                 "grad_norm": e.grad_norm,
-                "gradient": e.gradients[self._worst(e.gradients)],
-                "worst_gradient": self._worst(e.gradients),
-                "update": e.updates[self._worst(e.updates)],
-                "worst_update": self._worst(e.updates),
+                "gradient": e.gradients[gradient],
+                "worst_gradient": gradient,
+                "update": e.updates[update],
+                "worst_update": update,
             }
         return {"mesh": case["sizes"], "sequence_parallel": case["sequence_parallel"], **plain, "passed": self.passed}
 
-    def _worst(self, errors: Mapping[str, float]) -> str:
-        assert self.errors is not None
-        return self.errors.worst(errors, self.tolerance)
+    def _worst(self, errors: Errors) -> tuple[str, str]:
+        return errors.worst(errors.gradients, self.tolerance), errors.worst(errors.updates, self.tolerance)

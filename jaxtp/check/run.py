@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from jaxtp.check import parity
 from jaxtp.check.config import CheckConfig
@@ -9,12 +10,10 @@ from jaxtp.check.locate import describe_error, first_difference
 from jaxtp.check.report import Verdict
 from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
 from jaxtp.config import ConfigError, changed
+from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import check_sizes, describe_mesh, parse_mesh
 from jaxtp.models.config import violations
 from jaxtp.train.config import TrainConfig, check, padding_problems
-
-PARTS = ("param", "compute", "reduce", "logits")
-"""Settings of model.precision."""
 
 
 def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
@@ -36,7 +35,7 @@ def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
 
 def dtypes(small: TrainConfig) -> list[str]:
     """Returns the dtypes of a check: float32, and the configuration's own, by the narrowest, if that is another."""
-    own = {getattr(small.model.precision, part) for part in PARTS}
+    own = set(asdict(small.model.precision).values())
     return ["float32", *sorted(own - {"float32"})]
 
 
@@ -114,4 +113,4 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
 
 def _with_dtype(config: TrainConfig, dtype: str) -> TrainConfig:
     """Returns the run with all of it in float32; with another compute dtype, as configured."""
-    return changed(config, {f"model.precision.{part}": dtype for part in PARTS}) if dtype == "float32" else config
+    return changed(config, {"model.precision": Precision()}) if dtype == "float32" else config

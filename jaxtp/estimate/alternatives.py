@@ -195,15 +195,14 @@ def _other_training(config: TrainConfig, where: Target) -> Iterator[Alternative]
     in_half = {"model.precision.param": "bfloat16"}
     adapters = changed(config, {"model.lora.rank": LORA_RANK})
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
-    tuned = config.model.lora.rank > 0
-    cost = (
-        "which keeps the frozen weights in 16 bits too" if tuned else "whose weights lose updates of less than a 256th"
-    )
-    changes = [(bits, changed(config, in_half), cost)]
-    if not tuned:
-        changes += [
+    frozen = "which keeps the frozen weights in 16 bits too"
+    if config.model.lora.rank:
+        changes = [(bits, changed(config, in_half), frozen)]
+    else:
+        changes = [
+            (bits, changed(config, in_half), "whose weights lose updates of less than a 256th of them"),
             (lora, adapters, "which fine-tunes by adapters alone"),
-            (f"{lora} {bits}", changed(adapters, in_half), "which keeps the frozen weights in 16 bits too"),
+            (f"{lora} {bits}", changed(adapters, in_half), frozen),
         ]
     for change, other, meaning in changes:
         if other != config and (fits := _fits(other, where, describe_model(other))):

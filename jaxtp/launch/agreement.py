@@ -6,7 +6,7 @@ file that is missing on its host, becomes the error of all of them.
 
 import json
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -56,14 +56,14 @@ def together() -> Iterator[None]:
     if not several():
         yield
         return
-    failed: Mapping[str, Any] = {"host": socket.gethostname(), "error": None}
+    host = socket.gethostname()
     try:
         yield
     except (Exception, SystemExit) as error:
         said = f"exit code {error.code}" if isinstance(error, SystemExit) else str(error)
         if not isinstance(error, SystemExit) or error.code:  # after --help all end alike
-            share({**failed, "error": said})
+            share({"host": host, "error": said})
         raise
-    for process, other in enumerate(share(failed)):
+    for process, other in enumerate(share({"host": host, "error": None})):
         if other["error"] is not None:
             raise OtherProcessError(f"{who(process, other['host'])} cannot go on: {other['error']}")

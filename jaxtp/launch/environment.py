@@ -7,6 +7,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
+from typing import TypeVar
+
+_T = TypeVar("_T")
+
+ADDRESS, COUNT, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+"""Variables of JAX that say where the processes of a run meet, how many they are, and which one this is."""
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder of NVIDIA's driver with an entry for each GPU of the machine."""
@@ -121,3 +127,14 @@ def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> 
 def gpus_present(driver: Path = DRIVER) -> int:
     """Returns the number of NVIDIA GPUs of this machine, as their driver says; none of them is woken."""
     return len(list(driver.glob("*/information")))
+
+
+def shared(gpus: Sequence[_T], processes: int, index: int) -> Sequence[_T]:
+    """Returns the GPUs of a process, of those that several share evenly."""
+    each = len(gpus) // processes
+    return gpus[index * each : (index + 1) * each]
+
+
+def sharing(gpus: int) -> str:
+    """Returns the numbers of processes that can share so many GPUs evenly, for a message."""
+    return ", ".join(str(count) for count in range(1, gpus + 1) if gpus % count == 0)

@@ -24,9 +24,17 @@ from functools import partial
 import jax
 
 from jaxtp.entry import MISTAKE, UserError
-from jaxtp.launch.environment import accept_absent_gpus, gpus_present, visible_gpus
+from jaxtp.launch.environment import (
+    ADDRESS,
+    COUNT,
+    PROCESS,
+    accept_absent_gpus,
+    gpus_present,
+    shared,
+    sharing,
+    visible_gpus,
+)
 
-ADDRESS, COUNT, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _BY_HAND = (ADDRESS, COUNT, PROCESS)
 _POD = "JOB_COMPLETION_INDEX"
 """Kubernetes gives it to each pod of an indexed Job."""
@@ -142,12 +150,11 @@ def gpus_of_process(variables: Mapping[str, str], tasks: int, index: int, presen
     if tasks == 1 or visible < total:  # its own, by --gpus-per-task or the like
         return list(range(visible))
     if visible % tasks:
-        able = ", ".join(str(n) for n in range(1, visible + 1) if visible % n == 0)
         raise LaunchError(
-            f"{visible} GPUs are not divisible among the {tasks} processes of this host; start {able} on each host"
+            f"{visible} GPUs are not divisible among the {tasks} processes of this host; "
+            f"start {sharing(visible)} on each host"
         )
-    each = visible // tasks
-    return list(range(index * each, (index + 1) * each))
+    return list(shared(range(visible), tasks, index))
 
 
 def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:

@@ -4,7 +4,6 @@ Each writes to a log of its own; what process 0 says is shown too. When one fail
 wait for it for ever, so they are ended, and what the first that failed said last is shown.
 """
 
-import itertools
 import os
 import signal
 import socket
@@ -19,7 +18,16 @@ from typing import IO, Any, Self
 
 from jaxtp.entry import MISTAKE, UserError
 from jaxtp.interrupt import signal_name
-from jaxtp.launch.environment import child_environment, gpus_present, names_of_gpus
+from jaxtp.launch.environment import (
+    ADDRESS,
+    COUNT,
+    PROCESS,
+    child_environment,
+    gpus_present,
+    names_of_gpus,
+    shared,
+    sharing,
+)
 
 GRACE = 15.0
 """Seconds that processes have to end once they are asked to, before they are killed."""
@@ -61,10 +69,9 @@ class Group:
             return {**_UNBUFFERED, "JAX_NUM_CPU_DEVICES": str(self.devices), "JAX_PLATFORMS": "cpu"}
         gpus = names_of_gpus(gpus_present())
         if len(gpus) % self.count:
-            able = ", ".join(str(n) for n in range(1, len(gpus) + 1) if len(gpus) % n == 0)
+            able = sharing(len(gpus))
             raise SupervisorError(f"--processes {self.count}: {len(gpus)} GPUs can be divided among {able} processes")
-        each = len(gpus) // self.count
-        share = ",".join(gpus[index * each : (index + 1) * each])
+        share = ",".join(shared(gpus, self.count, index))
         return {**_UNBUFFERED, **({"CUDA_VISIBLE_DEVICES": share} if share else {})}
 
     def log(self, index: int) -> Path:
@@ -102,7 +109,9 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
       The exit code: 0 if all ended well, else that of the first that failed.
     """
     group.logs.mkdir(parents=True, exist_ok=True)
-    for turn in itertools.count(1):
+    turn = 0
+    while True:
+        turn += 1
         with _Running(group, again=turn > 1) as running:
             failure = running.wait()
         if failure is None:
@@ -113,7 +122,6 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
         if turn > restarts or running.asked or failure.code == MISTAKE:  # it would fail again
             return failure.exit_code
         _say(f"all are started again ({turn} of {restarts})")
-    raise AssertionError("unreachable")
 
 
 class _Running:
@@ -141,9 +149,9 @@ class _Running:
         address = f"127.0.0.1:{_free_port()}"
         for index, own in enumerate(self._group.environments):
             joined = {
-                "JAX_COORDINATOR_ADDRESS": address,
-                "JAX_NUM_PROCESSES": str(self._group.count),
-                "JAX_PROCESS_ID": str(index),
+                ADDRESS: address,
+                COUNT: str(self._group.count),
+                PROCESS: str(index),
             }
             with self._group.log(index).open("ab" if self._again else "wb") as log:
                 if index == 0:

@@ -312,7 +312,7 @@ class CausalSelfAttention(Branch):
 
     @property
     def _scale(self) -> float:
-        return self.config.head_dim**-0.5 if self.config.query_scale is None else self.config.query_scale
+        return self.config.use().factor
 
     def _use(self, length: int, *, packed: bool, platform: str) -> Use:
         return self.config.use(dtype=self.precision.compute, length=length, packed=packed, platform=platform)

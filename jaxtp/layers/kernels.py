@@ -26,7 +26,7 @@ class Use:
     window: int | None = None
     softcap: float | None = None
     scale: float | None = None
-    """Factor of the scores; by default head_dim ** -0.5."""
+    """`factor`, where it is not head_dim ** -0.5."""
     dtype: str | None = None
     """The compute dtype."""
     length: int | None = None
@@ -35,6 +35,11 @@ class Use:
     """Whether a sequence holds several documents that do not see each other."""
     platform: str | None = None
     """cpu, cuda, rocm or tpu."""
+
+    @property
+    def factor(self) -> float:
+        """Factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
 
 @dataclass(frozen=True, kw_only=True)

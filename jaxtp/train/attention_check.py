@@ -112,9 +112,8 @@ def problem(use: Use, num_queries: int, num_keys: int) -> tuple[list[Array], dic
     keys = jax.random.split(jax.random.key(0), len(heads))
     shapes = [(2, length, count, use.head_dim) for count in heads]
     arrays = [jax.random.normal(key, shape, use.dtype) for key, shape in zip(keys, shapes, strict=True)]
-    scale = use.head_dim**-0.5 if use.scale is None else use.scale
     spread = 1.0 if use.softcap is None else min(_SPREAD, use.softcap)
-    arrays[0] = (arrays[0] * (spread / (scale * use.head_dim**0.5))).astype(arrays[0].dtype)
+    arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
     ends = jnp.array(
         [[length // 5, length // 2, length - 3], [length // 3, length - length // 7 - 3, length - length // 7]]
     )
@@ -123,7 +122,7 @@ def problem(use: Use, num_queries: int, num_keys: int) -> tuple[list[Array], dic
     window = use.window and max(1, min(use.window, length // 8))
     return arrays, {
         "segments_BT": segments if use.packed else None,
-        "scale": scale,
+        "scale": use.factor,
         "window": window,
         "softcap": use.softcap,
     }

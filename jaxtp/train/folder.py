@@ -128,6 +128,11 @@ def checkpoint_info(
         "config": configuration.to_plain(config),
         "mesh": dict(mesh),
         "processes": jax.process_count(),
-        "versions": {name: version(name) for name in ("jaxtp", "jax", "flax", "optax", "orbax-checkpoint")}
-        | {"python": platform.python_version()},
+        "versions": versions(),
     }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that decide what a run computes and stores."""
+    packages = ("jaxtp", "jax", "flax", "optax", "orbax-checkpoint")
+    return {name: version(name) for name in packages} | {"python": platform.python_version()}

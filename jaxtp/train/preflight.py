@@ -1,7 +1,8 @@
 """Preflight of a run of several processes: what must be alike in all of them is, before anything is allocated."""
 
+import contextlib
 import importlib.metadata
-import platform
+import itertools
 import secrets
 import socket
 import time
@@ -18,10 +19,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtp.config import ConfigError, differences, to_plain
 from jaxtp.launch.agreement import several, share, who
 from jaxtp.mesh import TP, divisors, mesh_sizes
+from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig
 
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jaxtp")
-NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+NATIVE = ("jaxlib", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
+"""Packages that talk to other processes, beside those that a checkpoint names."""
 DRIVER = Path("/proc/driver/nvidia/version")
 MOST_SKEW = 60.0
 """Seconds by which the clocks of hosts may differ: certificates, logs and schedulers go wrong beyond."""
@@ -65,12 +67,10 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[
 def record(config: TrainConfig, data: Mapping[str, Any]) -> Record:
     """Returns what a process says of itself."""
     first = jax.local_devices()[0]
-    versions = {"Python": platform.python_version()}
-    for package in (*PACKAGES, *NCCL):
-        try:
+    versions = folder.versions()
+    for package in NATIVE:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     if DRIVER.exists():
         versions["NVIDIA's driver"] = DRIVER.read_text(errors="replace").partition("\n")[0]
     return {
@@ -111,17 +111,17 @@ def check_hosts_of_tp(hosts: Sequence[str], mesh: Mesh) -> None:
     Raises:
       ConfigError: some are not.
     """
-    place = np.vectorize(lambda device: hosts[device.process_index], otypes=[object])(mesh.devices)
-    groups = np.moveaxis(place, mesh.axis_names.index(TP), -1).reshape(-1, mesh.shape[TP])
-    spread = next((sorted(set(group)) for group in groups.tolist() if len(set(group)) > 1), None)
+    groups = np.moveaxis(mesh.devices, mesh.axis_names.index(TP), -1).reshape(-1, mesh.shape[TP])
+    places = [[hosts[device.process_index] for device in group] for group in groups]
+    spread = next((sorted(set(group)) for group in places if len(set(group)) > 1), None)
     if spread is None:
         return
-    most = min(Counter(place.reshape(-1).tolist()).values())
-    sizes = [size for size in divisors(mesh.size) if size <= most and most % size == 0]
+    most = min(Counter(itertools.chain(*places)).values())
+    able = ", ".join(map(str, divisors(most)))
     raise ConfigError(
         f"mesh.tp={mesh.shape[TP]} spreads layers over the hosts {' and '.join(spread)}, so that each waits for the "
-        f"network between them; with {most} devices on a host tp can be {', '.join(map(str, sizes))}, and fsdp or dp "
-        "the rest; --mesh.tp-across-hosts allows it"
+        f"network between them; with {most} devices on a host tp can be {able}, and fsdp or dp the rest; "
+        "--mesh.tp-across-hosts allows it"
     )
 
 
@@ -140,7 +140,7 @@ def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
             )
 
 
-def check_folder(folder: Path, records: Sequence[Record]) -> None:
+def check_folder(place: Path, records: Sequence[Record]) -> None:
     """Checks that every process sees and can write the folder of the run.
 
     Raises:
@@ -149,18 +149,18 @@ def check_folder(folder: Path, records: Sequence[Record]) -> None:
     token = share(secrets.token_hex(8))[0]
     name = f".preflight-{token}"
     if jax.process_index() == 0:
-        (folder / name).write_text(token)
+        (place / name).write_text(token)
     share(None)
     until = time.monotonic() + PATIENCE
-    while not (folder / name).exists() and time.monotonic() < until:
+    while not (place / name).exists() and time.monotonic() < until:
         time.sleep(0.1)
-    seen = (folder / name).exists()
+    seen = (place / name).exists()
     blind = [process for process, sees in enumerate(share(seen)) if not sees]
     if jax.process_index() == 0:
-        (folder / name).unlink(missing_ok=True)
+        (place / name).unlink(missing_ok=True)
     if blind:
         raise ConfigError(
-            f"run.dir={folder} is not one folder for all: {who(blind[0], records[blind[0]]['host'])} does not see what "
+            f"run.dir={place} is not one folder for all: {who(blind[0], records[blind[0]]['host'])} does not see what "
             f"{who(0, records[0]['host'])} writes there; name a folder on a file system that all hosts share"
         )
 

@@ -1,7 +1,6 @@
 """Loading, generating and saving in two processes."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from runs import free_address
 from safetensors.numpy import load_file
 
 import jaxtp
@@ -31,9 +31,7 @@ print("ids", [list(result.ids) for result in results])
 
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     shared = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "2"}
     processes = [
         subprocess.Popen(

@@ -2,21 +2,18 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
-from runs import SMALL, mesh
+from runs import SMALL, free_address, mesh
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_when_one_process_stops_the_other_ends_within_a_minute(stopped, tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     flags = [*SMALL, *mesh(1, 2, 1), "--train.steps", "1000000", "--run.dir", str(tmp_path / "run")]
     logs = [tmp_path / f"{index}.log" for index in range(2)]
     processes = []

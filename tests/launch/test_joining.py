@@ -1,13 +1,13 @@
 """Joining: from the variables that launchers set, as recorded, and from bad ones."""
 
 import os
-import socket
 import subprocess
 import sys
 import threading
 
 import jax
 import pytest
+from runs import free_address
 
 from jaxtp.launch import joining
 from jaxtp.launch.joining import LaunchError, gpus_of_process, join_processes
@@ -159,9 +159,7 @@ def test_others_that_do_not_come_are_an_error(error, message, monkeypatch):
 )
 def test_who_waits_in_vain_ends_with_one_line(process, message):
     """JAX itself would abort the process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": process}
     environment = {**os.environ, **place, "JAXTP_JOIN_SECONDS": "3"}
     command = [sys.executable, "-m", "jaxtp.train"]

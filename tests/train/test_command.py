@@ -2,11 +2,10 @@
 
 import json
 import random
-import socket
 
 import numpy as np
 import pytest
-from runs import SMALL, TEXT, contents, finish, mesh, records, wait_for_step
+from runs import SMALL, TEXT, contents, finish, free_address, mesh, records, wait_for_step
 
 from jaxtp.train.__main__ import main
 
@@ -229,9 +228,7 @@ def test_killed_at_a_random_step_and_resumed_on_another_mesh(tmp_path, text, sta
 @pytest.mark.journey
 def test_two_processes_equal_one(tmp_path, text, start):
     """Two processes of four devices, tensor-parallel inside each, then one process goes on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = free_address()
     command = [*SMALL, *text, "--train.steps", "10"]
     two, one = tmp_path / "two", tmp_path / "one"
     processes = [
