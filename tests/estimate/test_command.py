@@ -78,8 +78,9 @@ def test_a_recipe_is_the_best_setting_and_surely_fits(config, tmp_path):
     assert json.loads(record.read_text())["meshes"][0]["fits_surely"]
 
 
-def test_the_best_setting_is_written_for_training(tmp_path, capsys):
+def test_the_best_setting_is_written_for_training(tmp_path, monkeypatch, capsys):
     """Where nothing is given, its defaults are in it as well: training with it has none of its own."""
+    monkeypatch.chdir(tmp_path)  # a run in the default folder, as of the README's first command, would keep its dtype
     file = tmp_path / "best.yaml"
     flags = ["--hardware", "h100x8", "--mesh", "fsdp=2,tp=4", "dp=8", "--data.sequence-length", "64"]
     assert main([*flags, "--memory-fraction", "0.9", "--write", str(file)]) == 0
