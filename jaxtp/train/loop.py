@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.checkpoint.stored import CheckpointError
@@ -22,6 +21,7 @@ from jaxtp.train.profiling import Profiler
 from jaxtp.train.setup import Run
 from jaxtp.train.state import parameter_count
 from jaxtp.train.step import Scalars, TrainStep, trace_step
+from jaxtp.train.stopping import Stopping
 from jaxtp.train.trackers import Trackers
 from jaxtp.train.watchdog import Watchdog
 
@@ -44,6 +44,7 @@ class Loop:
         self._trackers = Trackers(config, run.step, run.report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
+        self._stopping = Stopping(run.interrupt, self._mesh)
         self._in_flight: tuple[int, int, Scalars] | None = None
         self._recent: dict[int, Batch] = {}
         self._saved_at = run.step if run.checkpoints.steps() else None
@@ -81,7 +82,7 @@ class Loop:
             if self._profiler.first == run.step + 1:
                 with self._timing.lost_to("profile"):
                     self._profiler.start()
-            run.state, scalars = train_step(run.state, batch)
+            run.state, scalars = train_step(run.state, batch | self._stopping.flags())
             run.step += 1
             run.next_sample += self._config.data.global_batch_size
             self._recent = {run.step - 1: self._recent.get(run.step - 1, batch), run.step: batch}
@@ -92,8 +93,8 @@ class Loop:
                     self._report.line(self._profiler.stop(scalars))
             if run.step < total:
                 self._between_steps()
-                if self._stop_asked():
-                    self._stop()
+                if (signal := self._stopping.reason) is not None:
+                    self._stop(signal)
                     return
         self._finish_step()
         self._save(self._evaluate())
@@ -109,22 +110,12 @@ class Loop:
             self._finish_step()
             self._save(loss)
 
-    def _stop_asked(self) -> bool:
-        """Returns whether to stop; several processes ask each other, by a collective, only where a step is logged."""
-        asked = self._run.interrupt.received is not None
-        if jax.process_count() == 1:
-            return asked
-        if self._run.step % self._config.train.log_every:
-            return False
-        return bool(multihost_utils.process_allgather(asked).any())
-
-    def _stop(self) -> None:
+    def _stop(self, signal: str) -> None:
         self._finish_step()
         if self._saved_at != self._run.step:
             self._save(None)
         self._run.checkpoints.wait()
-        why = self._run.interrupt.received or "a signal to another process"
-        self._report.line(f"stopped by {why} at step {self._run.step} and saved; the same command goes on from here")
+        self._report.line(f"stopped by {signal} at step {self._run.step} and saved; the same command goes on from here")
 
     def _finish_step(self) -> None:
         """Waits for the step in flight, shows its loss, and logs it if that is due."""
@@ -132,6 +123,7 @@ class Loop:
             return
         (step, samples, scalars), self._in_flight = self._in_flight, None
         values = scalars.fetch()
+        self._stopping.read(values)
         self._timing.tick()
         if skipped := int(values.pop("skipped")):
             self._skipped(step, skipped, values)

@@ -26,6 +26,7 @@ from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.optimizer_state import OPTIMIZER_SCOPE
 from jaxtp.train.state import Blueprint
+from jaxtp.train.stopping import STOP, abstract_flags, asked
 
 
 @jax.tree_util.register_dataclass
@@ -69,7 +70,9 @@ def trace_step(
       state: the state; by default its description.
     """
     data, mesh = config.data, blueprint.mesh
-    batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed)
+    batch = abstract_batch(mesh, data.global_batch_size, data.sequence_length, packed=data.packed) | abstract_flags(
+        mesh
+    )
     with jax.set_mesh(mesh):
         return (step or make_train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, batch)
 
@@ -97,7 +100,8 @@ def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bo
         train_state = nnx.merge(blueprint.graph, state, copy=True)  # else its variables would be the state's own
         updates = train_state.optimizer.step[...]
         key = dropout_key(config.run.seed, updates)
-        loss, grads = mean_loss_and_grads(train_state.model, batch, config.train, key)
+        rows = {name: array for name, array in batch.items() if name != STOP}
+        loss, grads = mean_loss_and_grads(train_state.model, rows, config.train, key)
         norms = _norms("grad_norm", grads, groups)
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
@@ -105,7 +109,7 @@ def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bo
         new, skipped = _guarded(nnx.state(train_state), state, finite, config.train.skips_allowed)
         norms |= _norms("param_norm", nnx.filter_state(new["model"], kind), groups)
         scalars = {"loss": loss, "learning_rate": jnp.asarray(schedule(updates)), **norms, "skipped": skipped}
-        return new, Scalars.of(scalars), *([grads] if with_grads else [])
+        return new, Scalars.of(scalars | asked(batch)), *([grads] if with_grads else [])
 
     of_grads = [nnx.filter_state(blueprint.shardings["model"], kind)] if with_grads else []
     shardings = (blueprint.shardings, _replicated(blueprint), *of_grads)
