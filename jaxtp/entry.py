@@ -22,6 +22,9 @@ STANDARD_OUTPUT = "standard output"
 MISTAKE = 2
 """The exit code after a user's mistake."""
 
+PASSING = 75
+"""The exit code of a process of several that was stuck, or has lost another: EX_TEMPFAIL of sysexits.h."""
+
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
 

@@ -14,7 +14,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from jaxtp.entry import UserError
+from jaxtp.launch.agreement import several
 from jaxtp.launch.environment import accept_absent_gpus
+from jaxtp.launch.hosts import by_host, hosts
 
 DP = "dp"
 FSDP = "fsdp"
@@ -73,7 +75,7 @@ def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = Non
     check_sizes(sizes)
     if devices is None:
         request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
-        devices = jax.devices()
+        devices = by_host(jax.devices(), hosts()) if several() else jax.devices()
     if not devices or len(set(devices)) < len(devices):
         given = f"{len(devices)} devices are given, {len(set(devices))} of them different"
         raise MeshError(f"{given}: a mesh is made of at least one device, and of none twice")

@@ -17,6 +17,7 @@ from jaxtp.config import ConfigError
 from jaxtp.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.launch.environment import keep_programs
 from jaxtp.launch.joining import join_processes
+from jaxtp.launch.peers import leaving, watch
 from jaxtp.mesh import mesh_of
 from jaxtp.train.config import training_of
 from jaxtp.train.defaults import fit
@@ -40,7 +41,7 @@ several processes, started as those of jaxtp.train, the first one prints and wri
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
-    return entry.attempt(PROGRAM, lambda: _bench(argv))
+    return leaving(lambda: entry.attempt(PROGRAM, lambda: _bench(argv)))
 
 
 def _bench(argv: Sequence[str]) -> None:
@@ -49,6 +50,7 @@ def _bench(argv: Sequence[str]) -> None:
         raise ConfigError(f"{what!r} is nothing that is measured; there is {COMM}, as in {PROGRAM} {COMM}")
     flags = flags if what == COMM else ["--help"]
     join_processes()
+    watch()
     program = f"{PROGRAM} {COMM}"
     asked, _ = configuration.load(CommConfig, flags, prog=program, description=DESCRIPTION, fit=fit)
     config = training_of(asked)

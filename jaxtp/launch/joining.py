@@ -43,9 +43,9 @@ JOIN_SECONDS = 60
 """Seconds that the processes wait for each other, by default."""
 _PATIENCE = 20.0
 """Seconds after which a process says that it waits for others."""
-_HEARTBEAT = 40
-"""Seconds after which a process that gives no sign of life counts as dead, and the others are ended; JAX's default is
-100. The signs come from a thread that computing and compiling do not hold up."""
+_HEARTBEAT = 80
+"""Seconds after which JAX ends the others of a process that gives no sign of life, at the earliest after half of them;
+`peers` notices it before, where it can connect."""
 _MARGIN = 20
 """Seconds that JAX waits longer than that."""
 _MOST_SECONDS = 24 * 60 * 60

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
-from jaxtp.entry import MISTAKE, UserError
+from jaxtp.entry import MISTAKE, PASSING, UserError
 from jaxtp.interrupt import signal_name
 from jaxtp.launch.environment import (
     ADDRESS,
@@ -36,6 +36,8 @@ _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """So that a log has what its process has printed."""
 _LAST_LINES = 20
 _POLL = 0.05
+_CAUSE = 1.0
+"""Seconds in which the process that others have lost is seen to have ended."""
 
 
 class SupervisorError(UserError):
@@ -178,14 +180,17 @@ class _Running:
 
     def wait(self) -> Failure | None:
         """Waits until all have ended well, or one has failed."""
+        waited = 0.0
         while True:
             self._show()
             codes = [process.poll() for process in self._processes]
             failed = [Failure(index, code) for index, code in enumerate(codes) if code]
-            if failed:
-                return failed[0]
+            causes = [failure for failure in failed if failure.code != PASSING]  # the others have lost such a one
+            if causes or waited > _CAUSE:
+                return (causes or failed)[0]
             if all(code == 0 for code in codes):
                 return None
+            waited += _POLL if failed else 0.0
             time.sleep(_POLL)
 
     def _end(self) -> None:

@@ -10,6 +10,7 @@ from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.launch.agreement import together
 from jaxtp.launch.joining import join_processes
+from jaxtp.launch.peers import leaving, tell_failure, watch
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.loop import Loop, NonFiniteError
@@ -32,19 +33,22 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
       Its exit code: 0, also when a signal stopped it; 1 where a loss, gradient or update was not finite; 2 for a
-      mistake; 130 for a second Ctrl-C.
+      mistake; 75 where another process was lost; 130 for a second Ctrl-C.
     """
     _quieten()
-    return entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED)
+    return leaving(lambda: entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED))
 
 
 def _train(argv: Sequence[str]) -> int:
     join_processes()
+    watch()
     try:
         with together():
             config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
         with ExitStack() as held:
-            Loop(start(config, notes, held)).run_to_end()
+            loop = Loop(start(config, notes, held))
+            held.push(tell_failure)  # before what the run holds is closed, which may wait for the others
+            loop.run_to_end()
     except NonFiniteError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1

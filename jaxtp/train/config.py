@@ -233,6 +233,14 @@ class MetricsConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LaunchConfig:
+    """The start of a run of several processes."""
+
+    preflight_bandwidth: bool = False
+    """Also measure how fast each axis of the mesh gathers, before anything of the run is allocated."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
     """A trace of a few steps, for XProf and Perfetto."""
 
@@ -286,6 +294,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
+    launch: LaunchConfig = LaunchConfig()
 
 
 def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices) -> None:

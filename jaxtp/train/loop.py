@@ -14,14 +14,16 @@ from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
 from jaxtp.hf.runs import BASE
+from jaxtp.launch.peers import working_on
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train import folder
-from jaxtp.train.metrics import flops_per_token, memory_record, peak_flops
+from jaxtp.train.metrics import flops_per_token, peak_flops
 from jaxtp.train.profiling import Profiler
 from jaxtp.train.setup import Run
 from jaxtp.train.state import parameter_count
 from jaxtp.train.step import Scalars, TrainStep, trace_step
 from jaxtp.train.stopping import Stopping
+from jaxtp.train.stragglers import Stragglers
 from jaxtp.train.trackers import Trackers
 from jaxtp.train.watchdog import Watchdog
 
@@ -44,6 +46,7 @@ class Loop:
         self._trackers = Trackers(config, run.step, run.report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
+        self._stragglers = Stragglers(self._mesh, run.report.line)
         self._stopping = Stopping(run.interrupt, self._mesh)
         self._in_flight: tuple[int, int, Scalars] | None = None
         self._recent: dict[int, Batch] = {}
@@ -76,7 +79,7 @@ class Loop:
         self._report.begin(run.step, total)
         batches = self._batches(run.data.train, run.next_sample, total - run.step)
         while run.step < total:
-            self._watchdog.feed()
+            self._begin(f"step {run.step + 1}")
             with self._timing.waiting_for_data():
                 batch = next(batches)
             if self._profiler.first == run.step + 1:
@@ -98,6 +101,11 @@ class Loop:
                     return
         self._finish_step()
         self._save(self._evaluate())
+
+    def _begin(self, what: str) -> None:
+        """Notes what is done next, for those who watch that it ends."""
+        self._watchdog.feed()
+        working_on(what)
 
     def _between_steps(self) -> None:
         """Evaluates and saves where they are due; both wait for the step in flight."""
@@ -138,8 +146,8 @@ class Loop:
                 **values,
                 "tokens": samples * self._config.data.sequence_length,
                 **self._speed(tokens_per_step),
-                **memory_record(self._mesh.local_devices[0]),
             }
+            record = self._stragglers.record(step, record, self._run.state)
             self._trackers.write(record)
             self._report.logged(record, total)
 
@@ -211,7 +219,7 @@ class Loop:
 
     def _evaluate(self, *, log: bool = True) -> float:
         """Logs, shows and returns the validation loss of the weights as they are."""
-        self._watchdog.feed()
+        self._begin(f"the evaluation at step {self._run.step}")
         with self._timing.lost_to("evaluate"):
             loss = self._validation_loss()
         run = self._run
@@ -232,7 +240,7 @@ class Loop:
 
     def _save(self, eval_loss: float | None) -> None:
         run = self._run
-        self._watchdog.feed()
+        self._begin(f"the checkpoint at step {run.step}")
         if eval_loss is not None and not math.isfinite(eval_loss):
             eval_loss = None  # no candidate for the best
         with self._timing.lost_to("save"):
@@ -251,6 +259,7 @@ class Loop:
 
     def _compile(self) -> TrainStep:
         started = time.perf_counter()
+        working_on("compiling the training step")
         with self._timing.lost_to("compile"):
             traced = trace_step(self._config, self._run.blueprint, self._run.train_step, self._run.state)
             compiled: TrainStep = traced.lower().compile()

@@ -1,10 +1,13 @@
 """Preflight of a run of several processes: what must be alike in all of them is, before anything is allocated."""
 
 import contextlib
+import hashlib
 import importlib.metadata
 import itertools
+import json
 import secrets
 import socket
+import statistics
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config import ConfigError, differences, to_plain
 from jaxtp.launch.agreement import several, share, who
+from jaxtp.launch.hosts import draw_hosts
 from jaxtp.mesh import TP, divisors, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig
@@ -30,6 +34,11 @@ MOST_SKEW = 60.0
 
 PATIENCE = 10.0
 """Seconds until a file that one host has written is seen by the others: network file systems keep old listings."""
+
+_GATHERED = {"cpu": 2**20}
+_GATHERED_BY_GPUS = 2**26
+"""Bytes of a device's part of an array that is gathered to measure an axis."""
+_GATHERS = 5
 
 Record = dict[str, Any]
 
@@ -57,11 +66,22 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[
     devices: Counter[str] = Counter()
     for each in records:
         devices[each["host"]] += each["devices"]
+    versions, kept = records[0]["versions"], records[0]["configuration"]
     told = ", ".join(f"{count} x {records[0]['kind']} on {host}" for host, count in devices.items())
+    drawn = draw_hosts(mesh, [record["host"] for record in records])
     return [
         f"hosts   {len(records)} processes: {told}",
-        "alike   versions, configuration, data, clocks and run folder; sums over every axis are right",
+        f"devices {f'{chr(10):<9}'.join(drawn)}",
+        f"versions {', '.join(f'{name} {version}' for name, version in versions.items())}",
+        f"alike   versions, configuration (sha256 {_digest(kept)}), data, clocks and run folder; sums over every axis "
+        "are right",
+        *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
     ]
+
+
+def _digest(value: Any) -> str:
+    """Returns the first digits of the checksum of what JSON can hold."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def record(config: TrainConfig, data: Mapping[str, Any]) -> Record:
@@ -178,3 +198,25 @@ def check_sums(mesh: Mesh) -> None:
         if total != numbers.sum():
             right = f"{numbers.sum():g}"
             raise ConfigError(f"a sum over mesh.{axis} is {total:g}, not {right}: its links or devices are broken")
+
+
+def measure_axes(mesh: Mesh) -> list[str]:
+    """Returns a line for each axis of several devices: how fast a device receives what it gathers from the others."""
+    platform = mesh.devices.flat[0].platform
+    each = _GATHERED.get(platform, _GATHERED_BY_GPUS)
+    lines = []
+    for axis, size in mesh_sizes(mesh).items():
+        if size == 1:
+            continue
+        split, whole = (NamedSharding(mesh, PartitionSpec(part)) for part in (axis, None))
+        parts = jax.make_array_from_callback((size * each,), split, np.zeros(size * each, np.uint8).__getitem__)
+        gather = jax.jit(lambda array: array, out_shardings=whole)
+        jax.block_until_ready(gather(parts))
+        times = []
+        for _ in range(_GATHERS):
+            started = time.perf_counter()
+            jax.block_until_ready(gather(parts))
+            times.append(time.perf_counter() - started)
+        rate = (size - 1) * each / statistics.median(times)
+        lines.append(f"axis    {axis} {size}: each device receives {rate / 1e9:.3g} GB/s of an all-gather")
+    return lines

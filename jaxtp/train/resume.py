@@ -18,7 +18,7 @@ from jaxtp.train.folder import RunFolderError
 from jaxtp.train.state import Blueprint
 
 _HARMLESS = (
-    *("run.*", "mesh.*", "eval.*", "checkpoint.*", "metrics.*", "profile.*"),
+    *("run.*", "mesh.*", "eval.*", "checkpoint.*", "metrics.*", "profile.*", "launch.*"),
     *("model.remat", "model.sequence_parallel", "model.overlap", "model.scan_layers"),
     *("model.loss_chunk", "model.attention"),
     *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped"),

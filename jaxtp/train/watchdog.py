@@ -7,11 +7,10 @@ import threading
 import time
 from typing import NoReturn
 
+from jaxtp.entry import PASSING
+
 STDERR = 2
 """The file descriptor of the process, whatever `sys.stderr` has been replaced by."""
-
-STUCK = 75
-"""Exit code of a process that was stuck: a failure that may pass (EX_TEMPFAIL of sysexits.h)."""
 
 
 class Watchdog:
@@ -23,7 +22,7 @@ class Watchdog:
     Args:
       seconds: time without being fed after which the stacks of all Python threads are printed, once for each stall; 0
         never prints them.
-      abort_seconds: time after which the process ends, with the exit code `STUCK`; 0 never ends it.
+      abort_seconds: time after which the process ends, with the exit code `PASSING`; 0 never ends it.
     """
 
     def __init__(self, seconds: float, abort_seconds: float = 0.0):
@@ -57,7 +56,7 @@ class Watchdog:
 
     def _end(self) -> NoReturn:
         _show(f"no step for {self._abort_seconds:g} s (train.stall_abort_seconds): the process ends; it waited on:")
-        os._exit(STUCK)  # whatever it waits for would keep it from ending otherwise
+        os._exit(PASSING)  # whatever it waits for would keep it from ending otherwise
 
 
 def _show(message: str) -> None:

@@ -13,7 +13,15 @@ from jaxtp.config import ConfigError
 from jaxtp.launch.__main__ import main as launch
 from jaxtp.train import preflight
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.preflight import check_clocks, check_folder, check_hosts_of_tp, check_sums, compare, record
+from jaxtp.train.preflight import (
+    check_clocks,
+    check_folder,
+    check_hosts_of_tp,
+    check_sums,
+    compare,
+    measure_axes,
+    record,
+)
 
 DATA = {"source": "text", "train_tokens": 100, "sha256": "ab"}
 
@@ -89,6 +97,12 @@ def test_a_wrong_sum_is_named(monkeypatch):
     monkeypatch.setattr(preflight.jnp, "sum", lambda x: x[0] * 0)
     with pytest.raises(ConfigError, match=r"a sum over mesh\.fsdp is 0, not 1: its links"):
         check_sums(jaxtp.make_mesh(1, 2, 1))
+
+
+def test_each_axis_of_several_devices_is_measured():
+    lines = measure_axes(jaxtp.make_mesh(1, 2, 2))
+    assert [line.split(": each")[0] for line in lines] == ["axis    fsdp 2", "axis    tp 2"]
+    assert all(float(line.split("receives ")[1].split()[0]) > 0 for line in lines)
 
 
 @pytest.mark.journey

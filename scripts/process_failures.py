@@ -1,0 +1,163 @@
+"""Ends one process of a run of four again and again, and compares what is left with a run that was never disturbed.
+
+    python scripts/process_failures.py
+
+The process is killed (SIGKILL), stopped (SIGSTOP) or fails with an exception, at a random instant; checkpoints are
+written every third step, so that many fall into a save. The others have to end within a minute, with an exit code that
+is not 0 and a message that names it. Then the run goes on with two processes, until one of them is asked to stop. In
+the end each step must be there exactly once, with the losses of the undisturbed run to 1e-4.
+"""
+
+import argparse
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from torture import SMALL, differences, read
+
+LIMIT = 60.0
+"""Seconds within which the others have to end."""
+DEVICES = 4
+HOW = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "failing": signal.SIGUSR2}
+PROGRAM = """
+import signal
+def fail(*_):
+    raise OSError("the disk of this host is gone")
+signal.signal(signal.SIGUSR2, fail)
+from jaxtp import entry
+from jaxtp.train.__main__ import PROGRAM, main
+entry.run(PROGRAM, main)
+"""
+"""A training run that fails when it is told to."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run, whatever the number of its processes."""
+
+    folder: Path
+    text: Path
+    steps: int
+
+    def log(self, index: int) -> Path:
+        """The log of a process."""
+        return self.folder / f"process-{index}.log"
+
+    @contextmanager
+    def started(self, count: int) -> Iterator[list[subprocess.Popen]]:
+        """So many processes that share four devices; none of them is left behind."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        flags = SMALL | {"run.dir": self.folder / "run", "data.path": self.text, "train.steps": self.steps}
+        flags |= {"mesh.fsdp": 2, "mesh.tp": 2}
+        command = [sys.executable, "-c", PROGRAM, *(str(part) for k, v in flags.items() for part in (f"--{k}", v))]
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{found.getsockname()[1]}"
+        place = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "PYTHONUNBUFFERED": "1"}
+        place |= {"JAX_NUM_CPU_DEVICES": str(DEVICES // count), "JAX_PLATFORMS": "cpu"}
+        place |= {"JAX_COMPILATION_CACHE_DIR": str(self.folder.parent / "programs")}
+        processes: list[subprocess.Popen] = []
+        try:
+            for index in range(count):
+                own = place | {"JAX_PROCESS_ID": str(index)}
+                with self.log(index).open("w") as log:
+                    streams = {"stdout": log, "stderr": subprocess.STDOUT}
+                    processes.append(subprocess.Popen(command, env=os.environ | own, **streams))
+            yield processes
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+
+    def wait_for_progress(self, processes: list[subprocess.Popen]) -> None:
+        """Waits for a step that is new."""
+        before, until = max(read(self.folder / "run"), default=0), time.monotonic() + 300
+        while max(read(self.folder / "run"), default=0) <= before:
+            assert all(process.poll() is None for process in processes), self.log(0).read_text()
+            assert time.monotonic() < until, "no progress in five minutes"
+            time.sleep(0.01)
+
+    def disturb(self, how: str, chance: random.Random) -> str:
+        """One of four processes ends in this way; returns what the others did, in a line."""
+        with self.started(4) as processes:
+            self.wait_for_progress(processes)
+            time.sleep(chance.uniform(0, 1))
+            victim = chance.randrange(4)
+            saving = any("orbax-checkpoint-tmp" in path.name for path in (self.folder / "run/checkpoints").glob("*"))
+            seconds = self._end(processes, victim, HOW[how])
+            others = [index for index in range(4) if index != victim]
+            codes = [processes[index].returncode for index in others]
+            named = sum(f"process {victim} (on" in self.log(index).read_text() for index in others)
+        line = f"process {victim} {how}{' in a save' if saving else ''}: the others ended in {seconds:.1f} s, {codes}, "
+        line += f"{named} named it"
+        assert all(codes), line
+        assert named == 3, line
+        return line
+
+    def _end(self, processes: list[subprocess.Popen], victim: int, number: signal.Signals) -> float:
+        """Ends one; returns the seconds until the others have ended."""
+        began = told = time.monotonic()
+        processes[victim].send_signal(number)
+        while any(process.poll() is None for index, process in enumerate(processes) if index != victim):
+            now = time.monotonic()
+            assert now - began < LIMIT, [process.poll() for process in processes]
+            if number == signal.SIGUSR2 and now - told > 5 and processes[victim].poll() is None:
+                processes[victim].send_signal(number)  # the first was raised in a callback, which lost it
+                began = told = now
+            time.sleep(0.01)
+        return time.monotonic() - began
+
+    def go_on(self) -> str:
+        """The run goes on with two processes, until one of them is asked to stop; returns a line on that."""
+        with self.started(2) as processes:
+            self.wait_for_progress(processes)
+            processes[1].send_signal(signal.SIGUSR1)
+            codes = [process.wait(timeout=120) for process in processes]
+        assert codes == [0, 0], self.log(0).read_text()
+        return f"went on with two processes to step {max(read(self.folder / 'run'))}"
+
+    def finish(self, count: int) -> None:
+        """The run goes to its end."""
+        with self.started(count) as processes:
+            codes = [process.wait(timeout=1800) for process in processes]
+        assert not any(codes), self.log(0).read_text()
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command; returns its exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=10, help="number of rounds of each kind (default 10)")
+    parser.add_argument("--steps", type=int, default=400, help="number of steps of each run (default 400)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the instants and processes")
+    arguments = parser.parse_args(argv)
+    chance, failed = random.Random(arguments.seed), 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        text = folder / "text.txt"
+        text.write_text("".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(9000)))
+        whole = Job(folder / "whole", text, arguments.steps)
+        whole.finish(1)
+        for how in HOW:
+            job = Job(folder / how, text, arguments.steps)
+            for turn in range(arguments.rounds):
+                print(f"{turn + 1:2} {job.disturb(how, chance)}; {job.go_on()}", flush=True)
+            job.finish(2)
+            worst = differences(whole.folder / "run", job.folder / "run")
+            good = worst["loss"] <= 1e-4 and worst["tokens"] == 0
+            failed += not good
+            print(f"{'ok' if good else 'FAIL'}: {how}: largest differences {worst}", flush=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
