@@ -124,14 +124,18 @@ def _products(devices: Sequence[jax.Device]) -> Callable[[], list[float]]:
             matrix = matrix @ matrix
         return matrix
 
-    matrix = np.full((size, size), 1 / size, jnp.bfloat16)
-    matrices = [jax.device_put(matrix, device) for device in devices]
+    filled = np.full((size, size), 1 / size, jnp.bfloat16)
+    alone = [Mesh([device], "x") for device in devices]  # in place of the mesh of the run
+    matrices = [jax.device_put(filled, device) for device in devices]
 
-    def once(matrix: jax.Array) -> float:
-        started = time.perf_counter()
-        multiply(matrix).block_until_ready()
-        return time.perf_counter() - started
+    def seconds(mesh: Mesh, matrix: jax.Array) -> float:
+        times = []
+        with jax.set_mesh(mesh):
+            multiply(matrix).block_until_ready()  # the first time it is compiled
+            for _ in range(_REPEATS):
+                started = time.perf_counter()
+                multiply(matrix).block_until_ready()
+                times.append(time.perf_counter() - started)
+        return min(times)
 
-    for matrix in matrices:
-        once(matrix)  # compiles
-    return lambda: [min(once(matrix) for _ in range(_REPEATS)) for matrix in matrices]
+    return lambda: [seconds(mesh, matrix) for mesh, matrix in zip(alone, matrices, strict=True)]
