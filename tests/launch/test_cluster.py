@@ -8,6 +8,7 @@ import time
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 
@@ -41,7 +42,7 @@ def slurm(tmp_path):
             (stubs / name).chmod(0o755)
         environment = {**os.environ, "PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "https_proxy": "x"}
         command = ["bash", str(CLUSTER / "slurm.sbatch"), "--train.steps", "5"]
-        return subprocess.Popen(command, env=environment | variables, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env=environment | variables, stderr=subprocess.PIPE, text=True, cwd=ROOT)
 
     start.said = tmp_path / "said"
     return start
@@ -54,7 +55,7 @@ def slurm(tmp_path):
         ("exit 2", "0", 2, False),
         ("exit 75", "4", 75, True),
         ("exit 75", "5", 75, False),
-        ('[ -z "$https_proxy" ] && [ "$JAXTP_JOIN_SECONDS" = 300 ]', "0", 0, False),
+        ('[ -z "$https_proxy" ] && [ "$JAXTP_JOIN_SECONDS" = 300 ] && [ "$NCCL_DEBUG" = WARN ]', "0", 0, False),
     ],
 )
 def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, does, restarts, code, again):
@@ -100,6 +101,18 @@ def test_what_the_files_say_fits_together():
     assert flags_of([word.replace("=configs/", f"={ROOT}/configs/") for word in container["args"]]).mesh.fsdp == 2
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+
+
+def test_the_settings_for_gpus_are_variables_and_flags_that_there_are():
+    """Docker and Kubernetes take such a file as it is: no quotes, nothing after a value."""
+    lines = (CLUSTER / "gpu.env").read_text().splitlines()
+    settings = [line for line in lines if line and not line.startswith("# ")]
+    assert all(re.fullmatch(r"#?[A-Z_]+=[^\s'\"#]+", line) for line in settings if line.strip("#"))
+    flags = dict(re.findall(r"--(xla_\w+)=(\w+)", "\n".join(settings)))
+    assert len(flags) == 2
+    lowered = jax.jit(lambda x: x).lower(1.0)
+    lowered.compile(compiler_options={name: value == "true" for name, value in flags.items()})
+    assert hasattr(jax.config, "jax_optimization_level")
 
 
 def test_the_image_is_made_of_what_is_there():
