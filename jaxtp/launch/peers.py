@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxtp.entry import PASSING
+from jaxtp.entry import PASSING, UserError
 from jaxtp.launch.agreement import several, share, who
 from jaxtp.launch.environment import coordinator_host
 from jaxtp.launch.hosts import hosts
@@ -53,6 +53,8 @@ class _Peers:
         self._sending = threading.Lock()
         self._ending = threading.Event()
         """Set once this process ends by itself."""
+        self._news = threading.Event()
+        """Set once another process is known to have ended too soon."""
         self._lost = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
@@ -70,9 +72,12 @@ class _Peers:
         if self._me == 0:
             self._thread.join(_GRACE + 2 * _BEAT)
 
-    def lost(self) -> None:
-        """Waits a moment for news of a process that was lost, which ends this one too."""
-        self._thread.join(3 * _BEAT)
+    def wait_for_cause(self, error: BaseException) -> None:
+        """Waits for news of a process whose end may be the cause of an error; such news end this process."""
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            self._news.wait(3 * _BEAT)
+        if self._news.is_set() and not isinstance(error, UserError):
+            self._thread.join(_GRACE + 2 * _BEAT)
 
     def _tell(self, message: dict[str, Any]) -> None:
         data = json.dumps(message).encode()
@@ -101,8 +106,8 @@ class _Peers:
 
     def _read(self, process: int, connection: Any) -> None:
         try:
-            message = json.loads(connection.recv_bytes(_MOST_BYTES))
-        except (EOFError, OSError, ValueError):
+            message = dict(json.loads(connection.recv_bytes(_MOST_BYTES)))
+        except (EOFError, OSError, ValueError, TypeError, RecursionError):
             self._end(process, "has ended without a word")
             return
         if "how" in message:
@@ -117,6 +122,7 @@ class _Peers:
         self._connections.pop(process, None)
         if self._ending.is_set():
             return
+        self._news.set()
         self._tell({"process": process, "how": how, "grace": grace})
         if self._ending.wait(grace):
             return
@@ -159,8 +165,7 @@ def working_on(what: str) -> None:
 def tell_failure(_kind: object, error: BaseException | None, _trace: object) -> None:
     """Tells the others that this process fails, before what it holds is closed; `ExitStack.push` takes it."""
     if _current is not None and error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError):
-            _current.lost()  # perhaps the cause
+        _current.wait_for_cause(error)
         _current.leave(_described(error))
 
 
