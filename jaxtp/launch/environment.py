@@ -1,8 +1,10 @@
 """The variables of the environment, which this room alone reads and writes, and the user's cache."""
 
+import contextlib
 import errno
 import itertools
 import os
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -103,9 +105,13 @@ def forget_oldest(folder: Path, most: int = _MOST_KEPT, forget: Callable[[Path],
       most: bytes that may stay.
       forget: deletes a file.
     """
-    found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
+    found: list[tuple[os.stat_result, Path]] = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process has deleted it meanwhile, or renamed it
+            if stat.S_ISREG((of_file := path.stat()).st_mode):
+                found.append((of_file, path))
     found.sort(key=lambda file: max(file[0].st_atime_ns, file[0].st_mtime_ns), reverse=True)
-    sizes = itertools.accumulate(stat.st_size for stat, _ in found)
+    sizes = itertools.accumulate(of_file.st_size for of_file, _ in found)
     for (_, path), total in zip(found, sizes, strict=True):
         if total > most:
             forget(path)
