@@ -6,6 +6,7 @@ Any other is made anew. Where the cache or its locks cannot be used, a process m
 has no name.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -132,7 +133,8 @@ def _keep(folder: Path, wanted: Wanted) -> Plan:
             finally:
                 partial.unlink(missing_ok=True)
                 lock.unlink(missing_ok=True)  # who waits for it finds the plan; who comes later finds it too
-    forget_oldest(folder, forget=_forget_unused)
+    with contextlib.suppress(OSError):  # the plan is there, whatever becomes of others
+        forget_oldest(folder, forget=_forget_unused)
     return plan
 
 
@@ -250,9 +252,6 @@ def _in_use(file: IO[bytes]) -> None:
 
 def _forget_unused(path: Path) -> None:
     """Deletes a file of the folder, unless a process uses it."""
-    try:
-        with path.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), path.open("r+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()

@@ -11,6 +11,7 @@ from jaxtp.data import held_out, mixture, packing, rows, samples
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
 from jaxtp.data.documents import InMemory
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE, Data, RowSettings
+from jaxtp.launch.__main__ import main as launch
 from jaxtp.train import folder
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
@@ -137,3 +138,23 @@ def test_a_run_refuses_another_shuffle_and_goes_on_from_what_it_cannot_compare(t
     samples.shuffle_identity.cache_clear()
     assert train([*flags, "--train.steps", "4"]) == 0
     assert max(records(tmp_path / "run")) == 4
+
+
+@pytest.mark.journey
+def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path):
+    """Started with two, then with four, then with one: the losses are those of one that was never stopped."""
+    (tmp_path / "text").write_text(TEXT)
+    flags = [*SMALL, "--data.path", str(tmp_path / "text"), "--optimizer.schedule", "constant"]
+
+    def run(name, processes, steps, *place):
+        devices = ["--processes", str(processes), "--devices", str(4 // processes), "--logs", str(tmp_path / "logs")]
+        command = ["-m", "jaxtp.train", *flags, *place, "--train.steps", str(steps), "--run.dir", str(tmp_path / name)]
+        assert launch([*devices, "--", *command]) == 0
+
+    run("whole", 1, 6, *mesh(1, 2, 2))
+    run("again", 2, 2, *mesh(1, 2, 2))
+    run("again", 4, 4, *mesh(2, 2, 1))
+    run("again", 1, 6, *mesh(4, 1, 1))
+    whole, again = records(tmp_path / "whole"), records(tmp_path / "again")
+    assert list(again) == list(whole) == list(range(1, 7))
+    np.testing.assert_allclose(list(again.values()), list(whole.values()), rtol=1e-5)
