@@ -7,8 +7,10 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.data.rows import IGNORE, Row, Samples
+from jaxtp.data.rows import IGNORE, Row, Samples, fingerprint
 
+ALGORITHM = "by weight 1"
+"""Name of the order, and its version: one that gives other rows for the same sources is another."""
 SEED = 0
 """Seed of the order, whatever that of the run: evaluations of several runs read the same rows."""
 
@@ -28,6 +30,11 @@ def held_out(sources: Sequence[Sequence[Row]], weights: Sequence[float], *, batc
     order = _order([len(rows) for rows in sources], weights, batches * batch_size)
     shuffled = [grain.MapDataset.source(rows).seed(SEED).shuffle() for rows in sources]
     return grain.MapDataset.source(_HeldOut(shuffled, order, -len(order) % batch_size))
+
+
+def order_identity(lengths: Sequence[int], weights: Sequence[float]) -> str:
+    """Returns a hash of the order of the first 1000 rows before each source is shuffled, in hexadecimal digits."""
+    return fingerprint(_order(lengths, weights, 1000).tolist())
 
 
 class _HeldOut(Sequence[Row]):

@@ -1,14 +1,23 @@
-"""Batches of samples on the mesh, read ahead of the steps that need them."""
+"""Batches of samples on the mesh, read ahead of the steps that need them.
 
-from collections.abc import Iterator
+A process reads the rows that its own devices hold, each of them once, however the devices lie along the axes of the
+mesh, and over however many devices a row is copied.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
+from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec
 from jaxtp.data.rows import SEGMENTS, Row, Samples
+
+Index: TypeAlias = tuple[slice, ...]
 
 Batch = dict[str, jax.Array]
 """The arrays of its rows, `[B, T]` int32, split over (dp, fsdp)."""
@@ -25,12 +34,15 @@ def batches(samples: Samples, mesh: Mesh, *, global_batch_size: int, start: int,
       count: number of batches.
     """
     sharding = NamedSharding(mesh, batch_spec(None))
-    shape = (global_batch_size, len(samples[0]["inputs"]))
-    for local in local_batches(samples, _local_rows(sharding, shape), global_batch_size, start, count):
-        yield {name: jax.make_array_from_process_local_data(sharding, array, shape) for name, array in local.items()}
+    held = sharding.addressable_devices_indices_map((global_batch_size, 1))
+    rows = held_rows(held.values(), global_batch_size)
+    for local in local_batches(samples, rows, global_batch_size, start, count):
+        yield {name: _on_mesh(array, rows, sharding, global_batch_size) for name, array in local.items()}
 
 
-def local_batches(samples: Samples, rows: range, global_batch_size: int, start: int, count: int) -> Iterator[Row]:
+def local_batches(
+    samples: Samples, rows: Sequence[int], global_batch_size: int, start: int, count: int
+) -> Iterator[Row]:
     """Yields the given rows of each batch, `[len(rows), T]`, on the host."""
 
     def read(batch: int) -> Row:
@@ -51,7 +63,37 @@ def abstract_batch(
     return dict.fromkeys(("inputs", "labels", *([SEGMENTS] if packed else [])), tokens)
 
 
-def _local_rows(sharding: NamedSharding, shape: tuple[int, int]) -> range:
-    """Returns the rows of a batch that this process's devices hold; contiguous, for tp varies fastest in the mesh."""
-    slices = [index[0] for index in sharding.addressable_devices_indices_map(shape).values() if index is not None]
-    return range(min(s.start or 0 for s in slices), max(s.stop or shape[0] for s in slices))
+def held_rows(indices: Iterable[Index | None], global_batch_size: int) -> list[int]:
+    """Returns the rows of a batch that devices hold, ascending, each of them once.
+
+    Args:
+      indices: part of the batch that each device holds: slices of its rows and of their tokens.
+      global_batch_size: B.
+    """
+    held = {_bounds(index, global_batch_size) for index in indices if index is not None}
+    return sorted({row for bounds in held for row in range(*bounds)})
+
+
+def _on_mesh(array: NDArray[np.int32], rows: Sequence[int], sharding: NamedSharding, size: int) -> jax.Array:
+    """Returns a batch of `size` rows on the mesh, from those of them that this process holds.
+
+    Args:
+      array: `[len(rows), T]`.
+      rows: the place of each in the batch, ascending.
+      sharding: the sharding of the batch.
+      size: B.
+    """
+
+    def part(index: Index | None) -> NDArray[np.int32]:
+        assert index is not None
+        first, last = _bounds(index, size)
+        at = bisect_left(rows, first)
+        return array[at : at + last - first, index[1]]
+
+    return jax.make_array_from_callback((size, array.shape[1]), sharding, part)
+
+
+def _bounds(index: Index, size: int) -> tuple[int, int]:
+    """Returns the first row of a part, and the row after its last."""
+    first, last, _ = index[0].indices(size)
+    return first, last

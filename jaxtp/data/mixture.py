@@ -15,8 +15,12 @@ from typing import SupportsIndex, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtp.data.rows import fingerprint
+
 T = TypeVar("T")
 
+ALGORITHM = "Tijdeman 1"
+"""Name of the schedule, and its version: one that gives other cycles for the same weights is another."""
 PARTS = 10_000
 """Number of samples in a cycle at most: weights are rounded to this part of their sum."""
 
@@ -35,6 +39,11 @@ class Mixture(Sequence[T]):
         self._cycle = schedule(self.counts)
         chosen = self._cycle[:, None] == np.arange(len(sources))
         self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1  # a sample's index among those of its source in the cycle
+
+    @property
+    def identity(self) -> str:
+        """Hash of the sources of a cycle's samples, in hexadecimal digits."""
+        return fingerprint(self._cycle.tolist())
 
     def __len__(self) -> int:
         return sys.maxsize

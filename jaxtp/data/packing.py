@@ -6,17 +6,21 @@ number of different lengths, hardly by that of the documents.
 """
 
 import bisect
-import tempfile
+import hashlib
+import json
 from collections.abc import Iterator
-from typing import IO, Any
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.documents import Documents
+from jaxtp.data.plans import Block, Wanted, find_plan
 from jaxtp.data.rows import SEGMENTS, Row, Rows, check_vocabulary, empty_row
 from jaxtp.entry import UserError
 
+VERSION = 1
+"""Version of the packing: one that gives other rows for the same documents is another."""
 BLOCK = 2**17
 """Number of documents that are packed among themselves. A plan takes some MB of memory while it is made, however many
 there are."""
@@ -40,14 +44,17 @@ class Packed(Rows):
       LongDocumentError: there is one, and `long` is "stop".
     """
 
+    algorithm = f"best fit {VERSION}"
+
     def __init__(self, documents: Documents, length: int, vocab_size: int, long: str = "split"):
         super().__init__(documents, length, vocab_size)
-        with tempfile.TemporaryFile() as pieces, tempfile.TemporaryFile() as rows:
-            num_tokens = sum(self._plan(long, pieces, rows))
-            # Memory maps: the plan is on disk, and in memory only where it is read.
-            self._pieces = _mapped(pieces).reshape(-1, 2)
-            self._rows = _mapped(rows)
-        self.padding = 1 - num_tokens / max(len(self) * length, 1)
+        key = plan_key(documents, length, long)
+        most = documents.num_documents + documents.num_tokens // length
+        # Its arrays are memory maps: the plan is on disk, and in memory only where it is read.
+        plan = find_plan(Wanted(key, documents.num_documents, most, partial(self._plan, long)))
+        self._pieces, self._rows, self.identity = plan.pieces, plan.rows, plan.sha256
+        self.num_split, self.num_dropped = plan.num_split, plan.num_dropped
+        self.padding = 1 - plan.num_tokens / max(len(self) * length, 1)
 
     def __len__(self) -> int:
         return len(self._rows) - 1
@@ -72,40 +79,42 @@ class Packed(Rows):
         row[SEGMENTS][at : at + used] = segment
         return used
 
-    def _plan(self, long: str, pieces: IO[bytes], rows: IO[bytes]) -> Iterator[int]:
-        """Writes pieces in the order of the rows, and where each row begins; yields the size of each block."""
-        np.zeros(1, np.int64).tofile(rows)
-        placed, first = 0, 0
+    def _plan(self, long: str) -> Iterator[Block]:
+        """Yields the rows of the documents, of at most `BLOCK` documents at a time."""
+        first = 0
         for lengths in _blocks(self._documents.lengths()):
             documents = np.arange(first, first + len(lengths))
             first += len(lengths)
-            documents, lengths = self._without_long(long, documents, lengths)
-            block, sizes, counts = _pack(*_pieces(documents, lengths, self._length), self._length)
-            block.tofile(pieces)
-            (placed + np.cumsum(counts)).tofile(rows)
-            placed += len(block)
-            yield int(sizes.sum())
-
-    def _without_long(
-        self, long: str, documents: NDArray[np.int64], lengths: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        too_long = lengths > self._length
-        count = int(too_long.sum())
-        if count and long == "stop":
-            raise LongDocumentError(
-                f"{self._documents.place(int(documents[too_long][0]))}: {lengths[too_long][0]:,} tokens are more than "
-                f"data.sequence_length={self._length}; --data.long-documents split cuts such documents, drop leaves "
-                "them out"
-            )
-        if long == "drop":
-            self.num_dropped += count
-            return documents[~too_long], lengths[~too_long]
-        self.num_split += count
-        return documents, lengths
+            too_long = lengths > self._length
+            count = int(too_long.sum())
+            if count and long == "stop":
+                raise LongDocumentError(
+                    f"{self._documents.place(int(documents[too_long][0]))}: {lengths[too_long][0]:,} tokens are more "
+                    f"than data.sequence_length={self._length}; --data.long-documents split cuts such documents, drop "
+                    "leaves them out"
+                )
+            drops = long == "drop"
+            if drops:
+                documents, lengths = documents[~too_long], lengths[~too_long]
+            pieces, sizes, counts = _pack(*_pieces(documents, lengths, self._length), self._length)
+            yield Block(pieces, counts, int(sizes.sum()), 0 if drops else count, count if drops else 0)
 
 
 class LongDocumentError(UserError):
     """A document longer than a row, where the configuration does not allow it."""
+
+
+def plan_key(documents: Documents, length: int, long: str) -> bytes:
+    """Returns a hash `[32]` of all that a plan depends on: the documents' lengths, as they are read, and settings.
+
+    Raises:
+      DatasetError: the lengths are not those that their dataset was made with.
+    """
+    digest = hashlib.sha256(json.dumps([Packed.algorithm, BLOCK, length, long]).encode())
+    for part in documents.lengths():
+        digest.update(len(part).to_bytes(8, "little"))  # documents of two shards do not share a block
+        digest.update(part.astype("<i8").tobytes())
+    return digest.digest()
 
 
 def _blocks(parts: Iterator[NDArray[np.int64]]) -> Iterator[NDArray[np.int64]]:
@@ -197,10 +206,3 @@ class _OpenRows:
     def all(self) -> list[tuple[Pattern, int]]:
         """Returns every pattern, with the number of its rows."""
         return [row for rows in self._by_room.values() for row in rows]
-
-
-def _mapped(file: IO[bytes]) -> NDArray[Any]:
-    file.flush()
-    if file.tell() == 0:
-        return np.zeros(0, np.int64)
-    return np.memmap(file, np.int64, mode="r")

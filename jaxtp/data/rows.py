@@ -1,8 +1,10 @@
 """Rows of a batch: one sequence each."""
 
+import hashlib
+import json
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 import grain
 import numpy as np
@@ -50,6 +52,10 @@ class Rows(Sequence[Row]):
       vocab_size: every token is below it.
     """
 
+    algorithm: str
+    """Name and version of how documents become rows."""
+    identity: str
+    """Hash of the tokens' places in the rows, in hexadecimal digits; not of the tokens."""
     padding = 0.0
     """Share of all positions that hold no token."""
     num_split = 0
@@ -79,6 +85,12 @@ class Concatenated(Rows):
     Attention crosses from document to document. Each token is an input once.
     """
 
+    algorithm = "concatenated 1"
+
+    def __init__(self, documents: Documents, length: int, vocab_size: int):
+        super().__init__(documents, length, vocab_size)
+        self.identity = fingerprint([self.algorithm, documents.num_tokens, length])
+
     def __len__(self) -> int:
         return -(-self._documents.num_tokens // self._length)
 
@@ -93,6 +105,11 @@ class Concatenated(Rows):
         row["inputs"][:used] = tokens[:used]
         row["labels"][: len(tokens) - 1] = tokens[1:]
         return row
+
+
+def fingerprint(value: Any) -> str:
+    """Returns a hash of what JSON can hold, in hexadecimal digits."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def empty_row(length: int) -> Row:

@@ -6,19 +6,24 @@ order, and of several sources by weight. So the global index of the next sample 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import cache, cached_property
+from importlib.metadata import version
+from typing import Any, Literal
 
 import grain
 
+from jaxtp.data import held_out, mixture
 from jaxtp.data.corpus import Corpus, CorpusError, Source
 from jaxtp.data.documents import Documents
-from jaxtp.data.held_out import held_out
-from jaxtp.data.mixture import Mixture
 from jaxtp.data.packing import Packed
-from jaxtp.data.rows import Concatenated, Rows, Samples
+from jaxtp.data.rows import Concatenated, Rows, Samples, fingerprint
 
 Packing = Literal["documents", "concatenated"]
 LongDocuments = Literal["split", "drop", "stop"]
+ORDER = "order"
+"""Key of what decides the order of the samples in `Data.describe`."""
+ROWS, SHUFFLE, MIXTURE, HELD_OUT = "rows", "shuffle", "mixture", "held_out"
+"""Its parts: which documents share a row, the order of an epoch, the sources in turn, and the rows of an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +84,30 @@ class Data:
         shares = [weight / sum(self.weights) for weight in self.weights]
         return [samples * share / len(rows) for share, rows in zip(shares, self.train_rows, strict=True)]
 
+    @cached_property  # the loop asks at every save
+    def description(self) -> dict[str, Any]:
+        """The corpus's description, and what decides the order of its samples; it is alike in all processes of a run.
+
+        Each part of the order is its algorithm's name and version, and a hash of what it does with these data.
+        """
+        order = {
+            ROWS: (self.train_rows[0].algorithm, fingerprint([rows.identity for rows in self.train_rows])),
+            SHUFFLE: (f"grain {version('grain')}", shuffle_identity()),
+            HELD_OUT: (held_out.ALGORITHM, self._held_out_identity()),
+        }
+        if len(self.weights) > 1:
+            order[MIXTURE] = mixture.ALGORITHM, mixture.Mixture(self.train_rows, self.weights).identity
+        parts = {part: {"algorithm": name, "sha256": sha256} for part, (name, sha256) in order.items()}
+        return {**self.corpus.describe(), ORDER: parts}
+
+    def _held_out_identity(self) -> str:
+        lengths = [len(rows) for rows in self.validation_rows]
+        order = held_out.order_identity(lengths, self._validation_weights)
+        return fingerprint([order, *(rows.identity for rows in self.validation_rows)])
+
     def validation(self, batches: int, batch_size: int) -> Samples:
         """Returns at most so many batches of held-out rows, each row once, as `held_out` describes."""
-        return held_out(self.validation_rows, self._validation_weights, batches=batches, batch_size=batch_size)
+        return held_out.held_out(self.validation_rows, self._validation_weights, batches=batches, batch_size=batch_size)
 
 
 def _distinct(sources: Sequence[Source]) -> list[Source]:
@@ -113,4 +139,14 @@ def make_rows(documents: Documents, settings: RowSettings) -> Rows:
 def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Samples:
     """Returns all rows of all sources, endlessly; each epoch of a source in an order of its own."""
     endless = [grain.MapDataset.source(rows).seed(seed).shuffle().repeat() for rows in sources]
-    return endless[0] if len(endless) == 1 else grain.MapDataset.source(Mixture(endless, weights))
+    return endless[0] if len(endless) == 1 else grain.MapDataset.source(mixture.Mixture(endless, weights))
+
+
+@cache
+def shuffle_identity() -> str:
+    """Returns a hash of how samples are shuffled, in hexadecimal digits: of the same few whatever the data are."""
+    found = []
+    for length in (7, 1000, 10**6 + 3, 2**31 - 1):
+        samples: Any = shuffled([range(length)], [1.0], seed=3)  # type: ignore[list-item]
+        found += [int(samples[epoch * length + place * length // 7]) for epoch in range(3) for place in range(7)]
+    return fingerprint(found)

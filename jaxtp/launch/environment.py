@@ -1,11 +1,13 @@
 """The variables of the environment, which this room alone reads and writes, and the user's cache."""
 
+import contextlib
 import errno
 import itertools
 import os
+import stat
 import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,7 +21,7 @@ DRIVER = Path("/proc/driver/nvidia/gpus")
 _NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
 """Files of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
 _MOST_KEPT = 4 * 2**30
-"""Bytes of compiled programs that are kept; a training step for GPUs takes some MB."""
+"""Bytes of compiled programs that are kept, and of plans of rows; a training step for GPUs takes some MB."""
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = _NVIDIA) -> None:
@@ -75,8 +77,8 @@ def keep_programs(platform: str) -> None:
         return
     try:
         folder = cache_folder() / "programs"
-        _make_private(folder)
-        _forget_oldest(folder)
+        make_private(folder)
+        forget_oldest(folder)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         print(f"compiled programs are not kept for the next run: {error}", file=sys.stderr)
         return
@@ -84,8 +86,8 @@ def keep_programs(platform: str) -> None:
     jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # their size has no bound, and damage is an error
 
 
-def _make_private(folder: Path) -> None:
-    """Makes a folder for programs, which whoever can write there can replace.
+def make_private(folder: Path) -> None:
+    """Makes a folder for programs or plans, which whoever can write there can replace.
 
     Raises:
       OSError: it cannot be made or written, or others can write there.
@@ -97,14 +99,28 @@ def _make_private(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def _forget_oldest(folder: Path, most: int = _MOST_KEPT) -> None:
-    """Deletes the files that were used the longest ago, until the others take at most so many bytes."""
-    found = [(path.stat(), path) for path in folder.iterdir() if path.is_file()]
+def _unlink(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def forget_oldest(folder: Path, most: int = _MOST_KEPT, forget: Callable[[Path], None] = _unlink) -> None:
+    """Deletes the files that were used the longest ago, until the others take at most so many bytes.
+
+    Args:
+      folder: place of the files, whatever they are called.
+      most: bytes that may stay.
+      forget: deletes a file.
+    """
+    found: list[tuple[os.stat_result, Path]] = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process has deleted it meanwhile, or renamed it
+            if stat.S_ISREG((of_file := path.stat()).st_mode):
+                found.append((of_file, path))
     found.sort(key=lambda file: max(file[0].st_atime_ns, file[0].st_mtime_ns), reverse=True)
-    sizes = itertools.accumulate(stat.st_size for stat, _ in found)
+    sizes = itertools.accumulate(of_file.st_size for of_file, _ in found)
     for (_, path), total in zip(found, sizes, strict=True):
         if total > most:
-            path.unlink(missing_ok=True)
+            forget(path)
 
 
 def xla_flags() -> str:

@@ -119,12 +119,12 @@ def write_config(config: TrainConfig) -> None:
 
 
 def checkpoint_info(
-    config: TrainConfig, corpus: Mapping[str, Any], next_sample: int, mesh: Mapping[str, int]
+    config: TrainConfig, data: Mapping[str, Any], next_sample: int, mesh: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Returns what a checkpoint stores beside the arrays: the position in the data, the run, and who wrote it."""
+    """Returns what a checkpoint stores beside the arrays: the data and the position in them, the run, who wrote it."""
     return {
         "next_sample": next_sample,
-        "corpus": dict(corpus),
+        "corpus": dict(data),
         "config": configuration.to_plain(config),
         "mesh": dict(mesh),
         "processes": jax.process_count(),

@@ -250,7 +250,7 @@ class Loop:
 
     def _info(self) -> dict[str, Any]:
         run, sizes = self._run, mesh_sizes(self._mesh)
-        info = folder.checkpoint_info(self._config, run.data.corpus.describe(), run.next_sample, sizes)
+        info = folder.checkpoint_info(self._config, run.data.description, run.next_sample, sizes)
         return info if run.base is None else info | {BASE: run.base}
 
     def _batches(self, rows: Samples, start: int, count: int) -> Iterator[Batch]:

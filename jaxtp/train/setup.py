@@ -77,7 +77,7 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
         blueprint = plan(config, mesh)
         check_attention(config, mesh)
         folder.prepare(config.run.dir)
-    alike = preflight(config, mesh, data.corpus.describe())
+    alike = preflight(config, mesh, data.description)
 
     held.enter_context(jax.set_mesh(mesh))
     held.enter_context(folder.locked(config.run.dir))
@@ -86,7 +86,7 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
         report.line(line)
 
     checkpoints = held.enter_context(_checkpoints(config))
-    found = restore(config, data.corpus, blueprint, checkpoints, report.line)
+    found = restore(config, data.description, blueprint, checkpoints, report.line)
     if found is None:
         state, base = _begin(config, blueprint, report)
     elif config.model.lora.rank:  # their checkpoint does not hold the model beside the adapters

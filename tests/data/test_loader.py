@@ -1,5 +1,9 @@
 """Batches of samples: their order and their division, whatever the mesh, the batch size or the number of processes."""
 
+import json
+from collections import Counter
+
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -8,8 +12,9 @@ from hypothesis import strategies as st
 import jaxtp
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
 from jaxtp.data.documents import InMemory
-from jaxtp.data.loader import abstract_batch, batches, local_batches
+from jaxtp.data.loader import abstract_batch, batches, held_rows, local_batches
 from jaxtp.data.samples import Data, RowSettings, make_rows, shuffled
+from jaxtp.launch.__main__ import main as launch
 
 T = 4
 DOCUMENTS = InMemory(np.arange(100, dtype=np.uint8), np.full(25, T), "test")  # 25 rows, each told by its first token
@@ -68,26 +73,120 @@ def corpora(draw):
     return Corpus(tuple(sources), BYTE_TOKENIZER, "test")
 
 
-@given(
-    corpora(),
-    st.integers(1, 24),
-    st.sampled_from(["documents", "concatenated"]),
-    st.integers(0, 40),
-    st.sampled_from([(8, 1), (4, 2), (8, 4), (8, 8)]),
+class Counted:
+    """Samples that tell which of them are read."""
+
+    def __init__(self, samples):
+        self.samples, self.read = samples, Counter()
+
+    def __getitem__(self, index):
+        self.read[index] += 1
+        return self.samples[index]
+
+
+SIZES = [(1, 8, 1), (8, 1, 1), (2, 4, 1), (2, 2, 2), (1, 4, 2), (1, 2, 4), (1, 1, 8)]
+
+
+@given(st.sampled_from(SIZES), st.permutations(range(8)), st.sampled_from([8, 16]))
+@settings(max_examples=12)
+def test_in_whatever_order_devices_lie_on_the_mesh_each_has_its_rows_and_each_row_is_read_once(sizes, order, size):
+    mesh = jaxtp.make_mesh(*sizes, devices=[jax.devices()[index] for index in order])
+    counted = Counted(samples())
+    (batch,) = batches(counted, mesh, global_batch_size=size, start=3, count=1)
+    expected = np.stack([samples()[3 + row]["inputs"] for row in range(size)])
+    for shard in batch["inputs"].addressable_shards:
+        np.testing.assert_array_equal(shard.data, expected[shard.index])
+    assert {shard.device for shard in batch["inputs"].addressable_shards} == set(mesh.devices.flat)
+    assert counted.read == Counter(range(3, 3 + size))
+
+
+STARTS = st.lists(
+    st.tuples(st.sampled_from(SIZES), st.permutations(range(8)), st.sampled_from([1, 2, 4]), st.sampled_from([8, 16])),
+    min_size=2,
+    max_size=3,
 )
-@settings(deadline=None, max_examples=10)
-def test_any_batch_size_process_count_and_resumption_point_read_the_same_samples(corpus, length, packing, start, split):
-    """Every process reads its own rows; joined, they are the samples from the resumption point on, in order."""
-    batch, processes = split  # rows in a batch over all processes, and how many these are
+"""Mesh, order of its devices, number of processes and size of a batch of each start of a run."""
+
+
+@given(corpora(), st.integers(1, 24), st.sampled_from(["documents", "concatenated"]), STARTS, st.integers(0, 40))
+@settings(max_examples=6)
+def test_no_sample_is_lost_or_repeated_when_a_run_goes_on_with_other_hosts(corpus, length, packing, starts, first):
+    """Each process reads what its devices hold, once; those of a step are the next samples, whoever took the last."""
     length = min(length, *(source.train.num_tokens for source in corpus.sources))
     data = Data(corpus, RowSettings(length, 2**16, packing), seed=1)
-    expected = [data.train[index] for index in range(start, start + 2 * batch)]
-    share = batch // processes
-    parts = [
-        list(local_batches(data.train, range(p * share, (p + 1) * share), batch, start, 2)) for p in range(processes)
-    ]
-    joined = [row for step in range(2) for part in parts for row in part[step]["inputs"]]
-    np.testing.assert_array_equal(joined, [row["inputs"] for row in expected])
+    next_sample, seen, steps = first, {}, 2
+    for sizes, order, processes, size in starts:
+        mesh = jaxtp.make_mesh(*sizes, devices=[jax.devices()[index] for index in order])
+        sharding = jax.sharding.NamedSharding(mesh, abstract_batch(mesh, size, length)["inputs"].sharding.spec)
+        parts = sharding.devices_indices_map((size, length))
+        taken = Counter()
+        for process in range(processes):
+            held = [part for device, part in parts.items() if device.id * processes // 8 == process]
+            rows = held_rows(held, size)
+            assert set(rows) == {row for part in held for row in range(size)[part[0]]}
+            counted = Counted(data.train)
+            for step, local in enumerate(local_batches(counted, rows, size, next_sample, steps)):
+                for row, tokens in zip(rows, local["inputs"], strict=True):
+                    index = next_sample + step * size + row
+                    assert seen.setdefault(index, tokens.tolist()) == tokens.tolist()
+            assert set(counted.read.values()) == {1}
+            taken |= counted.read  # tp may spread over processes: then several read a row
+        assert sorted(taken) == list(range(next_sample, next_sample + steps * size))
+        next_sample += steps * size
+    assert seen == {index: data.train[index]["inputs"].tolist() for index in range(first, next_sample)}
+
+
+TWO_PROCESSES = """
+import json
+from collections import Counter
+from jaxtp.launch.joining import join_processes
+join_processes()
+import grain, jax, numpy as np, jaxtp
+from jaxtp.data.loader import batches
+
+class Source:
+    read = Counter()
+    def __len__(self):
+        return 100
+    def __getitem__(self, index):
+        Source.read[int(index)] += 1
+        return {"inputs": np.full(4, index, np.int32)}
+
+found = []
+for sizes, order in json.loads(%r):
+    Source.read.clear()
+    mesh = jaxtp.make_mesh(*sizes, devices=[jax.devices()[index] for index in order])
+    total = 0
+    samples = grain.MapDataset.source(Source())
+    for step, batch in enumerate(batches(samples, mesh, global_batch_size=8, start=5, count=2)):
+        expected = 5 + 8 * step + np.repeat(np.arange(8)[:, None], 4, axis=1)
+        for shard in batch["inputs"].addressable_shards:
+            np.testing.assert_array_equal(shard.data, expected[shard.index])
+        total += int(jax.jit(lambda x: x.sum())(batch["inputs"]))
+    assert set(Source.read.values()) == {1}
+    found.append([total, sorted(index - 5 for index in Source.read if index < 13)])
+with open(f"{jax.process_index()}.json", "w") as file:
+    json.dump(found, file)
+"""
+MESHES = [
+    ((1, 8, 1), (0, 1, 2, 3, 4, 5, 6, 7), [0, 1, 2, 3], [4, 5, 6, 7]),
+    ((2, 4, 1), (0, 4, 1, 5, 2, 6, 3, 7), [0, 2, 4, 6], [1, 3, 5, 7]),
+    ((2, 4, 1), (6, 2, 3, 7, 0, 4, 5, 1), [1, 2, 4, 7], [0, 3, 5, 6]),
+    ((2, 2, 2), (0, 4, 1, 5, 2, 6, 3, 7), list(range(8)), list(range(8))),
+    ((1, 4, 2), (0, 1, 2, 4, 3, 5, 6, 7), [0, 1, 2, 3, 4, 5], [2, 3, 4, 5, 6, 7]),
+]
+"""Sizes, the order of the devices (each process has four), and the rows that each process needs of eight."""
+
+
+@pytest.mark.journey
+def test_two_processes_read_what_their_devices_hold_however_these_lie_on_the_mesh(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = TWO_PROCESSES % json.dumps([mesh[:2] for mesh in MESHES])
+    assert launch(["--processes", "2", "--devices", "4", "--", "-c", code]) == 0
+    total = 4 * sum(range(5, 21))
+    for process in range(2):
+        found = json.loads((tmp_path / f"{process}.json").read_text())
+        assert found == [[total, mesh[2 + process]] for mesh in MESHES]
 
 
 @given(corpora(), st.integers(1, 24), st.sampled_from(["documents", "concatenated"]))

@@ -110,11 +110,12 @@ def test_a_folder_of_programs_that_cannot_be_used_is_one_line(kept, how, capsys)
 
 
 def test_the_programs_that_were_used_last_are_kept(tmp_path):
+    (tmp_path / "gone").symlink_to("nowhere")  # as if another process had just deleted it
     for age, name in itertools.product(range(4), "ab"):
         (tmp_path / f"{name}{age}").write_bytes(b"x" * 10)
         os.utime(tmp_path / f"{name}{age}", (1e9 - age, 1e9 - age))
-    launch._forget_oldest(tmp_path, most=45)
-    assert {path.name for path in tmp_path.iterdir()} == {"a0", "b0", "a1", "b1"}
+    launch.forget_oldest(tmp_path, most=45)
+    assert {path.name for path in tmp_path.iterdir()} == {"a0", "b0", "a1", "b1", "gone"}
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from jaxtp.train.preflight import (
     record,
 )
 
-DATA = {"source": "text", "train_tokens": 100, "sha256": "ab"}
+DATA = {"source": "text", "train_tokens": 100, "sha256": "ab", "order": {"rows": {"sha256": "ab"}}}
 
 
 @pytest.fixture
@@ -47,6 +47,7 @@ def test_processes_that_are_alike_pass(records):
         (("versions", "NVIDIA's driver"), "550", "NVIDIA's driver: .*550"),
         (("configuration", "train", "steps"), 7, r"differ in their configuration.*\n  train.steps: \d+ -> 7"),
         (("data", "sha256"), "cd", r"differ in their data.*\n  sha256: ab -> cd"),
+        (("data", "order", "rows", "sha256"), "cd", r"differ in their data.*\n  order.rows.sha256: ab -> cd"),
     ],
 )
 def test_a_process_that_differs_is_named_with_both_values(path, lie, message, records):

@@ -1,0 +1,160 @@
+"""The order of the samples is in the checkpoint: another one is refused or named, whatever it is that changes it."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+from runs import SMALL, TEXT, mesh, records
+
+from jaxtp.data import held_out, mixture, packing, rows, samples
+from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
+from jaxtp.data.documents import InMemory
+from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE, Data, RowSettings
+from jaxtp.launch.__main__ import main as launch
+from jaxtp.train import folder
+from jaxtp.train.__main__ import main as train
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.folder import RunFolderError, checkpoint_info
+from jaxtp.train.resume import check_resumable
+
+CONFIG = TrainConfig()
+MESH = {"dp": 1, "fsdp": 1, "tp": 1}
+
+
+def data(kind="documents"):
+    lengths = [7, 2, 9, 1, 3, 3, 3, 1, 25]
+    documents = InMemory(np.arange(sum(lengths), dtype=np.uint8), np.array(lengths), "test")
+    sources = (Source("a", 3.0, documents, documents), Source("b", 1.0, documents, documents))
+    return Data(Corpus(sources, BYTE_TOKENIZER, "test"), RowSettings(10, 256, kind), seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_remembered():
+    yield
+    samples.shuffle_identity.cache_clear()
+
+
+def changed(patch, part):
+    """Makes one part of the order another, as a new version of its package would."""
+    samples.shuffle_identity.cache_clear()
+    if part == ROWS:
+        best_fit = packing.best_fit
+        patch.setattr(packing, "best_fit", lambda *args: best_fit(*args)[::-1])
+    elif part == SHUFFLE:
+        shuffled = samples.shuffled
+        patch.setattr(samples, "shuffled", lambda rows, weights, seed: shuffled(rows, weights, seed + 1))
+    elif part == MIXTURE:
+        schedule = mixture.schedule
+        patch.setattr(mixture, "schedule", lambda counts: schedule(counts)[::-1])
+    else:
+        order = held_out._order
+        patch.setattr(held_out, "_order", lambda *args: order(*args)[::-1])
+
+
+def stored_by(description):
+    return checkpoint_info(CONFIG, description, 8, MESH)
+
+
+def test_what_is_in_the_checkpoints_of_runs_under_way():
+    """Whoever changes a hash here refuses every run that is under way: the version beside the algorithm changes too."""
+    assert {name: (part["algorithm"], part["sha256"][:16]) for name, part in data().description[ORDER].items()} == {
+        ROWS: ("best fit 1", "10dbb59970c19566"),
+        SHUFFLE: (f"grain {samples.version('grain')}", "dfd844250ab4a349"),
+        MIXTURE: ("Tijdeman 1", "2c24932e8e4ebc2f"),
+        HELD_OUT: ("by weight 1", "ee9a61b0f6515da6"),
+    }
+    assert data("concatenated").description[ORDER][ROWS]["algorithm"] == rows.Concatenated.algorithm
+
+
+def test_the_same_order_goes_on_without_a_word():
+    assert check_resumable(CONFIG, data().description, stored_by(data().description)) == []
+
+
+@pytest.mark.parametrize("part", [ROWS, SHUFFLE, MIXTURE])
+def test_another_order_is_refused_by_name(part, monkeypatch):
+    stored = stored_by(data().description)
+    changed(monkeypatch, part)
+    with pytest.raises(RunFolderError) as refused:
+        check_resumable(CONFIG, data().description, stored)
+    message = str(refused.value)
+    (line,) = [line for line in message.splitlines() if " -> " in line and line.startswith("  ")]
+    was, now = stored["corpus"][ORDER][part], data().description[ORDER][part]
+    assert f": {was['algorithm']} ({was['sha256'][:12]}) -> {now['algorithm']} ({now['sha256'][:12]}); " in line
+    package = f"grain {samples.version('grain')}" if part == SHUFFLE else f"jaxtp {folder.versions()['jaxtp']}"
+    assert line.endswith(f"; {package} has the stored one")
+    assert "--run.init-from" in message
+
+
+def test_other_rows_of_evaluations_are_named(monkeypatch):
+    stored = stored_by(data().description)
+    changed(monkeypatch, HELD_OUT)
+    (line,) = check_resumable(CONFIG, data().description, stored)
+    assert line.startswith("changed since: rows of evaluations: by weight 1 (")
+
+
+def test_another_version_with_the_same_order_goes_on():
+    stored = stored_by(copy.deepcopy(data().description))
+    for part in stored["corpus"][ORDER].values():
+        part["algorithm"] += "0"
+    assert check_resumable(CONFIG, data().description, stored) == []
+
+
+def test_other_data_are_refused_as_such():
+    other = data().description
+    stored = stored_by({**other, "sha256": "ab", ORDER: {**other[ORDER], ROWS: {"algorithm": "x", "sha256": "cd"}}})
+    with pytest.raises(RunFolderError, match=r"another run.*\n  data: sha256: ab -> ") as refused:
+        check_resumable(CONFIG, other, stored)
+    assert ORDER not in str(refused.value).partition("Resume it")[0]
+
+
+def test_a_checkpoint_from_before_the_record_goes_on_and_says_so():
+    stored = stored_by(data().corpus.describe())
+    (line,) = check_resumable(CONFIG, data().description, stored)
+    assert line.startswith("order of the samples: the checkpoint, by jaxtp ")
+
+
+def test_other_settings_are_refused_before_the_order_that_follows_from_them():
+    shorter = dataclasses.replace(CONFIG, data=dataclasses.replace(CONFIG.data, sequence_length=10))
+    stored = stored_by(data().description)
+    stored["corpus"][ORDER][ROWS]["sha256"] = "ab"
+    with pytest.raises(RunFolderError, match=r"data.sequence_length: \d+ -> 10\n.*Resume it"):
+        check_resumable(shorter, data().description, stored)
+
+
+@pytest.mark.journey
+def test_a_run_refuses_another_shuffle_and_goes_on_from_what_it_cannot_compare(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text").write_text(TEXT)
+    flags = [*SMALL, *mesh(1, 2, 1), "--data.path", str(tmp_path / "text"), "--run.dir", str(tmp_path / "run")]
+    with monkeypatch.context() as older:
+        older.setattr(Data, "description", property(lambda data: data.corpus.describe()))
+        assert train([*flags, "--train.steps", "2"]) == 0
+    assert train([*flags, "--train.steps", "3"]) == 0
+    assert "older than its record" in capsys.readouterr().out
+    with monkeypatch.context() as other:
+        changed(other, SHUFFLE)
+        assert train([*flags, "--train.steps", "4"]) == 2
+        assert "order of the rows in an epoch: grain " in capsys.readouterr().err
+    samples.shuffle_identity.cache_clear()
+    assert train([*flags, "--train.steps", "4"]) == 0
+    assert max(records(tmp_path / "run")) == 4
+
+
+@pytest.mark.journey
+def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path):
+    """Started with two, then with four, then with one: the losses are those of one that was never stopped."""
+    (tmp_path / "text").write_text(TEXT)
+    flags = [*SMALL, "--data.path", str(tmp_path / "text"), "--optimizer.schedule", "constant"]
+
+    def run(name, processes, steps, *place):
+        devices = ["--processes", str(processes), "--devices", str(4 // processes), "--logs", str(tmp_path / "logs")]
+        command = ["-m", "jaxtp.train", *flags, *place, "--train.steps", str(steps), "--run.dir", str(tmp_path / name)]
+        assert launch([*devices, "--", *command]) == 0
+
+    run("whole", 1, 6, *mesh(1, 2, 2))
+    run("again", 2, 2, *mesh(1, 2, 2))
+    run("again", 4, 4, *mesh(2, 2, 1))
+    run("again", 1, 6, *mesh(4, 1, 1))
+    whole, again = records(tmp_path / "whole"), records(tmp_path / "again")
+    assert list(again) == list(whole) == list(range(1, 7))
+    np.testing.assert_allclose(list(again.values()), list(whole.values()), rtol=1e-5)
