@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from jaxtp.entry import PASSING, UserError
+from jaxtp.entry import PASSING
 from jaxtp.launch.agreement import several, share, who
 from jaxtp.launch.environment import coordinator_host
 from jaxtp.launch.hosts import hosts
@@ -53,6 +53,7 @@ class _Peers:
         self._sending = threading.Lock()
         self._ending = threading.Event()
         """Set once this process ends by itself."""
+        self._how = ""
         self._news = threading.Event()
         """Set once another process is known to have ended too soon."""
         self._lost = threading.Event()
@@ -73,10 +74,13 @@ class _Peers:
             self._thread.join(_GRACE + 2 * _BEAT)
 
     def wait_for_cause(self, error: BaseException) -> None:
-        """Waits for news of a process whose end may be the cause of an error; such news end this process."""
+        """Waits for news of a process whose end may be the cause of an error; such news end this process.
+
+        An error that the other has met too, such as a loss that is not finite, is this process's own.
+        """
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._news.wait(3 * _BEAT)
-        if self._news.is_set() and not isinstance(error, UserError):
+        if self._news.is_set() and _described(error)[:_MOST_SAID] not in self._how:
             self._thread.join(_GRACE + 2 * _BEAT)
 
     def _tell(self, message: dict[str, Any]) -> None:
@@ -122,6 +126,7 @@ class _Peers:
         self._connections.pop(process, None)
         if self._ending.is_set():
             return
+        self._how = how
         self._news.set()
         self._tell({"process": process, "how": how, "grace": grace})
         if self._ending.wait(grace):
