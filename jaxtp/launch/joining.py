@@ -13,7 +13,6 @@ On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices. JAXTP_JOIN_SECON
 
 import os
 import re
-import socket
 import sys
 import threading
 import time
@@ -34,6 +33,7 @@ from jaxtp.launch.environment import (
     sharing,
     visible_gpus,
 )
+from jaxtp.launch.rendezvous import PATIENCE, meet, say_waiting
 
 _BY_HAND = (ADDRESS, COUNT, PROCESS)
 _POD = "JOB_COMPLETION_INDEX"
@@ -41,8 +41,6 @@ _POD = "JOB_COMPLETION_INDEX"
 _WAIT = "JAXTP_JOIN_SECONDS"
 JOIN_SECONDS = 60
 """Seconds that the processes wait for each other, by default."""
-_PATIENCE = 20.0
-"""Seconds after which a process says that it waits for others."""
 _HEARTBEAT = 80
 """Seconds after which JAX ends the others of a process that gives no sign of life, at the earliest after half of them;
 `peers` notices it before, where it can connect."""
@@ -67,7 +65,7 @@ class _Launcher:
 
 
 class LaunchError(UserError):
-    """An environment that describes only part of a multi-process run, or processes that do not find each other."""
+    """An environment that describes only part of a multi-process run, or processes that JAX cannot connect."""
 
 
 def join_processes(environment: Mapping[str, str] = os.environ, gpus: int | None = None) -> None:
@@ -78,7 +76,8 @@ def join_processes(environment: Mapping[str, str] = os.environ, gpus: int | None
       gpus: number of GPUs of this machine; by default as the driver says.
 
     Raises:
-      LaunchError: some of the variables are missing or say what cannot be, or the processes do not find each other.
+      LaunchError: some of the variables are missing or say what cannot be, or JAX cannot connect the processes.
+      RendezvousError: processes that people start by hand do not find each other, or do not fit each other.
     """
     accept_absent_gpus()
     present = gpus_present() if gpus is None else gpus
@@ -169,8 +168,21 @@ def _join_by_hand(variables: Mapping[str, str], given: list[str]) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
         raise LaunchError(f"{ADDRESS}={address[:100]}: should be HOST:PORT, a port from 1 to {2**16 - 1}")
+    meet(host.strip("[]"), int(port), count, process, _seconds(variables))
     join = partial(jax.distributed.initialize, address, num_processes=count, process_id=process)
     _join(f"process {process} of {count} at {address}", join, variables)
+
+
+def _seconds(variables: Mapping[str, str]) -> int:
+    """Returns how long the processes wait for each other.
+
+    Raises:
+      LaunchError: it is no such number.
+    """
+    seconds = _number(variables, _WAIT) if _WAIT in variables else JOIN_SECONDS
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise LaunchError(f"{_WAIT}={seconds}: should be a number of seconds from 1 to {_MOST_SECONDS}")
+    return seconds
 
 
 def _join(waiting: str, join: Callable[..., None], variables: Mapping[str, str]) -> None:
@@ -179,11 +191,9 @@ def _join(waiting: str, join: Callable[..., None], variables: Mapping[str, str])
     Raises:
       LaunchError: they do not come.
     """
-    seconds = _number(variables, _WAIT) if _WAIT in variables else JOIN_SECONDS
-    if not 0 < seconds <= _MOST_SECONDS:
-        raise LaunchError(f"{_WAIT}={seconds}: should be a number of seconds from 1 to {_MOST_SECONDS}")
+    seconds = _seconds(variables)
     met = threading.Event()
-    watching = threading.Thread(target=_watch, args=(waiting, seconds, variables.get(ADDRESS), met), daemon=True)
+    watching = threading.Thread(target=_watch, args=(waiting, seconds, met), daemon=True)
     watching.start()
     try:
         join(initialization_timeout=seconds + _MARGIN, heartbeat_timeout_seconds=_HEARTBEAT)
@@ -195,35 +205,21 @@ def _join(waiting: str, join: Callable[..., None], variables: Mapping[str, str])
         met.set()
 
 
-def _watch(waiting: str, seconds: int, address: str | None, met: threading.Event) -> None:
+def _watch(waiting: str, seconds: int, met: threading.Event) -> None:
     """Says that a process waits, and ends it when it has waited long enough: JAX would abort it with a C++ trace."""
     until = time.monotonic() + seconds
-    if met.wait(min(_PATIENCE, seconds / 2)):
+    if met.wait(min(PATIENCE, seconds / 2)):
         return
-    if seconds > 2 * _PATIENCE:
-        print(f"{waiting}: still waiting for all to start, up to {seconds} s", file=sys.stderr, flush=True)
-    if met.wait(until - time.monotonic() - 1):
-        return
-    answered = address is None or _answers(address)  # before process 0 gives up, perhaps at the same moment
+    if seconds > 2 * PATIENCE:
+        say_waiting(waiting, seconds)
     if met.wait(until - time.monotonic()):
         return
-    reason = (
-        f"not all came within {seconds} s: do the others run, with the same count and address, each with its own id?"
+    print(
+        f"error: {waiting}: not all came within {seconds} s: does each of them run? ({_WAIT} is how long they wait)",
+        file=sys.stderr,
+        flush=True,
     )
-    if not answered:
-        reason = f"nothing answers there after {seconds} s: process 0 has to run on that host, and its port to be open"
-    print(f"error: {waiting}: {reason} ({_WAIT} is how long they wait)", file=sys.stderr, flush=True)
     os._exit(MISTAKE)
-
-
-def _answers(address: str) -> bool:
-    """Returns whether something listens at `HOST:PORT`."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_MARGIN / 4):
-            return True
-    except OSError:
-        return False
 
 
 _LAUNCHERS = (

@@ -11,6 +11,7 @@ from runs import free_address
 
 from jaxtp.launch import joining
 from jaxtp.launch.joining import LaunchError, gpus_of_process, join_processes
+from jaxtp.launch.rendezvous import say_waiting
 
 SLURM = {
     "SLURM_JOB_ID": "65541",
@@ -55,6 +56,7 @@ BY_HAND = {"JAX_COORDINATOR_ADDRESS": "host:1", "JAX_NUM_PROCESSES": "2", "JAX_P
 @pytest.fixture
 def joined(monkeypatch):
     calls = []
+    monkeypatch.setattr(joining, "meet", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: calls.append((*args, kwargs)))
     return calls
 
@@ -127,11 +129,11 @@ def test_what_cannot_be_is_an_error(joined, environment, message):
 
 def test_a_process_that_waits_for_the_others_says_so(monkeypatch, capsys):
     said = threading.Event()
-    monkeypatch.setattr(joining, "_PATIENCE", 0.01)
-    monkeypatch.setattr(joining, "print", lambda *args, **kwargs: (print(*args, **kwargs), said.set()), raising=False)
+    monkeypatch.setattr(joining, "PATIENCE", 0.01)
+    monkeypatch.setattr(joining, "say_waiting", lambda *args: (say_waiting(*args), said.set()))
     monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **kwargs: said.wait(60))
-    join_processes(BY_HAND | {"JAXTP_JOIN_SECONDS": "70"})
-    assert capsys.readouterr().err == "process 1 of 2 at host:1: still waiting for all to start, up to 70 s\n"
+    join_processes(SLURM | {"JAXTP_JOIN_SECONDS": "70"}, gpus=8)
+    assert capsys.readouterr().err == "the processes of Slurm: still waiting for all to start, up to 70 s\n"
 
 
 @pytest.mark.parametrize(
@@ -148,6 +150,7 @@ def test_others_that_do_not_come_are_an_error(error, message, monkeypatch):
     def initialize(*args, **kwargs):
         raise error
 
+    monkeypatch.setattr(joining, "meet", lambda *_: None)
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     with pytest.raises(LaunchError, match=message):
         join_processes(BY_HAND)
@@ -155,7 +158,8 @@ def test_others_that_do_not_come_are_an_error(error, message, monkeypatch):
 
 @pytest.mark.journey
 @pytest.mark.parametrize(
-    ("process", "message"), [("0", "not all came within 3 s: do"), ("1", "nothing answers there after")]
+    ("process", "message"),
+    [("0", "not all came within 3 s, process 1 is missing: does"), ("1", "nothing answers there after")],
 )
 def test_who_waits_in_vain_ends_with_one_line(process, message):
     """JAX itself would abort the process."""
@@ -165,5 +169,5 @@ def test_who_waits_in_vain_ends_with_one_line(process, message):
     command = [sys.executable, "-m", "jaxtp.train"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"error: process {process} of 2 at {address}: {message}")
+    assert line.startswith(f"python -m jaxtp.train: error: process {process} of 2 at {address}: {message}")
     assert done.returncode == 2

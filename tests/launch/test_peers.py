@@ -125,6 +125,24 @@ def test_what_is_no_message_counts_as_its_end(data, process, capsys):
     assert codes == [PASSING]
 
 
+def test_an_error_that_follows_from_the_end_of_another_is_not_this_ones(process, monkeypatch):
+    """Gloo and NCCL fail where a process has ended; what all have met, each says by itself."""
+    watched, others, codes = process(0)
+    monkeypatch.setattr(peers, "_current", watched)
+    others[1].send_bytes(json.dumps({"process": 1, "failure": "NonFiniteError: step 3"}).encode())
+    assert messages(others[2])
+    peers.tell_failure(None, FloatingPointError("step 4"), None)
+    assert codes == [PASSING]
+
+    watched, others, codes = process(0)
+    codes.clear()
+    monkeypatch.setattr(peers, "_current", watched)
+    others[1].send_bytes(json.dumps({"process": 1, "failure": "FloatingPointError: step 3"}).encode())
+    assert messages(others[2])
+    peers.tell_failure(None, FloatingPointError("step 3"), None)
+    assert codes == []
+
+
 PROGRAM = """
 import os, sys, time
 from jaxtp import entry
