@@ -11,10 +11,17 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from jaxtp.entry import UserError
+
 _T = TypeVar("_T")
 
 ADDRESS, COUNT, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 """Variables of JAX that say where the processes of a run meet, how many they are, and which one this is."""
+
+
+class LaunchError(UserError):
+    """An environment that describes only part of a multi-process run, or processes that do not find each other."""
+
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Folder of NVIDIA's driver with an entry for each GPU of the machine."""

@@ -22,11 +22,12 @@ from functools import partial
 
 import jax
 
-from jaxtp.entry import MISTAKE, UserError
+from jaxtp.entry import MISTAKE
 from jaxtp.launch.environment import (
     ADDRESS,
     COUNT,
     PROCESS,
+    LaunchError,
     accept_absent_gpus,
     gpus_present,
     shared,
@@ -64,10 +65,6 @@ class _Launcher:
     """Returns the number of processes of this host."""
 
 
-class LaunchError(UserError):
-    """An environment that describes only part of a multi-process run, or processes that JAX cannot connect."""
-
-
 def join_processes(environment: Mapping[str, str] = os.environ, gpus: int | None = None) -> None:
     """Connects to the other processes, if the environment says that there are any; call before any other JAX.
 
@@ -76,8 +73,7 @@ def join_processes(environment: Mapping[str, str] = os.environ, gpus: int | None
       gpus: number of GPUs of this machine; by default as the driver says.
 
     Raises:
-      LaunchError: some of the variables are missing or say what cannot be, or JAX cannot connect the processes.
-      RendezvousError: processes that people start by hand do not find each other, or do not fit each other.
+      LaunchError: some of the variables are missing or say what cannot be, or the processes do not find each other.
     """
     accept_absent_gpus()
     present = gpus_present() if gpus is None else gpus

@@ -22,7 +22,7 @@ import jax
 
 from jaxtp.entry import PASSING
 from jaxtp.launch.agreement import several, share, who
-from jaxtp.launch.environment import coordinator_host
+from jaxtp.launch.environment import LaunchError, coordinator_host
 from jaxtp.launch.hosts import hosts
 
 SILENCE = 25.0
@@ -148,6 +148,14 @@ def watch() -> None:
     global _current
     if not several() or _current is not None:
         return
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        said = str(error).partition("\n")[0]
+        raise LaunchError(
+            f"JAX cannot start the devices of {socket.gethostname()}: {said} (CPUs of several processes talk by Gloo, "
+            "which needs this host's name to have an address, as in /etc/hosts)"
+        ) from None
     names = hosts()
     if len(names) == 1:
         return

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxtp.entry import UserError
+from jaxtp.launch.environment import LaunchError
 
 PATIENCE = 20.0
 """Seconds after which a process says that it waits for others."""
@@ -23,10 +23,6 @@ _HELLO = 5.0
 _PAUSE = 0.3
 _SETTING = "(JAXTP_JOIN_SECONDS is how long they wait)"
 _MOST_BYTES = 4096
-
-
-class RendezvousError(UserError):
-    """Processes that do not find each other, or do not fit each other."""
 
 
 def meet(host: str, port: int, count: int, process: int, seconds: float) -> None:
@@ -40,7 +36,7 @@ def meet(host: str, port: int, count: int, process: int, seconds: float) -> None
       seconds: time that they wait for each other.
 
     Raises:
-      RendezvousError: some are missing, two have one id, they expect different numbers, or process 0 is not there.
+      LaunchError: some are missing, two have one id, they expect different numbers, or process 0 is not there.
     """
     if count == 1:
         return
@@ -82,7 +78,7 @@ def _gather(port: int, count: int, waiting: _Wait) -> None:
         try:
             server = held.enter_context(socket.create_server(("", port), family=family, dualstack_ipv6=both))
         except OSError as error:
-            raise RendezvousError(
+            raise LaunchError(
                 f"{waiting.what}: this host cannot listen there ({os.strerror(error.errno or 0)})"
             ) from None
         try:
@@ -92,11 +88,11 @@ def _gather(port: int, count: int, waiting: _Wait) -> None:
                     _admit(held.enter_context(server.accept()[0]), count, came)
                 if waiting.left() <= 0:
                     missing = ", ".join(str(each) for each in range(1, count) if each not in came)
-                    raise RendezvousError(
+                    raise LaunchError(
                         f"{waiting.what}: not all came within {waiting.seconds:g} s, process {missing} is missing: "
                         f"does it run, with this address and an id of its own? {_SETTING}"
                     )
-        except RendezvousError as error:
+        except LaunchError as error:
             _tell(came, {"error": str(error)})
             raise
         _tell(came, {"error": None})
@@ -106,7 +102,7 @@ def _admit(connection: socket.socket, count: int, came: dict[int, tuple[socket.s
     """Takes in a process that says who it is; one that does not is none.
 
     Raises:
-      RendezvousError: it has the id of another, or expects another number; it is told so as well.
+      LaunchError: it has the id of another, or expects another number; it is told so as well.
     """
     connection.settimeout(_HELLO)
     said = _receive(connection)
@@ -124,7 +120,7 @@ def _admit(connection: socket.socket, count: int, came: dict[int, tuple[socket.s
         problem = f"two processes have the id {process}, one on {other} and one on {host}: each needs its own"
     if problem is not None:
         _tell({process: (connection, host)}, {"error": problem})
-        raise RendezvousError(problem)
+        raise LaunchError(problem)
     came[process] = connection, host
 
 
@@ -155,13 +151,13 @@ def _visit(host: str, port: int, hello: Mapping[str, Any], waiting: _Wait) -> No
             answer = _receive(connection)
         if "error" in answer:
             if answer["error"] is not None:
-                raise RendezvousError(str(answer["error"]))
+                raise LaunchError(str(answer["error"]))
             return
         time.sleep(_PAUSE)  # process 0 has ended, and may be started again
     problem = "nothing answers there"
     if reached:
         problem = "what answers there is no process 0 of this run"
-    raise RendezvousError(
+    raise LaunchError(
         f"{waiting.what}: {problem} after {waiting.seconds:g} s: process 0 has to run on that host, and its port to be "
         f"open {_SETTING}"
     )

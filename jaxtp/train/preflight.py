@@ -71,7 +71,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[
     drawn = draw_hosts(mesh, [record["host"] for record in records])
     return [
         f"hosts   {len(records)} processes: {told}",
-        f"devices {f'{chr(10):<9}'.join(drawn)}",
+        "devices " + ("\n" + 8 * " ").join(drawn),
         f"versions {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"alike   versions, configuration (sha256 {_digest(kept)}), data, clocks and run folder; sums over every axis "
         "are right",

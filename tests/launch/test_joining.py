@@ -10,7 +10,8 @@ import pytest
 from runs import free_address
 
 from jaxtp.launch import joining
-from jaxtp.launch.joining import LaunchError, gpus_of_process, join_processes
+from jaxtp.launch.environment import LaunchError
+from jaxtp.launch.joining import gpus_of_process, join_processes
 from jaxtp.launch.rendezvous import say_waiting
 
 SLURM = {

@@ -9,7 +9,8 @@ import pytest
 from runs import free_address
 
 from jaxtp.launch import rendezvous
-from jaxtp.launch.rendezvous import RendezvousError, meet
+from jaxtp.launch.environment import LaunchError
+from jaxtp.launch.rendezvous import meet
 
 
 def meeting(places, seconds=20.0, before=()):
@@ -21,7 +22,7 @@ def meeting(places, seconds=20.0, before=()):
         try:
             meet("127.0.0.1", port, count, process, seconds)
             ends[index] = None
-        except RendezvousError as error:
+        except LaunchError as error:
             ends[index] = str(error)
 
     threads = [threading.Thread(target=take_part, args=(i, *place), daemon=True) for i, place in enumerate(places)]
@@ -87,12 +88,12 @@ def test_strangers_are_left_alone(data):
 def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
     monkeypatch.setattr(rendezvous, "PATIENCE", 0.1)
     began = time.monotonic()
-    with pytest.raises(RendezvousError, match="nothing answers there after 1 s: process 0 has to run on that host"):
+    with pytest.raises(LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"):
         meet("127.0.0.1", int(free_address().rpartition(":")[2]), 2, 1, 1.0)
     assert time.monotonic() - began < 10
     assert "still waiting for all to start, up to 1 s" in capsys.readouterr().err
 
 
 def test_a_host_that_no_name_service_knows_is_said_so_too():
-    with pytest.raises(RendezvousError, match="nothing answers there"):
+    with pytest.raises(LaunchError, match="nothing answers there"):
         meet("no-such-host.invalid", 99, 2, 1, 0.5)

@@ -1,0 +1,125 @@
+"""Two hosts with names and addresses of their own, by Linux's namespaces: where a machine lets us make them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from runs import SMALL, mesh, records
+
+ADDRESS = "10.77.0.1:4321"
+LINKS = {"jaxtp0": "10.77.0.1/24", "jaxtp1": "10.77.0.2/24"}
+"""The hosts, which are the ends of one cable."""
+
+
+def ip(*words, check=True):
+    return subprocess.run(["ip", *words], check=check, capture_output=True)
+
+
+def can_make_hosts():
+    try:
+        made = ip("netns", "add", "jaxtp-probe", check=False).returncode == 0
+        ip("netns", "del", "jaxtp-probe", check=False)
+        named = subprocess.run(["unshare", "-u", "-m", "true"], capture_output=True).returncode == 0
+    except FileNotFoundError:
+        return False
+    return made and named
+
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not can_make_hosts(), reason="no network namespaces here")]
+
+
+@pytest.fixture
+def cable():
+    """Connects the hosts."""
+    first, second = LINKS
+    for host in LINKS:
+        ip("netns", "del", host, check=False)
+        ip("netns", "add", host)
+    ip("link", "add", "v0", "netns", first, "type", "veth", "peer", "name", "v1", "netns", second)
+    for link, (host, address) in zip(("v0", "v1"), LINKS.items(), strict=True):
+        ip("-n", host, "addr", "add", address, "dev", link)
+        ip("-n", host, "link", "set", link, "up")
+        ip("-n", host, "link", "set", "lo", "up")
+    yield
+    for host in LINKS:
+        ip("netns", "del", host, check=False)
+
+
+@pytest.fixture
+def start(tmp_path, cable):
+    """Starts a process of a run of two on one of the hosts."""
+    processes = []
+
+    def start(process, *flags, seconds=60):
+        host = list(LINKS)[process]
+        place = {"JAX_COORDINATOR_ADDRESS": ADDRESS, "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": str(process)}
+        place |= {"JAX_NUM_CPU_DEVICES": "2", "JAXTP_JOIN_SECONDS": str(seconds), "PYTHONUNBUFFERED": "1"}
+        train = [sys.executable, "-m", "jaxtp.train", *SMALL, "--run.dir", str(tmp_path / "run"), *flags]
+        (tmp_path / "hosts").write_text("".join(f"{at.partition('/')[0]} {name}\n" for name, at in LINKS.items()))
+        own = f'mount --bind {tmp_path}/hosts /etc/hosts && hostname {host} && exec "$@"'
+        with log(process).open("a") as file:
+            streams = {"stdout": file, "stderr": subprocess.STDOUT}
+            command = ["ip", "netns", "exec", host, "unshare", "-u", "-m", "sh", "-c", own, "sh", *train]
+            processes.append(subprocess.Popen(command, env=os.environ | place, **streams))
+        return processes[-1]
+
+    def log(process):
+        return tmp_path / f"{process}.log"
+
+    start.said = lambda process: log(process).read_text()
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def wait_until(true, seconds=180):
+    until = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start, tmp_path):
+    flags = [*mesh(1, 2, 2), "--train.steps", "3", "--launch.preflight-bandwidth"]
+    other = start(1, *flags)
+    first = start(0, *flags)
+    time.sleep(2)
+    first.send_signal(signal.SIGKILL)  # most likely while it waits, else both are gone: then the other is too
+    first.wait()
+    if other.poll() is not None:
+        other = start(1, *flags)
+    assert [start(0, *flags).wait(180), other.wait(180)] == [0, 0]
+    said = start.said(0)
+    assert "devices jaxtp0   dp 0 fsdp 0: 0 1\n        jaxtp1   dp 0 fsdp 1: 2048 2049\n" in said
+    assert said.count("GB/s of an all-gather") == 2
+    assert len(records(tmp_path / "run")) == 3
+
+
+def test_layers_over_both_hosts_are_refused_by_name(start):
+    processes = [start(process, *mesh(1, 1, 4)) for process in range(2)]
+    assert [process.wait(180) for process in processes] == [2, 2]
+    assert "mesh.tp=4 spreads layers over the hosts jaxtp0 and jaxtp1" in start.said(0)
+
+
+def test_where_nobody_is_the_wait_ends(start):
+    began = time.monotonic()
+    assert start(1, seconds=3).wait(60) == 2
+    assert time.monotonic() - began < 40
+    assert f"process 1 of 2 at {ADDRESS}: nothing answers there after 3 s" in start.said(1)
+
+
+def test_when_the_cable_is_cut_both_end(start):
+    processes = [start(process, *mesh(1, 2, 2), "--train.steps", "1000000") for process in range(2)]
+    wait_until(lambda: "step 5/" in start.said(0))
+    ip("-n", "jaxtp0", "link", "set", "v0", "down")
+    began = time.monotonic()
+    assert all(process.wait(60) != 0 for process in processes)
+    assert time.monotonic() - began < 60
+    for process in range(2):
+        assert f"process {1 - process} (on jaxtp{1 - process}) has given no sign of life for 25 s" in start.said(
+            process
+        )
