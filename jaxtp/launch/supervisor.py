@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
@@ -76,6 +76,11 @@ class Group:
         share = ",".join(shared(gpus, self.count, index))
         return {**_UNBUFFERED, **({"CUDA_VISIBLE_DEVICES": share} if share else {})}
 
+    def on_what_is_left(self) -> "Group":
+        """Returns the processes to start again: fewer, where those GPUs that are still there cannot be divided so."""
+        gpus = len(names_of_gpus(gpus_present())) if self.devices is None else 0
+        return replace(self, count=next(count for count in range(self.count, 0, -1) if gpus % count == 0))
+
     def log(self, index: int) -> Path:
         """Returns the log of a process."""
         return self.logs / f"process-{index}.log"
@@ -123,7 +128,9 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
         _say(*(_tail(log) if failure.index else ()))  # what process 0 said is shown already
         if turn > restarts or running.asked or failure.code == MISTAKE:  # it would fail again
             return failure.exit_code
-        _say(f"all are started again ({turn} of {restarts})")
+        left = group.on_what_is_left()
+        _say(f"{'all' if left.count == group.count else left.count} are started again ({turn} of {restarts})")
+        group = left
 
 
 class _Running:

@@ -95,6 +95,16 @@ def test_gpus_that_cannot_be_divided_are_an_error(count, able, monkeypatch, tmp_
         group(tmp_path, count, "")
 
 
+def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(monkeypatch, tmp_path, capsys):
+    present = iter([8, 8, 8, 8, 6, 6, 6, 6, 6])
+    monkeypatch.setattr(supervisor, "gpus_present", lambda: next(present))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"
+    assert supervise(group(tmp_path, 4, code), restarts=1) == 0
+    assert "3 are started again (1 of 1)" in capsys.readouterr().err
+    assert (tmp_path / "logs/process-2.log").read_text().splitlines()[-1] == "4,5"
+
+
 def test_gpus_are_divided(monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor, "gpus_present", lambda: 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
