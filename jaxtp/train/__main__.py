@@ -14,6 +14,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.loop import Loop, NonFiniteError
 from jaxtp.train.setup import start
+from jaxtp.train.verify import CorruptionError
 
 PROGRAM = "python -m jaxtp.train"
 DESCRIPTION = """Trains a tensor-parallel decoder.
@@ -31,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      Its exit code: 0, also when a signal stopped it; 1 where a loss, gradient or update was not finite; 2 for a
-      mistake; 130 for a second Ctrl-C.
+      Its exit code: 0, also when a signal stopped it; 1 where a loss, gradient or update was not finite,
+      or a verification found a difference; 2 for a mistake; 130 for a second Ctrl-C.
     """
     _quieten()
     return entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED)
@@ -45,7 +46,7 @@ def _train(argv: Sequence[str]) -> int:
             config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
         with ExitStack() as held:
             Loop(start(config, notes, held)).run_to_end()
-    except NonFiniteError as error:
+    except (NonFiniteError, CorruptionError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 1
     return 0

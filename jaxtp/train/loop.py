@@ -15,7 +15,7 @@ from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
 from jaxtp.hf.runs import BASE
-from jaxtp.mesh import mesh_sizes
+from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import folder
 from jaxtp.train.metrics import flops_per_token, memory_record, peak_flops
 from jaxtp.train.profiling import Profiler
@@ -23,6 +23,7 @@ from jaxtp.train.setup import Run
 from jaxtp.train.state import parameter_count
 from jaxtp.train.step import Scalars, TrainStep, trace_step
 from jaxtp.train.trackers import Trackers
+from jaxtp.train.verify import VERIFIED, Verifier, compiler_options
 from jaxtp.train.watchdog import Watchdog
 
 
@@ -44,7 +45,10 @@ class Loop:
         self._trackers = Trackers(config, run.step, run.report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
-        self._in_flight: tuple[int, int, Scalars] | None = None
+        self._verifier: Verifier | None = None
+        if config.train.verify_every:
+            self._verifier = Verifier(config, run.blueprint, run.checkpoints, run.verified)
+        self._in_flight: tuple[int, int, Scalars, list[jax.Array]] | None = None
         self._recent: dict[int, Batch] = {}
         self._saved_at = run.step if run.checkpoints.steps() else None
 
@@ -53,6 +57,7 @@ class Loop:
 
         Raises:
           NonFiniteError: a loss or gradient was not finite, and `train.non_finite` does not allow it; or an update.
+          CorruptionError: a verification found devices that do not agree.
           ValueError: a `CheckpointError` or `RunFolderError` where files cannot be written, a `TokenError` of the data.
         """
         run, total = self._run, self._config.train.steps
@@ -81,12 +86,17 @@ class Loop:
             if self._profiler.first == run.step + 1:
                 with self._timing.lost_to("profile"):
                     self._profiler.start()
-            run.state, scalars = train_step(run.state, batch)
+            verifying = self._verifier is not None and self._verifier.due(run.step + 1)
+            if verifying:
+                self._begin_verification(train_step, batch)
+            run.state, scalars, *checksums = train_step(run.state, batch)
             run.step += 1
             run.next_sample += self._config.data.global_batch_size
             self._recent = {run.step - 1: self._recent.get(run.step - 1, batch), run.step: batch}
             self._finish_step()
-            self._in_flight = run.step, run.next_sample, scalars
+            self._in_flight = run.step, run.next_sample, scalars, checksums
+            if verifying:
+                self._finish_step()
             if self._profiler.tracing and self._profiler.last == run.step:
                 with self._timing.lost_to("profile"):
                     self._report.line(self._profiler.stop(scalars))
@@ -109,6 +119,22 @@ class Loop:
             self._finish_step()
             self._save(loss)
 
+    def _begin_verification(self, train_step: TrainStep, batch: Batch) -> None:
+        """Makes the next step for the first time, and brings back the state from before it."""
+        self._finish_step()
+        run = self._run
+        assert self._verifier is not None
+        with self._timing.lost_to("verify"):
+            run.state = self._verifier.begin(run.step + 1, run.state, batch, lambda state: train_step(state, batch))
+
+    def _verify(self, verifier: Verifier, step: int, checksums: jax.Array) -> None:
+        """Keeps the checksums of a step's gradients, and ends the verification of the step if there is one."""
+        verifier.note(step, checksums)
+        if verifier.due(step):
+            with self._timing.lost_to("verify"):
+                verifier.finish(self._run.state, checksums)
+            self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
+
     def _stop_asked(self) -> bool:
         """Returns whether to stop; several processes ask each other, by a collective, only where a step is logged."""
         asked = self._run.interrupt.received is not None
@@ -130,9 +156,11 @@ class Loop:
         """Waits for the step in flight, shows its loss, and logs it if that is due."""
         if self._in_flight is None:
             return
-        (step, samples, scalars), self._in_flight = self._in_flight, None
+        (step, samples, scalars, checksums), self._in_flight = self._in_flight, None
         values = scalars.fetch()
         self._timing.tick()
+        if self._verifier is not None:
+            self._verify(self._verifier, step, *checksums)
         if skipped := int(values.pop("skipped")):
             self._skipped(step, skipped, values)
         elif not math.isfinite(values["param_norm"]):
@@ -251,7 +279,8 @@ class Loop:
     def _info(self) -> dict[str, Any]:
         run, sizes = self._run, mesh_sizes(self._mesh)
         info = folder.checkpoint_info(self._config, run.data.corpus.describe(), run.next_sample, sizes)
-        return info if run.base is None else info | {BASE: run.base}
+        verified = {} if self._verifier is None else {VERIFIED: self._verifier.verified}
+        return info | verified | ({} if run.base is None else {BASE: run.base})
 
     def _batches(self, rows: Samples, start: int, count: int) -> Iterator[Batch]:
         size = self._config.data.global_batch_size
@@ -261,6 +290,7 @@ class Loop:
         started = time.perf_counter()
         with self._timing.lost_to("compile"):
             traced = trace_step(self._config, self._run.blueprint, self._run.train_step, self._run.state)
-            compiled: TrainStep = traced.lower().compile()
+            options = compiler_options(self._config, platform_of(self._mesh.devices.flat[0]))
+            compiled: TrainStep = traced.lower().compile(compiler_options=options)
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")
         return compiled
