@@ -17,30 +17,29 @@ its sum over devices, on any of those that add to it. And without copies (dp 1),
 step between two verifications, leaves nothing to compare with.
 
 It rests on programs that give the same bits each time. On CPUs they do, and tests hold it. For GPUs the step is
-compiled with `xla_gpu_exclude_nondeterministic_ops`, which leaves out sums by atomics and still times kernels. For an
-H100 that is not there, XLA's compilers of jax 0.10.2 and 0.12 take it, and sort before the one scatter that a step has;
-they do not take `xla_gpu_deterministic_ops` both. No GPU has run it. There it rests as well on NCCL, which has to add
-in one order each time, and, for copies, in the same order in each group of devices along an axis: where it does not,
-copies differ by rounding, which is found and is no device's fault.
+compiled with `xla_gpu_exclude_nondeterministic_ops`, which leaves out sums by atomics and still times kernels. XLA's
+compilers of jax 0.10.2 and 0.12 take it for an H100 that is not there (that of 0.12 once Triton's products are off,
+which it cannot choose without the GPU), and sort before the one scatter that a step has. No GPU has run it. There it
+rests on two more things that nobody has tried: that cuDNN's attention heeds the option; and that NCCL adds in one order
+each time and, for copies, in the same order in each group of devices along an axis. Where it does not, copies differ by
+rounding, which is found and is no device's fault.
 
-The state goes to host memory and back, because the step donates it and devices have no room for two; with the first
-result, which is evidence, that is the state twice (`host_bytes`). A verification costs a step, both ways of the state
-between host and devices, and reading it five times where it lies: `scripts/results/verify_cost.txt`.
+The state goes to host memory and back, because the step donates it and devices have no room for two; so does the first
+result, which is evidence: that is the state twice (`host_bytes`). A verification costs a step, the state's way from
+devices to host twice and back once, and reading it four times where it lies: `scripts/results/verify_cost.txt`.
 """
 
 import contextlib
 import socket
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import NamedSharding, Sharding
+from jax.sharding import NamedSharding
 
 from jaxtp.checkpoint.checksum import device_checksums
 from jaxtp.checkpoint.logical import filled, named_variables
@@ -51,20 +50,12 @@ from jaxtp.launch.agreement import share, who
 from jaxtp.layers.parameter import spec_of
 from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.faults import Fault, Places, Table, changed, copies_of, copies_of_all, judge, odd_ones
 from jaxtp.train.state import Blueprint, bytes_per_device, trained_parameters
 from jaxtp.train.step import Scalars
 
 Compute = Callable[[nnx.State], tuple[nnx.State, Scalars, Array]]
 """A step on a batch: it takes a state, and gives what `make_train_step(with_checksums=True)` does."""
-
-Table = np.ndarray
-"""Checksums of what devices hold, uint32 `[arrays, devices]`, in the order of the mesh."""
-
-Copies = list[list[int]]
-"""Positions in the mesh of the devices that hold the same part of an array, for each part."""
-
-Places = dict[str, set[int]]
-"""Positions in the mesh of the devices that stand out, by the name of the array."""
 
 Held = dict[str, list[tuple[jax.Device, np.ndarray]]]
 """What each device of this process holds, by the name of the array, in host memory."""
@@ -77,29 +68,11 @@ _MOST_NAMED = 8
 """Most processes whose devices a message names."""
 _AT_ONCE = 64
 """Number of steps whose checksums the processes share at once."""
-_BEFORE_SUM = (
-    "Every copy of some part differs, or there is one only, so the fault may have come before these gradients were "
-    "summed: then it is on one of the devices that add to them. "
-)
-
 _sums = jax.jit(device_checksums, static_argnums=1)
 
 
 class CorruptionError(ArithmeticError):
     """Devices hold different copies, or a step that is made twice gives different results."""
-
-
-@dataclass(frozen=True)
-class Fault:
-    """Something that is not equal and should be."""
-
-    what: str
-    """A clause that says what differs."""
-
-    places: Places
-
-    note: str = ""
-    """A sentence more on where it comes from."""
 
 
 @dataclass(frozen=True)
@@ -172,10 +145,10 @@ class Verifier:
         return state
 
     def finish(self, state: nnx.State, gradients: Array) -> None:
-        """Takes what a step gave, and compares it with its first result, if it had one.
+        """Compares what the step gave the second time with what it gave the first time.
 
         Args:
-          state: the state; that after the step, if it is being verified.
+          state: the state after it.
           gradients: the checksums of its gradients.
 
         Raises:
@@ -186,9 +159,11 @@ class Verifier:
         results = named_arrays(state)
         before, back, *made = share_columns(*map(columns, (*begun.checksums, gradients, checksums(results))))
         first, second = (made[0], made[1]), (made[2], made[3])
-        fault = _moved(list(begun.before), before, back) or judge(
-            self._gradients, copies_of_all(results), first, second
-        )
+        fault: Fault | None
+        if places := changed(list(begun.before), before, back):
+            fault = Fault("the state came back from host memory otherwise than it went there", places)
+        else:
+            fault = judge(self._gradients, copies_of_all(results), first, second)
         if fault:
             evidence = {"before": begun.before, "first": begun.first, "second": to_host(results)}
             raise self._error(begun.step, fault, evidence)
@@ -219,8 +194,8 @@ class Verifier:
         kept = "Both results, the state before them and the batch" if len(evidence) > 1 else "The state and the batch"
         kept += f" could not be kept: {failed[0]}" if failed else f" are in {place}"
         return CorruptionError(
-            f"{said}. {fault.note}{kept}. Take the host out of the run's list, let its vendor's diagnostics look at "
-            f"it (NVIDIA: dcgmi diag -r 4), and start the run without it. {self._way_back()}"
+            f"{said}. {fault.note}{kept}. Leave the host out of the run, and let its vendor's diagnostics look at it "
+            f"(NVIDIA: dcgmi diag -r 4). {self._way_back()}"
         )
 
     def _described(self, places: Places) -> str:
@@ -264,72 +239,6 @@ class Verifier:
                 f"step {good[-1]}"
             )
         return f"The same command goes on from step {good[-1]}, whose checkpoint is good by the verification at {last}"
-
-
-def judge(
-    gradients: Mapping[str, Copies],
-    results: Mapping[str, Copies],
-    first: tuple[Table, Table],
-    second: tuple[Table, Table],
-) -> Fault | None:
-    """Compares a step that was made twice; returns what is at fault, or None.
-
-    Args:
-      gradients: the copies of the gradients.
-      results: the copies of the arrays of the state.
-      first: checksums of the gradients and of the results, the first time.
-      second: those of the second time.
-    """
-    if places := changed(list(gradients), first[0], second[0]):
-        everywhere = any(places[name].issuperset(each) for name in places for each in gradients[name])
-        note = _BEFORE_SUM if everywhere else ""
-        return Fault("the gradients of the step, made twice from the same state and batch, differ", places, note)
-    if places := odd_ones(second[0], gradients):
-        return Fault("copies of the gradients differ, each time in the same way", places)
-    if places := changed(list(results), first[1], second[1]):
-        return Fault("the update, made twice from the same gradients, differs", places)
-    if places := odd_ones(second[1], results):
-        return Fault("copies differ after the update, each time in the same way", places)
-    return None
-
-
-def _moved(names: Sequence[str], before: Table, back: Table) -> Fault | None:
-    places = changed(names, before, back)
-    return Fault("the state came back from host memory otherwise than it went there", places) if places else None
-
-
-def changed(names: Iterable[str], one: Table, other: Table) -> Places:
-    """Returns where two tables differ."""
-    rows = zip(names, one != other, strict=True)
-    return {name: set(np.flatnonzero(row).tolist()) for name, row in rows if row.any()}
-
-
-def odd_ones(table: Table, arrays: Mapping[str, Copies]) -> Places:
-    """Returns which devices hold another copy than most that should hold the same; all of them, if there is no most."""
-    found: Places = {}
-    for row, (name, copies) in zip(table, arrays.items(), strict=True):
-        for group in copies:
-            (usual, times), *others = Counter(row[group].tolist()).most_common()
-            if others:
-                tied = others[0][1] == times
-                found.setdefault(name, set()).update(each for each in group if tied or row[each] != usual)
-    return found
-
-
-def copies_of(sharding: Sharding, shape: tuple[int, ...]) -> Copies:
-    """Returns which devices hold the same part of an array."""
-    assert isinstance(sharding, NamedSharding), "every array of a run is on its mesh"
-    indices = sharding.devices_indices_map(shape)
-    parts: dict[tuple[Any, ...], list[int]] = {}
-    for position, device in enumerate(sharding.mesh.devices.flat):
-        part = tuple((dim.start, dim.stop) for dim in indices[device] or ())
-        parts.setdefault(part, []).append(position)
-    return list(parts.values())
-
-
-def copies_of_all(arrays: Mapping[str, Array]) -> dict[str, Copies]:
-    """Returns for each array which devices hold the same part of it."""
-    return {name: copies_of(array.sharding, array.shape) for name, array in arrays.items()}
 
 
 def named_arrays(state: nnx.State) -> dict[str, Array]:
