@@ -50,7 +50,7 @@ class Scalars:
 
 
 TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]
-"""What `make_train_step` describes, compiled."""
+"""The function that `make_train_step` describes."""
 EvalStep = Callable[[nnx.State, Batch], tuple[Array, Array]]
 JittedTrainStep = Any
 """`jax.jit`'s result has no public type; it is a `TrainStep` that can also be lowered."""

@@ -58,7 +58,7 @@ Compute = Callable[[nnx.State], tuple[nnx.State, Scalars, Array]]
 """A step on a batch: it takes a state, and gives what `make_train_step(with_checksums=True)` does."""
 
 Held = dict[str, list[tuple[jax.Device, np.ndarray]]]
-"""What each device of this process holds, by the name of the array, in host memory."""
+"""Parts of arrays that each device of this process holds, by the name of the array, in host memory."""
 
 VERIFIED = "verified"
 """Name, in a checkpoint's info, of the last step that was verified when it was saved."""

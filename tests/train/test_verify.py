@@ -89,7 +89,8 @@ class Rig:
         return str(caught.value)
 
     def kept(self, what, position):
-        return np.load(self.config.run.dir / CORRUPTION / "4" / f"{what}_device_{position}.npz")
+        with np.load(self.config.run.dir / CORRUPTION / "4" / f"{what}_device_{position}.npz") as arrays:
+            return dict(arrays)
 
 
 def add_wrong_bits(grads, bits):
