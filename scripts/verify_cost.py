@@ -2,9 +2,9 @@
 
     python scripts/verify_cost.py | tee scripts/results/verify_cost.txt
 
-All is measured in one run, in turns, on virtual CPU devices of this machine; medians of `--repeats`. A GPU that has no
-host's memory to share with others reads its own memory faster, computes far faster, and sends the state to host memory
-and back by its own link: the parts are given by themselves, so that they can be scaled.
+All is measured in one run, in turns, on virtual CPU devices of this machine: medians of `--repeats`, with the quartiles
+beside them. What reading checksums takes is given by itself too, because it is less than steps differ by; and so is the
+way of the state to host memory and back, which a GPU has a link of its own for.
 """
 
 import argparse
@@ -67,9 +67,10 @@ class Bench:
         (checksums,) = self.step(self.summed)
         self.verifier.finish(self.state, checksums)
 
-    def read(self) -> None:
-        """Reads what every device holds of the state, as a verification does four times."""
-        jax.block_until_ready(verify.checksums(verify.named_arrays(self.state)))
+    def read(self, part: str = "") -> None:
+        """Reads what every device holds of the state, as a verification does four times; or of a part of it."""
+        arrays = verify.named_arrays(self.state)
+        jax.block_until_ready(verify.checksums({name: arrays[name] for name in arrays if name.startswith(part)}))
 
     def moved(self) -> None:
         """Copies the state to host memory and back."""
@@ -78,15 +79,15 @@ class Bench:
         jax.block_until_ready([verify.to_devices(held[name], array) for name, array in arrays.items()])
 
 
-def medians(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Returns the median seconds of each action; they take turns, so that what else the machine does meets all."""
+def quartiles(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Returns three seconds for each action; they take turns, so that what else the machine does meets all of them."""
     times: dict[str, list[float]] = {name: [] for name in actions}
     for _ in range(repeats + 1):
         for name, action in actions.items():
             started = time.perf_counter()
             action()
             times[name].append(time.perf_counter() - started)
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+    return {name: statistics.quantiles(found[1:], n=4) for name, found in times.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -94,7 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=128, help="the model's d_model (default 128)")
     parser.add_argument("--length", type=int, default=64, help="tokens in a sequence (default 64)")
-    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--repeats", type=int, default=41)
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(arguments.width, arguments.length, Path(folder))
@@ -103,23 +104,27 @@ def main(argv: list[str] | None = None) -> None:
                 "a step, verification off": lambda: bench.step(bench.plain),
                 "a step, with the checksums of its gradients": bench.noted,
                 "a step that is verified": bench.verified,
-                "  the state, read once where it lies": bench.read,
+                "  as much as its gradients, read once": lambda: bench.read("model."),
+                "  the state, read once": bench.read,
                 "  the state to host memory and back": bench.moved,
             }
-            found = medians(actions, arguments.repeats)
+            found = quartiles(actions, arguments.repeats)
     size = bytes_per_device(bench.plan) * bench.mesh.size
     print(
         f"jax {jax.__version__}, {os.cpu_count()} cores, {describe_mesh(mesh_sizes(bench.mesh))} (CPU devices); "
         f"{parameter_count(bench.plan):,} parameters, {size / 1e6:,.0f} MB of state with its copies, "
         f"8 x {arguments.length} tokens in a step"
     )
-    off, on, whole, *_ = found.values()
-    rows = [(name, f"{seconds * 1e3:,.1f} ms", f"{seconds / off:.2f}") for name, seconds in found.items()]
-    print(columns(("", "median", "of a step"), rows))
-    cost = (on - off) + (whole - on) / 1000
+    off, on, whole, gradients, *_ = (median for _, median, _ in found.values())
+    rows = [
+        (name, f"{median * 1e3:,.1f} ms", f"{low * 1e3:,.1f} to {high * 1e3:,.1f}", f"{median / off:.2f}")
+        for name, (low, median, high) in found.items()
+    ]
+    print(columns(("", "median", "quartiles", "of a step"), rows))
     print(
-        f"verification every 1,000 steps: {cost / off:+.2%} of a step's time, {(on - off) / off:+.2%} by the checksums"
+        f"the checksums in a step: {gradients / off:+.1%} by reading alone, {on / off - 1:+.1%} beside a step without"
     )
+    print(f"a verification: {(whole - on) / off:.2f} steps more, {(whole - on) / off / 1000:.2%} of 1,000 steps")
     print(f"host memory meanwhile: {verify.host_bytes(bench.plan) / 1e6:,.0f} MB")
 
 

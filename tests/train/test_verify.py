@@ -343,6 +343,6 @@ def test_the_script_on_its_cost_measures(capsys):
     script["main"](["--width", "64", "--length", "32", "--repeats", "2"])
     said = capsys.readouterr().out
     times = [float(each.replace(",", "")) for each in re.findall(r"([\d.,]+) ms", said)]
-    assert len(times) == 5
+    assert len(times) == 6
     assert times[2] > times[1], "a verified step contains two steps"
     assert "host memory meanwhile: " in said
