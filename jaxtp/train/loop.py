@@ -122,6 +122,7 @@ class Loop:
     def _begin_verification(self, train_step: TrainStep, batch: Batch) -> None:
         """Makes the next step for the first time, and brings back the state from before it."""
         self._finish_step()
+        self._watchdog.feed()
         run = self._run
         assert self._verifier is not None
         with self._timing.lost_to("verify"):
@@ -131,6 +132,7 @@ class Loop:
         """Keeps the checksums of a step's gradients, and ends the verification of the step if there is one."""
         verifier.note(step, checksums)
         if verifier.due(step):
+            self._watchdog.feed()
             with self._timing.lost_to("verify"):
                 verifier.finish(self._run.state, checksums)
             self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
