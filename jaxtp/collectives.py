@@ -29,7 +29,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtp.hints import nearest_multiples
-from jaxtp.mesh import BATCH, STORAGE, TP, axes_of, copies, current_mesh, parts
+from jaxtp.mesh import AXES, BATCH, STORAGE, TP, axes_of, copies, current_mesh, parts
 
 GATHERED = "gathered"
 """`checkpoint_name` of what `enter_parallel` returns: the input of a column layer; of this device's part in a ring."""
@@ -159,6 +159,11 @@ def vary_like(x: Array, *others: Array) -> Array:
     """Marks `x` as different along the axes along which one of the others is, and it is not yet."""
     varying = [jax.typeof(array).manual_axis_type.varying for array in (x, *others)]
     return vary(x, *sorted(set().union(*varying) - varying[0]))
+
+
+def vary_everywhere(x: Array) -> Array:
+    """Marks `x` as different on every device: each gives its own, also where it is declared equal."""
+    return vary(x, *(axis for axis in AXES if axis not in jax.typeof(x).manual_axis_type.varying))
 
 
 def enter_parallel(x: Array, sequence_dim: int | None) -> Array:

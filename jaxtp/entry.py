@@ -22,6 +22,9 @@ STANDARD_OUTPUT = "standard output"
 MISTAKE = 2
 """The exit code after a user's mistake."""
 
+CORRUPT = 3
+"""The exit code where a device computes or remembers something wrong: to go on with it is no use."""
+
 PASSING = 75
 """The exit code of a process of several that was stuck, or has lost another: EX_TEMPFAIL of sysexits.h."""
 

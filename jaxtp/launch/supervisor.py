@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
-from jaxtp.entry import MISTAKE, PASSING, UserError
+from jaxtp.entry import CORRUPT, MISTAKE, PASSING, UserError
 from jaxtp.interrupt import signal_name
 from jaxtp.launch.environment import (
     ADDRESS,
@@ -126,7 +126,7 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
         log = group.log(failure.index)
         _say(f"{failure}; see {log}" if failure.index == 0 else f"{failure}; the end of {log}:")
         _say(*(_tail(log) if failure.index else ()))  # what process 0 said is shown already
-        if turn > restarts or running.asked or failure.code == MISTAKE:  # it would fail again
+        if turn > restarts or running.asked or failure.code in (MISTAKE, CORRUPT):  # it would fail again
             return failure.exit_code
         left = group.on_what_is_left()
         _say(f"{'all' if left.count == group.count else left.count} are started again ({turn} of {restarts})")

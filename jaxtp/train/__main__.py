@@ -15,6 +15,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.loop import Loop, NonFiniteError
 from jaxtp.train.setup import start
+from jaxtp.train.verify import CorruptionError
 
 PROGRAM = "python -m jaxtp.train"
 DESCRIPTION = """Trains a tensor-parallel decoder.
@@ -33,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
     Returns:
       Its exit code: 0, also when a signal stopped it; 1 where a loss, gradient or update was not finite; 2 for a
-      mistake; 75 where another process was lost; 130 for a second Ctrl-C.
+      mistake; 3 where a verification found a difference; 75 where another process was lost; 130 for a second Ctrl-C.
     """
     _quieten()
     return leaving(lambda: entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED))
@@ -49,9 +50,9 @@ def _train(argv: Sequence[str]) -> int:
             loop = Loop(start(config, notes, held))
             held.push(tell_failure)  # before what the run holds is closed, which may wait for the others
             loop.run_to_end()
-    except NonFiniteError as error:
+    except (NonFiniteError, CorruptionError) as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return 1
+        return entry.CORRUPT if isinstance(error, CorruptionError) else 1
     return 0
 
 

@@ -210,6 +210,11 @@ class LoopConfig:
     """A step, evaluation or save that takes longer ends the process with exit code 75, so that what started it can
     start it again, from the newest checkpoint; the first step is compiled in that time too. 0 never does."""
 
+    verify_every: CountOrZero = 0
+    """Steps between verifications, which look for silent corruption: what devices hold in copies is compared, and the
+    step is computed twice. A difference ends the run and names the devices. Host memory holds the state twice
+    meanwhile. 0 never does."""
+
     @property
     def skips_allowed(self) -> int:
         """Number of steps in a row that may be skipped."""

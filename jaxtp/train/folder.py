@@ -23,6 +23,7 @@ from jaxtp.train.config import TrainConfig
 CONFIG = "config.yaml"
 CHECKPOINTS = "checkpoints"
 NON_FINITE = "non_finite"
+CORRUPTION = "corruption"
 PROFILE = "profile"
 LOCK = ".lock"
 

@@ -15,7 +15,7 @@ from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
 from jaxtp.hf.runs import BASE
 from jaxtp.launch.peers import working_on
-from jaxtp.mesh import mesh_sizes
+from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import folder
 from jaxtp.train.metrics import flops_per_token, peak_flops
 from jaxtp.train.profiling import Profiler
@@ -25,6 +25,7 @@ from jaxtp.train.step import Scalars, TrainStep, trace_step
 from jaxtp.train.stopping import Stopping
 from jaxtp.train.stragglers import Stragglers
 from jaxtp.train.trackers import Trackers
+from jaxtp.train.verify import VERIFIED, Verifier, compiler_options
 from jaxtp.train.watchdog import Watchdog
 
 
@@ -48,7 +49,10 @@ class Loop:
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
         self._stragglers = Stragglers(self._mesh, run.report.line)
         self._stopping = Stopping(run.interrupt, self._mesh)
-        self._in_flight: tuple[int, int, Scalars] | None = None
+        self._verifier: Verifier | None = None
+        if config.train.verify_every:
+            self._verifier = Verifier(config, run.blueprint, run.checkpoints, run.verified)
+        self._in_flight: tuple[int, int, Scalars, list[jax.Array]] | None = None
         self._recent: dict[int, Batch] = {}
         self._saved_at = run.step if run.checkpoints.steps() else None
 
@@ -57,6 +61,7 @@ class Loop:
 
         Raises:
           NonFiniteError: a loss or gradient was not finite, and `train.non_finite` does not allow it; or an update.
+          CorruptionError: a verification found devices that do not agree.
           ValueError: a `CheckpointError` or `RunFolderError` where files cannot be written, a `TokenError` of the data.
         """
         run, total = self._run, self._config.train.steps
@@ -85,12 +90,18 @@ class Loop:
             if self._profiler.first == run.step + 1:
                 with self._timing.lost_to("profile"):
                     self._profiler.start()
-            run.state, scalars = train_step(run.state, batch | self._stopping.flags())
+            given = batch | self._stopping.flags()
+            verifying = self._verifier is not None and self._verifier.due(run.step + 1)
+            if verifying:
+                self._begin_verification(train_step, batch, given)
+            run.state, scalars, *checksums = train_step(run.state, given)
             run.step += 1
             run.next_sample += self._config.data.global_batch_size
             self._recent = {run.step - 1: self._recent.get(run.step - 1, batch), run.step: batch}
             self._finish_step()
-            self._in_flight = run.step, run.next_sample, scalars
+            self._in_flight = run.step, run.next_sample, scalars, checksums
+            if verifying:
+                self._finish_step()
             if self._profiler.tracing and self._profiler.last == run.step:
                 with self._timing.lost_to("profile"):
                     self._report.line(self._profiler.stop(scalars))
@@ -118,6 +129,24 @@ class Loop:
             self._finish_step()
             self._save(loss)
 
+    def _begin_verification(self, train_step: TrainStep, batch: Batch, given: Batch) -> None:
+        """Makes the next step for the first time, and brings back the state from before it."""
+        self._finish_step()
+        run = self._run
+        self._begin(f"the verification of step {run.step + 1}")
+        assert self._verifier is not None
+        with self._timing.lost_to("verify"):
+            run.state = self._verifier.begin(run.step + 1, run.state, batch, lambda state: train_step(state, given))
+
+    def _verify(self, verifier: Verifier, step: int, checksums: jax.Array) -> None:
+        """Keeps the checksums of a step's gradients, and ends the verification of the step if there is one."""
+        verifier.note(step, checksums)
+        if verifier.due(step):
+            self._begin(f"the verification of step {step}")
+            with self._timing.lost_to("verify"):
+                verifier.finish(self._run.state, checksums)
+            self._report.line(f"step {step}: verified; copies agree on all devices, and so do two computations of it")
+
     def _stop(self, signal: str) -> None:
         self._finish_step()
         if self._saved_at != self._run.step:
@@ -129,10 +158,12 @@ class Loop:
         """Waits for the step in flight, shows its loss, and logs it if that is due."""
         if self._in_flight is None:
             return
-        (step, samples, scalars), self._in_flight = self._in_flight, None
+        (step, samples, scalars, checksums), self._in_flight = self._in_flight, None
         values = scalars.fetch()
         self._stopping.read(values)
         self._timing.tick()
+        if self._verifier is not None:
+            self._verify(self._verifier, step, *checksums)
         if skipped := int(values.pop("skipped")):
             self._skipped(step, skipped, values)
         elif not math.isfinite(values["param_norm"]):
@@ -251,7 +282,8 @@ class Loop:
     def _info(self) -> dict[str, Any]:
         run, sizes = self._run, mesh_sizes(self._mesh)
         info = folder.checkpoint_info(self._config, run.data.description, run.next_sample, sizes)
-        return info if run.base is None else info | {BASE: run.base}
+        verified = {} if self._verifier is None else {VERIFIED: self._verifier.verified}
+        return info | verified | ({} if run.base is None else {BASE: run.base})
 
     def _batches(self, rows: Samples, start: int, count: int) -> Iterator[Batch]:
         size = self._config.data.global_batch_size
@@ -262,6 +294,7 @@ class Loop:
         working_on("compiling the training step")
         with self._timing.lost_to("compile"):
             traced = trace_step(self._config, self._run.blueprint, self._run.train_step, self._run.state)
-            compiled: TrainStep = traced.lower().compile()
+            options = compiler_options(self._config, platform_of(self._mesh.devices.flat[0]))
+            compiled: TrainStep = traced.lower().compile(compiler_options=options)
         self._report.line(f"compiled the training step in {time.perf_counter() - started:.1f} s")
         return compiled

@@ -7,6 +7,7 @@ from jaxtp.mesh import bytes_limit, host_memory, mesh_sizes, platform_of
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory, memory_per_device
 from jaxtp.train.state import Blueprint, total_bytes
+from jaxtp.train.verify import host_bytes
 
 GB = 1e9
 
@@ -24,6 +25,7 @@ def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
             "try the configuration without training by python -m jaxtp.check, and ask what it needs by "
             "python -m jaxtp.estimate"
         )
+    _require_host_memory(config, blueprint)
     limit = bytes_limit(mesh.local_devices[0])
     if limit is None or config.train.allow_oversize:
         return
@@ -33,6 +35,20 @@ def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
             f"a step takes {_account(needed)} on each device, and JAX has {limit / GB:,.1f} GB there; "
             "python -m jaxtp.estimate with these settings and --hardware says what fits, and --train.allow-oversize "
             "tries it all the same"
+        )
+
+
+def _require_host_memory(config: TrainConfig, blueprint: Blueprint) -> None:
+    """Checks that the host can hold what a verification keeps there, beside the state itself on CPUs."""
+    if not config.train.verify_every:
+        return
+    on_cpu = blueprint.mesh.devices.flat[0].platform == "cpu"
+    needed = host_bytes(blueprint) + (total_bytes(blueprint) if on_cpu else 0)
+    if needed > (there := host_memory()):
+        raise ConfigError(
+            f"train.verify_every={config.train.verify_every} keeps the state of this process's devices in host memory, "
+            f"twice: that takes {needed / GB:,.0f} GB, and this machine has {there / GB:,.0f} GB; "
+            "--train.verify-every 0 trains without verification"
         )
 
 

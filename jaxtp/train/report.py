@@ -21,6 +21,7 @@ from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.metrics import describe_peak
 from jaxtp.train.optimizer import warmup_steps
 from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
+from jaxtp.train.verify import describe_verification
 
 
 class Report(Display):
@@ -72,6 +73,7 @@ def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
         "padding": describe_padding(config.model, mesh_sizes(mesh)),
         "memory": describe_memory(config, mesh),
         "peak": describe_peak(device),
+        "verify": describe_verification(config, blueprint),
     }
     rows |= {name: text for name, text in optional.items() if text is not None}
     lines = [f"{name:<8}{text}" for name, text in rows.items()]

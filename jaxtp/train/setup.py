@@ -29,6 +29,7 @@ from jaxtp.train.resume import restore, with_origin
 from jaxtp.train.state import Blueprint, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
 from jaxtp.train.trackers import check_installed
+from jaxtp.train.verify import VERIFIED
 
 
 @dataclass
@@ -52,6 +53,8 @@ class Run:
     """Global index of the first sample of the next step."""
     base: dict[str, str] | None
     """Describes the model beside the adapters, if adapters are all that is trained."""
+    verified: int | None
+    """The last step that was verified, if the checkpoint knows of one."""
 
 
 def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
@@ -100,9 +103,12 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
     if step < config.train.steps:
         folder.write_config(config)
 
-    steps = make_train_step(config, blueprint), make_eval_step(blueprint, config.train.accumulation)
+    train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0)
+    steps = train_step, make_eval_step(blueprint, config.train.accumulation)
     timing.begun()
-    return Run(config, data, blueprint, *steps, checkpoints, report, interrupt, timing, state, step, next_sample, base)
+    verified = None if found is None else found.info.get(VERIFIED)
+    made = config, data, blueprint, *steps, checkpoints
+    return Run(*made, report, interrupt, timing, state, step, next_sample, base, verified)
 
 
 def load_data(config: TrainConfig) -> Data:

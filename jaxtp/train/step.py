@@ -14,13 +14,15 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxtp.checkpoint.checksum import device_checksums
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.gradients import keep_apart, sum_copies
 from jaxtp.layers.lora import trained
-from jaxtp.mesh import batch_parts, mesh_sizes
+from jaxtp.layers.parameter import spec_of
+from jaxtp.mesh import AXES, batch_parts, mesh_sizes
 from jaxtp.models.decoder import Decoder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, TrainConfig
@@ -48,7 +50,8 @@ class Scalars:
         return dict(zip(self.names, np.asarray(self.values).tolist(), strict=True))
 
 
-TrainStep = Callable[[nnx.State, Batch], tuple[nnx.State, Scalars]]
+TrainStep = Callable[[nnx.State, Batch], tuple[Any, ...]]
+"""The function that `make_train_step` describes."""
 EvalStep = Callable[[nnx.State, Batch], tuple[Array, Array]]
 JittedTrainStep = Any
 """`jax.jit`'s result has no public type; it is a `TrainStep` that can also be lowered."""
@@ -77,7 +80,9 @@ def trace_step(
         return (step or make_train_step(config, blueprint)).trace(blueprint.sharded if state is None else state, batch)
 
 
-def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bool = False) -> JittedTrainStep:
+def make_train_step(
+    config: TrainConfig, blueprint: Blueprint, *, with_checksums: bool = False, with_grads: bool = False
+) -> JittedTrainStep:
     """Returns the training step of a run, not traced yet.
 
     It makes of `state, batch` the new state and the scalars `loss, learning_rate, grad_norm, param_norm, skipped`, with
@@ -91,7 +96,9 @@ def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bo
     Args:
       config: the run.
       blueprint: the description of its state.
-      with_grads: returns the gradients too, as a third result, in the parameters' shardings.
+      with_checksums: returns too, as the next result, the `device_checksums` of the gradients after their sums and
+        before clipping, in the order of `trained_parameters`.
+      with_grads: returns the gradients too, as the last result, in the parameters' shardings.
     """
     kind, groups = trained(blueprint.config.lora), config.metrics.norm_groups
     schedule = optimizers.learning_rate(config.optimizer, config.train.steps)
@@ -102,6 +109,7 @@ def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bo
         key = dropout_key(config.run.seed, updates)
         rows = {name: array for name, array in batch.items() if name != STOP}
         loss, grads = mean_loss_and_grads(train_state.model, rows, config.train, key)
+        summed = [_checksums(grads)] if with_checksums else []
         norms = _norms("grad_norm", grads, groups)
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
@@ -109,11 +117,18 @@ def make_train_step(config: TrainConfig, blueprint: Blueprint, *, with_grads: bo
         new, skipped = _guarded(nnx.state(train_state), state, finite, config.train.skips_allowed)
         norms |= _norms("param_norm", nnx.filter_state(new["model"], kind), groups)
         scalars = {"loss": loss, "learning_rate": jnp.asarray(schedule(updates)), **norms, "skipped": skipped}
-        return new, Scalars.of(scalars | asked(batch)), *([grads] if with_grads else [])
+        return new, Scalars.of(scalars | asked(batch)), *summed, *([grads] if with_grads else [])
 
+    of_checksums = [NamedSharding(blueprint.mesh, PartitionSpec(None, AXES))] if with_checksums else []
     of_grads = [nnx.filter_state(blueprint.shardings["model"], kind)] if with_grads else []
-    shardings = (blueprint.shardings, _replicated(blueprint), *of_grads)
+    shardings = (blueprint.shardings, _replicated(blueprint), *of_checksums, *of_grads)
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)
+
+
+def _checksums(state: nnx.State) -> Array:
+    """Returns the `device_checksums` of a state's arrays."""
+    variables = named_variables(state).values()
+    return device_checksums([variable[...] for variable in variables], tuple(spec_of(each) for each in variables))
 
 
 def _norms(name: str, state: nnx.State, groups: tuple[str, ...]) -> dict[str, Array]:

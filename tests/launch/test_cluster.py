@@ -53,6 +53,7 @@ def slurm(tmp_path):
     [
         ("exit 0", "0", 0, False),
         ("exit 2", "0", 2, False),
+        ("exit 3", "0", 3, False),
         ("exit 75", "4", 75, True),
         ("exit 75", "5", 75, False),
         ('[ -z "$https_proxy" ] && [ "$JAXTP_JOIN_SECONDS" = 300 ] && [ "$NCCL_DEBUG" = WARN ]', "0", 0, False),
@@ -63,7 +64,9 @@ def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, does, restarts
     _, error = process.communicate(timeout=60)
     assert process.returncode == code
     started, *asked = slurm.said.read_text().splitlines()
-    assert started.endswith("python -m jaxtp.train --train.stall-abort-seconds 1800 --train.steps 5")
+    assert started.endswith(
+        "python -m jaxtp.train --train.stall-abort-seconds 1800 --train.verify-every 1000 --train.steps 5"
+    )
     assert asked == (["requeue 7"] if again else [])
     assert error == (f"queued again after exit code {code}\n" if again else "")
 

@@ -1,0 +1,132 @@
+"""What verification costs: the checksums of gradients in every step, and one verification, beside the step itself.
+
+    python scripts/verify_cost.py | tee scripts/results/verify_cost.txt
+
+All is measured in one run, in turns, on virtual CPU devices of this machine: medians of `--repeats`, with the quartiles
+beside them. What reading checksums takes is given by itself too, because it is less than steps differ by; and so is the
+way of the state to host memory and back, which a GPU has a link of its own for.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import jaxtp
+from jaxtp.audit.tables import columns
+from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.collectives import batch_spec
+from jaxtp.config import changed
+from jaxtp.mesh import describe_mesh, mesh_sizes
+from jaxtp.train import optimizer, verify
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
+from jaxtp.train.step import make_train_step, trace_step
+
+
+class Bench:
+    """A run's step, with and without checksums of its gradients, and its verification."""
+
+    def __init__(self, width: int, length: int, folder: Path):
+        model = {"d_model": width, "head_dim": width // 8, "d_ff": 3 * width}
+        settings = {f"model.{name}": value for name, value in model.items()}
+        settings |= {"data.sequence_length": length, "data.global_batch_size": 8, "data.packing": "concatenated"}
+        self.config = changed(TrainConfig(), settings | {"train.verify_every": 1, "run.dir": folder})
+        self.mesh = jaxtp.make_mesh(dp=2, fsdp=2, tp=2)
+        tuned = optimizer.build(self.config.optimizer, self.config.train.steps)
+        self.plan = plan_state(self.config.model, tuned, self.mesh)
+        tokens = np.random.default_rng(0).integers(0, self.config.model.vocab_size, (8, length + 1), np.int32)
+        where = jax.sharding.NamedSharding(self.mesh, batch_spec(None))
+        parts = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:]}
+        self.batch = {name: jax.device_put(part, where) for name, part in parts.items()}
+        self.state = self.plan.create(seed=0)
+        steps = [make_train_step(self.config, self.plan, with_checksums=each) for each in (False, True)]
+        self.plain, self.summed = (trace_step(self.config, self.plan, each).lower().compile() for each in steps)
+        self.verifier = verify.Verifier(self.config, self.plan, Checkpoints(folder / "checkpoints"), None)
+
+    def step(self, made: Callable[..., Any]) -> Any:
+        """Makes a step and waits for its numbers; returns the checksums, if it gives some."""
+        self.state, scalars, *checksums = made(self.state, self.batch)
+        scalars.fetch()
+        return jax.block_until_ready(checksums)
+
+    def noted(self) -> None:
+        """Makes a step as a run does that verifies some."""
+        self.verifier.note(1, *self.step(self.summed))
+
+    def verified(self) -> None:
+        """Verifies a step, with the step itself."""
+        self.state = self.verifier.begin(1, self.state, self.batch, lambda state: self.summed(state, self.batch))
+        (checksums,) = self.step(self.summed)
+        self.verifier.finish(self.state, checksums)
+
+    def read(self, part: str = "") -> None:
+        """Reads what every device holds of the state, as a verification does four times; or of a part of it."""
+        arrays = verify.named_arrays(self.state)
+        jax.block_until_ready(verify.checksums({name: arrays[name] for name in arrays if name.startswith(part)}))
+
+    def moved(self) -> None:
+        """Copies the state to host memory and back."""
+        arrays = verify.named_arrays(self.state)
+        held = verify.to_host(arrays)
+        jax.block_until_ready([verify.to_devices(held[name], array) for name, array in arrays.items()])
+
+
+def quartiles(actions: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Returns three seconds for each action; they take turns, so that what else the machine does meets all of them."""
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(repeats + 1):
+        for name, action in actions.items():
+            started = time.perf_counter()
+            action()
+            times[name].append(time.perf_counter() - started)
+    return {name: statistics.quantiles(found[1:], n=4) for name, found in times.items()}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--width", type=int, default=128, help="the model's d_model (default 128)")
+    parser.add_argument("--length", type=int, default=64, help="tokens in a sequence (default 64)")
+    parser.add_argument("--repeats", type=int, default=41)
+    arguments = parser.parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(arguments.width, arguments.length, Path(folder))
+        with jax.set_mesh(bench.mesh):
+            actions: dict[str, Callable[[], object]] = {
+                "a step, verification off": lambda: bench.step(bench.plain),
+                "a step, with the checksums of its gradients": bench.noted,
+                "a step that is verified": bench.verified,
+                "  as much as its gradients, read once": lambda: bench.read("model."),
+                "  the state, read once": bench.read,
+                "  the state to host memory and back": bench.moved,
+            }
+            found = quartiles(actions, arguments.repeats)
+    size = bytes_per_device(bench.plan) * bench.mesh.size
+    print(
+        f"jax {jax.__version__}, {os.cpu_count()} cores, {describe_mesh(mesh_sizes(bench.mesh))} (CPU devices); "
+        f"{parameter_count(bench.plan):,} parameters, {size / 1e6:,.0f} MB of state with its copies, "
+        f"8 x {arguments.length} tokens in a step"
+    )
+    off, on, whole, gradients, *_ = (median for _, median, _ in found.values())
+    rows = [
+        (name, f"{median * 1e3:,.1f} ms", f"{low * 1e3:,.1f} to {high * 1e3:,.1f}", f"{median / off:.2f}")
+        for name, (low, median, high) in found.items()
+    ]
+    print(columns(("", "median", "quartiles", "of a step"), rows))
+    print(
+        f"the checksums in a step: {gradients / off:+.1%} by reading alone, {on / off - 1:+.1%} beside a step without"
+    )
+    print(f"a verification: {(whole - on) / off:.2f} steps more, {(whole - on) / off / 1000:.2%} of 1,000 steps")
+    print(f"host memory meanwhile: {verify.host_bytes(bench.plan) / 1e6:,.0f} MB")
+
+
+if __name__ == "__main__":
+    main()

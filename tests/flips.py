@@ -1,0 +1,40 @@
+"""Silent corruption, planted: a bit that one device holds otherwise than the others."""
+
+import jax
+import numpy as np
+
+from jaxtp.checkpoint.logical import filled
+from jaxtp.train.loop import Loop
+from jaxtp.train.verify import named_arrays
+
+
+def flipped(array, position, bit=0):
+    """The array, with one bit of the device at a position of the mesh turned over; each process has its own shards."""
+    wrong = array.sharding.mesh.devices.flat[position]
+    parts = []
+    for shard in array.addressable_shards:
+        part = np.array(shard.data)
+        if shard.device == wrong:
+            byte = bit // 8 % part.nbytes
+            part.reshape(-1).view(np.uint8)[byte] ^= 1 << bit % 8
+        parts.append(jax.device_put(part, shard.device))
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
+def with_flip(state, name, position, bit=0):
+    arrays = named_arrays(state)
+    return filled(state, arrays | {name: flipped(arrays[name], position, bit)})
+
+
+def flip_in_run(step, name, position):
+    """From now on a run's state gets a wrong bit, once, after that step; returns what makes it right again."""
+    finish, left = Loop._finish_step, [step]
+
+    def finish_and_flip(self):
+        finish(self)
+        if self._run.step in left:
+            left.remove(self._run.step)
+            self._run.state = with_flip(self._run.state, name, position)
+
+    Loop._finish_step = finish_and_flip
+    return finish

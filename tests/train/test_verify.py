@@ -1,0 +1,349 @@
+"""Verification: a wrong bit in one device's memory or gradient is found, and the device named."""
+
+import json
+import re
+import runpy
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flips import flip_in_run, flipped, with_flip
+from jax.sharding import NamedSharding, PartitionSpec
+from runs import SMALL, TEXT, mesh, records
+from support import sweep
+
+import jaxtp
+from jaxtp.checkpoint.logical import filled
+from jaxtp.collectives import batch_spec
+from jaxtp.config import ConfigError
+from jaxtp.entry import CORRUPT
+from jaxtp.launch.__main__ import main as launch
+from jaxtp.mesh import AXES, make_mesh
+from jaxtp.train import memory_check, verify
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train import step as steps
+from jaxtp.train.__main__ import main
+from jaxtp.train.config import LoopConfig, OptimizerConfig, RunConfig, TrainConfig
+from jaxtp.train.faults import changed, copies_of_all, odd_ones
+from jaxtp.train.folder import CORRUPTION
+from jaxtp.train.loop import Loop
+from jaxtp.train.state import plan_state
+from jaxtp.train.verify import CorruptionError, Verifier, compiler_options, named_arrays
+
+MODEL = jaxtp.ModelConfig(vocab_size=32, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=32)
+SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, clip_norm=1e-3)  # every gradient is clipped
+SCALE, KERNEL = "norm.scale", "blocks.mlp.gate_up.kernels.0"
+"""Split over fsdp alone, and over fsdp and tp."""
+WRONG = "wrong"
+TESTS = Path(__file__).parents[1]
+
+
+class Rig:
+    """A step whose gradients get wrong bits on any device: the batch says which, so that one program makes all."""
+
+    def __init__(self, sizes, folder):
+        self.mesh = make_mesh(*sizes)
+        self.config = TrainConfig(
+            optimizer=SETTINGS, train=LoopConfig(steps=10, verify_every=4), run=RunConfig(dir=folder)
+        )
+        self.plan = plan_state(MODEL, optimizers.build(SETTINGS, 10), self.mesh)
+        tokens = jax.random.randint(jax.random.key(0), (8, 6), 0, MODEL.vocab_size)
+        where = NamedSharding(self.mesh, batch_spec(None))
+        self.batch = {"inputs": jax.device_put(tokens[:, :-1], where), "labels": jax.device_put(tokens[:, 1:], where)}
+        self.step = steps.make_train_step(self.config, self.plan, with_checksums=True)
+        self.first = self.plan.create(seed=0)
+        self.held, self.copies = verify.to_host(named_arrays(self.first)), copies_of_all(named_arrays(self.first))
+        self.restart()
+
+    def restart(self):
+        self.saved = []
+        checkpoints = SimpleNamespace(steps=lambda: self.saved, wait=lambda: None, folder="checkpoints")
+        self.verifier = Verifier(self.config, self.plan, checkpoints, None)
+
+    def state(self):
+        arrays = named_arrays(self.first)
+        return filled(self.first, {name: verify.to_devices(self.held[name], like) for name, like in arrays.items()})
+
+    def compute(self, wrong=None, name=SCALE):
+        """A step in which the gradient of a parameter has another bit at some positions of the mesh."""
+        bits = np.zeros((2, self.mesh.size), np.uint32)
+        bits[(SCALE, KERNEL).index(name), list(wrong or ())] = 1 << 20
+        placed = jax.device_put(bits, NamedSharding(self.mesh, PartitionSpec(None, AXES)))
+        return lambda state: self.step(state, self.batch | {WRONG: placed})
+
+    def verify(self, first, second, state=None, damage=lambda state: state):
+        """The error of a verification of step 4, if there is one, and the state after it."""
+        state = self.verifier.begin(4, self.state() if state is None else state, self.batch, first)
+        state, _, gradients = second(state)
+        state = damage(state)
+        self.verifier.note(4, gradients)
+        self.verifier.finish(state, gradients)
+        return state
+
+    def fails(self, *args, **kwargs):
+        with pytest.raises(CorruptionError) as caught:
+            self.verify(*args, **kwargs)
+        return str(caught.value)
+
+    def kept(self, what, position):
+        with np.load(self.config.run.dir / CORRUPTION / "4" / f"{what}_device_{position}.npz") as arrays:
+            return dict(arrays)
+
+
+def add_wrong_bits(grads, bits):
+    """The gradients, of which each device turns over the bits that it is given in the first element of two of them."""
+    for row, name in enumerate((SCALE, KERNEL)):
+        variable = steps.named_variables(grads)[name]
+        spec = steps.spec_of(variable)
+
+        def turn(shard, bits, row=row):
+            first = jnp.zeros(shard.size, jnp.uint32).at[0].set(bits[row, 0]).reshape(shard.shape)
+            return jax.lax.bitcast_convert_type(jax.lax.bitcast_convert_type(shard, jnp.uint32) ^ first, shard.dtype)
+
+        view = jax.shard_map(turn, in_specs=(spec, PartitionSpec(None, AXES)), out_specs=spec, check_vma=False)
+        variable.set_value(view(variable[...], bits))
+    return grads
+
+
+@pytest.fixture(scope="module", params=sweep([(2, 2, 2), (4, 1, 2), (1, 2, 4), (1, 4, 1)], (2, 2, 2)), ids=str)
+def rig(request, tmp_path_factory):
+    original = steps.mean_loss_and_grads
+
+    def wrapped(model, batch, *args):
+        batch = dict(batch)
+        bits = batch.pop(WRONG)
+        loss, grads = original(model, batch, *args)
+        return loss, add_wrong_bits(grads, bits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "mean_loss_and_grads", wrapped)
+        rig = Rig(request.param, tmp_path_factory.mktemp("run"))
+        with jax.set_mesh(rig.mesh):
+            rig.compute()(rig.state())
+    return rig
+
+
+@pytest.fixture(autouse=True)
+def fresh(request):
+    if "rig" not in request.fixturenames:
+        yield
+        return
+    rig = request.getfixturevalue("rig")
+    rig.restart()
+    with jax.set_mesh(rig.mesh):
+        yield
+
+
+def copies(rig, name, position):
+    """The positions of the devices that should hold what one of them does."""
+    return next(set(group) for group in rig.copies[name] if position in group)
+
+
+def named(message):
+    """The ids of the devices that a message names."""
+    return {int(each) for each in re.search(r" on devices? ([\d, ]+), number", message)[1].split(", ")}
+
+
+def bits_of(state):
+    return {name: [np.array(s.data) for s in a.addressable_shards] for name, a in named_arrays(state).items()}
+
+
+def same(one, other):
+    return jax.tree.all(jax.tree.map(np.array_equal, one, other))
+
+
+def test_a_wrong_bit_in_any_array_of_any_device_is_seen(rig):
+    arrays, groups = named_arrays(rig.state()), rig.copies
+    tables = lambda arrays: verify.share_columns(verify.columns(verify.checksums(arrays)))[0]
+    right = tables(arrays)
+    assert not odd_ones(right, groups)
+    for turn, name in enumerate(arrays):
+        position = turn % rig.mesh.size
+        wrong = tables(arrays | {name: flipped(arrays[name], position, bit=7 * turn)})
+        assert changed(list(arrays), right, wrong) == {name: {position}}
+        holders = copies(rig, name, position)
+        expected = {1: None, 2: {name: holders}}.get(len(holders), {name: {position}})
+        assert odd_ones(wrong, groups) == (expected or {})
+
+
+def test_a_verification_changes_nothing(rig):
+    expected = rig.compute()(rig.state())[0]
+    assert same(bits_of(rig.verify(rig.compute(), rig.compute())), bits_of(expected))
+    assert rig.verifier.verified == 4
+
+
+@pytest.mark.parametrize("array", [f"model.{SCALE}", f"model.{KERNEL}", "optimizer.step"])
+def test_a_wrong_copy_is_found_at_the_next_verification(rig, array):
+    position = rig.mesh.size - 2
+    holders = copies(rig, array, position)
+    if len(holders) == 1:
+        pytest.skip("there is no copy to compare with")
+    rig.saved = [1, 3]
+    rig.verifier.verified = 1
+    message = rig.fails(rig.compute(), rig.compute(), state=with_flip(rig.state(), array, position))
+    assert f"step 4: silent corruption: copies differ before the step: {array} on device" in message
+    assert named(message) == (holders if len(holders) == 2 else {position})
+    assert f"of process 0 (on {socket.gethostname()})" in message
+    assert "checkpoint at step 1 is good" in message
+    assert "that at 3 came later: move what came later out of checkpoints" in message
+    kept = {each: rig.kept("before", each)[array] for each in holders}
+    assert not any(np.array_equal(kept[position], kept[each]) for each in holders - {position})
+
+
+@pytest.mark.parametrize("name", [SCALE, KERNEL])
+@pytest.mark.parametrize("wrong", [0, 1], ids=["first", "second"])
+def test_a_wrong_gradient_of_one_computation_names_its_device(rig, wrong, name):
+    position = rig.mesh.size - 1
+    made = [rig.compute(), rig.compute()]
+    made[wrong] = rig.compute({position}, name)
+    message = rig.fails(*made)
+    assert f"the gradients of the step, made twice from the same state and batch, differ: {name} on device " in message
+    assert named(message) == {position}
+    assert ("may have come before" in message) == (len(copies(rig, f"model.{name}", position)) == 1)
+    assert "There is no checkpoint" in message
+    before, first, second = (rig.kept(what, position) for what in ("before", "first", "second"))
+    assert any(not np.array_equal(first[each], second[each]) for each in rig.copies)
+    assert np.array_equal(before["batch.inputs"], [s.data for s in rig.batch["inputs"].addressable_shards][position])
+
+
+def test_a_wrong_gradient_of_any_step_is_traced_to_the_step_and_the_device(rig):
+    position = rig.mesh.size - 1
+    holders = copies(rig, f"model.{SCALE}", position)
+    if len(holders) == 1:
+        pytest.skip("there is no copy to compare with")
+    state = rig.state()
+    for step, wrong in {1: (), 2: {position}, 3: ()}.items():
+        state, _, gradients = rig.compute(wrong)(state)
+        rig.verifier.note(step, gradients)
+    message = rig.fails(rig.compute(), rig.compute(), state=state)
+    assert f"copies of the gradients of step 2 differed, and since then those of the state: {SCALE} on dev" in message
+    assert named(message) == (holders if len(holders) == 2 else {position})
+
+
+def test_a_device_that_is_always_wrong_is_named(rig):
+    position = rig.mesh.size - 1
+    holders = copies(rig, f"model.{SCALE}", position)
+    if len(holders) == 1:
+        pytest.skip("there is no copy to compare with")
+    message = rig.fails(rig.compute({position}), rig.compute({position}))
+    assert "copies of the gradients differ, each time in the same way" in message
+    assert named(message) == (holders if len(holders) == 2 else {position})
+
+
+def test_a_gradient_that_is_wrong_in_all_copies_was_wrong_before_their_sum(rig):
+    holders = copies(rig, f"model.{KERNEL}", 0)
+    message = rig.fails(rig.compute(holders, KERNEL), rig.compute())
+    assert named(message) == holders
+    assert "the fault may have come before these gradients were summed" in message
+
+
+def test_a_wrong_update_is_told_from_a_wrong_gradient(rig):
+    position, array = rig.mesh.size - 1, f"model.{KERNEL}"
+    message = rig.fails(rig.compute(), rig.compute(), damage=lambda state: with_flip(state, array, position))
+    assert "the update, made twice from the same gradients, differs" in message
+    assert named(message) == {position}
+
+
+def test_a_host_that_remembers_something_else_is_named(rig, monkeypatch):
+    back, state = verify.to_devices, rig.state()
+    monkeypatch.setattr(verify, "to_devices", lambda held, like: flipped(back(held, like), 1))
+    message = rig.fails(rig.compute(), rig.compute(), state=state)
+    assert "the state came back from host memory otherwise than it went there" in message
+    assert named(message) == {1}
+
+
+@pytest.mark.parametrize(
+    ("saved", "verified", "told"),
+    [
+        ([], None, "There is no checkpoint: the same command begins again"),
+        ([2, 3], None, "not those at 2, 3: the same command goes on from step 3, which may hold"),
+        ([2, 3], 3, "The same command goes on from step 3, whose checkpoint is good by the verification at 3"),
+    ],
+)
+def test_the_way_back_says_which_checkpoints_are_good(rig, saved, verified, told):
+    rig.saved, rig.verifier.verified = saved, verified
+    assert told in rig.verifier._way_back()
+
+
+def test_evidence_that_cannot_be_written_is_no_reason_to_lose_the_message(rig, tmp_path):
+    (tmp_path / "file").touch()
+    rig.verifier._place = tmp_path / "file"
+    message = rig.fails(rig.compute({0}), rig.compute())
+    assert named(message) == {0}
+    assert "could not be kept: " in message
+
+
+def test_only_gpus_need_an_option():
+    off, on = (TrainConfig(train=LoopConfig(verify_every=every)) for every in (0, 10))
+    assert not compiler_options(on, "cpu")
+    assert not compiler_options(off, "cuda")
+    assert compiler_options(on, "cuda") == {"xla_gpu_exclude_nondeterministic_ops": True}
+
+
+def test_a_host_without_the_memory_is_refused(monkeypatch):
+    plan = plan_state(MODEL, optimizers.build(SETTINGS, 10), make_mesh())
+    size = verify.host_bytes(plan)
+    assert size == 2 * sum(array.nbytes for array in named_arrays(plan.create(seed=0)).values())
+    monkeypatch.setattr(memory_check, "host_memory", lambda: size)  # and the state itself has no place
+    memory_check.require_memory(TrainConfig(), plan)
+    with pytest.raises(ConfigError, match=r"train.verify_every=3 keeps the state .* twice: .*--train.verify-every 0"):
+        memory_check.require_memory(TrainConfig(train=LoopConfig(verify_every=3)), plan)
+
+
+@pytest.mark.journey
+def test_a_run_is_the_same_with_verification_and_a_flipped_bit_ends_it(tmp_path, capfd, monkeypatch):
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = [*SMALL, "--data.path", str(tmp_path / "text.txt"), *mesh(2, 2, 2), "--train.steps", "12"]
+    plain, run = tmp_path / "plain", tmp_path / "run"
+    assert main([*command, "--run.dir", str(plain)]) == 0
+    command += ["--train.verify-every", "4", "--run.dir", str(run)]
+    monkeypatch.setattr(Loop, "_finish_step", Loop._finish_step)  # put back at the end
+    finish = flip_in_run(6, f"model.{SCALE}", 3)
+    assert main(command) == CORRUPT
+    said = capfd.readouterr()
+    assert "step 4: verified" in said.out
+    assert "step 8: silent corruption: copies differ before the step: model.norm.scale on device 3, " in said.err
+    assert "there is no checkpoint" not in said.err
+    assert max(records(run)) == 7
+    Loop._finish_step = finish
+    assert main(command) == 0
+    said = capfd.readouterr()
+    assert "resumed from the checkpoint at step 5" in said.out
+    assert "step 12: verified" in said.out
+    for key in ("loss", "grad_norm", "param_norm", "eval_loss"):
+        assert records(run, key) == records(plain, key)
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-2]
+    assert last["lost_to_verify"] > 0
+
+
+@pytest.mark.journey
+def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = (
+        f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
+        "from flips import flip_in_run\nfrom jaxtp.train.__main__ import main\n"
+        f"flip_in_run(3, 'model.{KERNEL}', 5)\nsys.exit(main(sys.argv[1:]))"
+    )
+    flags = [*SMALL, *mesh(4, 1, 2), "--train.steps", "8", "--train.verify-every", "4", "--run.dir", "run"]
+    assert launch(["--processes", "2", "--devices", "4", "--", "-c", code, *flags]) == CORRUPT
+    logs = [(tmp_path / f"logs/process-{index}.log").read_text() for index in range(2)]
+    (message,), (other,) = (re.findall(r"step 4: silent corruption.*", log) for log in logs)
+    assert message == other
+    place = rf"number 1 of process 1 \(on {re.escape(socket.gethostname())}\)"
+    assert re.search(rf"model.{KERNEL} on device \d+, {place}", message)
+    assert len(list((tmp_path / "run" / CORRUPTION / "4").glob("before_device_*.npz"))) == 8
+
+
+@pytest.mark.journey
+def test_the_script_on_its_cost_measures(capsys):
+    script = runpy.run_path(str(TESTS.parent / "scripts/verify_cost.py"))
+    script["main"](["--width", "64", "--length", "32", "--repeats", "2"])
+    said = capsys.readouterr().out
+    times = [float(each.replace(",", "")) for each in re.findall(r"([\d.,]+) ms", said)]
+    assert len(times) == 6
+    assert times[2] > times[1], "a verified step contains two steps"
+    assert "host memory meanwhile: " in said
