@@ -24,9 +24,16 @@ from jaxtp.train.__main__ import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line for block in re.findall(r"```sh\n(.*?)```", README, re.DOTALL) for line in block.splitlines() if line.strip()
-]
+GUIDES = sorted(ROOT.glob("jaxtp/*/README.md"))
+PAGES = "\n".join([README, *(guide.read_text() for guide in GUIDES)])
+COMMANDS = list(
+    dict.fromkeys(
+        line
+        for block in re.findall(r"```sh\n(.*?)```", PAGES, re.DOTALL)
+        for line in block.splitlines()
+        if line.strip()
+    )
+)
 TRAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.train")]
 SCRIPTS = [line for line in COMMANDS if line.startswith("python scripts/")]
 CHECKPOINT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.checkpoint")]
@@ -257,10 +264,10 @@ def test_the_tree_is_the_tree():
 def test_the_commands_are_listed(capsys):
     assert commands([]) == 0
     listed = capsys.readouterr().out
-    assert set(re.findall(r"python -m (jaxtp\.\w+)", README)) <= set(re.findall(r"python -m (jaxtp\.\w+) ", listed))
+    assert set(re.findall(r"python -m (jaxtp\.\w+)", PAGES)) <= set(re.findall(r"python -m (jaxtp\.\w+) ", listed))
 
 
 def test_links_lead_somewhere():
-    for readme in (ROOT / "README.md", ROOT / "jaxtp/README.md"):
+    for readme in (ROOT / "README.md", ROOT / "jaxtp/README.md", *GUIDES):
         for target in re.findall(r"\]\(([^)#]+)\)", readme.read_text()):
             assert target.startswith("https://") or (readme.parent / target).exists(), target
