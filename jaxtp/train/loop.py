@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxtp.checkpoint.damage import CheckpointError
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
 from jaxtp.hf.runs import BASE

@@ -5,7 +5,7 @@ import errno
 import jax
 import pytest
 
-from jaxtp.checkpoint.stored import CheckpointError, DamagedError, read_or_explain
+from jaxtp.checkpoint.damage import CheckpointError, DamagedError, read_or_explain
 
 MAY_PASS = [
     *(OSError(number, "from the file system") for number in (errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOSPC)),
