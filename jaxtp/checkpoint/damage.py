@@ -55,8 +55,8 @@ def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
             said = ""
         if not (isinstance(cause, OSError) and _paused(folder, cause, pauses)):
             raise CheckpointError(
-                f"{folder} cannot be read ({reason(cause)}), which proves no damage: everything is left as it is, for "
-                "the same command to try again"
+                f"{folder} cannot be read ({_named(folder, cause)}), which proves no damage: everything is left as it "
+                "is, for the same command to try again"
             )
 
 
@@ -102,6 +102,16 @@ def _passing(folder: Path, error: Exception) -> Exception | None:
     except _MAY_PASS as cause:
         return cause
     return None
+
+
+def _named(folder: Path, error: Exception) -> str:
+    """Returns the message of a failed read, with the file that cannot be read, if there is one still."""
+    if isinstance(error, OSError) and error.filename is None:
+        try:
+            _read_every_byte(folder)
+        except OSError as again:
+            return reason(again)
+    return reason(error)
 
 
 def _read_every_byte(folder: Path) -> None:

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxtp.checkpoint.damage import CheckpointError
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
+from jaxtp.entry import UserError
 from jaxtp.hf.runs import BASE
 from jaxtp.mesh import mesh_sizes
 from jaxtp.train import folder
@@ -195,7 +195,7 @@ class Loop:
         """Keeps the state and the batch for inspection; returns a text that says where."""
         try:
             where = self._keep_for_inspection(step)
-        except (CheckpointError, OSError) as error:
+        except (UserError, OSError) as error:
             return f"they and the batch could not be kept for inspection ({error})"
         return f"they and the batch are in {where}, from which a new run can start (--run.init-from)"
 

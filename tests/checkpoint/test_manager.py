@@ -228,8 +228,9 @@ def test_every_damage_is_found_or_harmless(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["info/metadata", "state/_METADATA", "state/d/*"])
-def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file):
+def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file, monkeypatch):
     """A healthy checkpoint stays where it is while the file system fails, and is used when it answers again."""
+    monkeypatch.setattr("jaxtp.checkpoint.damage.PAUSES", (0.0,))
     plan = blueprint((1, 1, 1), TINY)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (1, 2):
@@ -238,7 +239,7 @@ def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file):
     (path,) = (tmp_path / "checkpoints/2").glob(file)
     path.rename(tmp_path / "away")
     path.symlink_to("/proc/self/mem")  # opens, and fails with EIO when it is read
-    with pytest.raises(CheckpointError, match=r"2 cannot be read \(\[Errno 5\].*proves no damage"):
+    with pytest.raises(CheckpointError, match=rf"2 cannot be read \(\[Errno 5\].*{path.name}.*proves no damage"):
         restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
     (tmp_path / "away").rename(path)
     step, *_ = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
