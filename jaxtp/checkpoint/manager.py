@@ -62,7 +62,7 @@ class Checkpoints:
         )
         self._manager = agreed(lambda: self._open(options))
         if several():
-            require_shared(folder, self._listed_steps)
+            require_shared(folder, self._listed)
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         def opened() -> ocp.CheckpointManager:
@@ -75,10 +75,10 @@ class Checkpoints:
         except OSError as error:
             raise CheckpointError(f"{self.folder}: {error.strerror}") from None
 
-    def _listed_steps(self) -> list[int]:
-        """Returns the steps of the finished checkpoints, from the disk."""
+    def _listed(self) -> list[Any]:
+        """Returns whether the folder is there, and the steps of the finished checkpoints in it now."""
         patiently(self.folder, self._manager.reload)
-        return self.steps()
+        return [self.folder.is_dir(), self.steps()]
 
     def steps(self) -> list[int]:
         """Returns the steps of the finished checkpoints, oldest first."""
@@ -106,6 +106,7 @@ class Checkpoints:
         agreed(self._require_writable)
 
         def start() -> None:
+            self._manager.wait_until_finished()
             self._meetings.begin(step)
             saved = self._manager.save(
                 step,
@@ -184,7 +185,7 @@ class Checkpoints:
         target = Path(share(str(agreed(lambda: self._move_aside(source))))[0])
         self._manager.reload()
         if several():
-            require_shared(self.folder, self._listed_steps)
+            require_shared(self.folder, self._listed)
         return target
 
     def _move_aside(self, source: Path) -> Path:

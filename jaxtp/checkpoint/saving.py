@@ -55,7 +55,7 @@ class SaveMeetings:
         self._to_begin = 0
 
     def begin(self, step: int) -> None:
-        """Prepares for the save of a step."""
+        """Prepares for the save of a step; the save before it has ended."""
         self._ahead = [f"{self.processes.barrier_sync_key_prefix}_{meeting}.{step}" for meeting in _MEETINGS]
         self._to_begin = 2
 
