@@ -10,7 +10,6 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
-from orbax.checkpoint import checkpoint_managers as policies
 
 from jaxtp.checkpoint.damage import (
     CheckpointError,
@@ -20,9 +19,10 @@ from jaxtp.checkpoint.damage import (
     reason,
     require_shared,
 )
+from jaxtp.checkpoint.keeping import policy
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, to_logical
 from jaxtp.checkpoint.saving import SaveMeetings, WaitedError, in_vain
-from jaxtp.checkpoint.stored import agreed_info, describe_arrays, newest, read_verified, seal
+from jaxtp.checkpoint.stored import agreed_info, describe_arrays, newest, read_verified, seal, stored_info
 from jaxtp.launch.agreement import agree, several, share
 from jaxtp.layers.parameter import spec_of
 
@@ -51,9 +51,10 @@ class Checkpoints:
 
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
         self.folder = folder
+        self._losses: dict[int, float] = {}
         self._meetings = SaveMeetings()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=_policy(keep, keep_every, keep_best),
+            preservation_policy=policy(keep, keep_every, self._losses if keep_best else None),
             cleanup_tmp_directories=True,
             create=False,
             save_root_metadata=False,  # it takes a meeting of all processes, and there is none to save
@@ -63,6 +64,8 @@ class Checkpoints:
         self._manager = agreed(lambda: self._open(options))
         if several():
             require_shared(folder, self._listed)
+        if keep_best:  # they decide what is deleted, so process 0 speaks for all
+            self._losses.update(share(self._stored_losses() if jax.process_index() == 0 else [])[0])
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
         def opened() -> ocp.CheckpointManager:
@@ -79,6 +82,14 @@ class Checkpoints:
         """Returns whether the folder is there, and the steps of the finished checkpoints in it now."""
         patiently(self.folder, self._manager.reload)
         return [self.folder.is_dir(), self.steps()]
+
+    def _stored_losses(self) -> list[tuple[int, float]]:
+        """Returns step and validation loss of the checkpoints that have one and can be read."""
+        found = []
+        for step in self.steps():
+            with contextlib.suppress(CheckpointError):
+                found.append((step, stored_info(self.folder / str(step)).get(EVAL_LOSS)))
+        return [(step, loss) for step, loss in found if loss is not None]
 
     def steps(self) -> list[int]:
         """Returns the steps of the finished checkpoints, oldest first."""
@@ -102,16 +113,17 @@ class Checkpoints:
         """
         arrays = to_logical(state, mesh)
         specs = {name: str(spec_of(variable)) for name, variable in named_variables(state).items()}
-        described = seal({**info, "specs": specs, **describe_arrays(arrays)})
+        described = seal({**info, EVAL_LOSS: eval_loss, "specs": specs, **describe_arrays(arrays)})
         agreed(self._require_writable)
 
         def start() -> None:
             self._manager.wait_until_finished()
             self._meetings.begin(step)
+            if eval_loss is not None:
+                self._losses[step] = eval_loss
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), info=ocp.args.JsonSave(described)),
-                metrics=None if eval_loss is None else {EVAL_LOSS: eval_loss},
             )
             if not saved:
                 raise ValueError(f"step {step} is not after the newest")
@@ -291,13 +303,3 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = read_verified(folder, target, info)
     return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder
-
-
-def _policy(keep: int, keep_every: int, keep_best: bool) -> policies.PreservationPolicy:
-    kept: list[Any] = [policies.LatestN(keep)]
-    if keep_every:
-        kept.append(policies.EveryNSteps(keep_every))
-    if keep_best:
-        highest = {"get_metric_fn": lambda metrics: -metrics[EVAL_LOSS], "keep_checkpoints_without_metrics": False}
-        kept.append(policies.BestN(n=1, **highest))
-    return policies.AnyPreservationPolicy(kept)

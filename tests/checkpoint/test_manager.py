@@ -149,15 +149,15 @@ def test_another_models_checkpoint_is_refused(written):
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept"),
+    ("settings", "kept", "then"),
     [
-        ({"keep": 2}, [5, 6]),
-        ({"keep": 1, "keep_every": 3}, [3, 6]),
-        ({"keep": 1, "keep_best": True}, [2, 6]),
-        ({"keep": 1, "keep_every": 4, "keep_best": True}, [2, 4, 6]),
+        ({"keep": 2}, [5, 6], [6, 7]),
+        ({"keep": 1, "keep_every": 3}, [3, 6], [3, 6, 7]),
+        ({"keep": 1, "keep_best": True}, [2, 6], [2, 7]),
+        ({"keep": 1, "keep_every": 4, "keep_best": True}, [2, 4, 6], [2, 4, 7]),
     ],
 )
-def test_what_is_kept(tmp_path, settings, kept):
+def test_what_is_kept(tmp_path, settings, kept, then):
     """Validation losses by step: the best is at 2; the newest has none, and is kept all the same."""
     plan = blueprint((1, 1, 2), TINY)
     state = plan.create(seed=0)
@@ -168,6 +168,10 @@ def test_what_is_kept(tmp_path, settings, kept):
     checkpoints.close()
     reopened = Checkpoints(tmp_path, **settings)
     assert reopened.steps() == kept
+    reopened.save(7, state, plan.mesh, {}, eval_loss=1.2)
+    reopened.close()
+    reopened = Checkpoints(tmp_path, **settings)
+    assert reopened.steps() == then, "the best may be of before it was opened again"
     reopened.close()
 
 

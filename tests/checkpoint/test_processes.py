@@ -15,15 +15,15 @@ HERE = Path(__file__).parent
 def run_processes(folder, scenarios, processes=4, devices=1, seconds=300):
     """Runs scenarios of processes.py one after the other; ends all processes when one fails."""
     logs = [folder / f"{processes}-{index}.log" for index in range(processes)]
-    place = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_NUM_PROCESSES": str(processes)} if processes > 1 else {}
-    environment = {**os.environ, **place, "JAX_NUM_CPU_DEVICES": str(devices)}
+    place = {"JAX_COORDINATOR_ADDRESS": free_address(), "JAX_NUM_PROCESSES": str(processes)}
+    environment = {**os.environ, "JAX_NUM_CPU_DEVICES": str(devices)}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), *sys.path])
     started = []
     try:
         for index, log in enumerate(logs):
             with log.open("w") as file:
                 command = [sys.executable, str(HERE / "processes.py"), str(folder), *scenarios]
-                own = {**environment, "JAX_PROCESS_ID": str(index)}
+                own = {**environment, **place, "JAX_PROCESS_ID": str(index)} if processes > 1 else environment
                 started.append(subprocess.Popen(command, env=own, stdout=file, stderr=subprocess.STDOUT))
         until = time.monotonic() + seconds
         while any(each.poll() is None for each in started):
