@@ -7,6 +7,7 @@ they give up.
 
 import contextlib
 import itertools
+import re
 
 import jax
 import orbax.checkpoint as ocp
@@ -86,7 +87,7 @@ class SaveMeetings:
         try:
             self._meet(key=key, timeout_ms=timeout_ms)
         except jax.errors.JaxRuntimeError as error:
-            late = "DEADLINE_EXCEEDED" in str(error)
+            late = re.search(r"timed out task names:\s*(\d+)", str(error))
             raise OtherFailedError(
-                f"another process did not come within {timeout_ms // 1000} s" if late else "another process failed"
+                f"process {late[1]} did not write its part within {SECONDS} s" if late else "another process failed"
             ) from error

@@ -19,11 +19,12 @@ import pytest
 from runs import full_disk
 
 import jaxtp
-from jaxtp.checkpoint import damage
+from jaxtp.checkpoint import damage, saving
 from jaxtp.checkpoint.damage import CheckpointError
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.checkpoint.orbax_logs import quieten
+from jaxtp.checkpoint.saving import SaveMeetings
 from jaxtp.launch import agreement
 from jaxtp.launch.agreement import share
 from jaxtp.launch.joining import join_processes
@@ -210,9 +211,34 @@ def fail_to_write(place):
         assert restored(place, planned) == (2, [])
 
 
+def come_late(place):
+    """A process that does not end its part of a save is given up, by name."""
+    planned, meet = plan(), SaveMeetings.__call__
+
+    def hold_up(self, *, key, timeout_ms):
+        if "async_write_complete" in key and jax.process_index() == 2:
+            time.sleep(6)
+        meet(self, key=key, timeout_ms=timeout_ms)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "SECONDS", 3)
+        patch.setattr(SaveMeetings, "__call__", hold_up)
+        opened = Checkpoints(place / "checkpoints")
+
+        def write():
+            opened.save(3, state_at(3, planned), planned.mesh, {"next_sample": 3})
+            opened.wait()
+
+        said = refused(write)
+        with contextlib.suppress(CheckpointError), opened:
+            raise CheckpointError("as a run that ends")
+    assert "process 2 did not write its part within 3 s); the checkpoint at step 2 is whole" in said, said
+    assert restored(place, planned) == (2, [])
+
+
 SCENARIOS = {
     **{"save": save, "restore": restore, "damage": damage_files, "some damage": damage_some_files},
-    **{"unreadable": fail_to_read, "unshared": see_another_folder, "unwritable": fail_to_write},
+    **{"unreadable": fail_to_read, "unshared": see_another_folder, "unwritable": fail_to_write, "late": come_late},
 }
 
 if __name__ == "__main__":

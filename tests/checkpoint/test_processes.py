@@ -42,7 +42,7 @@ def run_processes(folder, scenarios, processes=4, devices=1, seconds=300):
 
 @pytest.mark.journey
 def test_what_one_process_meets_is_met_by_all(tmp_path):
-    run_processes(tmp_path, ["save", "restore", "unreadable", "unshared", "unwritable", "some damage"])
+    run_processes(tmp_path, ["save", "restore", "unreadable", "unshared", "unwritable", "late", "some damage"])
 
 
 @pytest.mark.slow
