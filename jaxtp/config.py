@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -54,10 +55,19 @@ def expand(path: Path) -> Path:
     """Returns a path that may begin with ~ as one that does not.
 
     Raises:
-      ConfigError: it begins with the name of a user that there is not, or holds a null byte, as no path does.
+      ConfigError: it begins with the name of a user that there is not, holds a null byte, as no path does, or names an
+        object store or another address.
     """
     if "\0" in str(path):
         raise ConfigError("should be a path, and holds a null byte")
+    # Orbax could write a run's checkpoints to gs:// or s3://. The rest of a run needs a file system: its folder is
+    # locked, files in it are appended to and renamed into place, and what is damaged is moved aside by a rename.
+    if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
+        raise ConfigError(
+            f"should be a path, and {url[1]}://{url[2]} is an address; name a folder that all hosts mount: for a run "
+            "one on a file system that locks, appends and renames (NFS, Lustre), for what is only read also the "
+            "bucket itself (gcsfuse, Mountpoint for S3)"
+        )
     try:
         return path.expanduser()
     except RuntimeError:

@@ -159,6 +159,16 @@ def test_a_path_with_a_null_byte_is_one_error(tmp_path):
         from_yaml(TrainConfig, tmp_path / "c.yaml")
 
 
+@pytest.mark.parametrize(
+    "setting", ["run: {dir: gs://bucket/x}", "run: {init_from: s3://bucket/x}", "data: {path: hdfs://bucket/x}"]
+)
+def test_an_object_store_is_refused_by_name(tmp_path, setting):
+    """Else it would be a local folder of that name."""
+    (tmp_path / "c.yaml").write_text(f"{setting}\n")
+    with pytest.raises(ConfigError, match=r"a path, and [a-z0-9]+://bucket/x is an address; name a folder that all"):
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+
+
 def test_nobodys_home_is_one_error(tmp_path):
     (tmp_path / "c.yaml").write_text("data: {path: ~nobody-of-that-name/x}\n")
     with pytest.raises(

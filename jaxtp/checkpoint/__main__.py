@@ -9,6 +9,7 @@ import tyro
 from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.checkpoint.reader import difference, open_checkpoint
+from jaxtp.config import expand
 from jaxtp.launch.environment import accept_absent_gpus
 
 PROGRAM = "python -m jaxtp.checkpoint"
@@ -21,7 +22,7 @@ def inspect(dir: Folder) -> int:
     Args:
       dir: Folder of a run (its newest checkpoint), or of one checkpoint.
     """
-    stored = open_checkpoint(dir)
+    stored = open_checkpoint(expand(dir))
     print(f"{stored.folder}, {stored.bytes_on_disk():,} bytes on disk")
     print(*stored.summary(), "", stored.table(), sep="\n")
     return 0
@@ -33,7 +34,7 @@ def verify(dir: Folder) -> int:
     Args:
       dir: Folder of a run (its newest checkpoint), or of one checkpoint.
     """
-    stored = open_checkpoint(dir)
+    stored = open_checkpoint(expand(dir))
     problems = 0
     for name in stored.arrays:
         if (problem := stored.verify(name)) is not None:
@@ -50,7 +51,7 @@ def diff(a: Folder, b: Folder) -> int:
       a: Folder of a run (its newest checkpoint), or of one checkpoint.
       b: The other one.
     """
-    one, other = open_checkpoint(a), open_checkpoint(b)
+    one, other = open_checkpoint(expand(a)), open_checkpoint(expand(b))
     differ = 0
     names = dict.fromkeys((*one.arrays, *other.arrays))
     for name in names:

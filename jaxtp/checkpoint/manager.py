@@ -1,6 +1,7 @@
-"""Saves and restores a run: asynchronously, sharded, atomically, checked, on any mesh."""
+"""Saves and restores a run: asynchronously, sharded, atomically, checked, on any mesh, by one process or several."""
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -9,19 +10,20 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
-from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, to_logical
-from jaxtp.checkpoint.stored import (
+from jaxtp.checkpoint.damage import (
     CheckpointError,
     DamagedError,
-    describe_arrays,
-    newest,
-    read_verified,
+    agreed,
+    patiently,
     reason,
-    seal,
-    stored_info,
+    require_shared,
 )
+from jaxtp.checkpoint.keeping import policy
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, to_logical
+from jaxtp.checkpoint.saving import SaveMeetings, WaitedError, in_vain
+from jaxtp.checkpoint.stored import agreed_info, describe_arrays, newest, read_verified, seal, stored_info
+from jaxtp.launch.agreement import agree, several, share
 from jaxtp.layers.parameter import spec_of
 
 EVAL_LOSS = "eval_loss"
@@ -40,20 +42,54 @@ class Checkpoints:
     A save returns when the arrays have been copied to host memory, and is written by a background thread into a
     temporary folder that is renamed when complete: a run killed inside a save leaves the checkpoint before it. Arrays
     have logical, unpadded shapes, and a checksum each, which a restore compares.
+
+    The processes of a run open it, and call each of its methods, together: what one of them cannot do, none has done.
+
+    Raises:
+      CheckpointError: the folder cannot be made or read, or the processes do not see the same in it.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
         self.folder = folder
+        self._losses: dict[int, float] = {}
+        self._meetings = SaveMeetings()
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policy(keep, keep_every, self._losses if keep_best else None),
+            cleanup_tmp_directories=True,
+            create=False,
+            save_root_metadata=False,  # it takes a meeting of all processes, and there is none to save
+            multiprocessing_options=self._meetings.processes,
+            async_options=self._meetings.options,
+        )
+        self._manager = agreed(lambda: self._open(options))
+        if several():
+            require_shared(folder, self._listed)
+        if keep_best:  # they decide what is deleted, so process 0 speaks for all
+            self._losses.update(share(self._stored_losses() if jax.process_index() == 0 else [])[0])
+
+    def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+        def opened() -> ocp.CheckpointManager:
+            if jax.process_index() == 0:
+                self.folder.mkdir(parents=True, exist_ok=True)
+            return ocp.CheckpointManager(self.folder.resolve(), options=options, item_names=("state", "info"))
+
         try:
-            self._manager = ocp.CheckpointManager(
-                folder.resolve(),
-                options=ocp.CheckpointManagerOptions(
-                    preservation_policy=_policy(keep, keep_every, keep_best), cleanup_tmp_directories=True
-                ),
-                item_names=("state", "info"),
-            )
+            return patiently(self.folder, opened)
         except OSError as error:
-            raise CheckpointError(f"{folder}: {error.strerror}") from None
+            raise CheckpointError(f"{self.folder}: {error.strerror}") from None
+
+    def _listed(self) -> list[Any]:
+        """Returns whether the folder is there, and the steps of the finished checkpoints in it now."""
+        patiently(self.folder, self._manager.reload)
+        return [self.folder.is_dir(), self.steps()]
+
+    def _stored_losses(self) -> list[tuple[int, float]]:
+        """Returns step and validation loss of the checkpoints that have one and can be read."""
+        found = []
+        for step in self.steps():
+            with contextlib.suppress(CheckpointError):
+                found.append((step, stored_info(self.folder / str(step)).get(EVAL_LOSS)))
+        return [(step, loss) for step, loss in found if loss is not None]
 
     def steps(self) -> list[int]:
         """Returns the steps of the finished checkpoints, oldest first."""
@@ -77,19 +113,22 @@ class Checkpoints:
         """
         arrays = to_logical(state, mesh)
         specs = {name: str(spec_of(variable)) for name, variable in named_variables(state).items()}
-        try:
+        described = seal({**info, EVAL_LOSS: eval_loss, "specs": specs, **describe_arrays(arrays)})
+        agreed(self._require_writable)
+
+        def start() -> None:
+            self._manager.wait_until_finished()
+            self._meetings.begin(step)
+            if eval_loss is not None:
+                self._losses[step] = eval_loss
             saved = self._manager.save(
                 step,
-                args=ocp.args.Composite(
-                    state=ocp.args.StandardSave(arrays),
-                    info=ocp.args.JsonSave(seal({**info, "specs": specs, **describe_arrays(arrays)})),
-                ),
-                metrics=None if eval_loss is None else {EVAL_LOSS: eval_loss},
+                args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), info=ocp.args.JsonSave(described)),
             )
-        except Exception as error:
-            raise self._unwritable(error) from error
-        if not saved:
-            raise self._unwritable(ValueError(f"step {step} is not after the newest"))
+            if not saved:
+                raise ValueError(f"step {step} is not after the newest")
+
+        self._agree_written(start)
 
     def wait(self) -> None:
         """Waits until the last save is on disk.
@@ -97,10 +136,26 @@ class Checkpoints:
         Raises:
           CheckpointError: it could not be written.
         """
+        self._agree_written(self._manager.wait_until_finished)
+
+    def _require_writable(self) -> None:
+        """Checks that this process can write in the folder: one that fails later is waited for by the others."""
         try:
-            self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._unwritable(error) from error
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.write(bytes(4096))
+        except OSError as error:
+            raise self._unwritable(error) from None
+
+    def _agree_written(self, write: Callable[[], None]) -> None:
+        """Writes; if one process could not, all of them raise its error, rather than that they waited for it."""
+
+        def attempt() -> None:
+            try:
+                write()
+            except Exception as error:
+                raise self._unwritable(error) from error
+
+        agree(attempt, (CheckpointError, WaitedError))
 
     def info(self, step: int) -> dict[str, Any]:
         """Returns what `save` stored beside the arrays.
@@ -108,7 +163,8 @@ class Checkpoints:
         Raises:
           CheckpointError: it is damaged (`DamagedError`), or cannot be read.
         """
-        return stored_info(self.folder / str(step))
+        place = self.folder / str(step)
+        return agreed_info(place, lambda: place)[1]
 
     def restore(self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any] | None = None) -> nnx.State:
         """Reads a checkpoint into the shapes and shardings that `state` declares on `mesh`.
@@ -137,16 +193,24 @@ class Checkpoints:
         Raises:
           CheckpointError: it cannot be moved.
         """
-        source, target = self.folder / str(step), self.folder.parent / _DAMAGED / str(step)
+        source = self.folder / str(step)
+        target = Path(share(str(agreed(lambda: self._move_aside(source))))[0])
+        self._manager.reload()
+        if several():
+            require_shared(self.folder, self._listed)
+        return target
+
+    def _move_aside(self, source: Path) -> Path:
+        target = self.folder.parent / _DAMAGED / source.name
+        if jax.process_index() != 0:
+            return target
         try:
-            if jax.process_index() == 0:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                while target.exists():
-                    target = target.with_name(target.name + "_")
-                source.rename(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            while target.exists():
+                target = target.with_name(target.name + "_")
+            source.rename(target)
         except OSError as error:
             raise CheckpointError(f"{source} is damaged, and cannot be moved to {target} ({error.strerror})") from None
-        self._manager.reload()
         return target
 
     def close(self) -> None:
@@ -164,14 +228,23 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Closes; an error that is under way is not replaced by that of the last save."""
-        with contextlib.nullcontext() if error is None else contextlib.suppress(CheckpointError):
+        """Closes; an error that is under way is not replaced by that of the last save.
+
+        It may be an error of this process alone, so it does not wait for the others then.
+        """
+        if error is None:
             self.close()
+            return
+        with contextlib.suppress(Exception):
+            self._manager.wait_until_finished()
+        with contextlib.suppress(Exception):
+            self._manager.close()
 
     def _unwritable(self, error: Exception) -> CheckpointError:
         last = self.steps()
         left = f"the checkpoint at step {last[-1]} is whole" if last else "there is no checkpoint yet"
-        return CheckpointError(f"{self.folder}: a checkpoint could not be written ({reason(error)}); {left}")
+        kind = WaitedError if in_vain(error) else CheckpointError
+        return kind(f"{self.folder}: a checkpoint could not be written ({reason(error)}); {left}")
 
 
 def restore_newest(
@@ -226,17 +299,7 @@ def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, 
     Raises:
       CheckpointError: there is none, or it is damaged, cannot be read, or its parameters have other names or shapes.
     """
-    folder = newest(run)
+    folder, info = agreed_info(run, lambda: newest(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
-    restored = read_verified(folder, target, stored_info(folder))
+    restored = read_verified(folder, target, info)
     return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder
-
-
-def _policy(keep: int, keep_every: int, keep_best: bool) -> policies.PreservationPolicy:
-    kept: list[Any] = [policies.LatestN(keep)]
-    if keep_every:
-        kept.append(policies.EveryNSteps(keep_every))
-    if keep_best:
-        highest = {"get_metric_fn": lambda metrics: -metrics[EVAL_LOSS], "keep_checkpoints_without_metrics": False}
-        kept.append(policies.BestN(n=1, **highest))
-    return policies.AnyPreservationPolicy(kept)

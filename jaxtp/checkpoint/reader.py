@@ -13,7 +13,8 @@ from jax import Array
 from jax.sharding import SingleDeviceSharding
 
 from jaxtp.checkpoint.checksum import checksums
-from jaxtp.checkpoint.stored import CheckpointError, DamagedError, newest, read_arrays, stored_arrays, stored_info
+from jaxtp.checkpoint.damage import CheckpointError, DamagedError
+from jaxtp.checkpoint.stored import newest, read_arrays, stored_arrays, stored_info
 from jaxtp.mesh import describe_mesh
 
 

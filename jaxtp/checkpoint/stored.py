@@ -1,84 +1,65 @@
-"""Reads the folder of one checkpoint, and tells damage from what only cannot be read now."""
+"""Reads the folder of one checkpoint."""
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
 
 from jaxtp.checkpoint.checksum import checksums
+from jaxtp.checkpoint.damage import (
+    MISSING,
+    CheckpointError,
+    DamagedError,
+    agreed,
+    files_below,
+    patiently,
+    read_or_explain,
+    require_shared,
+)
 from jaxtp.checkpoint.logical import Arrays
-from jaxtp.entry import UserError
+from jaxtp.launch.agreement import several
 
-T = TypeVar("T")
 _SHAPES, _CHECKSUMS = "shapes", "checksums"
-_MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-_MAY_PASS = (OSError, MemoryError, jax.errors.JaxRuntimeError)
-"""Errors that say nothing about files that are there."""
 
 
-class CheckpointError(UserError):
-    """A checkpoint that cannot be written, read, or used for this run."""
+def agreed_info(place: Path, find: Callable[[], Path]) -> tuple[Path, dict[str, Any]]:
+    """Returns a checkpoint's folder and its description, once all processes of a run have found and read the same.
 
-
-class DamagedError(CheckpointError):
-    """A checkpoint that is proven not to be what was written: files are missing or cut, or a checksum differs."""
-
-
-def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
-    """Returns what `read` makes of the files in the folder of a checkpoint.
-
-    Libraries turn an error of the file system into others, or into none: a failed read proves no damage. It is proven
-    where every byte of every file can be read, and a second attempt fails too.
+    Args:
+      place: where it is looked for, for messages.
+      find: returns the folder, or raises a `CheckpointError`.
 
     Raises:
-      DamagedError: the files are damaged.
-      CheckpointError: they cannot be read now, which may pass: an error of the file system, too little memory.
+      CheckpointError: it is damaged (`DamagedError`), cannot be read, or its folder is not one for all.
     """
-    said = ""
-    for _attempt in range(2):
-        try:
-            return read()
-        except CheckpointError:
-            raise
-        except Exception as error:
-            _require_readable(folder, error)
-            said = reason(error)
-    raise DamagedError(f"{folder} is damaged ({said})")
+    if several():
+        require_shared(place, lambda: _seen(find))
+    folder = agreed(find)
+    return folder, agreed(lambda: stored_info(folder))
 
 
-def _require_readable(folder: Path, error: Exception) -> None:
-    """Checks that an error is not that of a file system or of memory, and that every byte in the folder can be read.
+def _seen(find: Callable[[], Path]) -> list[str] | None:
+    """Returns a checkpoint's folder and a hash of the names and sizes of its files; None if it is not there.
 
     Raises:
-      CheckpointError: it is, or one cannot.
+      CheckpointError: they cannot be listed now.
     """
     try:
-        if isinstance(error, _MAY_PASS) and not isinstance(error, _MISSING):
-            raise error
-        _read_every_byte(folder)
-    except _MISSING:
-        return
-    except _MAY_PASS as cause:
-        raise CheckpointError(
-            f"{folder} cannot be read ({reason(cause)}), which proves no damage: everything is left as it is, for the "
-            "same command to try again"
-        ) from None
+        folder = find()
+    except CheckpointError:
+        return None
 
+    def sizes() -> list[tuple[str, int]]:
+        return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in files_below(folder))
 
-def _read_every_byte(folder: Path) -> None:
-    def fail(error: OSError) -> None:
-        raise error
-
-    for parent, _, names in os.walk(folder, onerror=fail):
-        for name in names:
-            with (Path(parent) / name).open("rb") as file:
-                while file.read(1 << 24):
-                    pass
+    try:
+        return [str(folder), _digest({"files": patiently(folder, sizes)})]
+    except MISSING:
+        return None
 
 
 def stored_info(folder: Path) -> dict[str, Any]:
@@ -107,6 +88,14 @@ def _digest(info: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
 
 
+def _reader() -> ocp.Checkpointer:
+    """Returns what reads arrays without waiting for other processes, of which one may fail and never come."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
 def stored_arrays(folder: Path) -> dict[str, Any]:
     """Returns shapes and dtypes of the arrays in the folder of a checkpoint, by name.
 
@@ -115,7 +104,7 @@ def stored_arrays(folder: Path) -> dict[str, Any]:
     """
 
     def read() -> dict[str, Any]:
-        metadata = ocp.PyTreeCheckpointer().metadata((folder / "state").resolve()).item_metadata
+        metadata = _reader().metadata((folder / "state").resolve()).item_metadata
         if metadata is None:  # Orbax's answer to whatever it met
             raise ValueError("it does not say which arrays it holds")
         return dict(metadata.tree)
@@ -133,7 +122,7 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct]) -> Arrays
     def read() -> Arrays:
         arguments = ocp.checkpoint_utils.construct_restore_args(target)
         restore = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
-        arrays: Arrays = ocp.PyTreeCheckpointer().restore((folder / "state").resolve(), restore)
+        arrays: Arrays = _reader().restore((folder / "state").resolve(), restore)
         return arrays
 
     return read_or_explain(folder, read)
@@ -141,6 +130,9 @@ def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct]) -> Arrays
 
 def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
     """Returns some of the arrays of a checkpoint: read in the dtypes that they are stored in, checked, and cast.
+
+    All processes of a run have to call it. Each reads what its devices hold; checksums are of whole arrays, which takes
+    all of them, so they begin once every process has read its part.
 
     Args:
       folder: folder of the checkpoint.
@@ -151,6 +143,17 @@ def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: M
       DamagedError: they are not what was written.
       CheckpointError: there are none of that name or shape, or they cannot be read.
     """
+    arrays = agreed(lambda: _read_as_stored(folder, target, info))
+    found = checksums(arrays)
+    differ = [name for name in found if found[name] != info[_CHECKSUMS][name]]
+    if differ:
+        more = ", ..." if len(differ) > 3 else ""
+        raise DamagedError(f"{folder} is damaged (checksums differ: {', '.join(differ[:3])}{more})")
+    return {name: arrays.pop(name).astype(array.dtype) for name, array in target.items()}
+
+
+def _read_as_stored(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
+    """Returns some of the arrays in the dtypes that they are stored in, their checksums not compared yet."""
     stored = stored_arrays(folder)
     shapes = {name: tuple(array.shape) for name, array in stored.items()}
     written = {name: tuple(shape) for name, shape in info.get(_SHAPES, shapes).items()}  # older ones do not say
@@ -160,13 +163,7 @@ def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: M
     if wrong:
         raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:3])}")
     as_stored = {n: jax.ShapeDtypeStruct(a.shape, stored[n].dtype, sharding=a.sharding) for n, a in target.items()}
-    arrays = read_arrays(folder, as_stored)
-    found = checksums(arrays)
-    differ = [name for name in found if found[name] != info[_CHECKSUMS][name]]
-    if differ:
-        more = ", ..." if len(differ) > 3 else ""
-        raise DamagedError(f"{folder} is damaged (checksums differ: {', '.join(differ[:3])}{more})")
-    return {name: arrays.pop(name).astype(array.dtype) for name, array in target.items()}
+    return read_arrays(folder, as_stored)
 
 
 def newest(run: Path) -> Path:
@@ -195,7 +192,15 @@ def newest_info(run: Path) -> dict[str, Any] | None:
 
 
 def finished(run: Path) -> list[Path]:
-    """Returns the folders of the finished checkpoints of a run, oldest first; the folder itself if it is one."""
+    """Returns the folders of the finished checkpoints of a run, oldest first; the folder itself if it is one.
+
+    Raises:
+      CheckpointError: the folders cannot be listed now.
+    """
+    return patiently(run, lambda: _finished(run))
+
+
+def _finished(run: Path) -> list[Path]:
     if (run / "state").is_dir():
         return [run]
     for folder in (run / "checkpoints", run):
@@ -203,9 +208,3 @@ def finished(run: Path) -> list[Path]:
         if steps:
             return [folder / str(step) for step in sorted(steps)]
     return []
-
-
-def reason(error: Exception) -> str:
-    """Returns the message of an error of Orbax or TensorStore in one line."""
-    text = str(error).split("See full TensorStore details")[0].strip()
-    return text.splitlines()[0][:400] if text else type(error).__name__

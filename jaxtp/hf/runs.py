@@ -16,16 +16,18 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.checksum import checksums
+from jaxtp.checkpoint.damage import CheckpointError
 from jaxtp.checkpoint.logical import to_logical
 from jaxtp.checkpoint.manager import load_weights
 from jaxtp.checkpoint.orbax_logs import without_metadata_warning
 from jaxtp.checkpoint.reader import open_checkpoint
-from jaxtp.checkpoint.stored import CheckpointError, newest, stored_info
+from jaxtp.checkpoint.stored import agreed_info, newest
 from jaxtp.config import expand, validate
 from jaxtp.hf.adapters import merge_adapters
 from jaxtp.hf.folder import CONFIG, open_folder, read_files
 from jaxtp.hf.load import load_folder
 from jaxtp.hf.writing import TOKENIZER_FILES, appearing
+from jaxtp.launch.agreement import share, together
 from jaxtp.layers.lora import LoraConfig, LoraParam
 from jaxtp.mesh import current_mesh, make_mesh
 from jaxtp.models.config import ModelConfig
@@ -126,6 +128,8 @@ def model_of(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
 def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, Path]:
     """Returns all parameters of a model but its adapters, and the folder that they are from.
 
+    All processes of a run have to call it: what one of them cannot read is the error of all.
+
     Args:
       path: a folder in Hugging Face format, or a run of ours or one of its checkpoints.
       config: the model; it may have adapters.
@@ -135,11 +139,11 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
       HFError, CheckpointError: they cannot be read, or are of another model.
     """
     whole = replace(config, lora=LoraConfig())
-    if (path / CONFIG).is_file():
-        with jax.set_mesh(mesh):
+    if share((path / CONFIG).is_file())[0]:
+        with jax.set_mesh(mesh), together():
             return nnx.state(load_folder(open_folder(path), whole, mesh)), path
-    folder = newest(path)
-    if model_of(folder, stored_info(folder)).lora.rank:
+    folder, info = agreed_info(path, lambda: newest(path))
+    if model_of(folder, info).lora.rank:
         raise CheckpointError(
             f"{folder} holds adapters alone; make a model of them by "
             f"`python -m jaxtp.convert export {path} DIR --merged` and begin with --model.from-hf DIR"

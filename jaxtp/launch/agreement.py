@@ -6,15 +6,20 @@ file that is missing on its host, becomes the error of all of them.
 
 import json
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxtp.entry import UserError
+
+T = TypeVar("T")
+PAUSES = (0.5, 1.0, 1.5, 3.0, 4.0)
+"""Seconds between the looks at what one process has written: network file systems keep old listings for a while."""
 
 
 class OtherProcessError(UserError):
@@ -67,3 +72,54 @@ def together() -> Iterator[None]:
     for process, other in enumerate(share({"host": host, "error": None})):
         if other["error"] is not None:
             raise OtherProcessError(f"{who(process, other['host'])} cannot go on: {other['error']}")
+
+
+def agree(attempt: Callable[[], T], kinds: Sequence[type[UserError]]) -> T:
+    """Returns what an attempt returns in this process; if it fails in one process, all of them fail alike.
+
+    All processes have to call it, and none goes on before all have tried. An attempt must not wait for other processes
+    without a limit. If several fail, the kind that comes first counts, and of that the first process.
+
+    Args:
+      attempt: what each process does by itself.
+      kinds: errors that all processes raise, with the name of the process that has met one in the message.
+
+    Raises:
+      UserError: one of those kinds; an `OtherProcessError` where another process has met any other error.
+    """
+    if not several():
+        return attempt()
+    error, answer = None, None
+    try:
+        answer = attempt()
+    except Exception as met:
+        error = met
+    kind = kinds.index(type(error)) if type(error) in kinds else -1
+    said = None if error is None else [kind, socket.gethostname(), str(error)]
+    failed = [(each[0], process, *each[1:]) for process, each in enumerate(share(said)) if each is not None]
+    if not failed:
+        return answer  # type: ignore[return-value]
+    kind, process, host, why = min(failed)
+    if error is not None and type(error) not in kinds:
+        raise error
+    if kind < 0:
+        raise OtherProcessError(f"{who(process, host)} cannot go on: {why}") from error
+    raise kinds[kind](f"{who(process, host)}: {why}") from error
+
+
+def first_other(look: Callable[[], Any]) -> str | None:
+    """Returns the first process, in words, that does not see what process 0 sees; None if all see the same.
+
+    One that does not is given some seconds, `PAUSES`. All processes have to call it.
+
+    Args:
+      look: returns what this process sees, which JSON can hold; it may not fail in one process alone.
+    """
+    other = None
+    for pause in (0.0, *PAUSES):
+        time.sleep(pause)
+        seen = share([socket.gethostname(), look()])
+        other = next((who(process, host) for process, (host, what) in enumerate(seen) if what != seen[0][1]), None)
+        if other is None:
+            break
+    return other

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.experimental import multihost_utils
 
 from jaxtp import config as configuration
 from jaxtp.entry import UserError
 from jaxtp.files import write_atomically
+from jaxtp.launch.agreement import together
 from jaxtp.train.config import TrainConfig
 
 CONFIG = "config.yaml"
@@ -97,18 +97,19 @@ def locked(folder: Path) -> Iterator[None]:
 def replacing(folder: Path) -> Iterator[Path]:
     """Yields an empty folder, which replaces `folder` once every process has written its part of it.
 
-    Until then what `folder` holds is left alone: it stays if this fails.
+    Until then what `folder` holds is left alone: it stays if this fails, in whichever process.
     """
     new = folder.with_name(f"{folder.name}.new")
-    if jax.process_index() == 0:
-        shutil.rmtree(new, ignore_errors=True)
-        new.mkdir()
-    multihost_utils.sync_global_devices(f"{new} is empty")
-    yield new
-    multihost_utils.sync_global_devices(f"{new} is written")
-    if jax.process_index() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        new.rename(folder)
+    with together():
+        if jax.process_index() == 0:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+    with together():
+        yield new
+    with together():
+        if jax.process_index() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            new.rename(folder)
 
 
 def write_config(config: TrainConfig) -> None:

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
+from jaxtp.entry import UserError
 from jaxtp.hf.runs import BASE
 from jaxtp.launch.peers import working_on
 from jaxtp.mesh import mesh_sizes, platform_of
@@ -226,7 +226,7 @@ class Loop:
         """Keeps the state and the batch for inspection; returns a text that says where."""
         try:
             where = self._keep_for_inspection(step)
-        except (CheckpointError, OSError) as error:
+        except (UserError, OSError) as error:
             return f"they and the batch could not be kept for inspection ({error})"
         return f"they and the batch are in {where}, from which a new run can start (--run.init-from)"
 

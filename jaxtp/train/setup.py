@@ -83,7 +83,8 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
     alike = preflight(config, mesh, data.description)
 
     held.enter_context(jax.set_mesh(mesh))
-    held.enter_context(folder.locked(config.run.dir))
+    with together():
+        held.enter_context(folder.locked(config.run.dir))
     report, interrupt = held.enter_context(Report()), held.enter_context(Interrupt())
     for line in (*alike, *(f"default {note}" for note in notes), summary(config, data, blueprint)):
         report.line(line)
@@ -100,8 +101,9 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
     if found is not None:
         report.line("\n  ".join([f"resumed from the checkpoint at step {found.step}", *found.changed]))
     step, next_sample = (0, 0) if found is None else (found.step, found.info["next_sample"])
-    if step < config.train.steps:
-        folder.write_config(config)
+    with together():
+        if step < config.train.steps:
+            folder.write_config(config)
 
     train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0)
     steps = train_step, make_eval_step(blueprint, config.train.accumulation)
@@ -171,6 +173,7 @@ def _begin(
         if resumed is not None:
             check_base(resumed, base, origin)
     state = blueprint.create(config.run.seed, weights)
-    keep_files_of_origin(config)
+    with together():
+        keep_files_of_origin(config)
     report.line(f"weights from {origin}")
     return state, base

@@ -149,15 +149,15 @@ def test_another_models_checkpoint_is_refused(written):
 
 
 @pytest.mark.parametrize(
-    ("settings", "kept"),
+    ("settings", "kept", "then"),
     [
-        ({"keep": 2}, [5, 6]),
-        ({"keep": 1, "keep_every": 3}, [3, 6]),
-        ({"keep": 1, "keep_best": True}, [2, 6]),
-        ({"keep": 1, "keep_every": 4, "keep_best": True}, [2, 4, 6]),
+        ({"keep": 2}, [5, 6], [6, 7]),
+        ({"keep": 1, "keep_every": 3}, [3, 6], [3, 6, 7]),
+        ({"keep": 1, "keep_best": True}, [2, 6], [2, 7]),
+        ({"keep": 1, "keep_every": 4, "keep_best": True}, [2, 4, 6], [2, 4, 7]),
     ],
 )
-def test_what_is_kept(tmp_path, settings, kept):
+def test_what_is_kept(tmp_path, settings, kept, then):
     """Validation losses by step: the best is at 2; the newest has none, and is kept all the same."""
     plan = blueprint((1, 1, 2), TINY)
     state = plan.create(seed=0)
@@ -168,6 +168,10 @@ def test_what_is_kept(tmp_path, settings, kept):
     checkpoints.close()
     reopened = Checkpoints(tmp_path, **settings)
     assert reopened.steps() == kept
+    reopened.save(7, state, plan.mesh, {}, eval_loss=1.2)
+    reopened.close()
+    reopened = Checkpoints(tmp_path, **settings)
+    assert reopened.steps() == then, "the best may be of before it was opened again"
     reopened.close()
 
 
@@ -228,8 +232,9 @@ def test_every_damage_is_found_or_harmless(tmp_path):
 
 
 @pytest.mark.parametrize("file", ["info/metadata", "state/_METADATA", "state/d/*"])
-def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file):
+def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file, monkeypatch):
     """A healthy checkpoint stays where it is while the file system fails, and is used when it answers again."""
+    monkeypatch.setattr("jaxtp.checkpoint.damage.PAUSES", (0.0,))
     plan = blueprint((1, 1, 1), TINY)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (1, 2):
@@ -238,7 +243,7 @@ def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file):
     (path,) = (tmp_path / "checkpoints/2").glob(file)
     path.rename(tmp_path / "away")
     path.symlink_to("/proc/self/mem")  # opens, and fails with EIO when it is read
-    with pytest.raises(CheckpointError, match=r"2 cannot be read \(\[Errno 5\].*proves no damage"):
+    with pytest.raises(CheckpointError, match=rf"2 cannot be read \(\[Errno 5\].*{path.name}.*proves no damage"):
         restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
     (tmp_path / "away").rename(path)
     step, *_ = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)

@@ -5,7 +5,8 @@ import errno
 import jax
 import pytest
 
-from jaxtp.checkpoint.stored import CheckpointError, DamagedError, read_or_explain
+from jaxtp.checkpoint import damage
+from jaxtp.checkpoint.damage import CheckpointError, DamagedError, patiently, read_or_explain
 
 MAY_PASS = [
     *(OSError(number, "from the file system") for number in (errno.EIO, errno.ESTALE, errno.EACCES, errno.ENOSPC)),
@@ -14,10 +15,15 @@ MAY_PASS = [
 ]
 
 
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch):
+    monkeypatch.setattr(damage, "PAUSES", (0.0, 0.001, 0.002))
+
+
 @pytest.mark.parametrize("error", MAY_PASS, ids=repr)
 @pytest.mark.parametrize("attempt", [1, 2])
 def test_what_may_pass_proves_nothing(tmp_path, error, attempt):
-    errors = [ValueError("a library's own"), error][2 - attempt :]
+    errors = [ValueError("a library's own"), *[error] * 4][2 - attempt :]
 
     def read():
         raise errors.pop(0)
@@ -42,6 +48,36 @@ def test_a_second_attempt_counts(tmp_path):
     def read():
         if errors:
             raise errors.pop()
+        return 3
+
+    assert read_or_explain(tmp_path, read) == 3
+
+
+@pytest.mark.parametrize("read", [read_or_explain, patiently])
+def test_an_error_that_passes_is_waited_for_aloud_and_then_named(tmp_path, capsys, read):
+    errors = [OSError(errno.EIO, "Input/output error", str(tmp_path / "d/part"))] * len(damage.PAUSES)
+
+    def look():
+        if errors:
+            raise errors.pop()
+        return 3
+
+    assert read(tmp_path, look) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(damage.PAUSES)
+    assert all("cannot be read now ([Errno 5] Input/output error: " in line and "d/part" in line for line in lines)
+    errors[:] = [OSError(errno.ESTALE, "Stale file handle", "part")] * 9
+    with pytest.raises(CheckpointError, match=r"cannot be read .*Stale file handle: 'part'") as raised:
+        read(tmp_path, look)
+    assert not isinstance(raised.value, DamagedError)
+
+
+def test_a_file_system_that_fails_between_two_reads_makes_neither_a_second_attempt(tmp_path):
+    errors = [ValueError("cut"), OSError(errno.EIO, "Input/output error"), ValueError("cut")]
+
+    def read():
+        if errors:
+            raise errors.pop(0)
         return 3
 
     assert read_or_explain(tmp_path, read) == 3

@@ -1,0 +1,250 @@
+"""What one of several processes does in tests/checkpoint/test_processes.py: `python processes.py SCENARIO FOLDER`.
+
+Each scenario raises where something is not as it should be; who started the processes sees their exit codes.
+"""
+
+import contextlib
+import errno
+import re
+import shutil
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from runs import full_disk
+
+import jaxtp
+from jaxtp.checkpoint import damage, saving
+from jaxtp.checkpoint.damage import CheckpointError
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
+from jaxtp.checkpoint.manager import Checkpoints, restore_newest
+from jaxtp.checkpoint.orbax_logs import quieten
+from jaxtp.checkpoint.saving import SaveMeetings
+from jaxtp.launch import agreement
+from jaxtp.launch.agreement import share
+from jaxtp.launch.joining import join_processes
+from jaxtp.train import optimizer
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.state import plan_state
+
+MODEL = jaxtp.ModelConfig(vocab_size=19, d_model=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=96)
+"""Each device has kilobytes of each matrix: what is smaller Orbax keeps in the files of process 0 alone."""
+
+
+def plan():
+    """The state of a tiny model, whose vocabulary is padded, over all devices."""
+    tp = 2 if jax.device_count() % 2 == 0 else 1
+    return plan_state(MODEL, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(fsdp=-1, tp=tp))
+
+
+def values(name, step, array):
+    """The whole of an array at a step, the same in every process."""
+    numbers = np.random.default_rng([zlib.crc32(name.encode()), step]).normal(scale=100, size=array.shape)
+    return np.asarray(numbers).astype(array.dtype)
+
+
+def state_at(step, planned):
+    made = {}
+    for name, array in abstract_logical(planned.abstract, planned.mesh).items():
+        made[name] = jax.make_array_from_callback(array.shape, array.sharding, values(name, step, array).__getitem__)
+    return from_logical(made, planned.abstract, planned.mesh)
+
+
+def require_state(state, step, planned):
+    for name, array in to_logical(state, planned.mesh).items():
+        whole = values(name, step, array)
+        for shard in array.addressable_shards:
+            np.testing.assert_array_equal(shard.data, whole[shard.index], err_msg=f"{name} at step {step}")
+
+
+def first(do):
+    """Process 0 does something, the others wait for it."""
+    if jax.process_index() == 0:
+        do()
+    share(None)
+
+
+def restored(place, planned):
+    """Restores the newest in a folder; returns its step, once every array of it is right and all processes agree."""
+    warnings = []
+    with Checkpoints(place / "checkpoints") as opened:
+        step, state, info = restore_newest(opened, planned.abstract, planned.mesh, lambda info: None, warnings.append)
+        assert opened.steps()[-1] == step
+    require_state(state, step, planned)
+    assert info["next_sample"] == step
+    assert len({str(each) for each in share([step, warnings, opened.steps()])}) == 1
+    return step, warnings
+
+
+def refused(do):
+    """The message by which something is refused, the same in all processes."""
+    try:
+        do()
+    except CheckpointError as error:
+        (said,) = set(share(str(error)))
+        return said
+    raise AssertionError("it was done")
+
+
+def save(place):
+    planned = plan()
+    with Checkpoints(place / "checkpoints") as opened:
+        for step in (1, 2):
+            opened.save(step, state_at(step, planned), planned.mesh, {"next_sample": step})
+
+
+def restore(place):
+    assert restored(place, plan()) == (2, [])
+
+
+def damages(path):
+    """Ways to damage a file."""
+    whole = path.read_bytes()
+    turned = bytearray(whole)
+    turned[len(whole) // 2] ^= 0x10
+    return [lambda: path.write_bytes(whole[: len(whole) // 2]), path.unlink, lambda: path.write_bytes(turned)]
+
+
+def damage_files(place, some=False):
+    """Each file of the newest checkpoint in turn: it is restored right, or all set it aside and use the one before."""
+    planned, work = plan(), place / "work"
+    good = place / "checkpoints"
+    files = sorted(path.relative_to(good) for path in (good / "2").rglob("*") if path.is_file())
+    cases = [(file, kind) for file in files for kind in range(3)]
+    parts = {f"ocdbt.process_{part}" for part in range(jax.process_count())}
+    if some:
+        largest = [max((good / "2/state" / part).rglob("*"), key=lambda path: path.stat().st_size) for part in parts]
+        few = sorted(path.relative_to(good) for path in largest)
+        few += [Path("2/info/metadata"), Path("2/state/array_metadatas/process_1")]
+        cases = [(file, number % 3) for number, file in enumerate(few)]
+    outcomes = {}
+
+    def prepare(file, kind):
+        shutil.rmtree(work, ignore_errors=True)
+        shutil.copytree(good, work / "checkpoints")
+        damages(work / "checkpoints" / file)[kind]()
+
+    for file, kind in cases:
+        first(lambda file=file, kind=kind: prepare(file, kind))
+        began = time.monotonic()
+        step, warnings = restored(work, planned)
+        outcomes[file, kind] = step
+        assert (work / "checkpoints/1").is_dir()
+        assert (work / "damaged/2").is_dir() == (step == 1) == (len(warnings) == 1), (file, kind, warnings)
+        assert not (work / "damaged/1").exists()
+        share(None)  # before the next case replaces the folder
+        print(file, kind, step, f"{time.monotonic() - began:.2f} s", *warnings, flush=True)
+    assert set(outcomes.values()) == {1, 2}
+    found = {file.parts[2] for (file, _), step in outcomes.items() if step == 1}
+    assert found >= parts, "damage to the arrays of a process is found"
+
+
+def damage_some_files(place):
+    damage_files(place, some=True)
+
+
+def fail_to_read(place):
+    """An error of the file system of one process: it passes, or is the error of all; nothing is set aside."""
+    planned, restores, left = plan(), ocp.Checkpointer.restore, [0]
+
+    def failing(*args, **kwargs):
+        if jax.process_index() == 1 and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return restores(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ocp.Checkpointer, "restore", failing)
+        patch.setattr(damage, "PAUSES", (0.1, 0.1, 0.1))
+        left[0] = len(damage.PAUSES)
+        assert restored(place, planned) == (2, [])
+        left[0] = 99
+        said = refused(lambda: restored(place, planned))
+    assert re.match(r"process 1 \(on .*checkpoints/2 cannot be read \(\[Errno 5\].*proves no damage", said), said
+    assert restored(place, planned) == (2, [])
+
+
+def see_another_folder(place):
+    """A folder of one name on each host, which is not one: other steps, or other files in a step."""
+    planned, elsewhere = plan(), place / "elsewhere/checkpoints"
+    first(lambda: shutil.copytree(place / "checkpoints/1", elsewhere / "1"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "PAUSES", (0.1, 0.1))
+        patch.chdir(elsewhere.parent if jax.process_index() == 1 else place)
+        for steps in ("other", "same"):
+            said = refused(lambda: restored(Path(), planned))
+            assert re.search(r"not one folder for all: process 1 \(on .* does not see what process 0 sees", said), said
+            if steps == "other":
+                first(lambda: shutil.copytree(elsewhere / "1", elsewhere / "2"))
+
+
+def fail_to_write(place):
+    """The disk of one process is full, before a save and during it: all fail, soon, and what is there stays whole."""
+    planned = plan()
+    state = state_at(3, planned)
+    for failing, known in ((0, True), (0, False), (2, True), (2, False)):
+        with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as limits:
+            if not known:
+                patch.setattr(Checkpoints, "_require_writable", lambda self: None)
+            opened = Checkpoints(place / "checkpoints")
+
+            def write(opened=opened, failing=failing, limits=limits):
+                if jax.process_index() == failing:
+                    limits.enter_context(full_disk(100))
+                opened.save(3, state, planned.mesh, {"next_sample": 3})
+                opened.wait()
+
+            began = time.monotonic()
+            said = refused(write)
+            assert time.monotonic() - began < 60
+            assert re.match(rf"process {failing} \(on .*could not be written.*checkpoint at step 2 is whole", said), (
+                said
+            )
+            with contextlib.suppress(CheckpointError), opened:
+                raise CheckpointError("as a run that ends")
+        print(failing, known, f"{time.monotonic() - began:.2f} s", said, flush=True)
+        assert restored(place, planned) == (2, [])
+
+
+def come_late(place):
+    """A process that does not end its part of a save is given up, by name."""
+    planned, meet = plan(), SaveMeetings.__call__
+
+    def hold_up(self, *, key, timeout_ms):
+        if "async_write_complete" in key and jax.process_index() == 2:
+            time.sleep(6)
+        meet(self, key=key, timeout_ms=timeout_ms)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "SECONDS", 3)
+        patch.setattr(SaveMeetings, "__call__", hold_up)
+        opened = Checkpoints(place / "checkpoints")
+
+        def write():
+            opened.save(3, state_at(3, planned), planned.mesh, {"next_sample": 3})
+            opened.wait()
+
+        said = refused(write)
+        with contextlib.suppress(CheckpointError), opened:
+            raise CheckpointError("as a run that ends")
+    assert "process 2 did not write its part within 3 s); the checkpoint at step 2 is whole" in said, said
+    assert restored(place, planned) == (2, [])
+
+
+SCENARIOS = {
+    **{"save": save, "restore": restore, "damage": damage_files, "some damage": damage_some_files},
+    **{"unreadable": fail_to_read, "unshared": see_another_folder, "unwritable": fail_to_write, "late": come_late},
+}
+
+if __name__ == "__main__":
+    join_processes()
+    quieten()
+    for scenario in sys.argv[2:]:
+        SCENARIOS[scenario](Path(sys.argv[1]))
+        share(None)
+        print(f"{scenario} done", flush=True)
