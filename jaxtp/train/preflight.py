@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config import ConfigError, differences, to_plain
-from jaxtp.launch.agreement import several, share, who
+from jaxtp.launch.agreement import first_other, several, share, who
 from jaxtp.launch.hosts import draw_hosts
 from jaxtp.mesh import TP, divisors, mesh_sizes
 from jaxtp.train import folder
@@ -31,9 +31,6 @@ NATIVE = ("jaxlib", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
 DRIVER = Path("/proc/driver/nvidia/version")
 MOST_SKEW = 60.0
 """Seconds by which the clocks of hosts may differ: certificates, logs and schedulers go wrong beyond."""
-
-PATIENCE = 10.0
-"""Seconds until a file that one host has written is seen by the others: network file systems keep old listings."""
 
 _GATHERED = {"cpu": 2**20}
 _GATHERED_BY_GPUS = 2**26
@@ -61,7 +58,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[
     if not config.mesh.tp_across_hosts:
         check_hosts_of_tp([record["host"] for record in records], mesh)
     check_clocks(share(time.time()), records)  # everybody has just waited for everybody
-    check_folder(config.run.dir, records)
+    check_folder(config.run.dir)
     check_sums(mesh)
     devices: Counter[str] = Counter()
     for each in records:
@@ -160,7 +157,7 @@ def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
             )
 
 
-def check_folder(place: Path, records: Sequence[Record]) -> None:
+def check_folder(place: Path) -> None:
     """Checks that every process sees and can write the folder of the run.
 
     Raises:
@@ -171,17 +168,13 @@ def check_folder(place: Path, records: Sequence[Record]) -> None:
     if jax.process_index() == 0:
         (place / name).write_text(token)
     share(None)
-    until = time.monotonic() + PATIENCE
-    while not (place / name).exists() and time.monotonic() < until:
-        time.sleep(0.1)
-    seen = (place / name).exists()
-    blind = [process for process, sees in enumerate(share(seen)) if not sees]
+    blind = first_other(lambda: (place / name).exists())
     if jax.process_index() == 0:
         (place / name).unlink(missing_ok=True)
-    if blind:
+    if blind is not None:
         raise ConfigError(
-            f"run.dir={place} is not one folder for all: {who(blind[0], records[blind[0]]['host'])} does not see what "
-            f"{who(0, records[0]['host'])} writes there; name a folder on a file system that all hosts share"
+            f"run.dir={place} is not one folder for all: {blind} does not see what process 0 writes there; name a folder "
+            "on a file system that all hosts share"
         )
 
 

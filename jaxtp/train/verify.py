@@ -41,9 +41,9 @@ from jax import Array
 from jax.sharding import NamedSharding
 
 from jaxtp.checkpoint.checksum import device_checksums
+from jaxtp.checkpoint.damage import CheckpointError
 from jaxtp.checkpoint.logical import filled, named_variables
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.checkpoint.stored import CheckpointError
 from jaxtp.data.loader import Batch
 from jaxtp.launch.agreement import share, who
 from jaxtp.launch.hosts import hosts

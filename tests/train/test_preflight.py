@@ -10,6 +10,7 @@ from runs import SMALL, mesh
 
 import jaxtp
 from jaxtp.config import ConfigError
+from jaxtp.launch import agreement
 from jaxtp.launch.__main__ import main as launch
 from jaxtp.train import preflight
 from jaxtp.train.config import TrainConfig
@@ -85,11 +86,11 @@ def test_a_clock_that_is_off_is_named(seconds, records):
         check_clocks([now, now + seconds, now], records)
 
 
-def test_a_folder_that_one_host_does_not_see_is_named(tmp_path, records, monkeypatch):
-    answers = {True: [True, False, True]}
-    monkeypatch.setattr(preflight, "share", lambda value: answers.get(value, [value] * 3))
+def test_a_folder_that_one_host_does_not_see_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(agreement, "PAUSES", ())
+    monkeypatch.setattr(agreement, "share", lambda seen: [seen, ["node1", False], seen])
     with pytest.raises(ConfigError, match=r"is not one folder for all: process 1 \(on node1\) does not see"):
-        check_folder(tmp_path, records)
+        check_folder(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
