@@ -173,8 +173,8 @@ def check_folder(place: Path) -> None:
         (place / name).unlink(missing_ok=True)
     if blind is not None:
         raise ConfigError(
-            f"run.dir={place} is not one folder for all: {blind} does not see what process 0 writes there; name a folder "
-            "on a file system that all hosts share"
+            f"run.dir={place} is not one folder for all: {blind} does not see what process 0 writes there; name a "
+            "folder on a file system that all hosts share"
         )
 
 
