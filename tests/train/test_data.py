@@ -120,11 +120,14 @@ def test_what_does_not_fit_the_data(tmp_path, dataset, command, capsys, name):
 def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(tmp_path, dataset, command, capsys):
     tokens = dataset / "train-00000.tokens"
     whole = tokens.read_bytes()
-    tokens.write_bytes(np.full(len(whole) // 2, 9999, "<u2").tobytes())
-    try:
-        assert train([*command, "--data.path", str(dataset), *mesh(1, 1, 2)]) == 2
-    finally:
-        tokens.write_bytes(whole)
+    with tokens.open("r+b") as file:  # in place: the threads that read ahead still have it in their memory
+        file.write(np.full(len(whole) // 2, 9999, "<u2").tobytes())
+        file.flush()
+        try:
+            assert train([*command, "--data.path", str(dataset), *mesh(1, 1, 2)]) == 2
+        finally:
+            file.seek(0)
+            file.write(whole)
     assert f"{tokens}, document" in (error := capsys.readouterr().err)
     assert "token 9999 is beyond model.vocab_size=301" in error
 
