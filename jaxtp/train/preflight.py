@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config import ConfigError, differences, to_plain
 from jaxtp.launch.agreement import first_other, several, share, who
+from jaxtp.launch.environment import gpus_present, names_of_gpus, sharing
 from jaxtp.launch.hosts import draw_hosts
 from jaxtp.mesh import TP, divisors, mesh_sizes
 from jaxtp.train import folder
@@ -55,6 +56,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[
         return []
     records = share(record(config, data))
     compare(records)
+    check_gpus(records)
     if not config.mesh.tp_across_hosts:
         check_hosts_of_tp([record["host"] for record in records], mesh)
     check_clocks(share(time.time()), records)  # everybody has just waited for everybody
@@ -90,9 +92,12 @@ def record(config: TrainConfig, data: Mapping[str, Any]) -> Record:
             versions[package] = importlib.metadata.version(package)
     if DRIVER.exists():
         versions["NVIDIA's driver"] = DRIVER.read_text(errors="replace").partition("\n")[0]
+    on_gpus = first.platform == "gpu"
     return {
         "host": socket.gethostname(),
         "devices": jax.local_device_count(),
+        "visible": names_of_gpus(gpus_present()) if on_gpus else [],
+        "driven": [device.local_hardware_id for device in jax.local_devices()] if on_gpus else [],
         "kind": first.device_kind,
         "versions": versions,
         "configuration": to_plain(config),
@@ -116,6 +121,28 @@ def compare(records: Sequence[Record]) -> None:
             if lines := differences(first[what], other[what]):
                 changes = "\n".join(f"  {line}" for line in lines)
                 raise ConfigError(f"{pair} differ in their {what}, from the second to the first:\n{changes}")
+
+
+def check_gpus(records: Sequence[Record]) -> None:
+    """Checks that the processes of each host drive all GPUs that they see there.
+
+    Raises:
+      ConfigError: some are idle.
+    """
+    for host in dict.fromkeys(record["host"] for record in records):
+        here = [record for record in records if record["host"] == host]
+        visible = {tuple(record["visible"]) for record in here}  # what several see alike they share
+        driven = sum(len(record["driven"]) for record in here)
+        if driven >= (total := sum(map(len, visible))):
+            continue
+        (*_, names) = visible
+        used = {index for record in here for index in record["driven"]}
+        idle = [name for index, name in enumerate(names) if index not in used] if len(visible) == 1 else []
+        which = f" (not {', '.join(idle)})" if idle else ""
+        raise ConfigError(
+            f"{host} has {total} visible GPUs, and its {len(here)} processes drive {driven} of them{which}: start "
+            f"{sharing(total)} processes there, or hide those that are not for this run (CUDA_VISIBLE_DEVICES)"
+        )
 
 
 def check_hosts_of_tp(hosts: Sequence[str], mesh: Mesh) -> None:

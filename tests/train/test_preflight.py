@@ -1,6 +1,7 @@
 """The preflight of a run of several processes: one of them lies about each thing that is compared."""
 
 import copy
+import re
 import time
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.preflight import (
     check_clocks,
     check_folder,
+    check_gpus,
     check_hosts_of_tp,
     check_sums,
     compare,
@@ -59,6 +61,34 @@ def test_a_process_that_differs_is_named_with_both_values(path, lie, message, re
     place[last] = lie
     with pytest.raises(ConfigError, match=rf"(?s)process 2 \(on node2\) and process 0 \(on node0\) .*{message}"):
         compare(records)
+
+
+@pytest.mark.parametrize(
+    ("visible", "driven", "idle"),
+    [
+        ([["0", "1"], ["0", "1"]], [[0], [1]], None),
+        ([["4", "5"], ["6", "7"]], [[0, 1], [0, 1]], None),
+        ([["0"], ["0"]], [[0], [0]], None),  # each is shown a GPU of its own as number 0
+        ([[], []], [[], []], None),
+        (
+            [["0", "1", "2"], ["0", "1", "2"]],
+            [[0], [1]],
+            "a has 3 visible GPUs, and its 2 processes drive 2 of them (not 2)",
+        ),
+        (
+            [["4", "5"], ["6", "7"]],
+            [[0, 1], [0]],
+            "a has 4 visible GPUs, and its 2 processes drive 3 of them: start 1, 2, 4",
+        ),
+    ],
+)
+def test_gpus_that_nobody_drives_are_named(visible, driven, idle):
+    records = [{"host": "a", "visible": v, "driven": d} for v, d in zip(visible, driven, strict=True)]
+    if idle is None:
+        check_gpus(records)
+        return
+    with pytest.raises(ConfigError, match=re.escape(idle)):
+        check_gpus(records)
 
 
 @pytest.mark.parametrize(
