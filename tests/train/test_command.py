@@ -2,6 +2,9 @@
 
 import json
 import random
+import re
+import signal
+import time
 
 import numpy as np
 import pytest
@@ -223,6 +226,31 @@ def test_killed_at_a_random_step_and_resumed_on_another_mesh(tmp_path, text, sta
     expected, actual = records(whole), records(killed)
     assert actual.keys() == expected.keys()
     np.testing.assert_allclose(list(actual.values()), list(expected.values()), atol=1e-4, rtol=0)
+
+
+@pytest.mark.journey
+def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, text, start):
+    """Though the next step that is logged is far away."""
+    address, folder = free_address(), tmp_path / "run"
+    flags = [*SMALL, *text, *mesh(1, 2, 2), "--train.steps", "1000000", "--train.log-every", "1000000"]
+    processes = [
+        start(
+            [*flags, "--run.dir", str(folder)],
+            JAX_COORDINATOR_ADDRESS=address,
+            JAX_NUM_PROCESSES="2",
+            JAX_PROCESS_ID=str(process),
+            JAX_NUM_CPU_DEVICES="2",
+        )
+        for process in range(2)
+    ]
+    until = time.monotonic() + 180
+    while not (folder / "checkpoints/5").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    processes[1].send_signal(signal.SIGUSR1)
+    first, _ = (finish(process) for process in processes)
+    (step,) = re.findall(r"stopped by a signal to process 1 at step (\d+) and saved", first)
+    assert (folder / "checkpoints" / step).exists()
 
 
 @pytest.mark.journey
