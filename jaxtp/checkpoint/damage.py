@@ -1,5 +1,6 @@
 """Tells damage from what only cannot be read now, and makes the processes of a run agree on which it is."""
 
+import errno
 import os
 import sys
 import time
@@ -16,6 +17,8 @@ T = TypeVar("T")
 MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _MAY_PASS = (OSError, MemoryError, jax.errors.JaxRuntimeError)
 """Errors that say nothing about files that are there."""
+_STAY = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+"""Errors of a file system that do not pass by themselves."""
 PAUSES = (1.0, 3.0, 9.0)
 """Seconds before each new attempt, where the file system fails."""
 
@@ -81,7 +84,7 @@ def patiently(folder: Path, look: Callable[[], T]) -> T:
 def _paused(folder: Path, error: OSError, pauses: Iterator[float]) -> bool:
     """Waits for the next attempt, and says so; returns False if there is none."""
     seconds = next(pauses, None)
-    if seconds is None:
+    if seconds is None or error.errno in _STAY:
         return False
     print(f"{folder} cannot be read now ({reason(error)}); next attempt in {seconds:g} s", file=sys.stderr, flush=True)
     time.sleep(seconds)
