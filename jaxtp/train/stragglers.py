@@ -37,14 +37,18 @@ class Stragglers:
     Args:
       mesh: the devices.
       say: takes a line for the console.
-      seconds: returns the time of the products on each device of this process.
+      seconds: returns the time of the products on each device of this process; by default they are measured, but not
+        on virtual devices of one CPU, which share its cores.
     """
 
     def __init__(self, mesh: Mesh, say: Callable[[str], None], seconds: Callable[[], list[float]] | None = None):
         self._devices = list(mesh.local_devices)
-        self._compares = several() or (mesh.size > 1 and self._devices[0].platform != "cpu")
+        self._several = several()
         self._say = say
         self._seconds = seconds
+        share_a_cpu = self._devices[0].platform == "cpu" and len(set(hosts())) == 1
+        if seconds is None and mesh.size > 1 and not share_a_cpu:
+            self._seconds = _products(self._devices)
         self._suspect: tuple[str, int, int] | None = None
         """Who was slow at the last logged steps, since which, and at how many."""
 
@@ -57,24 +61,26 @@ class Stragglers:
           in_flight: arrays of the step in flight, which would take its time from the products: they wait for it.
         """
         memory = [memory_record(device) for device in self._devices]
-        if not self._compares:
+        if not self._several and self._seconds is None:
             return record | _largest(memory)
-        if self._seconds is None:
-            self._seconds = _products(self._devices)
-        jax.block_until_ready(in_flight)
+        times = [1.0] * len(self._devices)
+        if self._seconds is not None:
+            jax.block_until_ready(in_flight)
+            times = self._seconds()
         wait, names = record["data_wait_seconds"], sorted(memory[0])
-        rows = [(seconds, wait, *map(own.get, names)) for seconds, own in zip(self._seconds(), memory, strict=True)]
+        rows = [(seconds, wait, *map(own.get, names)) for seconds, own in zip(times, memory, strict=True)]
         everyone = _gather(np.array(rows, np.float32))  # [processes, local devices, numbers]
         waits = everyone[:, 0, 1].tolist()
         slow, factor = self._slowest(everyone[..., 0], waits, record["step_seconds"])
         self._watch(step, slow)
         largest = everyone.max(axis=(0, 1)).tolist()
         sizes = {name: int(value) for name, value in zip(names, largest[2:], strict=True)}
-        return record | sizes | {"data_wait_seconds": largest[1], "slowest_device": factor}
+        compared = {"slowest_device": factor} if self._seconds is not None else {}
+        return record | sizes | compared | {"data_wait_seconds": largest[1]}
 
     def _slowest(self, seconds: Any, waits: Sequence[float], step_seconds: float) -> tuple[str | None, float]:
         """Returns who holds up the others, in words, if anybody does, and how slow the slowest device is."""
-        factor = float(seconds.max() / np.median(seconds))
+        factor = float(seconds.max() / np.percentile(seconds, 50, method="lower"))
         process, local = divmod(int(seconds.argmax()), seconds.shape[1])
         if factor >= SLOW:
             who_is_slow = f"device {local} of {_who(process)}"

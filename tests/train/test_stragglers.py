@@ -68,8 +68,21 @@ def test_one_who_is_slow_now_and_then_is_not_named(others):
     assert lines == []
 
 
-def test_devices_of_one_process_of_a_cpu_are_not_compared():
+def test_devices_that_share_a_cpu_are_not_compared(others, monkeypatch):
+    monkeypatch.setattr(stragglers, "hosts", lambda: ["n0"] * 3)
+    kept = Stragglers(jaxtp.make_mesh(dp=2), print).record(1, dict(RECORD), ())
+    assert kept == {"step_seconds": 1.0, "data_wait_seconds": pytest.approx(0.01)}
+    monkeypatch.setattr(stragglers, "several", lambda: False)
     assert Stragglers(jaxtp.make_mesh(dp=2), print).record(1, dict(RECORD), ()) == RECORD
+
+
+def test_of_two_devices_one_can_be_slow(monkeypatch):
+    lines = []
+    monkeypatch.setattr(stragglers, "_gather", lambda own: own[None])
+    watch = watching(lines, own=(1.0, 1.3))
+    for step in (1, 2, 3):
+        assert watch.record(step, dict(RECORD), ())["slowest_device"] == pytest.approx(1.3)
+    assert len(lines) == 1
 
 
 def test_the_products_are_timed_on_each_device():
