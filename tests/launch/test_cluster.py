@@ -127,4 +127,4 @@ def test_the_image_is_made_of_what_is_there():
     (extras,) = re.findall(r'"\.\[(.*?)\]"', "\n".join(lines))
     known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert set(extras.split(",")) <= known.keys()
-    assert lines.index("USER trainer") > max(i for i, line in enumerate(lines) if line.startswith(("RUN", "COPY")))
+    assert lines.index("USER 1000") > max(i for i, line in enumerate(lines) if line.startswith(("RUN", "COPY")))
