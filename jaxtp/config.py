@@ -64,9 +64,9 @@ def expand(path: Path) -> Path:
     # locked, files in it are appended to and renamed into place, and what is damaged is moved aside by a rename.
     if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
         raise ConfigError(
-            f"should be a path, and {url[1]}://{url[2]} is an address; name a folder that all hosts mount: for a run "
-            "one on a file system that locks, appends and renames (NFS, Lustre), for what is only read also the "
-            "bucket itself (gcsfuse, Mountpoint for S3)"
+            f"should be a path, and {url[1]}://{url[2]} is an address. A run needs a folder that all hosts mount, on a "
+            "file system that locks, appends and renames (NFS, Lustre); what is only read may also lie in a mounted "
+            "bucket (gcsfuse, Mountpoint for S3)"
         )
     try:
         return path.expanduser()

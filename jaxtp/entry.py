@@ -22,8 +22,8 @@ STANDARD_OUTPUT = "standard output"
 MISTAKE = 2
 """The exit code after a user's mistake."""
 
-CORRUPT = 3
-"""The exit code where a device computes or remembers something wrong: to go on with it is no use."""
+WRONG = 3
+"""The exit code where numbers are wrong, not finite or not those of other devices: the same again is no use."""
 
 PASSING = 75
 """The exit code of a process of several that was stuck, or has lost another: EX_TEMPFAIL of sysexits.h."""
@@ -32,6 +32,10 @@ INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class WrongNumbersError(ArithmeticError):
+    """Numbers that are not finite, or not those of other devices, so that a run cannot go on; exit code `WRONG`."""
 
 
 class UserError(ValueError):

@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +29,8 @@ from jaxtp.layers.parameter import spec_of
 
 EVAL_LOSS = "eval_loss"
 _DAMAGED = "damaged"
+_MOMENT = 3.0
+"""Seconds that a process which fails waits for the save under way, if there are several."""
 
 
 class Checkpoints:
@@ -230,15 +233,21 @@ class Checkpoints:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Closes; an error that is under way is not replaced by that of the last save.
 
-        It may be an error of this process alone, so it does not wait for the others then.
+        It may be an error of this process alone, so with several it waits for a moment only: the others end too, and
+        the save under way is not finished.
         """
         if error is None:
             self.close()
             return
-        with contextlib.suppress(Exception):
-            self._manager.wait_until_finished()
-        with contextlib.suppress(Exception):
-            self._manager.close()
+
+        def close() -> None:
+            for action in (self._manager.wait_until_finished, self._manager.close):
+                with contextlib.suppress(Exception):
+                    action()
+
+        closing = threading.Thread(target=close, daemon=True)
+        closing.start()
+        closing.join(_MOMENT if several() else None)
 
     def _unwritable(self, error: Exception) -> CheckpointError:
         last = self.steps()

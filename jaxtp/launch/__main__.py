@@ -1,5 +1,6 @@
 """`python -m jaxtp.launch`."""
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +8,7 @@ from typing import Annotated
 import tyro
 
 from jaxtp import entry
+from jaxtp.launch.environment import gpus_present
 from jaxtp.launch.supervisor import Group, SupervisorError, supervise
 
 PROGRAM = "python -m jaxtp.launch"
@@ -31,7 +33,8 @@ def launch(
     Args:
       processes: Number of processes.
       devices: Virtual CPU devices of each process; by default the GPUs of the machine are divided among them.
-      restarts: Most times that all are started again after one has failed; a mistake (exit code 2) ends it at once.
+      restarts: Most times that all are started again after one has failed; not after a mistake (exit code 2), nor where
+        numbers are wrong (3).
       logs: Folder of the logs, process-0.log and so on; those of an earlier start are replaced.
     """
     return processes, devices, restarts, logs
@@ -48,12 +51,19 @@ def _launch(argv: Sequence[str]) -> int:
     if "--" in flags:
         at = flags.index("--")
         flags, command = flags[:at], flags[at + 1 :]
+    elif not {"-h", "--help"} & set(flags):
+        raise SupervisorError("no command: it follows --, as in -- -m jaxtp.train --config FILE")
     processes, devices, restarts, logs = tyro.cli(launch, args=flags, prog=PROGRAM, description=DESCRIPTION)
     for name, value, least in (("processes", processes, 1), ("devices", devices, 1), ("restarts", restarts, 0)):
         if value is not None and not least <= value <= MOST_PROCESSES:
             raise SupervisorError(f"--{name} {value}: should be from {least} to {MOST_PROCESSES}")
     if not command:
         raise SupervisorError("no command: it follows --, as in -- -m jaxtp.train --config FILE")
+    if devices is None and not gpus_present():
+        print(
+            "no NVIDIA GPUs here: each process takes what JAX finds (--devices N makes virtual CPU devices)",
+            file=sys.stderr,
+        )
     return supervise(Group(processes, command, logs, devices), restarts=restarts)
 
 

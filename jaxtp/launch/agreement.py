@@ -65,7 +65,7 @@ def together() -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
-        said = f"exit code {error.code}" if isinstance(error, SystemExit) else str(error)
+        said = "its command line is refused, see what it said" if isinstance(error, SystemExit) else str(error)
         if not isinstance(error, SystemExit) or error.code:  # after --help all end alike
             share({"host": host, "error": said})
         raise

@@ -1,6 +1,7 @@
 """The hosts of a run, and which of its devices are on which."""
 
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
 
@@ -35,18 +36,25 @@ def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Dev
 def draw_hosts(mesh: Mesh, hosts: Sequence[str], most: int = 8) -> list[str]:
     """Returns a line for each host, with the coordinates of its devices; the devices along the last axis in a row.
 
+    A device is written as its process and its number there, such as 1.3.
+
     Args:
       mesh: the mesh.
       hosts: host of each process.
       most: number of hosts that are drawn; a line says how many are not.
     """
     lines: dict[str, list[str]] = {}
+    number: Counter[int] = Counter()
+    names = {}
+    for device in sorted(mesh.devices.flat, key=lambda each: each.id):
+        names[device] = f"{device.process_index}.{number[device.process_index]}"
+        number[device.process_index] += 1
     *outer, _ = mesh.devices.shape
     for index in np.ndindex(*outer):
         at = " ".join(f"{axis} {place}" for axis, place in zip(mesh.axis_names, index, strict=False))
         places: dict[str, list[str]] = {}
         for device in mesh.devices[index]:
-            places.setdefault(hosts[device.process_index], []).append(str(device.id))
+            places.setdefault(hosts[device.process_index], []).append(names[device])
         for host, ids in places.items():
             lines.setdefault(host, []).append(f"{at}: {' '.join(ids)}")
     drawn = [f"{host}   {' | '.join(rows)}" for host, rows in lines.items()]

@@ -6,7 +6,6 @@ process 0 passes on what it learns. A process that ends is noticed at once; one 
 by its silence.
 """
 
-import json
 import os
 import secrets
 import socket
@@ -14,16 +13,16 @@ import sys
 import threading
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener, wait
-from typing import Any
 
 import jax
 
-from jaxtp.entry import PASSING
+from jaxtp.entry import MISTAKE, PASSING, WRONG, UserError, WrongNumbersError
 from jaxtp.launch.agreement import several, share, who
 from jaxtp.launch.environment import LaunchError, coordinator_host
 from jaxtp.launch.hosts import hosts
+from jaxtp.launch.links import Link, Message, connect, gather, listening, ready
 
 SILENCE = 25.0
 """Seconds without a sign of life after which a process counts as lost; JAX's own limit is longer."""
@@ -33,23 +32,22 @@ _CONNECT = 5.0
 """Seconds that a process tries to reach process 0."""
 _GRACE = 4.0
 """Seconds that a process has to end by itself once another has said why it fails: often for the same reason."""
-_MOST_BYTES = 4096
 _MOST_SAID = 1000
 
 
 class _Peers:
-    """The connections of this process, and the thread that watches them.
+    """The links of this process, and the thread that watches them.
 
     Args:
       hosts: host of each process.
-      connections: to the others, by process: process 0 has all of them, any other that to process 0.
+      links: to the others, by process: process 0 has all of them, any other that to process 0.
     """
 
-    def __init__(self, hosts: list[str], connections: dict[int, Any]):
+    def __init__(self, hosts: list[str], links: dict[int, Link]):
         self.doing = "the start"
         self._hosts = hosts
         self._me = jax.process_index()
-        self._connections = connections
+        self._links = links
         self._sending = threading.Lock()
         self._ending = threading.Event()
         """Set once this process ends by itself."""
@@ -60,13 +58,13 @@ class _Peers:
         self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
         self._thread.start()
 
-    def leave(self, failure: str | None) -> None:
-        """Tells the others that this process ends, and why if it fails."""
+    def leave(self, failure: str | None, code: int = 0) -> None:
+        """Tells the others that this process ends, and if it fails why, and with which exit code."""
         if self._lost.is_set():
             self._thread.join()  # which ends the process
         if not self._ending.is_set():
             self._ending.set()
-            self._tell({"process": self._me, "failure": failure and failure[:_MOST_SAID]})
+            self._tell({"process": self._me, "failure": failure and failure[:_MOST_SAID], "code": code})
 
     def linger(self) -> None:
         """Waits a moment for the others to end, in process 0: with it JAX's coordinator ends, and aborts them."""
@@ -83,58 +81,62 @@ class _Peers:
         if self._news.is_set() and _described(error)[:_MOST_SAID] not in self._how:
             self._thread.join(_GRACE + 2 * _BEAT)
 
-    def _tell(self, message: dict[str, Any]) -> None:
-        data = json.dumps(message).encode()
+    def _tell(self, message: Message) -> None:
         with self._sending:
-            for connection in list(self._connections.values()):
-                try:
-                    connection.send_bytes(data)
-                except OSError:
-                    continue  # the next reading says so
+            for link in list(self._links.values()):
+                link.send(message)
 
     def _watch(self) -> None:
-        heard = dict.fromkeys(self._connections, time.monotonic())
-        while self._connections:
+        heard = dict.fromkeys(self._links, time.monotonic())
+        beat = 0.0
+        while self._links:
             before = time.monotonic()
-            ready = wait(list(self._connections.values()), _BEAT)
+            if before >= beat:
+                self._tell({})
+                beat = before + _BEAT
+            readable = ready(list(self._links.values()), max(0.0, beat - before))
             now = time.monotonic()
             if now - before > SILENCE / 2:  # this process itself was stopped
-                heard = dict.fromkeys(self._connections, now)
-            for process, connection in list(self._connections.items()):
-                if connection in ready:
+                heard = dict.fromkeys(self._links, now)
+            for process, link in list(self._links.items()):
+                if link in readable:
                     heard[process] = now
-                    self._read(process, connection)
+                    self._read(process, link)
                 elif now - heard[process] > SILENCE:
                     self._end(process, f"has given no sign of life for {SILENCE:g} s")
-            self._tell({})
 
-    def _read(self, process: int, connection: Any) -> None:
-        try:
-            message = dict(json.loads(connection.recv_bytes(_MOST_BYTES)))
-        except (EOFError, OSError, ValueError, TypeError, RecursionError):
+    def _read(self, process: int, link: Link) -> None:
+        messages = link.receive()
+        for message in messages or []:
+            if "how" in message:
+                self._end(**message)
+            elif "process" in message:  # it leaves
+                self._drop(process)
+                if message["failure"] is not None:
+                    code = message["code"] if message["code"] in (MISTAKE, WRONG) else PASSING
+                    self._end(process, f"failed: {message['failure']}", _GRACE, code)
+        if messages is None and process in self._links:
             self._end(process, "has ended without a word")
-            return
-        if "how" in message:
-            self._end(**message)
-        elif "process" in message:  # it leaves
-            del self._connections[process]
-            if message["failure"] is not None:
-                self._end(process, f"failed: {message['failure']}", _GRACE)
 
-    def _end(self, process: int, how: str, grace: float = 0.0) -> None:
+    def _drop(self, process: int) -> None:
+        """Closes the link to a process, if there is one."""
+        if link := self._links.pop(process, None):
+            link.close()
+
+    def _end(self, process: int, how: str, grace: float = 0.0, code: int = PASSING) -> None:
         """Says which process is lost, to the others too, and ends this one, unless that ends by itself."""
-        self._connections.pop(process, None)
+        self._drop(process)
         if self._ending.is_set():
             return
         self._how = how
         self._news.set()
-        self._tell({"process": process, "how": how, "grace": grace})
+        self._tell({"process": process, "how": how, "grace": grace, "code": code})
         if self._ending.wait(grace):
             return
         self._lost.set()
         other, this = (who(each, self._hosts[each]) for each in (process, self._me))
-        _say(f"error: {other} {how}; {this} cannot go on with {self.doing} and ends (exit code {PASSING})")
-        os._exit(PASSING)  # at once: after process 0 JAX aborts this one
+        _say(f"error: {other} {how}; {this} cannot go on with {self.doing} and ends (exit code {code})")
+        os._exit(code)  # at once: after process 0 JAX aborts this one
 
 
 _current: _Peers | None = None
@@ -149,24 +151,33 @@ def watch() -> None:
     if not several() or _current is not None:
         return
     try:
-        jax.devices()
+        counts = Counter(device.process_index for device in jax.devices())
     except RuntimeError as error:
         said = str(error).partition("\n")[0]
         raise LaunchError(
             f"JAX cannot start the devices of {socket.gethostname()}: {said} (CPUs of several processes talk by Gloo, "
             "which needs this host's name to have an address, as in /etc/hosts)"
         ) from None
+    if uneven := [process for process, count in counts.items() if count != counts[0]]:
+        process = uneven[0]
+        raise LaunchError(
+            f"process {process} has {counts[process]} devices, and process 0 {counts[0]}: all need as many; is a "
+            "device missing on a host, or JAX_NUM_CPU_DEVICES another there?"
+        )
     names = hosts()
     if len(names) == 1:
         return
-    connections = _listen(len(names)) if jax.process_index() == 0 else _connect(names)
-    reached = share(bool(connections))
-    if all(reached):
-        _current = _Peers(names, connections)
-    elif jax.process_index() == 0:
-        process = reached.index(False, 1) if False in reached[1:] else 0
-        pair = f"{who(process, names[process])} and process 0"
-        _say(f"{pair} cannot connect on a port of their own: that a process ends is noticed later, by JAX")
+    links = _listen(len(names)) if jax.process_index() == 0 else _connect(names)
+    reached = share(sorted(links))
+    me = who(jax.process_index(), names[jax.process_index()])
+    if missing := [process for process in range(1, len(names)) if process not in reached[0] or not reached[process]]:
+        if jax.process_index() == 0:
+            named = who(missing[0], names[missing[0]])
+            _say(f"{named} and process 0 cannot connect on a port of their own: that one ends is noticed later, by JAX")
+        return
+    _current = _Peers(names, links)
+    if jax.process_index():
+        print(f"{me} has joined; process 0 reports", flush=True)
 
 
 def working_on(what: str) -> None:
@@ -175,11 +186,12 @@ def working_on(what: str) -> None:
         _current.doing = what
 
 
-def tell_failure(_kind: object, error: BaseException | None, _trace: object) -> None:
-    """Tells the others that this process fails, before what it holds is closed; `ExitStack.push` takes it."""
-    if _current is not None and error is not None:
+def tell_failure(error: BaseException) -> None:
+    """Tells the others that this process fails, before what it holds is closed, which may wait for them."""
+    if _current is not None:
         _current.wait_for_cause(error)
-        _current.leave(_described(error))
+        code = MISTAKE if isinstance(error, UserError) else WRONG if isinstance(error, WrongNumbersError) else 1
+        _current.leave(_described(error), code)
 
 
 def leaving(command: Callable[[], int]) -> int:
@@ -189,14 +201,16 @@ def leaving(command: Callable[[], int]) -> int:
     """
     try:
         code = command()
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception as error:
         if _current is None:
             raise
-        tell_failure(None, error, None)
+        tell_failure(error)
         traceback.print_exc()
         code = 1
     if _current is not None:
-        _current.leave(f"exit code {code}" if code else None)
+        _current.leave(f"exit code {code}" if code else None, code)
         if code:
             sys.stdout.flush()
             _current.linger()
@@ -204,49 +218,35 @@ def leaving(command: Callable[[], int]) -> int:
     return code
 
 
-def _listen(count: int) -> dict[int, Any]:
-    """Returns the connections of process 0, as many as come in time; empty where there is one too few."""
-    token = secrets.token_bytes(32)
-    try:
-        listener = Listener(("0.0.0.0", 0), backlog=count, authkey=token)
-    except OSError:
-        share(None)
-        return {}
-    found: dict[int, Any] = {}
+def _listen(count: int) -> dict[int, Link]:
+    """Returns the links of process 0 to those that come in time."""
+    token, came = secrets.token_hex(32), dict[int, Link]()
+    until = time.monotonic() + 2 * _CONNECT
 
-    def accept() -> None:
-        while len(found) < count - 1:
-            try:
-                connection = listener.accept()
-                found[int.from_bytes(connection.recv_bytes(8))] = connection
-            except Exception:
-                continue
+    def admit(link: Link, hello: Message) -> None:
+        if hello.get("token") == token and hello.get("process") in range(1, count):
+            link.send({"welcome": True})
+            came[hello["process"]] = link
 
-    address: tuple[str, int] = listener.address  # type: ignore[assignment]
-    accepting = threading.Thread(target=accept, daemon=True)
-    accepting.start()
-    share({"port": address[1], "token": token.hex()})
-    accepting.join(2 * _CONNECT)
-    return found if len(found) == count - 1 else {}
+    with listening("".join(coordinator_host())) as server:
+        share([server.getsockname()[1], token])
+        gather(server, admit, lambda: until - time.monotonic() if len(came) < count - 1 else 0.0)
+    return came
 
 
-def _connect(names: list[str]) -> dict[int, Any]:
-    """Returns the connection to process 0; empty where it cannot be had."""
-    said = share(None)[0]
-    if said is None:
-        return {}
+def _connect(names: list[str]) -> dict[int, Link]:
+    """Returns the link to process 0; empty where it cannot be had."""
+    port, token = share(None)[0]
     same = ["127.0.0.1"] if names[0] == socket.gethostname() else []
     for host in (*coordinator_host(), *same, names[0]):
         try:
-            socket.create_connection((host, said["port"]), timeout=_CONNECT / 3).close()
-        except OSError:
+            link = connect(host, port, _CONNECT / 3)
+        except (OSError, LaunchError):
             continue
-        try:
-            connection: Connection[Any, Any] = Client((host, said["port"]), authkey=bytes.fromhex(said["token"]))
-            connection.send_bytes(jax.process_index().to_bytes(8))
-        except (OSError, EOFError):
-            continue
-        return {0: connection}
+        link.send({"process": jax.process_index(), "token": token})
+        if link.receive_within(_CONNECT) == {"welcome": True}:
+            return {0: link}
+        link.close()
     return {}
 
 

@@ -5,24 +5,19 @@ the address where JAX's coordinator will: each of the others says its id and how
 are right.
 """
 
-import contextlib
-import json
 import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from jaxtp.launch.environment import LaunchError
+from jaxtp.launch.links import HELLO_SECONDS, Link, Message, connect, gather, listening
 
 PATIENCE = 20.0
 """Seconds after which a process says that it waits for others."""
-_HELLO = 5.0
-"""Seconds in which one that connects has to say who it is."""
 _PAUSE = 0.3
+_MOST_NAMED = 20
 _SETTING = "(JAXTP_JOIN_SECONDS is how long they wait)"
-_MOST_BYTES = 4096
 
 
 def meet(host: str, port: int, count: int, process: int, seconds: float) -> None:
@@ -40,18 +35,28 @@ def meet(host: str, port: int, count: int, process: int, seconds: float) -> None
     """
     if count == 1:
         return
-    waiting = _Wait(f"process {process} of {count} at {host}:{port}", seconds)
+    waiting = _Wait(process, count, f"{host}:{port}", seconds)
     if process == 0:
-        _gather(port, count, waiting)
+        with listening(host, port) as server:
+            _Meeting(count, waiting).hold(server)
     else:
-        _visit(host, port, {"process": process, "count": count, "host": socket.gethostname()}, waiting)
+        _visit(host, port, {"process": process, "count": count, "host": _me()}, waiting)
+
+
+def say_waiting(what: str, seconds: float) -> None:
+    """Says that a process waits for others."""
+    print(f"{what}: still waiting for all to start, up to {seconds:g} s", file=sys.stderr, flush=True)
+
+
+def _me() -> str:
+    return f"{socket.gethostname()}, pid {os.getpid()}"
 
 
 class _Wait:
     """A wait that has an end; says once that it lasts."""
 
-    def __init__(self, what: str, seconds: float):
-        self.what, self.seconds = what, seconds
+    def __init__(self, process: int, count: int, where: str, seconds: float):
+        self.what, self.where, self.seconds = f"process {process} of {count} at {where}", where, seconds
         self._began = time.monotonic()
         self._told = seconds <= 2 * PATIENCE
 
@@ -64,119 +69,100 @@ class _Wait:
         return self.seconds - waited
 
 
-def say_waiting(what: str, seconds: float) -> None:
-    """Says that a process waits for others."""
-    print(f"{what}: still waiting for all to start, up to {seconds:g} s", file=sys.stderr, flush=True)
+class _Meeting:
+    """Process 0 and those that have come to it."""
 
+    def __init__(self, count: int, waiting: _Wait):
+        self._count, self._waiting = count, waiting
+        self._came: dict[int, tuple[Link, str]] = {}
 
-def _gather(port: int, count: int, waiting: _Wait) -> None:
-    """Waits for the others, as process 0, and tells them whether all is right."""
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    came: dict[int, tuple[socket.socket, str]] = {}
-    with contextlib.ExitStack() as held:
+    def hold(self, server: socket.socket) -> None:
+        """Waits for the others, and tells them whether all is right.
+
+        Raises:
+          LaunchError: it is not.
+        """
         try:
-            server = held.enter_context(socket.create_server(("", port), family=family, dualstack_ipv6=both))
-        except OSError as error:
-            raise LaunchError(
-                f"{waiting.what}: this host cannot listen there ({os.strerror(error.errno or 0)})"
-            ) from None
-        try:
-            while len(came) < count - 1:
-                server.settimeout(min(1.0, max(waiting.left(), 0.01)))
-                with contextlib.suppress(TimeoutError):
-                    _admit(held.enter_context(server.accept()[0]), count, came)
-                if waiting.left() <= 0:
-                    missing = ", ".join(str(each) for each in range(1, count) if each not in came)
-                    raise LaunchError(
-                        f"{waiting.what}: not all came within {waiting.seconds:g} s, process {missing} is missing: "
-                        f"does it run, with this address and an id of its own? {_SETTING}"
-                    )
+            gather(server, self._admit, lambda: self._waiting.left() if len(self._came) < self._count - 1 else 0.0)
+            self._require_all()
         except LaunchError as error:
-            _tell(came, {"error": str(error)})
+            self._end({"error": str(error)})
             raise
-        _tell(came, {"error": None})
+        self._end({"error": None})
+
+    def _end(self, answer: Message) -> None:
+        for link, _ in self._came.values():
+            link.send(answer)
+            link.close()
+
+    def _require_all(self) -> None:
+        if missing := [each for each in range(1, self._count) if each not in self._came]:
+            listed = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." if missing[_MOST_NAMED:] else "")
+            raise LaunchError(
+                f"process {listed} of {self._count} did not come within {self._waiting.seconds:g} s: does it run, with "
+                f"the address {self._waiting.where} and JAX_PROCESS_ID={missing[0]}? {_SETTING}"
+            )
+
+    def _admit(self, link: Link, hello: Message) -> None:
+        """Takes in a process that says who it is; one that does not is none.
+
+        Raises:
+          LaunchError: it has the id of another, or expects another number; it is told so as well.
+        """
+        process, count, host = (hello.get(name) for name in ("process", "count", "host"))
+        if type(process) is not int or type(count) is not int or type(host) is not str:
+            link.close()
+            return
+        problem = None
+        if count != self._count:
+            problem = f"process {process} (on {host}) expects {count} processes, and process 0 {self._count}"
+        elif not 0 <= process < count:
+            problem = f"process {process} (on {host}) is none of {count}, which count from 0"
+        elif process == 0 or (process in self._came and self._came[process][0].is_open()):
+            other = _me() if process == 0 else self._came[process][1]
+            problem = (
+                f"two processes have the id {process}, one on {other} and one on {host}: set JAX_PROCESS_ID to 0 to "
+                f"{count - 1}, each once"
+            )
+        if problem is not None:
+            link.send({"error": problem})
+            link.close()
+            raise LaunchError(problem)
+        if process in self._came:  # it has ended, and was started again
+            self._came[process][0].close()
+        self._came[process] = link, host
 
 
-def _admit(connection: socket.socket, count: int, came: dict[int, tuple[socket.socket, str]]) -> None:
-    """Takes in a process that says who it is; one that does not is none.
-
-    Raises:
-      LaunchError: it has the id of another, or expects another number; it is told so as well.
-    """
-    connection.settimeout(_HELLO)
-    said = _receive(connection)
-    process, its_count, host = (said.get(name) for name in ("process", "count", "host"))
-    if type(process) is not int or type(its_count) is not int or type(host) is not str:
-        connection.close()
-        return
-    problem = None
-    if its_count != count:
-        problem = f"process {process} (on {host}) expects {its_count} processes, and process 0 {count}"
-    elif not 0 <= process < count:
-        problem = f"process {process} (on {host}) is none of {count}, which count from 0"
-    elif process == 0 or (process in came and _is_open(came[process][0])):
-        other = socket.gethostname() if process == 0 else came[process][1]
-        problem = f"two processes have the id {process}, one on {other} and one on {host}: each needs its own"
-    if problem is not None:
-        _tell({process: (connection, host)}, {"error": problem})
-        raise LaunchError(problem)
-    came[process] = connection, host
-
-
-def _is_open(connection: socket.socket) -> bool:
-    """Returns whether the process at the other end is still there; one that was started again comes again."""
-    connection.setblocking(False)
-    try:
-        return connection.recv(1, socket.MSG_PEEK) != b""
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-
-
-def _visit(host: str, port: int, hello: Mapping[str, Any], waiting: _Wait) -> None:
+def _visit(host: str, port: int, hello: Message, waiting: _Wait) -> None:
     """Says who this process is to process 0, once that is there, and waits for its answer."""
-    reached = False
+    problem = f"nothing answers there after {waiting.seconds:g} s"
     while (left := waiting.left()) > 0:
         try:
-            connection = socket.create_connection((host, port), timeout=min(_HELLO, left))
+            link = connect(host, port, min(HELLO_SECONDS, left))
+        except socket.gaierror as error:
+            problem = f"the host has no address ({error.strerror})"
+            time.sleep(_PAUSE)  # a name may come to be known
+            continue
         except OSError:
             time.sleep(_PAUSE)
             continue
-        with connection:
-            reached = True
-            _tell({0: (connection, host)}, hello)
-            connection.settimeout(max(waiting.left(), 0.01) + _HELLO)
-            answer = _receive(connection)
-        if "error" in answer:
+        link.send(hello)
+        answer = _answer(link, waiting)
+        link.close()
+        if answer is not None and "error" in answer:
             if answer["error"] is not None:
                 raise LaunchError(str(answer["error"]))
             return
+        problem = f"what answers there is no process 0 of this run, after {waiting.seconds:g} s"
         time.sleep(_PAUSE)  # process 0 has ended, and may be started again
-    problem = "nothing answers there"
-    if reached:
-        problem = "what answers there is no process 0 of this run"
     raise LaunchError(
-        f"{waiting.what}: {problem} after {waiting.seconds:g} s: process 0 has to run on that host, and its port to be "
-        f"open {_SETTING}"
+        f"{waiting.what}: {problem}: process 0 has to run on that host, and its port to be open {_SETTING}"
     )
 
 
-def _tell(connections: Mapping[int, tuple[socket.socket, str]], message: Mapping[str, Any]) -> None:
-    for connection, _ in connections.values():
-        with contextlib.suppress(OSError):
-            connection.sendall(json.dumps(message).encode() + b"\n")
-
-
-def _receive(connection: socket.socket) -> dict[str, Any]:
-    """Returns a message; empty where none comes, or something else."""
-    data = b""
-    try:
-        while not data.endswith(b"\n") and len(data) < _MOST_BYTES:
-            if not (more := connection.recv(_MOST_BYTES)):
-                break
-            data += more
-        return dict(json.loads(data))
-    except (OSError, ValueError, TypeError, RecursionError):
-        return {}
+def _answer(link: Link, waiting: _Wait) -> Message | None:
+    """Returns the answer of process 0, which comes once all are there, or its own time is over."""
+    while link.is_open() and waiting.left() > -HELLO_SECONDS:
+        if (answer := link.receive_within(1.0)) is not None:
+            return answer
+    return None

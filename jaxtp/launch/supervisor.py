@@ -4,19 +4,22 @@ Each writes to a log of its own; what process 0 says is shown too. When one fail
 wait for it for ever, so they are ended, and what the first that failed said last is shown.
 """
 
+import fcntl
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, Self
 
-from jaxtp.entry import CORRUPT, MISTAKE, PASSING, UserError
+from jaxtp.entry import MISTAKE, PASSING, WRONG, UserError
 from jaxtp.interrupt import signal_name
 from jaxtp.launch.environment import (
     ADDRESS,
@@ -31,10 +34,21 @@ from jaxtp.launch.environment import (
 
 GRACE = 15.0
 """Seconds that processes have to end once they are asked to, before they are killed."""
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
 _UNBUFFERED = {"PYTHONUNBUFFERED": "1"}
 """So that a log has what its process has printed."""
 _LAST_LINES = 20
+_NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks")
+"""Lines of the library by which CPUs of several processes talk, in numbers that are no processes."""
+_END_WITH_PARENT = """
+import ctypes, os, signal, sys
+try:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+except (AttributeError, OSError):
+    pass
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+"""A program that becomes another one, and has Linux ask it to end (PR_SET_PDEATHSIG) when the supervisor has ended."""
 _POLL = 0.05
 _CAUSE = 1.0
 """Seconds in which the process that others have lost is seen to have ended."""
@@ -76,10 +90,16 @@ class Group:
         share = ",".join(shared(gpus, self.count, index))
         return {**_UNBUFFERED, **({"CUDA_VISIBLE_DEVICES": share} if share else {})}
 
-    def on_what_is_left(self) -> "Group":
-        """Returns the processes to start again: fewer, where those GPUs that are still there cannot be divided so."""
-        gpus = len(names_of_gpus(gpus_present())) if self.devices is None else 0
-        return replace(self, count=next(count for count in range(self.count, 0, -1) if gpus % count == 0))
+    def on_what_is_left(self) -> "Group | None":
+        """Returns the processes to start again: fewer, where those GPUs that are still there cannot be divided so.
+
+        Returns None where there were GPUs, and none is left.
+        """
+        if not any("CUDA_VISIBLE_DEVICES" in own for own in self.environments):
+            return self
+        gpus = len(names_of_gpus(gpus_present()))
+        able = [count for count in range(1, self.count + 1) if gpus and gpus % count == 0]
+        return replace(self, count=able[-1]) if able else None
 
     def log(self, index: int) -> Path:
         """Returns the log of a process."""
@@ -116,9 +136,32 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
       The exit code: 0 if all ended well, else that of the first that failed.
     """
     group.logs.mkdir(parents=True, exist_ok=True)
+    with _locked(group.logs):
+        return _supervise(group, restarts)
+
+
+@contextmanager
+def _locked(logs: Path) -> Iterator[None]:
+    """Keeps the processes of another start out of a folder of logs.
+
+    Raises:
+      SupervisorError: they are in it.
+    """
+    with (logs / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise SupervisorError(f"--logs {logs}: the processes of another start write there; name another") from None
+        except OSError:
+            pass  # a file system without locks
+        yield
+
+
+def _supervise(group: Group, restarts: int) -> int:
     turn = 0
     while True:
         turn += 1
+        _say(f"logs: {group.log(0)}" + (f" to {group.log(group.count - 1).name}" if group.count > 1 else ""))
         with _Running(group, again=turn > 1) as running:
             failure = running.wait()
         if failure is None:
@@ -126,10 +169,14 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
         log = group.log(failure.index)
         _say(f"{failure}; see {log}" if failure.index == 0 else f"{failure}; the end of {log}:")
         _say(*(_tail(log) if failure.index else ()))  # what process 0 said is shown already
-        if turn > restarts or running.asked or failure.code in (MISTAKE, CORRUPT):  # it would fail again
+        if turn > restarts or running.asked or failure.code in (MISTAKE, WRONG):  # it would fail again
             return failure.exit_code
         left = group.on_what_is_left()
-        _say(f"{'all' if left.count == group.count else left.count} are started again ({turn} of {restarts})")
+        if left is None:
+            _say("no GPU is left: nothing is started again")
+            return failure.exit_code
+        count = "all" if left.count == group.count else f"only {left.count}"
+        _say(f"{count} are started again (restart {turn} of {restarts})")
         group = left
 
 
@@ -146,7 +193,8 @@ class _Running:
         self._shown: IO[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self._before = {number: signal.signal(number, self._pass_on) for number in _PASSED_ON}
+        heard = [number for number in _PASSED_ON if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores one
+        self._before = {number: signal.signal(number, self._pass_on) for number in heard}
         try:
             self._start()
         except BaseException:
@@ -168,7 +216,7 @@ class _Running:
                     self._shown.seek(0, os.SEEK_END)
                 self._processes.append(
                     subprocess.Popen(
-                        [sys.executable, *self._group.arguments],
+                        [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *self._group.arguments],
                         env=child_environment(**(joined if self._group.count > 1 else {}), **own),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
@@ -220,15 +268,17 @@ class _Running:
 
     def _show(self) -> None:
         """Shows what process 0 has written since."""
-        if self._shown and (new := self._shown.read()):
-            sys.stdout.write(new.decode(errors="replace"))
-            sys.stdout.flush()
+        while self._shown and (line := self._shown.readline()):
+            if not _NOISE.search(line):
+                encoding = sys.stdout.encoding or "utf-8"
+                sys.stdout.write(line.decode(errors="replace").encode(encoding, "replace").decode(encoding))
+                sys.stdout.flush()
 
 
 def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
     try:
         os.killpg(process.pid, number)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):
         return  # it has ended meanwhile
 
 
@@ -242,8 +292,8 @@ def _free_port() -> int:
 def _tail(path: Path) -> list[str]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16384))
-        lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
-    return [f"  {line}" for line in lines]
+        lines = [line.decode(errors="replace") for line in file.read().splitlines() if not _NOISE.search(line)]
+    return [f"  {line}" for line in lines[-_LAST_LINES:]]
 
 
 def _say(*lines: str) -> None:

@@ -13,9 +13,8 @@ from jaxtp.launch.joining import join_processes
 from jaxtp.launch.peers import leaving, tell_failure, watch
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
-from jaxtp.train.loop import Loop, NonFiniteError
+from jaxtp.train.loop import Loop
 from jaxtp.train.setup import start
-from jaxtp.train.verify import CorruptionError
 
 PROGRAM = "python -m jaxtp.train"
 DESCRIPTION = """Trains a tensor-parallel decoder.
@@ -33,8 +32,9 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      Its exit code: 0, also when a signal stopped it; 1 where a loss, gradient or update was not finite; 2 for a
-      mistake; 3 where a verification found a difference; 75 where another process was lost; 130 for a second Ctrl-C.
+      Its exit code: 0, also when a signal stopped it, if `train.stopped_exit_code` is not set; 2 for a mistake; 3 where
+      a loss, gradient or update was not finite, or a verification found a difference; 75 where another process was
+      lost; 130 for a second Ctrl-C.
     """
     _quieten()
     return leaving(lambda: entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED))
@@ -47,13 +47,15 @@ def _train(argv: Sequence[str]) -> int:
         with together():
             config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
         with ExitStack() as held:
-            loop = Loop(start(config, notes, held))
-            held.push(tell_failure)  # before what the run holds is closed, which may wait for the others
-            loop.run_to_end()
-    except (NonFiniteError, CorruptionError) as error:
+            try:
+                done = Loop(start(config, notes, held)).run_to_end()
+            except BaseException as error:
+                tell_failure(error)
+                raise
+    except entry.WrongNumbersError as error:
         print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return entry.CORRUPT if isinstance(error, CorruptionError) else 1
-    return 0
+        return entry.WRONG
+    return 0 if done else config.train.stopped_exit_code
 
 
 def _quieten() -> None:

@@ -210,6 +210,10 @@ class LoopConfig:
     """A step, evaluation or save that takes longer ends the process with exit code 75, so that what started it can
     start it again, from the newest checkpoint; the first step is compiled in that time too. 0 never does."""
 
+    stopped_exit_code: Annotated[int, Field(ge=0, le=255), allowed("from 0 to 255")] = 0
+    """Exit code where a signal stops a run before its last step. What takes 0 for done, as a Job of Kubernetes does,
+    needs another to start the run again."""
+
     verify_every: CountOrZero = 0
     """Steps between verifications, which look for silent corruption: what devices hold in copies is compared, and the
     step is computed twice. A difference ends the run and names the devices. Host memory holds the state twice

@@ -12,8 +12,9 @@ import numpy as np
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.loader import Batch, batches
 from jaxtp.data.rows import Samples
-from jaxtp.entry import UserError
+from jaxtp.entry import UserError, WrongNumbersError
 from jaxtp.hf.runs import BASE
+from jaxtp.launch.agreement import together
 from jaxtp.launch.peers import working_on
 from jaxtp.mesh import mesh_sizes, platform_of
 from jaxtp.train import folder
@@ -29,7 +30,7 @@ from jaxtp.train.verify import VERIFIED, Verifier, compiler_options
 from jaxtp.train.watchdog import Watchdog
 
 
-class NonFiniteError(ArithmeticError):
+class NonFiniteError(WrongNumbersError):
     """A loss or a gradient that is not finite, where the configuration does not allow it; or an update."""
 
 
@@ -44,7 +45,8 @@ class Loop:
         self._config = config = run.config
         self._mesh = run.blueprint.mesh
         self._report, self._timing = run.report, run.timing
-        self._trackers = Trackers(config, run.step, run.report.line)
+        with together():
+            self._trackers = Trackers(config, run.step, run.report.line)
         self._profiler = Profiler(config.run.dir / folder.PROFILE, config.profile.start, config.profile.steps)
         self._watchdog = Watchdog(config.train.stall_seconds, config.train.stall_abort_seconds)
         self._stragglers = Stragglers(self._mesh, run.report.line)
@@ -56,8 +58,8 @@ class Loop:
         self._recent: dict[int, Batch] = {}
         self._saved_at = run.step if run.checkpoints.steps() else None
 
-    def run_to_end(self) -> None:
-        """Trains, evaluates and saves, until `train.steps` or a signal.
+    def run_to_end(self) -> bool:
+        """Trains, evaluates and saves, until `train.steps` or a signal; returns whether it has come to the end.
 
         Raises:
           NonFiniteError: a loss or gradient was not finite, and `train.non_finite` does not allow it; or an update.
@@ -69,14 +71,14 @@ class Loop:
             if run.step >= total:
                 self._report.line(f"already at step {run.step}, and train.steps={total}: raise it to go on")
                 self._evaluate(log=False)
-            else:
-                self._train(total)
+                return True
+            return self._train(total)
         finally:
             self._watchdog.stop()
             self._profiler.close()
             self._trackers.close()
 
-    def _train(self, total: int) -> None:
+    def _train(self, total: int) -> bool:
         run = self._run
         if run.step == 0:
             self._evaluate()  # what the run improves on; a run that resumes has it in its log
@@ -109,9 +111,10 @@ class Loop:
                 self._between_steps()
                 if (signal := self._stopping.reason) is not None:
                     self._stop(signal)
-                    return
+                    return False
         self._finish_step()
         self._save(self._evaluate())
+        return True
 
     def _begin(self, what: str) -> None:
         """Notes what is done next, for those who watch that it ends."""
@@ -291,7 +294,7 @@ class Loop:
 
     def _compile(self) -> TrainStep:
         started = time.perf_counter()
-        working_on("compiling the training step")
+        self._begin("compiling the training step")
         with self._timing.lost_to("compile"):
             traced = trace_step(self._config, self._run.blueprint, self._run.train_step, self._run.state)
             options = compiler_options(self._config, platform_of(self._mesh.devices.flat[0]))

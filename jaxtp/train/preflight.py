@@ -20,9 +20,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config import ConfigError, differences, to_plain
-from jaxtp.launch.agreement import first_other, several, share, who
+from jaxtp.launch.agreement import first_other, several, share, together, who
 from jaxtp.launch.environment import gpus_present, names_of_gpus, sharing
-from jaxtp.launch.hosts import draw_hosts
+from jaxtp.launch.hosts import draw_hosts, hosts
 from jaxtp.mesh import TP, divisors, mesh_sizes
 from jaxtp.train import folder
 from jaxtp.train.config import TrainConfig
@@ -53,7 +53,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[
       ConfigError: something differs that must be alike; it names the process and both values.
     """
     if not several():
-        return []
+        return measure_axes(mesh) if config.launch.preflight_bandwidth else []
     records = share(record(config, data))
     compare(records)
     check_gpus(records)
@@ -69,7 +69,7 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[
     told = ", ".join(f"{count} x {records[0]['kind']} on {host}" for host, count in devices.items())
     drawn = draw_hosts(mesh, [record["host"] for record in records])
     return [
-        f"hosts   {len(records)} processes: {told}",
+        f"hosts   {len(records)} processes of {records[0]['devices']} devices: {told}",
         "devices " + ("\n" + 8 * " ").join(drawn),
         f"versions {', '.join(f'{name} {version}' for name, version in versions.items())}",
         f"alike   versions, configuration (sha256 {_digest(kept)}), data, clocks and run folder; sums over every axis "
@@ -120,7 +120,7 @@ def compare(records: Sequence[Record]) -> None:
         for what in ("versions", "configuration", "data"):
             if lines := differences(first[what], other[what]):
                 changes = "\n".join(f"  {line}" for line in lines)
-                raise ConfigError(f"{pair} differ in their {what}, from the second to the first:\n{changes}")
+                raise ConfigError(f"{pair} differ in their {what} (process 0 -> process {process}):\n{changes}")
 
 
 def check_gpus(records: Sequence[Record]) -> None:
@@ -192,9 +192,9 @@ def check_folder(place: Path) -> None:
     """
     token = share(secrets.token_hex(8))[0]
     name = f".preflight-{token}"
-    if jax.process_index() == 0:
-        (place / name).write_text(token)
-    share(None)
+    with together(), folder.writing(place / name):
+        if jax.process_index() == 0:
+            (place / name).write_text(token)
     blind = first_other(lambda: (place / name).exists())
     if jax.process_index() == 0:
         (place / name).unlink(missing_ok=True)
@@ -238,5 +238,9 @@ def measure_axes(mesh: Mesh) -> list[str]:
             jax.block_until_ready(gather(parts))
             times.append(time.perf_counter() - started)
         rate = (size - 1) * each / statistics.median(times)
-        lines.append(f"axis    {axis} {size}: each device receives {rate / 1e9:.3g} GB/s of an all-gather")
+        places = np.vectorize(lambda device: hosts()[device.process_index] if several() else "")(mesh.devices)
+        along = np.moveaxis(places, mesh.axis_names.index(axis), 0)
+        over = " (over hosts)" if (along != along[0]).any() else ""
+        received = f"{rate / 1e9:.3g} GB/s of an all-gather of {each / 2**20:g} MiB from each"
+        lines.append(f"axis    {axis} {size}{over}: each device receives {received}")
     return lines

@@ -22,7 +22,7 @@ _HARMLESS = (
     *("model.remat", "model.sequence_parallel", "model.overlap", "model.scan_layers"),
     *("model.loss_chunk", "model.attention"),
     *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped"),
-    *("train.stall_seconds", "train.stall_abort_seconds", "train.allow_oversize"),
+    *("train.stall_seconds", "train.stall_abort_seconds", "train.stopped_exit_code", "train.allow_oversize"),
     "train.verify_every",
 )
 """Settings that leave the numbers as they are, up to the order of sums."""

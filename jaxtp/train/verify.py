@@ -45,6 +45,7 @@ from jaxtp.checkpoint.damage import CheckpointError
 from jaxtp.checkpoint.logical import filled, named_variables
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.loader import Batch
+from jaxtp.entry import WrongNumbersError
 from jaxtp.launch.agreement import share, who
 from jaxtp.launch.hosts import hosts
 from jaxtp.layers.parameter import spec_of
@@ -71,7 +72,7 @@ _AT_ONCE = 64
 _sums = jax.jit(device_checksums, static_argnums=1)
 
 
-class CorruptionError(ArithmeticError):
+class CorruptionError(WrongNumbersError):
     """Devices hold different copies, or a step that is made twice gives different results."""
 
 

@@ -12,6 +12,7 @@ import jax
 import pytest
 import yaml
 
+from jaxtp import entry
 from jaxtp.config import load
 from jaxtp.launch.joining import JOIN_SECONDS
 from jaxtp.train.config import TrainConfig
@@ -41,26 +42,28 @@ def slurm(tmp_path):
             (stubs / name).write_text(f"#!/bin/bash\n{code}\n")
             (stubs / name).chmod(0o755)
         environment = {**os.environ, "PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "https_proxy": "x"}
+        environment["SETTINGS"] = str(CLUSTER / "gpu.env")
         command = ["bash", str(CLUSTER / "slurm.sbatch"), "--train.steps", "5"]
-        return subprocess.Popen(command, env=environment | variables, stderr=subprocess.PIPE, text=True, cwd=ROOT)
+        return subprocess.Popen(command, env=environment | variables, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
 
     start.said = tmp_path / "said"
     return start
 
 
 @pytest.mark.parametrize(
-    ("does", "restarts", "code", "again"),
+    ("does", "failures", "code", "again"),
     [
-        ("exit 0", "0", 0, False),
-        ("exit 2", "0", 2, False),
-        ("exit 3", "0", 3, False),
-        ("exit 75", "4", 75, True),
-        ("exit 75", "5", 75, False),
-        ('[ -z "$https_proxy" ] && [ "$JAXTP_JOIN_SECONDS" = 300 ] && [ "$NCCL_DEBUG" = WARN ]', "0", 0, False),
+        ("exit 0", 0, 0, False),
+        ("exit 2", 0, 2, False),
+        ("exit 3", 0, 3, False),
+        ("exit 75", 4, 75, True),
+        ("exit 75", 5, 75, False),
+        ('[ -z "$https_proxy" ] && [ "$JAXTP_JOIN_SECONDS" = 300 ] && [ "$NCCL_DEBUG" = WARN ]', 0, 0, False),
     ],
 )
-def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, does, restarts, code, again):
-    process = slurm(does, SLURM_RESTART_COUNT=restarts)
+def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, tmp_path, does, failures, code, again):
+    (tmp_path / "slurm-7.failures").write_text("exit code 1\n" * failures)
+    process = slurm(does)
     _, error = process.communicate(timeout=60)
     assert process.returncode == code
     started, *asked = slurm.said.read_text().splitlines()
@@ -68,18 +71,25 @@ def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, does, restarts
         "python -m jaxtp.train --train.stall-abort-seconds 1800 --train.verify-every 1000 --train.steps 5"
     )
     assert asked == (["requeue 7"] if again else [])
-    assert error == (f"queued again after exit code {code}\n" if again else "")
+    gave_up = "not queued again: more than 5 failures, in slurm-7.failures\n" if failures == 5 else ""
+    assert error == (f"queued again after exit code {code}\n" if again else gave_up)
 
 
 def test_slurm_asks_the_run_to_stop_and_queues_it_again(slurm):
     process = slurm(
-        "trap 'sleep 0.3; exit 0' TERM\necho up >> $OUT\nwhile true; do sleep 0.05; done", OUT=str(slurm.said)
+        "trap 'sleep 0.3; exit 0' TERM\necho up >> $OUT\nwhile true; do sleep 0.05; done",
+        OUT=str(slurm.said),
+        SETTINGS=str(slurm.said),
     )
     deadline = time.monotonic() + 60
     while not (slurm.said.exists() and "up" in slurm.said.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
     process.send_signal(signal.SIGUSR1)
-    process.communicate(timeout=60)
+    _, error = process.communicate(timeout=60)
+    assert error == (
+        "no settings at nowhere: sbatch is for the folder that has it, or SETTINGS names it\n"
+        "queued again after exit code 0\n"
+    )
     assert process.returncode == 0
     assert slurm.said.read_text().splitlines()[-1] == "requeue 7"
 
@@ -102,6 +112,10 @@ def test_what_the_files_say_fits_together():
     assert job["completionMode"] == "Indexed"
     assert int(variables["JAXTP_JOIN_SECONDS"]) > JOIN_SECONDS
     assert flags_of([word.replace("=configs/", f"={ROOT}/configs/") for word in container["args"]]).mesh.fsdp == 2
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == [entry.MISTAKE, entry.WRONG]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert f"--train.stopped-exit-code={entry.PASSING}" in container["args"]
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
 

@@ -58,9 +58,9 @@ def test_hosts_are_drawn_with_the_coordinates_of_their_devices():
     ordered = by_host(devices(4, 2), ["a", "b", "a", "b"])
     mesh = SimpleNamespace(devices=np.array(ordered, object).reshape(2, 1, 4), axis_names=("dp", "fsdp", "tp"))
     assert draw_hosts(mesh, ["a", "b", "a", "b"]) == [
-        "a   dp 0 fsdp 0: 0 1 4096 4097",
-        "b   dp 1 fsdp 0: 2048 2049 6144 6145",
+        "a   dp 0 fsdp 0: 0.0 0.1 2.0 2.1",
+        "b   dp 1 fsdp 0: 1.0 1.1 3.0 3.1",
     ]
     assert draw_hosts(mesh, ["a", "b", "a", "b"], most=1)[1] == "... 1 more hosts"
     spread = draw_hosts(mesh, ["a", "b", "c", "d"])
-    assert spread[:2] == ["a   dp 0 fsdp 0: 0 1", "c   dp 0 fsdp 0: 4096 4097"]
+    assert spread[:2] == ["a   dp 0 fsdp 0: 0.0 0.1", "c   dp 0 fsdp 0: 2.0 2.1"]

@@ -160,7 +160,10 @@ def test_others_that_do_not_come_are_an_error(error, message, monkeypatch):
 @pytest.mark.journey
 @pytest.mark.parametrize(
     ("process", "message"),
-    [("0", "not all came within 3 s, process 1 is missing: does"), ("1", "nothing answers there after")],
+    [
+        ("0", "process 1 of 2 did not come within 3 s: does it run"),
+        ("1", "process 1 of 2 at {address}: nothing answers there after"),
+    ],
 )
 def test_who_waits_in_vain_ends_with_one_line(process, message):
     """JAX itself would abort the process."""
@@ -170,5 +173,5 @@ def test_who_waits_in_vain_ends_with_one_line(process, message):
     command = [sys.executable, "-m", "jaxtp.train"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"python -m jaxtp.train: error: process {process} of 2 at {address}: {message}")
+    assert line.startswith(f"python -m jaxtp.train: error: {message.format(address=address)}")
     assert done.returncode == 2

@@ -94,7 +94,7 @@ def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start
         other = start(1, *flags)
     assert [start(0, *flags).wait(180), other.wait(180)] == [0, 0]
     said = start.said(0)
-    assert "devices jaxtp0   dp 0 fsdp 0: 0 1\n        jaxtp1   dp 0 fsdp 1: 2048 2049\n" in said
+    assert "devices jaxtp0   dp 0 fsdp 0: 0.0 0.1\n        jaxtp1   dp 0 fsdp 1: 1.0 1.1\n" in said
     assert said.count("GB/s of an all-gather") == 2
     assert len(records(tmp_path / "run")) == 3
 

@@ -1,18 +1,20 @@
 """What a process learns of the others: one ends, hangs, fails or leaves, and what it says before it ends itself."""
 
-import json
-import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from runs import free_address
 
-from jaxtp.entry import PASSING
+from jaxtp.entry import MISTAKE, PASSING, WRONG
 from jaxtp.launch import peers
+from jaxtp.launch.environment import LaunchError
+from jaxtp.launch.links import Link
 
 NAMES = ["n0", "n1", "n2"]
 
@@ -20,12 +22,12 @@ NAMES = ["n0", "n1", "n2"]
 @pytest.fixture
 def process(monkeypatch):
     """Makes what one process of three has, and returns it with the other ends of its connections."""
-    codes, made = [], []
+    codes, made, links = [], [], []
 
     def end(code):
         codes.append(code)
         made[-1]._ending.set()
-        made[-1]._connections.clear()
+        made[-1]._links.clear()
 
     monkeypatch.setattr(peers.os, "_exit", end)
     monkeypatch.setattr(peers, "_BEAT", 0.05)
@@ -33,35 +35,37 @@ def process(monkeypatch):
 
     def make(me):
         monkeypatch.setattr(peers.jax, "process_index", lambda: me)
-        pairs = {other: multiprocessing.Pipe() for other in ((1, 2) if me == 0 else (0,))}
+        pairs = {other: map(Link, socket.socketpair()) for other in ((1, 2) if me == 0 else (0,))}
+        pairs = {other: tuple(pair) for other, pair in pairs.items()}
         watched = peers._Peers(NAMES, {other: near for other, (near, _) in pairs.items()})
         watched.doing = "step 7"
         made.append(watched)
+        links.extend(link for pair in pairs.values() for link in pair)
         return watched, {other: far for other, (_, far) in pairs.items()}, codes
 
     yield make
     for watched in made:
         watched._ending.set()
-        watched._connections.clear()
+        watched._links.clear()
         watched._thread.join(10)
+    for link in links:
+        link.close()
 
 
-def messages(connection, seconds=5.0):
-    """What comes besides signs of life, until the connection is silent for a moment."""
-    found, until = [], time.monotonic() + seconds
-    while time.monotonic() < until and connection.poll(0.3):
-        message = json.loads(connection.recv_bytes())
-        found += [message] if message else []
-        if message:
-            break
-    return found
+def message(link, seconds=5.0):
+    """What comes first besides signs of life."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if found := link.receive_within(0.5):
+            return found
+    return None
 
 
 def test_a_process_that_ends_is_named_to_all(process, capsys):
     watched, others, codes = process(0)
     others[2].close()
-    (told,) = messages(others[1])
-    assert told == {"process": 2, "how": "has ended without a word", "grace": 0.0}
+    told = message(others[1])
+    assert told == {"process": 2, "how": "has ended without a word", "grace": 0.0, "code": PASSING}
     watched._thread.join(10)
     assert codes == [PASSING]
     assert capsys.readouterr().err == (
@@ -72,7 +76,7 @@ def test_a_process_that_ends_is_named_to_all(process, capsys):
 
 def test_what_process_0_learns_ends_the_others_too(process, capsys):
     watched, others, codes = process(1)
-    others[0].send_bytes(json.dumps({"process": 2, "how": "has ended without a word", "grace": 0.0}).encode())
+    others[0].send({"process": 2, "how": "has ended without a word", "grace": 0.0})
     watched._thread.join(10)
     assert codes == [PASSING]
     assert (
@@ -89,19 +93,29 @@ def test_one_that_is_silent_is_lost(me, process, monkeypatch, capsys):
     until = time.monotonic() + 10
     while watched._thread.is_alive() and time.monotonic() < until:
         for other, connection in others.items():
-            if other != silent and not connection.closed:
-                connection.send_bytes(b"{}")
+            if other != silent:
+                connection.send({})
         time.sleep(0.05)
     assert codes == [PASSING]
     assert f"process {silent} (on n{silent}) has given no sign of life for 0.6 s" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, PASSING), (PASSING, PASSING)])
+def test_after_the_failure_of_another_a_process_ends_for_its_reason(said, code, process, capsys):
+    watched, others, codes = process(0)
+    why = "TokenError: token 9 " + "ü" * 1000
+    others[1].send({"process": 1, "failure": why, "code": said})
+    assert message(others[2]) == {"process": 1, "how": f"failed: {why}", "grace": 0.5, "code": code}
+    watched._thread.join(10)
+    assert codes == [code]
+    assert f"process 1 (on n1) failed: {why}; process 0" in capsys.readouterr().err
+
+
 def test_after_the_failure_of_another_a_process_may_still_end_by_itself(process, capsys):
     watched, others, codes = process(0)
-    others[1].send_bytes(json.dumps({"process": 1, "failure": "TokenError: token 9"}).encode())
-    (told,) = messages(others[2])
-    assert told == {"process": 1, "how": "failed: TokenError: token 9", "grace": 0.5}
-    watched.leave("TokenError: token 9")
+    others[1].send({"process": 1, "failure": "TokenError: token 9", "code": MISTAKE})
+    assert message(others[2])
+    watched.leave("TokenError: token 9", MISTAKE)
     watched._thread.join(10)
     assert codes == []
     assert capsys.readouterr().err == ""
@@ -109,44 +123,68 @@ def test_after_the_failure_of_another_a_process_may_still_end_by_itself(process,
 
 def test_one_that_leaves_at_its_end_is_not_lost(process, capsys):
     watched, others, codes = process(0)
-    for other, connection in others.items():
-        connection.send_bytes(json.dumps({"process": other, "failure": None}).encode())
-        connection.close()
+    for other, link in others.items():
+        link.send({"process": other, "failure": None, "code": 0})
+        link.close()
     watched._thread.join(10)
     assert not watched._thread.is_alive()
     assert codes == []
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff", b"[" * 4000, b"[1]", b"x" * 5000])
+@pytest.mark.parametrize("data", [b"\n", b"\xff\n", b"[" * 4000 + b"\n", b"[1]\n", b"x" * 70000])
 def test_what_is_no_message_counts_as_its_end(data, process, capsys):
     watched, others, codes = process(0)
-    others[1].send_bytes(data)
+    others[1]._socket.setblocking(True)
+    others[1]._socket.sendall(data)
     watched._thread.join(10)
     assert codes == [PASSING]
+
+
+def test_signs_of_life_come_by_the_clock(process, monkeypatch):
+    """One that was answered at once would be answered without end."""
+    monkeypatch.setattr(peers, "_BEAT", 0.5)
+    _, others, codes = process(0)
+    for _ in range(50):
+        others[1].send({})
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert len(others[1].receive()) <= 4
+    assert codes == []
 
 
 def test_an_error_that_follows_from_the_end_of_another_is_not_this_ones(process, monkeypatch):
     """Gloo and NCCL fail where a process has ended; what all have met, each says by itself."""
     watched, others, codes = process(0)
     monkeypatch.setattr(peers, "_current", watched)
-    others[1].send_bytes(json.dumps({"process": 1, "failure": "NonFiniteError: step 3"}).encode())
-    assert messages(others[2])
-    peers.tell_failure(None, FloatingPointError("step 4"), None)
+    others[1].send({"process": 1, "failure": "NonFiniteError: step 3", "code": 1})
+    assert message(others[2])
+    peers.tell_failure(FloatingPointError("step 4"))
     assert codes == [PASSING]
 
     watched, others, codes = process(0)
     codes.clear()
     monkeypatch.setattr(peers, "_current", watched)
-    others[1].send_bytes(json.dumps({"process": 1, "failure": "FloatingPointError: step 3"}).encode())
-    assert messages(others[2])
-    peers.tell_failure(None, FloatingPointError("step 3"), None)
+    others[1].send({"process": 1, "failure": "FloatingPointError: step 3", "code": 1})
+    assert message(others[2])
+    peers.tell_failure(FloatingPointError("step 3"))
     assert codes == []
+
+
+def test_processes_with_other_numbers_of_devices_are_named(monkeypatch):
+    """Every process sees the devices of all, and raises the same; what exchanges values would fail."""
+    devices = [SimpleNamespace(process_index=process) for process in (0, 0, 1, 1, 2)]
+    monkeypatch.setattr(peers, "several", lambda: True)
+    monkeypatch.setattr(peers.jax, "devices", lambda: devices)
+    with pytest.raises(LaunchError, match="process 2 has 1 devices, and process 0 2: all need as many"):
+        peers.watch()
 
 
 PROGRAM = """
 import os, sys, time
 from jaxtp import entry
 from jaxtp.launch import peers
+from jaxtp.launch.environment import LaunchError
+from jaxtp.launch.links import Link
 from jaxtp.launch.joining import join_processes
 peers.SILENCE = 4.0
 me, failing = int(os.environ["JAX_PROCESS_ID"]), os.environ["FAILING"]
@@ -157,6 +195,10 @@ def act():
     print("ready", flush=True)
     while not os.path.exists(os.environ["GO"]):
         time.sleep(0.05)
+    if failing == "flags":
+        with together():
+            if me == 1:
+                sys.exit(2)
     if failing == "mistake" or failing == str(me):
         raise {"mistake": entry.UserError("a mistake of all")}.get(failing, RuntimeError("the disk is gone"))
     if failing == "none":
@@ -180,6 +222,7 @@ sys.exit(peers.leaving(lambda: entry.attempt("program", act)))
         ("1", None, [PASSING, 1, PASSING], "process 1 (on {host}) failed: RuntimeError: the disk is gone"),
         ("0", None, [1, PASSING, PASSING], "process 0 (on {host}) failed: RuntimeError: the disk is gone"),
         ("mistake", None, [2, 2, 2], "program: error: a mistake of all"),
+        ("flags", None, [2, 2, 2], "process 1 (on {host}) cannot go on: its command line is refused"),
         ("none", None, [0, 0, 0], ""),
     ],
 )
@@ -208,8 +251,8 @@ def test_three_processes(failing, sent, codes, said, tmp_path):
         assert time.monotonic() - began < 30
         assert [process.poll() for process in processes] == codes
         for index, log in enumerate(logs):
-            if codes[index] in (PASSING, 2):
-                assert said.format(host=peers.socket.gethostname()) in log.read_text()
+            if codes[index] in (PASSING, 2) and (failing, index) != ("flags", 1):
+                assert said.format(host=socket.gethostname()) in log.read_text()
                 assert "Traceback" not in log.read_text()
     finally:
         for process in processes:

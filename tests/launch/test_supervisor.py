@@ -31,7 +31,8 @@ def test_processes_that_end_well_are_0_and_each_has_a_log(tmp_path, capsys):
     code = "print(me, os.environ['JAX_NUM_PROCESSES'], os.environ['JAX_NUM_CPU_DEVICES'])"
     assert supervise(group(tmp_path, 3, code, devices=4)) == 0
     assert [(tmp_path / f"logs/process-{i}.log").read_text() for i in range(3)] == [f"{i} 3 4\n" for i in range(3)]
-    assert capsys.readouterr() == ("0 3 4\n", "")
+    logs = f"logs: {tmp_path}/logs/process-0.log to process-2.log\n"
+    assert capsys.readouterr() == ("0 3 4\n", logs)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +63,7 @@ def test_they_are_started_again_as_often_as_asked(tmp_path, capsys):
     code = f"open({str(count)!r}, 'a').write(me)\ntime.sleep(0.5)\nsys.exit(os.path.getsize({str(count)!r}) < 5)"
     assert supervise(group(tmp_path, 2, code), restarts=5) == 0
     assert count.stat().st_size == 6
-    assert "all are started again (2 of 5)" in capsys.readouterr().err
+    assert "all are started again (restart 2 of 5)" in capsys.readouterr().err
     assert supervise(group(tmp_path, 2, "sys.exit(3)"), restarts=1) == 3
 
 
@@ -83,8 +84,17 @@ def test_a_signal_reaches_all_and_ends_it(tmp_path):
     process.send_signal(signal.SIGUSR1)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert error.startswith("process 1 ended with exit code 1")
+    assert "\nprocess 1 ended with exit code 1" in error
     assert "again" not in error
+
+
+def test_lines_of_gloo_are_not_shown(tmp_path, capsys):
+    noise = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number is : 1"
+    code = f"print('{noise}'); print('words of', me); print('{noise}', flush=True); sys.exit(me == '1')"
+    assert supervise(group(tmp_path, 2, f"time.sleep(me == '1')\n{code}")) == 1
+    shown, error = capsys.readouterr()
+    assert shown == "words of 0\n"
+    assert error.endswith("process-1.log:\n  words of 1\n")
 
 
 @pytest.mark.parametrize(("count", "able"), [(3, "1, 2, 4, 8"), (16, "1, 2, 4, 8")])
@@ -101,8 +111,56 @@ def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(monkeypatch, tm
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"
     assert supervise(group(tmp_path, 4, code), restarts=1) == 0
-    assert "3 are started again (1 of 1)" in capsys.readouterr().err
+    assert "only 3 are started again (restart 1 of 1)" in capsys.readouterr().err
     assert (tmp_path / "logs/process-2.log").read_text().splitlines()[-1] == "4,5"
+
+
+def test_where_no_gpu_is_left_nothing_is_started_again(monkeypatch, tmp_path, capsys):
+    present = iter([8, 8, 0])
+    monkeypatch.setattr(supervisor, "gpus_present", lambda: next(present))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert supervise(group(tmp_path, 2, "sys.exit(4)"), restarts=1) == 4
+    assert "no GPU is left: nothing is started again" in capsys.readouterr().err
+
+
+def test_two_starts_do_not_write_the_same_logs(tmp_path):
+    (tmp_path / "logs").mkdir()
+    with (
+        supervisor._locked(tmp_path / "logs"),
+        pytest.raises(SupervisorError, match=r"logs: the processes of another start write there"),
+    ):
+        supervise(group(tmp_path, 1, ""))
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGQUIT])
+def test_processes_end_with_the_one_that_started_them(number, tmp_path):
+    code = "print(os.getpid(), flush=True); time.sleep(600)"
+    command = [sys.executable, "-m", "jaxtp.launch", "--processes", "2", "--logs", str(tmp_path), "--", "-c", ME + code]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    logs = [tmp_path / f"process-{index}.log" for index in range(2)]
+    deadline = time.monotonic() + 60
+    while not all(log.exists() and log.read_text().endswith("\n") for log in logs):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    process.wait(60)
+    while any(runs(int(log.read_text())) for log in logs):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_hang_up_that_was_ignored_stays_ignored(tmp_path):
+    """As under nohup."""
+    code = "print('up', flush=True); time.sleep(2)"
+    command = [sys.executable, "-m", "jaxtp.launch", "--processes", "1", "--logs", str(tmp_path), "--", "-c", ME + code]
+    ignoring = ["sh", "-c", 'trap "" HUP; exec "$@"', "sh", *command]
+    process = subprocess.Popen(ignoring, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    log, deadline = tmp_path / "process-0.log", time.monotonic() + 60
+    while not (log.exists() and "up" in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(60) == 0
 
 
 def test_gpus_are_divided(monkeypatch, tmp_path):

@@ -233,6 +233,7 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, text, s
     """Though the next step that is logged is far away."""
     address, folder = free_address(), tmp_path / "run"
     flags = [*SMALL, *text, *mesh(1, 2, 2), "--train.steps", "1000000", "--train.log-every", "1000000"]
+    flags += ["--train.stopped-exit-code", "7"]
     processes = [
         start(
             [*flags, "--run.dir", str(folder)],
@@ -248,7 +249,8 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, text, s
         assert time.monotonic() < until
         time.sleep(0.02)
     processes[1].send_signal(signal.SIGUSR1)
-    first, _ = (finish(process) for process in processes)
+    first, _ = (process.communicate(timeout=300)[0] for process in processes)
+    assert [process.returncode for process in processes] == [7, 7]
     (step,) = re.findall(r"stopped by a signal to process 1 at step (\d+) and saved", first)
     assert (folder / "checkpoints" / step).exists()
 

@@ -14,7 +14,7 @@ from jaxtp.config import ConfigError
 from jaxtp.launch import agreement
 from jaxtp.launch.__main__ import main as launch
 from jaxtp.train import preflight
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import LaunchConfig, TrainConfig
 from jaxtp.train.preflight import (
     check_clocks,
     check_folder,
@@ -22,7 +22,6 @@ from jaxtp.train.preflight import (
     check_hosts_of_tp,
     check_sums,
     compare,
-    measure_axes,
     record,
 )
 
@@ -132,7 +131,9 @@ def test_a_wrong_sum_is_named(monkeypatch):
 
 
 def test_each_axis_of_several_devices_is_measured():
-    lines = measure_axes(jaxtp.make_mesh(1, 2, 2))
+    mesh = jaxtp.make_mesh(1, 2, 2)
+    config = TrainConfig(launch=LaunchConfig(preflight_bandwidth=True))
+    lines = preflight.preflight(config, mesh, DATA)
     assert [line.split(": each")[0] for line in lines] == ["axis    fsdp 2", "axis    tp 2"]
     assert all(float(line.split("receives ")[1].split()[0]) > 0 for line in lines)
 
@@ -144,7 +145,7 @@ def test_each_axis_of_several_devices_is_measured():
         ("['--train.steps', '3']", "differ in their configuration"),
         ("['--run.dir', 'elsewhere']", "differ in their configuration"),
         ("['--data.path', '/nowhere']", "process 1 (on {host}) cannot go on: /nowhere: No such file or directory"),
-        ("['--nonsense']", "process 1 (on {host}) cannot go on: exit code 2"),
+        ("['--nonsense']", "process 1 (on {host}) cannot go on: its command line is refused, see what it said"),
     ],
 )
 def test_all_processes_end_with_the_mistake_of_one(lie, message, tmp_path, monkeypatch, capsys):

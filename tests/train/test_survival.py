@@ -19,7 +19,7 @@ from support import sweep
 import jaxtp
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
 from jaxtp.checkpoint.reader import open_checkpoint
-from jaxtp.entry import PASSING
+from jaxtp.entry import PASSING, WRONG
 from jaxtp.train.__main__ import main
 from jaxtp.train.folder import RunFolderError, locked, replacing
 from jaxtp.train.loop import Loop
@@ -95,7 +95,7 @@ OVERFLOW = ["--optimizer.learning-rate", "1e30", *EXPLODE[2:]]
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     run = tmp_path / "run"
     (run / "non_finite").mkdir(parents=True)
-    assert main([*command, *EXPLODE, "--run.dir", str(run), "--checkpoint.every", "1"]) == 1
+    assert main([*command, *EXPLODE, "--run.dir", str(run), "--checkpoint.every", "1"]) == WRONG
     error = capsys.readouterr().err
     assert "not finite. Nothing of it entered the weights" in error
     assert "This one goes on from the checkpoint at step 1" in error
@@ -112,7 +112,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
 def test_an_update_that_is_not_finite_is_never_saved(tmp_path, command, capsys, reaction):
     run = tmp_path / "run"
     saving = ["--checkpoint.every", "1", "--train.non-finite", reaction]
-    assert main([*command, *OVERFLOW, "--run.dir", str(run), *saving]) == 1
+    assert main([*command, *OVERFLOW, "--run.dir", str(run), *saving]) == WRONG
     error = capsys.readouterr().err
     assert "norm of the weights after it inf: the update is not finite" in error
     assert "this run goes on from its beginning: there is no checkpoint yet" in error
@@ -129,7 +129,8 @@ def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
         before.save(step, nnx.State({"x": nnx.Param(np.zeros(1))}), jaxtp.make_mesh(), {})
     before.close()
     assert (
-        main([*command, *EXPLODE, "--run.dir", str(run), "--train.non-finite", "skip", "--train.max-skipped", "2"]) == 1
+        main([*command, *EXPLODE, "--run.dir", str(run), "--train.non-finite", "skip", "--train.max-skipped", "2"])
+        == WRONG
     )
     captured = capsys.readouterr()
     assert "the update is skipped, 1 in a row of at most 2" in captured.out

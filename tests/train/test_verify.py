@@ -17,10 +17,10 @@ from runs import SMALL, TEXT, mesh, records
 from support import sweep
 
 import jaxtp
+from jaxtp import entry
 from jaxtp.checkpoint.logical import filled
 from jaxtp.collectives import batch_spec
 from jaxtp.config import ConfigError
-from jaxtp.entry import CORRUPT
 from jaxtp.launch.__main__ import main as launch
 from jaxtp.mesh import AXES, make_mesh
 from jaxtp.train import memory_check, verify
@@ -29,7 +29,7 @@ from jaxtp.train import step as steps
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, OptimizerConfig, RunConfig, TrainConfig
 from jaxtp.train.faults import changed, copies_of_all, odd_ones
-from jaxtp.train.folder import CORRUPTION
+from jaxtp.train.folder import WRONGION
 from jaxtp.train.loop import Loop
 from jaxtp.train.state import plan_state
 from jaxtp.train.verify import CorruptionError, Verifier, compiler_options, named_arrays
@@ -90,7 +90,7 @@ class Rig:
         return str(caught.value)
 
     def kept(self, what, position):
-        with np.load(self.config.run.dir / CORRUPTION / "4" / f"{what}_device_{position}.npz") as arrays:
+        with np.load(self.config.run.dir / WRONGION / "4" / f"{what}_device_{position}.npz") as arrays:
             return dict(arrays)
 
 
@@ -303,7 +303,7 @@ def test_a_run_is_the_same_with_verification_and_a_flipped_bit_ends_it(tmp_path,
     command += ["--train.verify-every", "4", "--run.dir", str(run)]
     monkeypatch.setattr(Loop, "_finish_step", Loop._finish_step)  # put back at the end
     finish = flip_in_run(6, f"model.{SCALE}", 3)
-    assert main(command) == CORRUPT
+    assert main(command) == entry.WRONG
     said = capfd.readouterr()
     assert "step 4: verified" in said.out
     assert "step 8: silent corruption: copies differ before the step: model.norm.scale on device 3, " in said.err
@@ -329,13 +329,13 @@ def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch):
         f"flip_in_run(3, 'model.{KERNEL}', 5)\nsys.exit(main(sys.argv[1:]))"
     )
     flags = [*SMALL, *mesh(4, 1, 2), "--train.steps", "8", "--train.verify-every", "4", "--run.dir", "run"]
-    assert launch(["--processes", "2", "--devices", "4", "--", "-c", code, *flags]) == CORRUPT
+    assert launch(["--processes", "2", "--devices", "4", "--", "-c", code, *flags]) == entry.WRONG
     logs = [(tmp_path / f"logs/process-{index}.log").read_text() for index in range(2)]
     (message,), (other,) = (re.findall(r"step 4: silent corruption.*", log) for log in logs)
     assert message == other
     place = rf"number 1 of process 1 \(on {re.escape(socket.gethostname())}\)"
     assert re.search(rf"model.{KERNEL} on device \d+, {place}", message)
-    assert len(list((tmp_path / "run" / CORRUPTION / "4").glob("before_device_*.npz"))) == 8
+    assert len(list((tmp_path / "run" / WRONGION / "4").glob("before_device_*.npz"))) == 8
 
 
 @pytest.mark.journey
