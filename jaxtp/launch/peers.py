@@ -48,6 +48,7 @@ class _Peers:
         self._hosts = hosts
         self._me = jax.process_index()
         self._links = links
+        self._left: list[Link] = []
         self._sending = threading.Lock()
         self._ending = threading.Event()
         """Set once this process ends by itself."""
@@ -110,8 +111,8 @@ class _Peers:
         for message in messages or []:
             if "how" in message:
                 self._end(**message)
-            elif "process" in message:  # it leaves
-                self._drop(process)
+            elif "process" in message:  # it leaves, and sees by the link when this process has ended
+                self._left.append(self._links.pop(process, link))
                 if message["failure"] is not None:
                     code = message["code"] if message["code"] in (MISTAKE, WRONG) else PASSING
                     self._end(process, f"failed: {message['failure']}", _GRACE, code)

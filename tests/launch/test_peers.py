@@ -116,6 +116,8 @@ def test_after_the_failure_of_another_a_process_may_still_end_by_itself(process,
     others[1].send({"process": 1, "failure": "TokenError: token 9", "code": MISTAKE})
     assert message(others[2])
     watched.leave("TokenError: token 9", MISTAKE)
+    assert message(others[2]) == {"process": 0, "failure": "TokenError: token 9", "code": MISTAKE}
+    others[2].close()
     watched._thread.join(10)
     assert codes == []
     assert capsys.readouterr().err == ""
@@ -183,8 +185,7 @@ PROGRAM = """
 import os, sys, time
 from jaxtp import entry
 from jaxtp.launch import peers
-from jaxtp.launch.environment import LaunchError
-from jaxtp.launch.links import Link
+from jaxtp.launch.agreement import together
 from jaxtp.launch.joining import join_processes
 peers.SILENCE = 4.0
 me, failing = int(os.environ["JAX_PROCESS_ID"]), os.environ["FAILING"]

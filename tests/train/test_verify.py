@@ -29,7 +29,7 @@ from jaxtp.train import step as steps
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, OptimizerConfig, RunConfig, TrainConfig
 from jaxtp.train.faults import changed, copies_of_all, odd_ones
-from jaxtp.train.folder import WRONGION
+from jaxtp.train.folder import CORRUPTION
 from jaxtp.train.loop import Loop
 from jaxtp.train.state import plan_state
 from jaxtp.train.verify import CorruptionError, Verifier, compiler_options, named_arrays
@@ -90,7 +90,7 @@ class Rig:
         return str(caught.value)
 
     def kept(self, what, position):
-        with np.load(self.config.run.dir / WRONGION / "4" / f"{what}_device_{position}.npz") as arrays:
+        with np.load(self.config.run.dir / CORRUPTION / "4" / f"{what}_device_{position}.npz") as arrays:
             return dict(arrays)
 
 
@@ -335,7 +335,7 @@ def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch):
     assert message == other
     place = rf"number 1 of process 1 \(on {re.escape(socket.gethostname())}\)"
     assert re.search(rf"model.{KERNEL} on device \d+, {place}", message)
-    assert len(list((tmp_path / "run" / WRONGION / "4").glob("before_device_*.npz"))) == 8
+    assert len(list((tmp_path / "run" / CORRUPTION / "4").glob("before_device_*.npz"))) == 8
 
 
 @pytest.mark.journey
