@@ -136,6 +136,7 @@ class Job:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kind", choices=HOW, nargs="+", default=list(HOW), help="how processes end (default: all)")
     parser.add_argument("--rounds", type=int, default=10, help="number of rounds of each kind (default 10)")
     parser.add_argument("--steps", type=int, default=400, help="number of steps of each run (default 400)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the instants and processes")
@@ -147,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
         text.write_text("".join(f"line {i}: the quick brown fox jumps over {i * i} lazy dogs\n" for i in range(9000)))
         whole = Job(folder / "whole", text, arguments.steps)
         whole.finish(1)
-        for how in HOW:
+        for how in arguments.kind:
             job = Job(folder / how, text, arguments.steps)
             for turn in range(arguments.rounds):
                 print(f"{turn + 1:2} {job.disturb(how, chance)}; {job.go_on()}", flush=True)
