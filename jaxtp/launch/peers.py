@@ -203,6 +203,8 @@ def leaving(command: Callable[[], int]) -> int:
     try:
         code = command()
     except SystemExit as error:
+        if _current is None:
+            raise
         code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except Exception as error:
         if _current is None:

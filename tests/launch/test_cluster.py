@@ -76,11 +76,8 @@ def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, tmp_path, does
 
 
 def test_slurm_asks_the_run_to_stop_and_queues_it_again(slurm):
-    process = slurm(
-        "trap 'sleep 0.3; exit 0' TERM\necho up >> $OUT\nwhile true; do sleep 0.05; done",
-        OUT=str(slurm.said),
-        SETTINGS=str(slurm.said),
-    )
+    does = "trap 'sleep 0.3; exit 0' TERM\necho up >> $OUT\nwhile true; do sleep 0.05; done"
+    process = slurm(does, OUT=str(slurm.said), SETTINGS="nowhere")
     deadline = time.monotonic() + 60
     while not (slurm.said.exists() and "up" in slurm.said.read_text()) and time.monotonic() < deadline:
         time.sleep(0.02)
