@@ -119,19 +119,19 @@ class Checkpoints:
         described = seal({**info, EVAL_LOSS: eval_loss, "specs": specs, **describe_arrays(arrays)})
         agreed(self._require_writable)
 
-        def start() -> None:
-            self._manager.wait_until_finished()
-            self._meetings.begin(step)
-            if eval_loss is not None:
-                self._losses[step] = eval_loss
+        self._agree_written(self._manager.wait_until_finished)
+        self._meetings.begin(step)
+        if eval_loss is not None:
+            self._losses[step] = eval_loss
+        try:
             saved = self._manager.save(
                 step,
                 args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), info=ocp.args.JsonSave(described)),
             )
-            if not saved:
-                raise ValueError(f"step {step} is not after the newest")
-
-        self._agree_written(start)
+        except Exception as error:  # of this process alone, perhaps, while the others wait for it: nothing to agree on
+            raise self._unwritable(error) from error
+        if not saved:
+            raise self._unwritable(ValueError(f"step {step} is not after the newest"))
 
     def wait(self) -> None:
         """Waits until the last save is on disk.

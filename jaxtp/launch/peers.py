@@ -75,8 +75,11 @@ class _Peers:
     def wait_for_cause(self, error: BaseException) -> None:
         """Waits for news of a process whose end may be the cause of an error; such news end this process.
 
-        An error that the other has met too, such as a loss that is not finite, is this process's own.
+        A mistake says what is wrong by itself; and an error that the other has met too, such as a loss that is not
+        finite, is this process's own.
         """
+        if isinstance(error, UserError):
+            return
         if isinstance(error, jax.errors.JaxRuntimeError):
             self._news.wait(3 * _BEAT)
         if self._news.is_set() and _described(error)[:_MOST_SAID] not in self._how:
