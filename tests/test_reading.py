@@ -165,9 +165,7 @@ def test_a_path_with_a_null_byte_is_one_error(tmp_path):
 def test_an_object_store_is_refused_by_name(tmp_path, setting):
     """Else it would be a local folder of that name."""
     (tmp_path / "c.yaml").write_text(f"{setting}\n")
-    with pytest.raises(
-        ConfigError, match=r"a path, and [a-z0-9]+://bucket/x is an address\. A run needs"
-    ):
+    with pytest.raises(ConfigError, match=r"a path, and [a-z0-9]+://bucket/x is an address\. A run needs"):
         from_yaml(TrainConfig, tmp_path / "c.yaml")
 
 

@@ -58,8 +58,9 @@ def test_it_begins_where_the_model_is(tmp_path, command, model, capsys):
     assert "head_dim: 6\n" in resolved
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.journey if name == "phi3" else pytest.mark.wide) for name in TRAINED]
+)
 def test_every_family(name, tmp_path, command):
     """In, trained beside adapters, generated from, and out as the same family."""
     config = dataclasses.replace(jaxtp.read_config(FOLDER / name), vocab_size=256)
