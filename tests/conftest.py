@@ -31,7 +31,8 @@ jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 # A shell that starts the suite in the background, or under nohup, has these ignored, and so would all that tests start.
-for number, action in {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}.items():
+defaults = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL, signal.SIGQUIT: signal.SIG_DFL}
+for number, action in defaults.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, action)
 
