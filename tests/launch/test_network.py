@@ -10,8 +10,10 @@ import pytest
 from runs import SMALL, mesh, records
 
 ADDRESS = "10.77.0.1:4321"
-LINKS = {"jaxtp0": "10.77.0.1/24", "jaxtp1": "10.77.0.2/24"}
-"""The hosts, which are the ends of one cable."""
+WORKER = os.environ.get("PYTEST_XDIST_WORKER", "gw")
+HOSTS = f"jaxtp-{WORKER}-0", f"jaxtp-{WORKER}-1"
+LINKS = dict(zip(HOSTS, ("10.77.0.1/24", "10.77.0.2/24"), strict=True))
+"""The hosts, which are the ends of one cable; each worker has its own."""
 
 
 def ip(*words, check=True):
@@ -20,8 +22,8 @@ def ip(*words, check=True):
 
 def can_make_hosts():
     try:
-        made = ip("netns", "add", "jaxtp-probe", check=False).returncode == 0
-        ip("netns", "del", "jaxtp-probe", check=False)
+        made = ip("netns", "add", f"jaxtp-probe-{WORKER}", check=False).returncode == 0
+        ip("netns", "del", f"jaxtp-probe-{WORKER}", check=False)
         named = subprocess.run(["unshare", "-u", "-m", "true"], capture_output=True).returncode == 0
     except FileNotFoundError:
         return False
@@ -94,7 +96,7 @@ def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start
         other = start(1, *flags)
     assert [start(0, *flags).wait(180), other.wait(180)] == [0, 0]
     said = start.said(0)
-    assert "devices jaxtp0   dp 0 fsdp 0: 0.0 0.1\n        jaxtp1   dp 0 fsdp 1: 1.0 1.1\n" in said
+    assert f"devices {HOSTS[0]}   dp 0 fsdp 0: 0.0 0.1\n        {HOSTS[1]}   dp 0 fsdp 1: 1.0 1.1\n" in said
     assert said.count("GB/s of an all-gather") == 2
     assert len(records(tmp_path / "run")) == 3
 
@@ -102,7 +104,7 @@ def test_hosts_are_told_apart_and_a_coordinator_may_be_late_or_start_again(start
 def test_layers_over_both_hosts_are_refused_by_name(start):
     processes = [start(process, *mesh(1, 1, 4)) for process in range(2)]
     assert [process.wait(180) for process in processes] == [2, 2]
-    assert "mesh.tp=4 spreads layers over the hosts jaxtp0 and jaxtp1" in start.said(0)
+    assert f"mesh.tp=4 spreads layers over the hosts {HOSTS[0]} and {HOSTS[1]}" in start.said(0)
 
 
 def test_where_nobody_is_the_wait_ends(start):
@@ -115,11 +117,11 @@ def test_where_nobody_is_the_wait_ends(start):
 def test_when_the_cable_is_cut_both_end(start):
     processes = [start(process, *mesh(1, 2, 2), "--train.steps", "1000000") for process in range(2)]
     wait_until(lambda: "step 5/" in start.said(0))
-    ip("-n", "jaxtp0", "link", "set", "v0", "down")
+    ip("-n", HOSTS[0], "link", "set", "v0", "down")
     began = time.monotonic()
     assert all(process.wait(60) != 0 for process in processes)
     assert time.monotonic() - began < 60
     for process in range(2):
-        assert f"process {1 - process} (on jaxtp{1 - process}) has given no sign of life for 25 s" in start.said(
+        assert f"process {1 - process} (on {HOSTS[1 - process]}) has given no sign of life for 25 s" in start.said(
             process
         )
