@@ -87,7 +87,7 @@ def test_what_process_0_learns_ends_the_others_too(process, capsys):
 
 @pytest.mark.parametrize("me", [0, 1])
 def test_one_that_is_silent_is_lost(me, process, monkeypatch, capsys):
-    monkeypatch.setattr(peers, "SILENCE", 0.6)
+    monkeypatch.setattr(peers, "SILENCE", 2.0)
     watched, others, codes = process(me)
     silent = 2 if me == 0 else 0
     until = time.monotonic() + 10
@@ -97,7 +97,7 @@ def test_one_that_is_silent_is_lost(me, process, monkeypatch, capsys):
                 connection.send({})
         time.sleep(0.05)
     assert codes == [PASSING]
-    assert f"process {silent} (on n{silent}) has given no sign of life for 0.6 s" in capsys.readouterr().err
+    assert f"process {silent} (on n{silent}) has given no sign of life for 2 s" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("said", "code"), [(MISTAKE, MISTAKE), (WRONG, WRONG), (1, PASSING), (PASSING, PASSING)])
@@ -111,7 +111,8 @@ def test_after_the_failure_of_another_a_process_ends_for_its_reason(said, code, 
     assert f"process 1 (on n1) failed: {why}; process 0" in capsys.readouterr().err
 
 
-def test_after_the_failure_of_another_a_process_may_still_end_by_itself(process, capsys):
+def test_after_the_failure_of_another_a_process_may_still_end_by_itself(process, monkeypatch, capsys):
+    monkeypatch.setattr(peers, "_GRACE", 60)
     watched, others, codes = process(0)
     others[1].send({"process": 1, "failure": "TokenError: token 9", "code": MISTAKE})
     assert message(others[2])
@@ -146,11 +147,12 @@ def test_signs_of_life_come_by_the_clock(process, monkeypatch):
     """One that was answered at once would be answered without end."""
     monkeypatch.setattr(peers, "_BEAT", 0.5)
     _, others, codes = process(0)
+    began = time.monotonic()
     for _ in range(50):
         others[1].send({})
         time.sleep(0.01)
     time.sleep(0.2)
-    assert len(others[1].receive()) <= 4
+    assert len(others[1].receive()) <= 3 + (time.monotonic() - began) / 0.5
     assert codes == []
 
 
@@ -163,6 +165,7 @@ def test_an_error_that_follows_from_the_end_of_another_is_not_this_ones(process,
     peers.tell_failure(FloatingPointError("step 4"))
     assert codes == [PASSING]
 
+    monkeypatch.setattr(peers, "_GRACE", 60)
     watched, others, codes = process(0)
     codes.clear()
     monkeypatch.setattr(peers, "_current", watched)
@@ -249,7 +252,7 @@ def test_three_processes(failing, sent, codes, said, tmp_path):
         for process, code in zip(processes, codes, strict=True):
             if code is not None:
                 process.wait(timeout=60)
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 60
         assert [process.poll() for process in processes] == codes
         for index, log in enumerate(logs):
             if codes[index] in (PASSING, 2) and (failing, index) != ("flags", 1):

@@ -111,7 +111,7 @@ def test_strangers_hold_up_nobody(monkeypatch):
     for stranger in strangers:
         stranger.close()
     assert len(ends) == 2
-    assert max(ends) < 4
+    assert max(ends) < 15  # one after the other they would take minutes
 
 
 def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
