@@ -83,12 +83,18 @@ class _Meeting:
           LaunchError: it is not.
         """
         try:
-            gather(server, self._admit, lambda: self._waiting.left() if len(self._came) < self._count - 1 else 0.0)
+            gather(server, self._admit, lambda: 0.0 if self._here() == self._count - 1 else self._waiting.left())
             self._require_all()
         except LaunchError as error:
             self._end({"error": str(error)})
             raise
         self._end({"error": None})
+
+    def _here(self) -> int:
+        """Returns how many others are here; one that has ended meanwhile may be started again, and come again."""
+        for process in [each for each, (link, _) in self._came.items() if not link.is_open()]:
+            self._came.pop(process)[0].close()
+        return len(self._came)
 
     def _end(self, answer: Message) -> None:
         for link, _ in self._came.values():
@@ -113,12 +119,13 @@ class _Meeting:
         if type(process) is not int or type(count) is not int or type(host) is not str:
             link.close()
             return
+        self._here()  # without those that have ended
         problem = None
         if count != self._count:
             problem = f"process {process} (on {host}) expects {count} processes, and process 0 {self._count}"
         elif not 0 <= process < count:
             problem = f"process {process} (on {host}) is none of {count}, which count from 0"
-        elif process == 0 or (process in self._came and self._came[process][0].is_open()):
+        elif process == 0 or process in self._came:
             other = _me() if process == 0 else self._came[process][1]
             problem = (
                 f"two processes have the id {process}, one on {other} and one on {host}: set JAX_PROCESS_ID to 0 to "
@@ -128,8 +135,6 @@ class _Meeting:
             link.send({"error": problem})
             link.close()
             raise LaunchError(problem)
-        if process in self._came:  # it has ended, and was started again
-            self._came[process][0].close()
         self._came[process] = link, host
 
 
