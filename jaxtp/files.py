@@ -24,6 +24,11 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def fingerprint(value: Any) -> str:
+    """Returns the sha256 of what JSON can hold, in hexadecimal; the order of an object's keys makes no difference."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
 def sync_file(file: IO[Any]) -> None:
     """Waits until what was written to an open file is on the disk."""
     file.flush()

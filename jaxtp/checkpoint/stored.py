@@ -1,7 +1,5 @@
 """Reads the folder of one checkpoint."""
 
-import hashlib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from jaxtp.checkpoint.damage import (
     require_shared,
 )
 from jaxtp.checkpoint.logical import Arrays
+from jaxtp.files import fingerprint
 from jaxtp.launch.agreement import several
 
 _SHAPES, _CHECKSUMS = "shapes", "checksums"
@@ -57,7 +56,7 @@ def _seen(find: Callable[[], Path]) -> list[str] | None:
         return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in files_below(folder))
 
     try:
-        return [str(folder), _digest({"files": patiently(folder, sizes)})]
+        return [str(folder), fingerprint({"files": patiently(folder, sizes)})]
     except MISSING:
         return None
 
@@ -69,7 +68,7 @@ def stored_info(folder: Path) -> dict[str, Any]:
       CheckpointError: it was changed since (`DamagedError`), or cannot be read.
     """
     sealed = read_or_explain(folder, lambda: dict(ocp.JsonCheckpointHandler().restore((folder / "info").resolve())))
-    if sealed.pop("sha256", None) != _digest(sealed):
+    if sealed.pop("sha256", None) != fingerprint(sealed):
         raise DamagedError(f"{folder} is damaged (its description was changed)")
     return sealed
 
@@ -81,11 +80,7 @@ def describe_arrays(arrays: Arrays) -> dict[str, Any]:
 
 def seal(info: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the info with its own checksum, as `stored_info` wants it."""
-    return {**info, "sha256": _digest(info)}
-
-
-def _digest(info: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest()
+    return {**info, "sha256": fingerprint(info)}
 
 
 def _reader() -> ocp.Checkpointer:

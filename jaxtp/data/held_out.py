@@ -7,7 +7,8 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.data.rows import IGNORE, Row, Samples, fingerprint
+from jaxtp.data.rows import IGNORE, Row, Samples
+from jaxtp.files import fingerprint
 
 ALGORITHM = "by weight 1"
 """Name of the order, and its version: one that gives other rows for the same sources is another."""

@@ -15,7 +15,7 @@ from typing import SupportsIndex, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.data.rows import fingerprint
+from jaxtp.files import fingerprint
 
 T = TypeVar("T")
 

@@ -1,10 +1,8 @@
 """Rows of a batch: one sequence each."""
 
-import hashlib
-import json
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, SupportsIndex, TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import grain
 import numpy as np
@@ -12,6 +10,7 @@ from numpy.typing import NDArray
 
 from jaxtp.data.documents import Documents, Tokens
 from jaxtp.entry import UserError
+from jaxtp.files import fingerprint
 
 IGNORE = -100
 """A label that does not count, as in `layers/loss.py`."""
@@ -105,11 +104,6 @@ class Concatenated(Rows):
         row["inputs"][:used] = tokens[:used]
         row["labels"][: len(tokens) - 1] = tokens[1:]
         return row
-
-
-def fingerprint(value: Any) -> str:
-    """Returns a hash of what JSON can hold, in hexadecimal digits."""
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
 
 
 def empty_row(length: int) -> Row:

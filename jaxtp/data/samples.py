@@ -16,7 +16,8 @@ from jaxtp.data import held_out, mixture
 from jaxtp.data.corpus import Corpus, CorpusError, Source
 from jaxtp.data.documents import Documents
 from jaxtp.data.packing import Packed
-from jaxtp.data.rows import Concatenated, Rows, Samples, fingerprint
+from jaxtp.data.rows import Concatenated, Rows, Samples
+from jaxtp.files import fingerprint
 
 Packing = Literal["documents", "concatenated"]
 LongDocuments = Literal["split", "drop", "stop"]

@@ -46,19 +46,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(argv: Sequence[str]) -> int:
-    flags = list(argv)
-    command: list[str] = []
-    if "--" in flags:
-        at = flags.index("--")
-        flags, command = flags[:at], flags[at + 1 :]
-    elif not {"-h", "--help"} & set(flags):
+    at = argv.index("--") if "--" in argv else len(argv)
+    flags, command = list(argv[:at]), list(argv[at + 1 :])
+    if not command and not {"-h", "--help"} & set(flags):
         raise SupervisorError("no command: it follows --, as in -- -m jaxtp.train --config FILE")
     processes, devices, restarts, logs = tyro.cli(launch, args=flags, prog=PROGRAM, description=DESCRIPTION)
     for name, value, least in (("processes", processes, 1), ("devices", devices, 1), ("restarts", restarts, 0)):
         if value is not None and not least <= value <= MOST_PROCESSES:
             raise SupervisorError(f"--{name} {value}: should be from {least} to {MOST_PROCESSES}")
-    if not command:
-        raise SupervisorError("no command: it follows --, as in -- -m jaxtp.train --config FILE")
     if devices is None and not gpus_present():
         print(
             "no NVIDIA GPUs here: each process takes what JAX finds (--devices N makes virtual CPU devices)",

@@ -46,10 +46,9 @@ def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidi
         environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 
-def coordinator_host(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Returns the host where the processes meet, if a variable says it."""
-    host = environment.get(ADDRESS, "").rpartition(":")[0].strip("[]")
-    return [host] if host else []
+def coordinator_host(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the host where the processes meet; empty if no variable says it."""
+    return environment.get(ADDRESS, "").rpartition(":")[0].strip("[]")
 
 
 def child_environment(**changes: str) -> dict[str, str]:

@@ -34,12 +34,11 @@ from jaxtp.launch.environment import (
     sharing,
     visible_gpus,
 )
-from jaxtp.launch.rendezvous import PATIENCE, meet, say_waiting
+from jaxtp.launch.rendezvous import PATIENCE, SETTING, WAIT, meet, say_waiting
 
 _BY_HAND = (ADDRESS, COUNT, PROCESS)
 _POD = "JOB_COMPLETION_INDEX"
 """Kubernetes gives it to each pod of an indexed Job."""
-_WAIT = "JAXTP_JOIN_SECONDS"
 JOIN_SECONDS = 60
 """Seconds that the processes wait for each other, by default."""
 _HEARTBEAT = 80
@@ -175,9 +174,9 @@ def _seconds(variables: Mapping[str, str]) -> int:
     Raises:
       LaunchError: it is no such number.
     """
-    seconds = _number(variables, _WAIT) if _WAIT in variables else JOIN_SECONDS
+    seconds = _number(variables, WAIT) if WAIT in variables else JOIN_SECONDS
     if not 0 < seconds <= _MOST_SECONDS:
-        raise LaunchError(f"{_WAIT}={seconds}: should be a number of seconds from 1 to {_MOST_SECONDS}")
+        raise LaunchError(f"{WAIT}={seconds}: should be a number of seconds from 1 to {_MOST_SECONDS}")
     return seconds
 
 
@@ -211,7 +210,7 @@ def _watch(waiting: str, seconds: int, met: threading.Event) -> None:
     if met.wait(until - time.monotonic()):
         return
     print(
-        f"error: {waiting}: not all came within {seconds} s: does each of them run? ({_WAIT} is how long they wait)",
+        f"error: {waiting}: not all came within {seconds} s: does each of them run? {SETTING}",
         file=sys.stderr,
         flush=True,
     )

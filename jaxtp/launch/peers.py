@@ -234,7 +234,7 @@ def _listen(count: int) -> dict[int, Link]:
             link.send({"welcome": True})
             came[hello["process"]] = link
 
-    with listening("".join(coordinator_host())) as server:
+    with listening(coordinator_host()) as server:
         share([server.getsockname()[1], token])
         gather(server, admit, lambda: until - time.monotonic() if len(came) < count - 1 else 0.0)
     return came
@@ -243,8 +243,8 @@ def _listen(count: int) -> dict[int, Link]:
 def _connect(names: list[str]) -> dict[int, Link]:
     """Returns the link to process 0; empty where it cannot be had."""
     port, token = share(None)[0]
-    same = ["127.0.0.1"] if names[0] == socket.gethostname() else []
-    for host in (*coordinator_host(), *same, names[0]):
+    same = "127.0.0.1" if names[0] == socket.gethostname() else ""
+    for host in filter(None, (coordinator_host(), same, names[0])):
         try:
             link = connect(host, port, _CONNECT / 3)
         except (OSError, LaunchError):

@@ -17,7 +17,9 @@ PATIENCE = 20.0
 """Seconds after which a process says that it waits for others."""
 _PAUSE = 0.3
 _MOST_NAMED = 20
-_SETTING = "(JAXTP_JOIN_SECONDS is how long they wait)"
+WAIT = "JAXTP_JOIN_SECONDS"
+"""Variable of the seconds that processes wait for each other."""
+SETTING = f"({WAIT} is how long they wait)"
 
 
 def meet(host: str, port: int, count: int, process: int, seconds: float) -> None:
@@ -106,7 +108,7 @@ class _Meeting:
             listed = ", ".join(map(str, missing[:_MOST_NAMED])) + (", ..." if missing[_MOST_NAMED:] else "")
             raise LaunchError(
                 f"process {listed} of {self._count} did not come within {self._waiting.seconds:g} s: does it run, with "
-                f"the address {self._waiting.where} and JAX_PROCESS_ID={missing[0]}? {_SETTING}"
+                f"the address {self._waiting.where} and JAX_PROCESS_ID={missing[0]}? {SETTING}"
             )
 
     def _admit(self, link: Link, hello: Message) -> None:
@@ -161,7 +163,7 @@ def _visit(host: str, port: int, hello: Message, waiting: _Wait) -> None:
         problem = f"what answers there is no process 0 of this run, after {waiting.seconds:g} s"
         time.sleep(_PAUSE)  # process 0 has ended, and may be started again
     raise LaunchError(
-        f"{waiting.what}: {problem}: process 0 has to run on that host, and its port to be open {_SETTING}"
+        f"{waiting.what}: {problem}: process 0 has to run on that host, and its port to be open {SETTING}"
     )
 
 

@@ -1,10 +1,8 @@
 """Preflight of a run of several processes: what must be alike in all of them is, before anything is allocated."""
 
 import contextlib
-import hashlib
 import importlib.metadata
 import itertools
-import json
 import secrets
 import socket
 import statistics
@@ -20,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.config import ConfigError, differences, to_plain
+from jaxtp.files import fingerprint
 from jaxtp.launch.agreement import first_other, several, share, together, who
 from jaxtp.launch.environment import gpus_present, names_of_gpus, sharing
 from jaxtp.launch.hosts import draw_hosts, hosts
@@ -72,15 +71,10 @@ def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[
         f"hosts   {len(records)} processes of {records[0]['devices']} devices: {told}",
         "devices " + ("\n" + 8 * " ").join(drawn),
         f"versions {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"alike   versions, configuration (sha256 {_digest(kept)}), data, clocks and run folder; sums over every axis "
-        "are right",
+        f"alike   versions, configuration (sha256 {fingerprint(kept)[:12]}), data, clocks and run folder; sums over "
+        "every axis are right",
         *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
     ]
-
-
-def _digest(value: Any) -> str:
-    """Returns the first digits of the checksum of what JSON can hold."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:12]
 
 
 def record(config: TrainConfig, data: Mapping[str, Any]) -> Record:
