@@ -7,11 +7,12 @@ from typing import Any
 
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.values import positive, said, switch, whole
-from jaxtp.layers.rope import UNSCALED, RopeScaling
+from jaxtp.layers.rope import UNSCALED, RopeScaling, rope_problems
 from jaxtp.models.families.family import Family
 from jaxtp.reading import shown
 
-_FLAT = frozenset({"rope_parameters", "rope_theta", "rope_scaling", "original_max_position_embeddings"})
+_ORIGINAL = "original_max_position_embeddings"
+_FLAT = frozenset({"rope_parameters", "rope_theta", "rope_scaling", _ORIGINAL})
 ATTRIBUTES: Mapping[str, frozenset[str]] = {
     "never": frozenset(),
     "one": _FLAT,
@@ -24,30 +25,32 @@ _LOCAL_THETA = 10_000.0
 _BY_KIND: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
-    "llama3": frozenset({"factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"}),
+    "llama3": frozenset({"factor", _ORIGINAL, "low_freq_factor", "high_freq_factor"}),
     "yarn": frozenset(
-        {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor", "truncate"}
-        | {"mscale", "mscale_all_dim"}
+        {"factor", _ORIGINAL, "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale", "mscale_all_dim"}
     ),
+    "longrope": frozenset({"factor", _ORIGINAL, "short_factor", "long_factor", "attention_factor"}),
 }
 _ALWAYS = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
 
 
-def read_rope(attributes: Mapping[str, Any], family: Family, *, windowed: bool) -> dict[str, Any]:
+def read_rope(attributes: Mapping[str, Any], family: Family, head_dim: int, *, windowed: bool) -> dict[str, Any]:
     """Returns the fields of a block that say how positions are rotated, as plain values.
 
     Args:
       attributes: of config.json.
       family: how they are spelled.
+      head_dim: width of a head.
       windowed: of layers that have a window, which may rotate otherwise.
 
     Raises:
-      HFError: a kind or parameter that is not known, or two spellings that contradict each other.
+      HFError: a kind or parameter that is not known, a value that cannot be, or spellings that contradict each other.
     """
     if family.rope == "by_window":
         attributes = _of_layers(attributes, windowed=windowed)
     parameters = _parameters(attributes)
     kind = parameters.get("rope_type", parameters.get("type", "default"))
+    kind = family.rope_aliases.get(kind, kind) if isinstance(kind, str) else kind
     if not isinstance(kind, str) or kind not in family.rope_kinds:
         supported = ", ".join(known for known in _BY_KIND if known in family.rope_kinds)
         raise HFError(f"rope_type = {said(kind)} is not supported; a {family.model_type} can have {supported}")
@@ -57,13 +60,20 @@ def read_rope(attributes: Mapping[str, Any], family: Family, *, windowed: bool) 
     if parameters.get("partial_rotary_factor", 1.0) != 1.0:
         raise HFError(f"partial_rotary_factor = {said(parameters['partial_rotary_factor'])}: only 1.0 is supported")
     default = _LOCAL_THETA if windowed and family.rope == "by_window" else family.rope_theta
-    scaling = asdict(_scaling(kind, parameters, attributes))
-    told = {name: value for name, value in scaling.items() if name == "kind" or value != getattr(UNSCALED, name)}
-    return {"rope_theta": _theta(attributes, parameters, default), "rope_scaling": told}
+    theta = _theta(attributes, parameters, default)
+    scaling = _scaling(kind, parameters, {_ORIGINAL: family.original_length, **attributes})
+    for problem in rope_problems(head_dim, theta, scaling):
+        raise HFError(f"the rotary embedding {kind!r} cannot be: {problem}")
+    told = {name: v for name, v in asdict(scaling).items() if name == "kind" or v != getattr(UNSCALED, name)}
+    return {"rope_theta": theta, "rope_scaling": told}
 
 
 def write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
-    """The older spelling, which every version reads."""
+    """Returns the older spelling, which every version reads.
+
+    Before transformers 5, longrope was told the original length beside max_position_embeddings and took their quotient
+    for the factor.
+    """
     if scaling.kind == "none":
         return {"rope_theta": theta, "rope_scaling": None}
     written: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
@@ -71,12 +81,16 @@ def write_rope(theta: float, scaling: RopeScaling) -> dict[str, Any]:
         written |= {"low_freq_factor": scaling.low_freq_factor, "high_freq_factor": scaling.high_freq_factor}
     if scaling.kind == "yarn":
         written |= {"beta_fast": scaling.beta_fast, "beta_slow": scaling.beta_slow, "truncate": scaling.truncate}
-        written |= {} if scaling.attention_factor is None else {"attention_factor": scaling.attention_factor}
+    if scaling.kind == "longrope":
+        written |= {"short_factor": list(scaling.short_factor), "long_factor": list(scaling.long_factor)}
+    if scaling.kind in ("yarn", "longrope") and scaling.attention_factor is not None:
+        written |= {"attention_factor": scaling.attention_factor}
     if scaling.kind == "linear":
         return {"rope_theta": theta, "rope_scaling": written}
-    written["original_max_position_embeddings"] = scaling.original_length
+    written[_ORIGINAL] = scaling.original_length
     longest = math.ceil(scaling.original_length * scaling.factor)  # transformers wants to be told
-    return {"rope_theta": theta, "rope_scaling": written, "max_position_embeddings": longest}
+    beside = {_ORIGINAL: scaling.original_length} if scaling.kind == "longrope" else {}
+    return {"rope_theta": theta, "rope_scaling": written, "max_position_embeddings": longest, **beside}
 
 
 def _of_layers(attributes: Mapping[str, Any], *, windowed: bool) -> dict[str, Any]:
@@ -84,7 +98,7 @@ def _of_layers(attributes: Mapping[str, Any], *, windowed: bool) -> dict[str, An
     nested = attributes.get("rope_parameters") or {}
     if not isinstance(nested, dict) or not set(nested) <= {FULL, SLIDING}:
         raise HFError(f"rope_parameters = {said(nested)}: should hold {FULL} and {SLIDING}")
-    own = {**attributes, "rope_parameters": nested.get(SLIDING if windowed else FULL)}
+    own = {**attributes, "rope_parameters": nested.get(SLIDING if windowed else FULL), _ORIGINAL: None}
     return own | {"rope_theta": attributes.get("rope_local_base_freq"), "rope_scaling": None} if windowed else own
 
 
@@ -133,6 +147,16 @@ def _scaling(kind: str, parameters: Mapping[str, Any], attributes: Mapping[str, 
         )
     longest = attributes.get("max_position_embeddings")
     factor = given("factor", None if longest is None else whole("max_position_embeddings", longest) / length)
+    if kind == "longrope":
+        attention = parameters.get("attention_factor")
+        return RopeScaling(
+            kind="longrope",
+            factor=factor,
+            original_length=length,
+            attention_factor=None if attention is None else positive("attention_factor", attention),
+            short_factor=_factors("short_factor", parameters),
+            long_factor=_factors("long_factor", parameters),
+        )
     return RopeScaling(
         kind="yarn",
         factor=factor,
@@ -146,11 +170,18 @@ def _scaling(kind: str, parameters: Mapping[str, Any], attributes: Mapping[str, 
 
 def _original_length(parameters: Mapping[str, Any], attributes: Mapping[str, Any]) -> int:
     """As transformers 5 looks for it."""
-    name = "original_max_position_embeddings"
-    for value in (attributes.get(name), parameters.get(name), attributes.get("max_position_embeddings")):
+    for value in (attributes.get(_ORIGINAL), parameters.get(_ORIGINAL), attributes.get("max_position_embeddings")):
         if value is not None:
-            return whole(name, value)
-    raise HFError(f"{name} of the rotary embedding is missing")
+            return whole(_ORIGINAL, value)
+    raise HFError(f"{_ORIGINAL} of the rotary embedding is missing")
+
+
+def _factors(name: str, parameters: Mapping[str, Any]) -> tuple[float, ...]:
+    """Returns the factors of each frequency."""
+    found = parameters.get(name)
+    if not isinstance(found, list):
+        raise HFError(f"{name} of the rotary embedding = {said(found)}: should be a list of numbers")
+    return tuple(positive(f"{name}[{i}] of the rotary embedding", factor) for i, factor in enumerate(found))
 
 
 def _attention_factor(parameters: Mapping[str, Any], factor: float) -> float | None:

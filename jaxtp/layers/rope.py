@@ -1,20 +1,37 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), in the half-split form of Llama checkpoints.
 
-Three ways to turn a model's dims more slowly, so that it reaches further than it was trained for (`RopeScaling`): the
+Four ways to turn a model's dims more slowly, so that it reaches further than it was trained for (`RopeScaling`): the
 formulas are those of transformers, whose checkpoints they come with.
+
+longrope has one list of factors for short sequences and one for long ones. Which of them holds follows from the number
+of positions that there can be: the length of the sequences, or the slots of a cache; more than `original_length` is
+long. That is static and the same on every mesh. transformers asks for the highest position of a batch, which gives the
+same where a sequence is read at once, and is no rule for us: of packed documents it would be the longest, so that the
+others would be rotated by what they share a batch, or a device, with; and a text that outgrows the limit would be
+compared with keys that are rotated by the other list (transformers then reads all of it again). vLLM and llama.cpp
+choose by the length that they are set up for, too. So documents in rows longer than original_length are rotated by the
+long list however short they are, as are prompts which leave room in the cache for more.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+from numpy.typing import NDArray
 
 from jaxtp.config import Count, Positive
 
-RopeScalingKind = Literal["none", "linear", "llama3", "yarn"]
+RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope"]
+
+MAX_FREQUENCY = 1024.0
+"""Radians per position up to which float64 is enough for angles within 1e-6 at four million positions."""
+
+Frequencies = NDArray[np.float64]
+"""Radians per position, `[head_dim / 2]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +40,15 @@ class RopeScaling:
 
     kind: RopeScalingKind = "none"
     """linear divides every frequency; llama3 those of long wavelengths, with a smooth passage; yarn those that turn
-    seldom within original_length, and it scales queries and keys."""
+    seldom within original_length; longrope (arXiv 2402.13753) each by a factor of its own. The last two scale queries
+    and keys."""
 
     factor: Positive = 1.0
-    """Divides the frequencies."""
+    """Divides the frequencies; for longrope, how much longer the context has become, for the default of
+    attention_factor."""
 
     original_length: Count = 8192
-    """Tokens of the context trained on, for llama3 and yarn."""
+    """Tokens of the context trained on, for llama3, yarn and longrope."""
 
     low_freq_factor: Positive = 1.0
     """llama3: wavelengths above original_length / low_freq_factor are divided by the whole factor."""
@@ -44,17 +63,45 @@ class RopeScaling:
     """yarn: a dim that turns less often is divided by the whole factor."""
 
     attention_factor: Positive | None = None
-    """yarn: multiplies rotated queries and keys; by default 0.1 ln(factor) + 1."""
+    """yarn, longrope: multiplies rotated queries and keys. By default 0.1 ln(factor) + 1 of yarn, sqrt(1 + ln(factor) /
+    ln(original_length)) of longrope, and 1 for factors below 1."""
 
     truncate: bool = True
     """yarn: round the bounds between the dims outwards to whole dims."""
+
+    short_factor: tuple[Positive, ...] = ()
+    """longrope: divides each frequency where there can be up to original_length positions; head_dim / 2 numbers."""
+
+    long_factor: tuple[Positive, ...] = ()
+    """longrope: divides each frequency where there can be more positions."""
+
+    def __str__(self) -> str:
+        """Returns what is not as by default, of lists the number of factors: `kind yarn, factor 2.0`."""
+        told = {name: value for name, value in vars(self).items() if value != getattr(UNSCALED, name)}
+        return (
+            ", ".join(f"{name} {f'of {len(v)}' if isinstance(v, tuple) else v}" for name, v in told.items()) or "none"
+        )
+
+    def smaller(self, head_dim: int, length: int) -> "RopeScaling":
+        """Returns a scaling of the same kind for heads of another width and another original length.
+
+        Of longrope's factors it takes the first and others at equal distances.
+        """
+        if self.kind == "none":
+            return self
+        dims = range(head_dim // 2)
+        short, long = (
+            tuple(factors[i * len(factors) // len(dims)] for i in dims if factors)
+            for factors in (self.short_factor, self.long_factor)
+        )
+        return replace(self, original_length=max(2, length), short_factor=short, long_factor=long)
 
 
 UNSCALED = RopeScaling()
 
 
-def rope_problems(theta: float | None, scaling: RopeScaling) -> Iterator[str]:
-    """Yields why frequencies cannot be scaled."""
+def rope_problems(head_dim: int, theta: float | None, scaling: RopeScaling) -> Iterator[str]:
+    """Yields why positions cannot be rotated."""
     if scaling.kind == "llama3" and scaling.high_freq_factor <= scaling.low_freq_factor:
         yield (
             f"model.rope_scaling.high_freq_factor={scaling.high_freq_factor} is not above "
@@ -62,20 +109,48 @@ def rope_problems(theta: float | None, scaling: RopeScaling) -> Iterator[str]:
         )
     if scaling.kind == "yarn" and theta is not None and theta <= 1:
         yield f"model.rope_theta={theta} is not above 1, which yarn needs; 10000 is usual"
+    if scaling.kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(scaling, name))) != head_dim // 2:
+                yield (
+                    f"model.rope_scaling.{name} has {count:,} numbers; longrope needs {head_dim // 2:,}, half "
+                    f"of model.head_dim={head_dim}"
+                )
+        if scaling.original_length == 1:
+            yield "model.rope_scaling.original_length=1 is not above 1, which longrope needs; 4096 is usual"
+    lists = (*scaling.short_factor, *scaling.long_factor)
+    divisors = {"none": (), "longrope": lists}.get(scaling.kind, (scaling.factor,))
+    largest = max(1.0, 1 / (theta or 1.0)) / min(divisors, default=1.0)
+    if largest > MAX_FREQUENCY:
+        yield (
+            f"model.rope_theta={theta} and model.rope_scaling make frequencies of up to {largest:.3g} radians per "
+            f"position, and {MAX_FREQUENCY:,.0f} are the most; a base and factors from 1 on are usual"
+        )
 
 
-def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling = UNSCALED) -> Array:
-    """Angles per position, `[head_dim / 2]` float32: `theta^(-2i / head_dim)`, then scaled."""
-    plain = 1.0 / theta ** (jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling, length: int) -> Frequencies:
+    """Radians per position, `[head_dim / 2]` float64: `theta^(-2i / head_dim)`, then scaled.
+
+    They are computed where a program is traced, so that no device needs float64.
+
+    Args:
+      head_dim: width of a head, even.
+      theta: base of the frequencies.
+      scaling: of the frequencies.
+      length: number of positions that there can be.
+    """
+    plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling.kind == "none":
         return plain
     if scaling.kind == "linear":
         return plain / scaling.factor
+    if scaling.kind == "longrope":
+        return plain / np.array(scaling.long_factor if length > scaling.original_length else scaling.short_factor)
     kept = _kept_by_wavelength(plain, scaling) if scaling.kind == "llama3" else _kept_by_dim(head_dim, theta, scaling)
     return plain / scaling.factor * (1 - kept) + plain * kept
 
 
-def apply_rope(x_BTNH: Array, positions: Array, theta: float, scaling: RopeScaling = UNSCALED) -> Array:
+def apply_rope(x_BTNH: Array, positions: Array, theta: float, scaling: RopeScaling, length: int) -> Array:
     """Rotates each pair `(x[i], x[i + H/2])` of every head by `position * frequency[i]`.
 
     Args:
@@ -83,44 +158,66 @@ def apply_rope(x_BTNH: Array, positions: Array, theta: float, scaling: RopeScali
       positions: `[T]` or `[B, T]` integers.
       theta: base of the frequencies.
       scaling: of the frequencies.
+      length: number of positions that there can be: the length of the sequences, or the slots of a cache.
 
     Returns:
       `[B, T, N, H]` in the dtype of the input, computed in float32.
     """
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(x_BTNH.shape[-1], theta, scaling)
-    size = _length(scaling)
+    angles = _angles(positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length))
+    size = _size(scaling)
     sin, cos = size * jnp.sin(angles)[..., None, :], size * jnp.cos(angles)[..., None, :]  # [(B,) T, 1, H/2]
     first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
     return rotated.astype(x_BTNH.dtype)
 
 
-def _kept_by_wavelength(frequencies: Array, scaling: RopeScaling) -> Array:
+def _angles(positions: Array, frequencies: Frequencies) -> Array:
+    """Returns `position * frequency` less whole turns, `[..., H/2]` float32 from -pi to pi.
+
+    It is within 1e-6 of the exact angle at every position that an int32 can be; float32 products are off by up to 2^-24
+    of the angle, 0.06 at a million positions (scripts/rope_error.py). Angles are counted in 2^-32 of a turn: what
+    overflows int32 is whole turns, and the product is exact. What rounding a frequency to such units leaves is little
+    enough for float32.
+    """
+    unit = 2 * math.pi / 2**32
+    units = frequencies / (2 * math.pi) * 2**32
+    whole = np.round(units)
+    counted = positions[..., None].astype(jnp.int32) * whole.astype(np.int64).astype(np.int32)  # both wrap around
+    rest = positions[..., None].astype(jnp.float32) * ((units - whole) * unit).astype(np.float32)
+    return counted.astype(jnp.float32) * np.float32(unit) + rest
+
+
+def _kept_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequencies:
     """llama3: 1 for short wavelengths, 0 for long ones, linear in the turns within the original length between."""
     turns = scaling.original_length * frequencies / (2 * math.pi)
-    smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    return jnp.clip(smooth, 0, 1)
+    with np.errstate(over="ignore"):  # of factors that hardly differ
+        smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    return np.clip(smooth, 0, 1)
 
 
-def _kept_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Array:
+def _kept_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequencies:
     """yarn (Peng et al., arXiv 2309.00071, section 3.2): 1 for the first dims, 0 for the last, a ramp between."""
 
     def dim_that_turns(times: float) -> float:
-        wavelength = scaling.original_length / times / (2 * math.pi)
-        return head_dim * math.log(wavelength) / (2 * math.log(theta))
+        log_wavelength = math.log(scaling.original_length) - math.log(times) - math.log(2 * math.pi)
+        return head_dim * log_wavelength / (2 * math.log(theta))
 
     low, high = dim_that_turns(scaling.beta_fast), dim_that_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     span = high - low if high != low else 0.001  # transformers' way around a division by zero
-    return 1 - jnp.clip((jnp.arange(head_dim // 2, dtype=jnp.float32) - low) / span, 0, 1)
+    return 1 - np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
 
 
-def _length(scaling: RopeScaling) -> float:
+def _size(scaling: RopeScaling) -> float:
     """Returns the factor of rotated queries and keys."""
-    if scaling.kind != "yarn":
+    if scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:
         return scaling.attention_factor
-    return 0.1 * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
+    if scaling.factor <= 1:
+        return 1.0
+    if scaling.kind == "longrope":
+        return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_length))
+    return 0.1 * math.log(scaling.factor) + 1.0

@@ -2,10 +2,11 @@
 
 It needs torch and transformers (written with 2.15 and 5.23; those of `FAMILIES` with 2.13 and 5.23), which the tests do
 not. Weights are random and well away from their defaults; all is computed in float64, but for the rotary frequencies,
-which transformers has in float32. Of what it makes, gemma2_untied, gemma3_bias, olmo2_tied_bias, phi3_short and
-phi3_long are not kept: the first three were compared once, the others are for LongRoPE.
+which transformers has in float32. Of what it makes, gemma2_untied, gemma3_bias, olmo2_tied_bias and phi3_short are not
+kept: they were compared once. The name `rope` makes rope.json, frequencies of transformers in float64.
 """
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from hf_reference import FOLDER, pack
@@ -44,7 +46,7 @@ AWKWARD = {
 """Sizes that neither tp nor a pattern of layers divides, and an epsilon that can be told from another."""
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 FULL, SLIDING = "full_attention", "sliding_attention"
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3], "long_factor": [1.2, 2.5, 9.0]}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.2, 2.5, 9.0, 31.0]}
 MODELS = {
     "mistral": ("Mistral", {"head_dim": 12, "sliding_window": 7}, {"rope_theta": 1e4, "rope_type": "default"}),
     "llama_linear": (
@@ -148,7 +150,7 @@ FAMILIES = {
             "original_max_position_embeddings": 32,
             "tie_word_embeddings": True,
         },
-        {"rope_theta": 1e4, **LONGROPE, "partial_rotary_factor": 0.75},
+        {"rope_theta": 1e4, **LONGROPE, "partial_rotary_factor": 1.0},
     ),
     "phi3_long": (
         "Phi3",
@@ -159,7 +161,7 @@ FAMILIES = {
             "num_hidden_layers": 2,
             "original_max_position_embeddings": 7,  # below the prompt, so that no sequence here is short
         },
-        {"rope_theta": 1e4, **LONGROPE, "partial_rotary_factor": 0.75},
+        {"rope_theta": 1e4, **LONGROPE, "partial_rotary_factor": 1.0},
     ),
     "gpt2": (
         "GPT2",
@@ -211,6 +213,30 @@ FAMILIES = {
 }
 BARE = ["gpt2_unscaled"]
 """Stored as OpenAI's are: no prefix in the names, and masks beside the weights."""
+ROPES = {
+    "linear": [{"factor": 4.0}, {"factor": 0.5}],
+    "llama3": [
+        {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {"factor": 32.0, "low_freq_factor": 1.5, "high_freq_factor": 7.0},
+    ],
+    "yarn": [
+        {"factor": 4.0},
+        {"factor": None},
+        {"factor": 1.0},
+        {"factor": 0.5},
+        {"factor": 16.0, "truncate": False},
+        {"factor": 16.0, "beta_fast": 20.0, "beta_slow": 3.0},
+        {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.707},
+        {"factor": 40.0, "mscale": 1.0},
+        {"factor": 0.5, "mscale": 1.0, "mscale_all_dim": 0.707},
+        {"factor": 4.0, "attention_factor": 0.83},
+    ],
+    "longrope": [{}, {"factor": 8.0}, {"factor": 0.5}, {"factor": 1.0}, {"attention_factor": 1.19}],
+}
+"""Scalings of rotary frequencies; longrope's lists are made for each width of a head."""
+SHAPES = [(64, 1e4), (80, 5e5), (128, 1e6)]
+"""Widths of heads, and bases."""
+ORIGINAL, LONGEST = 8192, 131_072
 TRAINED = ["gemma2", "gemma3", "olmo2", "phi3", "gpt2"]
 """Of which there are updates too."""
 BATCH, LENGTH = 2, 24
@@ -228,6 +254,35 @@ class InDouble(torch.overrides.TorchFunctionMode):
             function = torch.Tensor.double
         wide = lambda value: torch.float64 if value is torch.float32 else value
         return function(*map(wide, arguments), **{name: wide(value) for name, value in (keywords or {}).items()})
+
+
+def rope_cases():
+    """Frequencies of some dims, and the factor of queries and keys, as transformers' own functions have them."""
+    for kind, settings in ROPES.items():
+        for setting, (head_dim, theta) in itertools.product(settings, SHAPES[: 2 if kind == "longrope" else 3]):
+            rope = {"rope_type": kind, "rope_theta": theta, **setting}
+            if kind != "linear":
+                rope["original_max_position_embeddings"] = ORIGINAL
+            if kind == "longrope":
+                rope["short_factor"] = [round(1 + 0.03 * i, 2) for i in range(head_dim // 2)]
+                rope["long_factor"] = [round(1.2**i, 1) for i in range(head_dim // 2)]
+            sizes = {"head_dim": head_dim, "num_attention_heads": 2, "hidden_size": 2 * head_dim}
+            config = transformers.LlamaConfig(
+                **sizes, max_position_embeddings=LONGEST, rope_parameters=json.loads(json.dumps(rope))
+            )
+            for length in (ORIGINAL, ORIGINAL + 1) if kind == "longrope" else (LONGEST,):
+                with InDouble():
+                    found, size = ROPE_INIT_FUNCTIONS[kind](config, seq_len=length)
+                assert found.dtype == torch.float64
+                dims = list(range(0, head_dim // 2, 5))
+                yield {
+                    "rope_parameters": rope,
+                    "head_dim": head_dim,
+                    "length": length,
+                    "dims": dims,
+                    "frequencies": found[dims].tolist(),
+                    "size": float(size),
+                }
 
 
 def make(name, seed):
@@ -379,6 +434,9 @@ def updates(model, generator, lr, betas, eps, weight_decay, clip):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    if "rope" in sys.argv[1:] or not sys.argv[1:]:
+        cases = ",\n".join(json.dumps(case) for case in rope_cases())
+        (FOLDER / "rope.json").write_text(f"[\n{cases}\n]\n")
     for seed, name in enumerate([*MODELS, *FAMILIES]):
         if name in sys.argv[1:] or not sys.argv[1:]:
             make(name, seed)

@@ -15,7 +15,9 @@ PHI3 = Family(
     tensors=OUTER + NORMS + _FUSED + OUT + DOWN,
     attributes=(*sizes(1e-5), kv_heads()),
     window="always",
-    rope_kinds=frozenset({"default"}),
+    rope_kinds=frozenset({"default", "longrope"}),
+    rope_aliases={"su": "longrope", "yarn": "longrope"},
+    original_length=4096,
     required={
         **PLAIN,
         **dict.fromkeys(("attention_bias", "mlp_bias", "lm_head_bias"), False),
