@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from jaxtp.parallel.parallelize import parallelize as parallelize
     from jaxtp.parallel.plan import PlanError as PlanError
     from jaxtp.parallel.styles import Colwise as Colwise
+    from jaxtp.parallel.styles import ContextParallel as ContextParallel
     from jaxtp.parallel.styles import PrepareInput as PrepareInput
     from jaxtp.parallel.styles import PrepareInputOutput as PrepareInputOutput
     from jaxtp.parallel.styles import PrepareOutput as PrepareOutput

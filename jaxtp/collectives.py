@@ -8,9 +8,11 @@ below is one line of communication. Autodiff derives the backward pass from them
     enter_parallel, sequence       reduce-scatter
     leave_parallel, no sequence    nothing         (Megatron's g)
     leave_parallel, sequence       all-gather
-    load_weight                    reduce-scatter over fsdp, all-reduce over dp (once in a step: `layers/gradients.py`)
+    load_weight                    reduce-scatter over (fsdp, cp), all-reduce over dp (once: `layers/gradients.py`)
     load_weight, not gathered      all-reduce over dp
+    all_gather                     reduce-scatter
     all_to_all                     all-to-all
+    permute                        permute
 
 With no mesh there is one device, and every function returns its argument. `check_vma` stays on, as it is by
 default: a forgotten reduction is then a type error at trace time instead of a wrong gradient.
@@ -19,7 +21,7 @@ Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequenc
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -29,7 +31,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxtp.hints import nearest_multiples
-from jaxtp.mesh import AXES, BATCH, STORAGE, TP, axes_of, copies, current_mesh, parts
+from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, copies, current_mesh, parts
 
 GATHERED = "gathered"
 """`checkpoint_name` of what `enter_parallel` returns: the input of a column layer; of this device's part in a ring."""
@@ -94,8 +96,13 @@ class MissingReductionError(ValueError):
 
 
 def batch_spec(*dims: str | tuple[str, ...] | None) -> PartitionSpec:
-    """Returns the spec of an activation: the batch over its axes, then `dims`."""
+    """Returns the spec of an array of rows: the batch over its axes, then `dims`."""
     return PartitionSpec(BATCH, *dims)
+
+
+def token_spec(*dims: str | tuple[str, ...] | None) -> PartitionSpec:
+    """Returns the spec of tokens `[B, T, ...]` inside parallel layers: both over their axes, then `dims`."""
+    return batch_spec(CONTEXT, *dims)
 
 
 def constrain(x: Array, spec: PartitionSpec) -> Array:
@@ -132,7 +139,7 @@ def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> Non
         names = axes_of(axes)
         count = axis_size(*names)
         if shape[dim] % count:
-            product = " x ".join(f"{axis}={axis_size(axis)}" for axis in names)
+            product = " x ".join(f"{axis}={axis_size(axis)}" for axis in names if axis_size(axis) > 1)
             raise ValueError(
                 f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by {product}; "
                 f"nearest: {' or '.join(map(str, nearest_multiples(shape[dim], count)))}"
@@ -204,9 +211,9 @@ def all_reduce_max(x: Array, axis: str) -> Array:
     return x if current_mesh() is None else lax.pmax(x, axis)
 
 
-def all_gather(x: Array, *axes: str) -> Array:
-    """Joins the shards of the devices along `axes` along dim 0: `[S, ...] -> [n * S, ...]`."""
-    return x if current_mesh() is None else lax.all_gather(x, axes, tiled=True)
+def all_gather(x: Array, *axes: str, dim: int = 0) -> Array:
+    """Joins the shards of the devices along `axes` along a dim: `[S, ...] -> [n * S, ...]`."""
+    return x if current_mesh() is None else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 def reduce_scatter(x: Array, axis: str) -> Array:
@@ -219,10 +226,15 @@ def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
     return x if current_mesh() is None else lax.all_to_all(x, axes, split, join, tiled=True)
 
 
-def permute(x: Array, axis: str) -> Array:
-    """Returns what the device before this one in the ring along `axis` holds."""
+def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None) -> Array:
+    """Returns what another device along `axis` holds: the one before in a ring, or by pairs of source and target.
+
+    A device that is no target has zeros.
+    """
     size = axis_size(axis)
-    return x if current_mesh() is None else lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)])
+    if current_mesh() is None:
+        return x
+    return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)] if pairs is None else list(pairs))
 
 
 def load_weight(
@@ -293,5 +305,5 @@ def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:
 
 def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
     """Returns whether a primitive of a jaxpr is `load_weight`'s gather; remat policies never save its result."""
-    over_storage = not set(STORAGE).isdisjoint(params.get("axis_name", ()))
+    over_storage = set(STORAGE) <= set(params.get("axis_name", ()))
     return primitive.name == "all_gather" and (over_storage or params["axis_index_groups"] is not None)

@@ -1,8 +1,9 @@
-"""The device mesh: three named axes, and how many devices lie along each.
+"""The device mesh: four named axes, and how many devices lie along each.
 
-`dp` replicates the parameters, `fsdp` shards their storage, `tp` splits the matrix products. The batch is
-divided over `dp` and `fsdp` together. `tp` is the fastest-varying axis, so that neighbouring devices (one host,
-one NVLink domain) form a tensor-parallel group.
+`dp` replicates the parameters, `fsdp` shards their storage, `cp` splits sequences, `tp` splits the matrix products. A
+batch's sequences are divided over `dp` and `fsdp` together. For weights `cp` is like `fsdp`: it shards their storage,
+and they are used on different tokens. `tp` is the fastest-varying axis, so that neighbouring devices (one host, one
+NVLink domain) form a tensor-parallel group.
 """
 
 import math
@@ -20,18 +21,26 @@ from jaxtp.launch.hosts import by_host, hosts
 
 DP = "dp"
 FSDP = "fsdp"
+CP = "cp"
 TP = "tp"
-AXES = (DP, FSDP, TP)
+AXES = (DP, FSDP, CP, TP)
 """The axes, the last of which varies fastest."""
 
 BATCH = (DP, FSDP)
-"""Axes that divide the batch."""
+"""Axes that divide the sequences of a batch."""
 
-STORAGE = (FSDP,)
+CONTEXT = (CP,)
+"""Axes that divide each sequence (`layers/context.py`)."""
+
+TOKENS = (*BATCH, *CONTEXT)
+"""Axes that divide the tokens of a batch, inside parallel layers too."""
+
+STORAGE = (FSDP, CP)
 """Axes that divide what is stored of a weight, which is gathered before use; its gradient is reduce-scattered."""
 
-SEQUENCE = (TP,)
-"""Axes that divide activations between parallel layers along the sequence."""
+SEQUENCE = (*CONTEXT, TP)
+"""Axes that divide activations along the sequence between parallel layers, under sequence parallelism. In this order
+tp gathers the tokens of one device along cp."""
 
 REPLICAS = tuple(axis for axis in AXES if axis not in (*STORAGE, TP))
 """Axes along which every weight is held in copies, used on different tokens; its gradient is all-reduced."""
@@ -48,16 +57,19 @@ class MeshError(UserError):
     """A mesh that cannot be built from the devices that are there."""
 
 
-def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Builds the mesh `(dp, fsdp, tp)`.
+def make_mesh(
+    dp: int = 1, fsdp: int = 1, tp: int = 1, *, cp: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """Builds the mesh `(dp, fsdp, cp, tp)`.
 
     On a machine without accelerators the devices are virtual CPU devices, as many as the mesh needs, provided
     that JAX has not started its backend yet.
 
     Args:
-      dp: replicas of the parameters. `-1`, for at most one of the three, takes all devices that are left.
+      dp: replicas of the parameters. `-1`, for at most one axis, takes all devices that are left.
       fsdp: shards of each parameter that are gathered before use.
       tp: shards of each matrix product.
+      cp: parts of each sequence.
       devices: what to build the mesh of; default `jax.devices()`. A mesh smaller than the machine takes the
         first devices in a single process, and is refused in a multi-process run.
 
@@ -67,7 +79,7 @@ def make_mesh(dp: int = 1, fsdp: int = 1, tp: int = 1, *, devices: Sequence[jax.
     Raises:
       MeshError: a size is not positive, more than one is -1, or the devices are too few, or one is there twice.
     """
-    return mesh_of(sized(dp, fsdp, tp), devices)
+    return mesh_of(sized(dp=dp, fsdp=fsdp, cp=cp, tp=tp), devices)
 
 
 def mesh_of(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -110,9 +122,9 @@ def most_devices() -> int | None:
     return None if any_number else len(devices)
 
 
-def sized(dp: int = 1, fsdp: int = 1, tp: int = 1) -> dict[str, int]:
-    """Returns the size of every axis of a mesh; one that is left out has one device."""
-    return {DP: dp, FSDP: fsdp, TP: tp}
+def sized(**sizes: int) -> dict[str, int]:
+    """Returns the size of every axis of a mesh, in their order; one that is left out has one device."""
+    return dict.fromkeys(AXES, 1) | sizes
 
 
 def parts(sizes: Mapping[str, int], axes: Iterable[str]) -> int:
@@ -210,8 +222,18 @@ def settings_of(axes: Iterable[str]) -> tuple[str, ...]:
     return tuple(f"mesh.{axis}" for axis in axes)
 
 
-def fitting_meshes(num_devices: int) -> list[dict[str, int]]:
-    """Returns the sizes of every mesh that uses exactly `num_devices`, those with the smallest last axes first."""
+def product_of(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+    """Returns what divides an array, in words: `mesh.fsdp * mesh.cp`, without axes of one device."""
+    return " * ".join(settings_of(axis for axis in axes if sizes[axis] > 1))
+
+
+def fitting_meshes(num_devices: int, axes: Sequence[str] = AXES) -> list[dict[str, int]]:
+    """Returns the sizes of every mesh that uses exactly `num_devices`, those with the smallest last axes first.
+
+    Args:
+      num_devices: number of devices.
+      axes: those that may have several; the others have one.
+    """
 
     def sizes(axes: Sequence[str], devices: int) -> Iterator[dict[str, int]]:
         if len(axes) == 1:
@@ -220,7 +242,7 @@ def fitting_meshes(num_devices: int) -> list[dict[str, int]]:
         for size in divisors(devices):
             yield from ({**others, axes[-1]: size} for others in sizes(axes[:-1], devices // size))
 
-    return list(sizes(AXES, num_devices))
+    return [sized(**found) for found in sizes(axes, num_devices)]
 
 
 def divisors(number: int) -> list[int]:
@@ -271,7 +293,7 @@ def fill(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     if -1 in sizes.values() and num_devices % fixed:
         raise MeshError(
             f"{describe_mesh(sizes)}: {num_devices} devices cannot be divided by {fixed}; "
-            f"meshes that fit: {_list_meshes(num_devices)}"
+            f"meshes that fit: {_list_meshes(num_devices, sizes)}"
         )
     return {axis: num_devices // fixed if size == -1 else size for axis, size in sizes.items()}
 
@@ -289,11 +311,12 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
             f"{problem}: JAX's backend had started, or JAX_NUM_CPU_DEVICES is set. Call jaxtp.make_mesh before any "
             f'other JAX operation, or jax.config.update("jax_num_cpu_devices", {needed}) at the start'
         )
-    raise MeshError(f"{problem}; meshes that fit ({', '.join(AXES)}): {_list_meshes(len(devices))}")
+    raise MeshError(f"{problem}; meshes that fit ({', '.join(AXES)}): {_list_meshes(len(devices), sizes)}")
 
 
-def _list_meshes(num_devices: int) -> str:
-    """Lists some of the meshes of so many devices, those of powers of two first."""
-    found = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices))
+def _list_meshes(num_devices: int, asked: Mapping[str, int]) -> str:
+    """Lists some of the meshes of so many devices, those of powers of two first; with cp only where it is asked for."""
+    axes = [axis for axis in AXES if axis not in CONTEXT or asked[axis] != 1]
+    found = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))
     meshes = sorted(found, key=lambda mesh: sum(size & (size - 1) > 0 for size in mesh))
     return ", ".join(map(str, meshes[:MAX_LISTED])) + (", ..." if len(meshes) > MAX_LISTED else "")

@@ -2,6 +2,7 @@
 
 import jax
 from flax import nnx
+from support import sizes_of
 
 import jaxtp
 from jaxtp.audit.census import count_collectives
@@ -11,10 +12,10 @@ from jaxtp.communication import bytes_by_place
 from jaxtp.data.loader import abstract_batch
 from jaxtp.layers import remat
 from jaxtp.layers.lora import trained
-from jaxtp.mesh import mesh_sizes
+from jaxtp.mesh import mesh_of
 from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.config import LoopConfig, MeshConfig, TrainConfig
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
 
@@ -22,22 +23,27 @@ B, T = 16, 16
 """Sequences of a step, and their length."""
 
 
-def step_of(config, mesh, accumulation):
+def step_of(config, mesh, accumulation, context="auto"):
     """A training step, and the plan of its state."""
-    run = TrainConfig(model=config, train=LoopConfig(accumulation=accumulation))
+    run = TrainConfig(model=config, train=LoopConfig(accumulation=accumulation), mesh=MeshConfig(context=context))
     plan = plan_state(config, optimizers.build(run.optimizer, run.train.steps), mesh)
     return make_train_step(run, plan), plan
 
 
-def step_bytes(config, mesh, accumulation=1):
+def step_bytes(config, mesh, accumulation=1, context="auto"):
     """Bytes sent by place: counted in the jaxpr of a whole step, and as budgeted."""
-    mesh = jaxtp.make_mesh(*mesh)
-    step, plan = step_of(config, mesh, accumulation)
+    sizes = sizes_of(mesh)
+    counted = bytes_by_place(step_collectives(config, sizes, accumulation, context))
+    rows = {"batch_size": B, "sequence_length": T, "accumulation": accumulation, "context": context}
+    return counted, step_costs(config, sizes, **rows).budget
+
+
+def step_collectives(config, sizes, accumulation=1, context="auto"):
+    """Collectives in the jaxpr of a whole step, and how often each runs."""
+    mesh = mesh_of(sizes)
+    step, plan = step_of(config, mesh, accumulation, context)
     with jax.set_mesh(mesh):
-        jaxpr = step.trace(plan.abstract, abstract_batch(mesh, B, T)).jaxpr
-    sizes = mesh_sizes(mesh)
-    budget = step_costs(config, sizes, batch_size=B, sequence_length=T, accumulation=accumulation).budget
-    return bytes_by_place(count_collectives(jaxpr, sizes)), budget
+        return count_collectives(step.trace(plan.abstract, abstract_batch(mesh, B, T)).jaxpr, sizes)
 
 
 def compiled_flops(config, mesh, accumulation):

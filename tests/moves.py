@@ -1,14 +1,16 @@
-"""What a step of a plain Flax model moves over tp under a plan, read from the HLO after SPMD partitioning."""
+"""What a step of a plain Flax model moves under a plan, read from the HLO after SPMD partitioning."""
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
+from support import sizes_of
 
 import jaxtp
+from jaxtp.audit.audit import audit
 from jaxtp.audit.compiling import compile_with_spmd_text
 from jaxtp.audit.hlo import count_collectives_in_hlo
-from jaxtp.mesh import BATCH, TP, mesh_sizes
+from jaxtp.mesh import BATCH, TP, mesh_of, mesh_sizes
 
 
 def mean_of_random_parts(model, *inputs):
@@ -37,3 +39,29 @@ def collectives_over_tp(build, plan, inputs, mesh, loss=mean_of_random_parts):
 def bytes_over_tp(*args, **kwargs):
     """Bytes that each device sends over tp."""
     return sum(c.bytes_sent * times for c, times in collectives_over_tp(*args, **kwargs).items())
+
+
+def audit_gradients(mesh, build, shape, split=None):
+    """The audit of the gradients of a model, of weights and of an input of that shape."""
+    mesh = mesh_of(sizes_of(mesh))
+    with jax.set_mesh(mesh):
+        graph, state = nnx.split(build())
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    loss = lambda state, x: jnp.sum(jnp.square(nnx.merge(graph, state)(x)))
+    sharding = None if split is None else NamedSharding(mesh, split)
+    given = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
+    return audit(jax.jit(jax.grad(loss, argnums=(0, 1))), abstract, given, mesh=mesh)
+
+
+def sent(found, axis):
+    """Bytes that each device sends over an axis in what was audited."""
+    return sum(times * c.bytes_sent for c, times in found.realised.items() if axis in c.axes)
+
+
+def assert_weights_alone_move(found, axis):
+    """Over four devices weights are gathered twice and gradients scattered once; each device stores a quarter."""
+    weights = sum(h.bytes for h in found.holdings)
+    assert not found.added
+    assert {c.kind for c in found.realised} == {"all-gather", "reduce-scatter"}
+    assert sent(found, axis) == 2 * 3 / 4 * weights
+    assert all(h.bytes_per_device * 4 == h.bytes for h in found.holdings)

@@ -12,9 +12,16 @@ from flax import nnx
 
 from jaxtp.check.parity import on_host, place
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.mesh import sized
 
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
 TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
+
+
+def sizes_of(mesh):
+    """Devices along each axis of a mesh (dp, fsdp, tp), or (dp, fsdp, cp, tp)."""
+    dp, fsdp, *cp, tp = mesh
+    return sized(dp=dp, fsdp=fsdp, cp=cp[0] if cp else 1, tp=tp)
 
 
 def random_weights(build, seed=0, scale=0.1):

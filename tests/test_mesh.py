@@ -7,7 +7,15 @@ import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp.mesh import MeshError, current_mesh, fitting_meshes, mesh_sizes, parse_mesh, request_virtual_devices
+from jaxtp.mesh import (
+    MeshError,
+    current_mesh,
+    fitting_meshes,
+    mesh_sizes,
+    parse_mesh,
+    request_virtual_devices,
+    sized,
+)
 
 
 class FakeGPU:
@@ -18,19 +26,19 @@ class FakeGPU:
 
 
 def test_axes_and_sizes():
-    mesh = jaxtp.make_mesh(dp=2, fsdp=2, tp=2)
-    assert mesh.axis_names == ("dp", "fsdp", "tp")
-    assert mesh_sizes(mesh) == {"dp": 2, "fsdp": 2, "tp": 2}
+    mesh = jaxtp.make_mesh(dp=2, fsdp=2, cp=2, tp=2)
+    assert mesh.axis_names == ("dp", "fsdp", "cp", "tp")
+    assert mesh_sizes(mesh) == {"dp": 2, "fsdp": 2, "cp": 2, "tp": 2}
 
 
 def test_tp_neighbours_are_neighbouring_devices():
     mesh = jaxtp.make_mesh(dp=2, tp=4)
-    ids = [[device.id for device in row] for row in mesh.devices[:, 0]]
+    ids = [[device.id for device in row] for row in mesh.devices[:, 0, 0]]
     assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 def test_minus_one_takes_what_is_left():
-    assert mesh_sizes(jaxtp.make_mesh(dp=-1, tp=4)) == {"dp": jax.device_count() // 4, "fsdp": 1, "tp": 4}
+    assert mesh_sizes(jaxtp.make_mesh(dp=-1, tp=4)) == sized(dp=jax.device_count() // 4, tp=4)
 
 
 def test_a_smaller_mesh_takes_the_first_devices():
@@ -53,7 +61,7 @@ def test_a_mesh_of_no_device_or_of_one_twice_is_refused(devices):
 
 
 def test_too_large_for_the_gpus_lists_the_meshes_that_fit():
-    with pytest.raises(MeshError, match=r"needs 16 devices, and there are 8 \(NVIDIA H100\).*\(1, 1, 8\)"):
+    with pytest.raises(MeshError, match=r"needs 16 devices, and there are 8 \(NVIDIA H100\).*\(1, 1, 1, 8\)"):
         jaxtp.make_mesh(tp=16, devices=[FakeGPU() for _ in range(8)])
 
 
@@ -71,7 +79,7 @@ def test_more_virtual_devices_than_are_made_are_refused_for_their_number():
 
 
 def test_of_many_meshes_some_are_listed_those_of_powers_of_two_first():
-    with pytest.raises(MeshError, match=r"\(dp, fsdp, tp\): \(\d+, \d+, 1\), .*, \.\.\.$") as error:
+    with pytest.raises(MeshError, match=r"\(dp, fsdp, cp, tp\): \(\d+, \d+, 1, 1\), .*, \.\.\.$") as error:
         jaxtp.make_mesh(tp=999, devices=[FakeGPU() for _ in range(720)])
     assert len(str(error.value)) < 400
 
@@ -86,7 +94,7 @@ def test_fitting_meshes_use_every_device(devices):
 
 def test_a_mesh_of_other_axes_is_refused():
     mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
-    with jax.set_mesh(mesh), pytest.raises(MeshError, match=r"lacks \['dp', 'fsdp', 'tp'\]"):
+    with jax.set_mesh(mesh), pytest.raises(MeshError, match=r"lacks \['dp', 'fsdp', 'cp', 'tp'\]"):
         current_mesh()
 
 

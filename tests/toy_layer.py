@@ -13,12 +13,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.collectives import batch_spec, constrain, device_view
+from jaxtp.collectives import batch_spec, constrain, device_view, token_spec
 from jaxtp.config import Count
 from jaxtp.hints import not_divisible
 from jaxtp.layers.activations import segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig
 from jaxtp.layers.cache import LAYER_SPEC, insert
+from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import Cached, Kept, Streamed, Weight, Working, itemsize
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.mlp import MLP
@@ -65,7 +66,7 @@ class CausalConvolution(nnx.Module):
         weights, specs = own(self)
         given = [x for x in (segments_BT, memory, positions_BT) if x is not None]
         inner = [batch_spec(None) if x.ndim == 2 else LAYER_SPEC for x in given]
-        features = batch_spec(None, TP)
+        features = token_spec(TP)
         body = self._convolve if memory is None else self._extend
         return device_view(body, CONVOLUTION, (specs, features, *inner), features)(weights, values_BTF, *given)
 
@@ -86,7 +87,8 @@ class CausalConvolution(nnx.Module):
 
 
 class GatedConvolution(Branch):
-    """The branch."""
+    """The branch. It needs positions before its own, and finds them on the same device only: it does not say that it
+    works `over_cp`, and a model with it is refused there."""
 
     def __init__(self, d_model, config, *, sequence_parallel, precision, rngs):
         self.config, self.precision = config, precision
@@ -95,9 +97,9 @@ class GatedConvolution(Branch):
         self.convolution = CausalConvolution(config, precision, rngs)
         self.out = RowParallelLinear(config.conv_features, d_model, **shared)
 
-    def __call__(self, x_BTD, segments_BT=None):
+    def __call__(self, x_BTD, sequences=Sequences()):
         gate_BTF, values_BTF = self.enter(x_BTD)
-        return self.out(jax.nn.silu(gate_BTF) * self.convolution(values_BTF, segments_BT))
+        return self.out(jax.nn.silu(gate_BTF) * self.convolution(values_BTF, sequences.segments))
 
     def memory(self, num_rows, num_slots):
         shape = (num_rows, self.config.conv_features, num_slots, 1)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtp.audit.census import message_bytes
 from jaxtp.audit.loops import A_TURN, AT_MOST, Counted, runs, turns_in_hlo
 from jaxtp.audit.text import HloError, Instruction, Module, parse_module, read_frames, source_line
-from jaxtp.communication import Collective
+from jaxtp.communication import PERMUTE, Collective
 
 KINDS = (
     *("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all"),
@@ -133,7 +133,8 @@ def collectives_of(instruction: Instruction, scope: str, sizes: Mapping[str, int
             shape[int(dimension[1]) if dimension else 0] *= len(group)
         kind = instruction.opcode.removeprefix("collective-")
         moved = _DTYPES.get(dtype, dtype)
-        yield Collective(kind, axes, len(group), message_bytes(tuple(shape), moved), scope, tuple(shape), moved)
+        devices = math.prod(sizes[axis] for axis in axes) if kind == PERMUTE else len(group)  # some may send nothing
+        yield Collective(kind, axes, devices, message_bytes(tuple(shape), moved), scope, tuple(shape), moved)
 
 
 def _first_group(rest: str, sizes: Mapping[str, int]) -> Sequence[int]:

@@ -40,7 +40,10 @@ def read_layers(attributes: Mapping[str, Any], family: Family, fields: Mapping[s
       HFError: values that cannot be, spellings that contradict each other, or too many layers.
     """
     count = fields["num_layers"]
-    full, sliding = ({} if family.rope == "never" else read_rope(attributes, family, windowed=w) for w in (False, True))
+    full, sliding = (
+        {} if family.rope == "never" else read_rope(attributes, family, fields["head_dim"], windowed=windowed)
+        for windowed in (False, True)
+    )
     kinds = _sliding(attributes, family, count)
     window = whole("sliding_window", attributes.get("sliding_window", _DEFAULT)) if any(kinds) else None
     settings = [{"sliding_window": None, **full}, {"sliding_window": window, **sliding}]

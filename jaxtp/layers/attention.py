@@ -10,12 +10,13 @@ from flax import nnx
 from jax import Array
 from pydantic import Field
 
-from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view
+from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config import ConfigError, Count, Positive, allowed
 from jaxtp.hints import Problem
 from jaxtp.layers.activations import SequenceParallel, segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig, Memory, Padded, Small
 from jaxtp.layers.cache import LAYER_SPEC, visible
+from jaxtp.layers.context import Attended, Sequences
 from jaxtp.layers.costs import (
     ELEMENTWISE_AGAIN,
     FLOAT32,
@@ -37,7 +38,7 @@ from jaxtp.layers.parameter import Precision, Split, Weights, own
 from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
 from jaxtp.layers.rings import Overlap
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
-from jaxtp.mesh import TP, platform_here
+from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes, platform_here
 
 SCORE_PASSES = 5
 """Times that float32 scores go through memory outside of products, forward and backward, where they exist: mask and
@@ -105,7 +106,7 @@ class AttentionConfig(BranchConfig):
                 f"mesh.tp={sizes[TP]} is more than twice model.num_heads={self.num_heads}: most devices would have none"
             )
             yield Problem(text, among={f"mesh.{TP}": self.num_heads})
-        yield from map(Problem, rope_problems(self.rope_theta, self.rope_scaling))
+        yield from map(Problem, rope_problems(self.head_dim, self.rope_theta, self.rope_scaling))
         yield from map(Problem, refused(self.attention, self.use()))
 
     @property
@@ -113,10 +114,36 @@ class AttentionConfig(BranchConfig):
         """The division of query heads over tp."""
         return HeadSplit((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
 
+    def use_on(self, share: Share, dtype: str) -> Use:
+        """Returns what a kernel is asked to do for a device's share, in a compute dtype."""
+        method, _ = self.attended(share.tp).method(share)
+        known: dict[str, Any] = {"length": share.length, "packed": share.packed, "platform": share.platform}
+        return self.use(dtype=dtype, part=method == "gather", **known)
+
     def use(self, **known: Any) -> Use:
         """Returns what a kernel is asked to do, with what is known of the rest."""
         window, softcap, scale = self.sliding_window, self.attention_softcap, self.query_scale
         return Use(head_dim=self.head_dim, window=window, softcap=softcap, scale=scale, **known)
+
+    def attended(self, tp: int, itemsize: int = 1) -> Attended:
+        """Returns what context parallelism has to know of attention on tp devices."""
+        queries, keys = self.heads.on_device(tp)
+        return Attended(queries=queries, keys=keys, head_bytes=self.head_dim * itemsize, window=self.sliding_window)
+
+    def zigzag(self, share: Share) -> bool:
+        """Returns whether this attention, or another branch, has work that is even in the order zigzag alone."""
+        return super().zigzag(share) or self.attended(share.tp).zigzag(share)
+
+    def context_problems(self, share: Share) -> Iterator[Problem]:
+        """Yields why attention, or another branch, cannot use the method over cp that is asked for."""
+        yield from super().context_problems(share)
+        queries, cp = self.heads.on_device(share.tp)[0], share.sizes[CP]
+        if share.context == "ulysses" and queries % cp:
+            text = (
+                f"mesh.context=ulysses: mesh.cp={cp} does not divide the {queries} query heads of a device over "
+                f"mesh.tp={share.tp}; use gather or auto"
+            )
+            yield Problem(text, among={f"mesh.{CP}": queries})
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """Yields the numbers of heads that tp devices may have to pad."""
@@ -135,12 +162,11 @@ class AttentionConfig(BranchConfig):
             return all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
 
         head_dims = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and alike(size))
-        length = small.positions(self.rope_scaling.original_length)
-        scaled = self.rope_scaling.kind != "none"
+        head_dim, length = next(head_dims, self.head_dim), small.positions(self.rope_scaling.original_length)
         return {
-            "head_dim": next(head_dims, self.head_dim),
+            "head_dim": head_dim,
             "rope_theta": self.rope_theta and _SMALL_THETA,
-            "rope_scaling": replace(self.rope_scaling, original_length=length) if scaled else self.rope_scaling,
+            "rope_scaling": self.rope_scaling.smaller(head_dim, length),
             "sliding_window": self.sliding_window and small.positions(self.sliding_window),
             "attention": "auto" if self.attention in ("cudnn", "fused") else self.attention,  # those need a GPU
             **super().smaller(small),
@@ -216,6 +242,8 @@ class CausalSelfAttention(Branch):
     `[D, K*H]` (`qkv.kernels` 0, 1, 2) and out `[N*H, D]`, heads contiguous.
     """
 
+    over_cp = True
+
     def __init__(
         self,
         d_model: int,
@@ -253,10 +281,11 @@ class CausalSelfAttention(Branch):
             queries, d_model, use_bias=config.attention_out_bias, lora=lora.only("o_proj"), **shared
         )
 
-    def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
-        """Attends from each position of `[B, T, D]` to itself and those before it, of its segment if there are any."""
-        segments = [] if segments_BT is None else [segments_BT]
-        return self.out(self._view(self._attend, segments, [batch_spec(None)], batch_spec(None, TP))(self.qkv(x_BTD)))
+    def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
+        """Attends from each position of `[B, T, D]` to itself and those before it in its document."""
+        segments = [] if sequences.segments is None else [sequences.segments]
+        attend = partial(self._attend, replace(sequences, segments=None), self._share(x_BTD.shape[1], sequences))
+        return self.out(self._view(attend, segments, [batch_spec(None)], token_spec(TP))(self.qkv(x_BTD)))
 
     def memory(self, num_rows: int, num_slots: int) -> Memory:
         """Returns keys and values `[B, K, S, H]` of no tokens; K is tp where that is more than the kv heads."""
@@ -267,55 +296,77 @@ class CausalSelfAttention(Branch):
     def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
         """Attends from new tokens to those of a memory of keys and values, and to each other; see `Branch.extend`."""
         specs = [LAYER_SPEC, LAYER_SPEC, batch_spec(None)]
-        out_specs = (batch_spec(None, TP), (LAYER_SPEC, LAYER_SPEC))
+        out_specs = (token_spec(TP), (LAYER_SPEC, LAYER_SPEC))
         y, new = self._view(self._attend_cached, [*memory, positions_BT], specs, out_specs)(self.qkv(x_BTD))
         return self.out(y), new
 
     def _view(self, body: Any, others: list[Array], specs: list[Any], out_specs: Any) -> Any:
         """Returns a function of queries, keys and values that runs `body(weights, q, k, v, *others)` on each device."""
         weights, weight_specs = own(self.qk_norms)
-        in_specs = (weight_specs, *[batch_spec(None, TP)] * 3, *specs[: len(others)])
+        in_specs = (weight_specs, *[token_spec(TP)] * 3, *specs[: len(others)])
         return lambda qkv: device_view(body, ATTEND, in_specs, out_specs)(weights, *qkv, *others)
 
-    def _attend(self, weights: Weights, q: Array, k: Array, v: Array, segments: Array | None = None) -> Array:
-        config, length = self.config, q.shape[1]
-        positions = jnp.arange(length) if segments is None else segment_positions(segments)
-        q, k, v = self._heads(weights, q, k, v, positions)
-        use = self._use(length, packed=segments is not None, platform=platform_here())
+    def _share(self, length: int, sequences: Sequences) -> Share:
+        """Returns what decides how a device attends over cp."""
+        sizes, context = mesh_sizes(current_mesh()), sequences.context
+        share = Share(sizes=sizes, rows=1, length=length, context=context, zigzag=sequences.zigzag)
+        for problem in self.config.context_problems(share):
+            raise ConfigError(problem.text)
+        return share
+
+    def _attend(
+        self,
+        sequences: Sequences,
+        share: Share,
+        weights: Weights,
+        q: Array,
+        k: Array,
+        v: Array,
+        segments: Array | None = None,
+    ) -> Array:
+        config, sequences = self.config, replace(sequences, segments=segments)
+        positions = sequences.own_positions(share.length)
+        if segments is not None:
+            within = segment_positions(segments)
+            positions = within if share.sizes[CP] == 1 else jnp.take(within, positions, axis=1)
+        q, k, v = self._heads(weights, q, k, v, positions, share.length)
+        method, _ = config.attended(share.tp).method(share)
+        use = config.use_on(
+            replace(share, packed=segments is not None, platform=platform_here()), self.precision.compute
+        )
         for problem in refused(config.attention, use):
             raise ConfigError(problem)
         kernel, _ = chosen(config.attention, use)
         settings = {"scale": self._scale, "window": config.sliding_window, "softcap": config.attention_softcap}
-        return self._joined(kernel.run(q, k, v, segments, **settings))
+        return self._joined(sequences.attend(partial(kernel.run, **settings), method, config.sliding_window, q, k, v))
 
     def _attend_cached(
         self, weights: Weights, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array
     ) -> tuple[Array, Memory]:
-        q, k, v = self._heads(weights, q, k, v, positions)
+        q, k, v = self._heads(weights, q, k, v, positions, keys.shape[2])
         new = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B/(dp*fsdp), K/tp, T, H], beside S slots
         seen = visible(positions, keys.shape[2], self.config.sliding_window)
         softcap = self.config.attention_softcap
         y = attend_to_blocks(q, ((keys, values), new), seen, scale=self._scale, softcap=softcap)
         return self._joined(y), new
 
-    def _heads(self, weights: Weights, q: Array, k: Array, v: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Returns the heads of this device, queries and keys normalised and rotated."""
+    def _heads(
+        self, weights: Weights, q: Array, k: Array, v: Array, positions: Array, length: int
+    ) -> tuple[Array, Array, Array]:
+        """Returns the heads of this device, queries and keys normalised and rotated to positions below `length`."""
         config = self.config
-        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T, N/tp, H]
+        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T/cp, N/tp, H]
         if self.qk_norms:
             q, k = (
                 norm(x, weights[f"{i}.scale"]) for i, (norm, x) in enumerate(zip(self.qk_norms, (q, k), strict=True))
             )
         if (theta := config.rope_theta) is not None:
-            q, k = (apply_rope(x, positions, theta, config.rope_scaling) for x in (q, k))
+            q, k = (apply_rope(x, positions, theta, config.rope_scaling, length) for x in (q, k))
         return q, k, v
 
     @property
     def _scale(self) -> float:
         return self.config.use().factor
-
-    def _use(self, length: int, *, packed: bool, platform: str) -> Use:
-        return self.config.use(dtype=self.precision.compute, length=length, packed=packed, platform=platform)
 
     def _joined(self, y: Array) -> Array:
         """Returns the results of all heads side by side, `[B, T, N*H]`."""
@@ -342,8 +393,8 @@ class CausalSelfAttention(Branch):
         constant of their shape that the mask selects (XLA takes it out of the loop over the blocks); the softmax, in
         the layouts of two products.
         """
-        config, compute, length = self.config, itemsize(self.precision.compute), share.length
-        kernel, _ = chosen(config.attention, self._use(length, packed=share.packed, platform=share.platform))
+        config, compute, cp = self.config, itemsize(self.precision.compute), share.sizes[CP]
+        kernel, _ = chosen(config.attention, config.use_on(share, self.precision.compute))
         stored_kv, group, _ = config.heads.stored(share.tp)
         heads, kv_heads = config.heads.on_device(share.tp)
         queries, keys = (share.tokens * count * config.head_dim for count in (heads, kv_heads))
@@ -351,11 +402,17 @@ class CausalSelfAttention(Branch):
         for norm in self.qk_norms:
             yield from norm.costs(share)
 
-        number, m, n = kernel.blocks(length, config.sliding_window)
+        attended = config.attended(share.tp, compute)
+        method, _ = attended.method(share)
+        result_read = not share.frozen or bool(self.out.loras)
+        yield from attended.moves(method, ATTEND, share, result_read=result_read)
+        chunks = attended.chunks(method, share)
+        number, m, n = kernel.blocks(chunks, config.sliding_window)
         kept = kernel.keeps_result and share.remat in RESULTS_KEPT
-        again, runs = share.remat in ELEMENTWISE_AGAIN and not kept, share.rows * heads * number
+        again = share.remat in ELEMENTWISE_AGAIN and not kept
+        runs = share.rows * (heads // cp if method == "ulysses" else heads) * number
         through = 2 * m * config.head_dim * compute + (m * n * FLOAT32 if kernel.streams_scores else 0)
-        counted = seen(length, config.sliding_window) / (number * m * n)
+        counted = seen(chunks, config.sliding_window) / (number * m * n)
         shared: dict[str, Any] = {"bytes": through, "attention": True, "counted": counted}
         made = share.passes(again, 2 if kernel.holds_scores else 3)
         yield Product("scores", m, config.head_dim, n, made * runs, **shared)
@@ -365,10 +422,11 @@ class CausalSelfAttention(Branch):
             yield Scores("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
         rotated = stored_kv * (group + 1) * config.head_dim // share.tp
         yield Streamed(share.tokens * 2 * rotated * compute)
-        yield Working(held * 2 * (FLOAT32 + compute))
+        yield Working(held * 2 * (FLOAT32 + compute) + attended.moved_bytes(method, share))
         if share.remat == "none":
             copies = 2 + (kv_heads > 1)
             yield Kept(FLOAT32 * (copies * held + queries + keys) + compute * (queries + keys))
+            yield Kept(attended.moved_bytes(method, share))
         if kept:
             yield Kept(queries * compute + share.tokens * heads * FLOAT32)
         yield Cached(2 * keys * compute)

@@ -1,17 +1,18 @@
 """Causal attention by blocks in plain `lax`: it runs on every backend and never holds more than one block of scores.
 
 Pairs of a block of queries and a block of keys are visited one by one, with a running maximum and sum for each query
-(Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). A query sees the keys from the first one in
-its document and window to itself: that one index holds windows and packed documents alike, and says which pairs have
-anything to compute. No other pair is visited. The backward pass makes the scores of a pair again from the log-sum-exp
-of its queries; it is written by hand, because the one derived from the loop would keep every block.
+(Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135). A query sees one range of keys: its first and
+last hold causality, windows, packed documents and parts of a sequence alike, and say which pairs have anything to
+compute. No other pair is visited. The backward pass makes the scores of a pair again from the log-sum-exp of its
+queries; it is written by hand, because the one derived from the loop would keep every block.
 
-Shapes: n blocks of c positions, b sequences, K kv heads of G query heads each, width H. Blocks of queries are
+Shapes: n blocks of c queries or keys, b sequences, K kv heads of G query heads each, width H. Blocks of queries are
 `[n, b, K, G*c, H]`, so that a pair is one product for each kv head; those of keys and values `[n, b, K, c, H]`.
 """
 
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import ATTENDED, vary_like
-from jaxtp.layers.activations import seen_range
+from jaxtp.layers.activations import Part, seen_keys
 
 MOST_IN_BLOCK = 256
 """Positions in a block of a long sequence: of 128 to 512 the quickest on CPUs (`scripts/attention_speed.py`)."""
@@ -39,29 +40,31 @@ class _Settings(NamedTuple):
 
 def blockwise_attention(
     q_BTNH: Array,
-    k_BTKH: Array,
-    v_BTKH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
     segments_BT: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    part: Part | None = None,
 ) -> Array:
-    """Returns the values weighted by causal attention, `[B, T, N, H]`; 0 for a query that sees nothing.
+    """Returns the values weighted by causal attention, like the queries; 0 for one that sees nothing.
 
     Args:
       q_BTNH: queries; head n attends to kv head n // (N // K).
-      k_BTKH: keys.
-      v_BTKH: values.
+      k_BSKH: keys.
+      v_BSKH: values.
       segments_BT: integers, equal within a document, and of neighbouring documents different: no query sees another.
+        They are those of whole sequences, also beside a part.
       scale: factor of the scores.
       window: positions that each one sees, itself and those before it; None for all.
       softcap: squashes each score s to `softcap * tanh(s / softcap)`.
+      part: which queries and keys of the sequences these are; None for all.
     """
     settings = _Settings(scale, window, softcap, block_size(q_BTNH.shape[1]))
-    arrays = (q_BTNH, k_BTKH, v_BTKH) if segments_BT is None else (q_BTNH, k_BTKH, v_BTKH, segments_BT)
-    q, k, v = (vary_like(x, *arrays) for x in arrays[:3])
-    return _attend(q, k, v, segments_BT if segments_BT is None else vary_like(segments_BT, *arrays), settings)
+    arrays = jax.tree.map(jnp.asarray, (q_BTNH, k_BSKH, v_BSKH, segments_BT, part))
+    return _attend(settings, *jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(arrays)), arrays))
 
 
 def block_size(length: int) -> int:
@@ -69,24 +72,38 @@ def block_size(length: int) -> int:
     return min(MOST_IN_BLOCK, max(_LEAST_IN_BLOCK, -(-length // _FEWEST_BLOCKS)))
 
 
-def visited(length: int, window: int | None) -> list[tuple[int, int]]:
-    """Returns the pairs of blocks, of queries and of keys, that causality and a window leave."""
-    block = block_size(length)
-    reach = length if window is None else window
-    first = [max(0, at - reach + 1) // block for at in range(0, length, block)]
-    return [(i, j) for i, lowest in enumerate(first) for j in range(lowest, i + 1)]
+def num_visited(chunks: Sequence[range], window: int | None) -> int:
+    """Returns the number of pairs of blocks, of queries and of keys, that causality and a window leave.
+
+    Args:
+      chunks: positions of the queries, ascending; the keys are those from position 0 on.
+      window: positions that each query sees; None for all.
+    """
+    return _num_visited(tuple(chunks), window)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q: Array, k: Array, v: Array, segments: Array | None, settings: _Settings) -> Array:
-    return _forward(q, k, v, segments, settings)[0]
+@lru_cache(maxsize=4096)
+def _num_visited(chunks: tuple[range, ...], window: int | None) -> int:
+    ends = np.cumsum([len(chunk) for chunk in chunks])
+    ahead = np.array([chunk.stop for chunk in chunks]) - ends  # of a query's position to its index
+    block = block_size(int(ends[-1]))
+    first = np.arange(0, ends[-1], block)
+    last = np.minimum(first + block, ends[-1]) - 1
+    first, last = (index + ahead[np.searchsorted(ends, index, side="right")] for index in (first, last))
+    lowest = 0 if window is None else np.maximum(first - (window - 1), 0)
+    return int(np.sum(last // block - lowest // block + 1))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None, part: Part | None) -> Array:
+    return _forward(settings, q, k, v, segments, part)[0]
 
 
 def _forward(
-    q: Array, k: Array, v: Array, segments: Array | None, settings: _Settings
-) -> tuple[Array, tuple[Array | None, ...]]:
+    settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None, part: Part | None
+) -> tuple[Array, tuple[Any, ...]]:
     """Returns the result, and what the backward pass reads: the arguments, the result and the log-sum-exp."""
-    pairs = _Pairs(q, k, segments, settings)
+    pairs = _Pairs(settings, q, k, segments, part)
     queries, keys, values = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v)
 
     def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -107,12 +124,12 @@ def _forward(
     highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (each + _NO_SCORE, each, empty))
     total = jnp.where(total == 0, 1, total)  # of a query that sees nothing
     y = checkpoint_name(pairs.joined(weighted / total[..., None], q), ATTENDED)
-    return y, (q, k, v, segments, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
+    return y, (q, k, v, segments, part, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
 
 
-def _backward(settings: _Settings, kept: tuple[Array, ...], dy: Array) -> tuple[Array | None, ...]:
-    q, k, v, segments, y, log_sum = kept
-    pairs = _Pairs(q, k, segments, settings)
+def _backward(settings: _Settings, kept: tuple[Any, ...], dy: Array) -> tuple[Array | None, ...]:
+    q, k, v, segments, part, y, log_sum = kept
+    pairs = _Pairs(settings, q, k, segments, part)
     queries, keys, values, grads = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v), pairs.of_queries(dy)
     # What the softmax takes from each gradient of a weight: the mean of them all.
     means = pairs.of_queries(jnp.sum(y.astype(pairs.wide) * dy.astype(pairs.wide), axis=-1, keepdims=True))
@@ -134,7 +151,7 @@ def _backward(settings: _Settings, kept: tuple[Array, ...], dy: Array) -> tuple[
 
     empty = tuple(jnp.zeros_like(blocks, pairs.wide) for blocks in (queries, keys, values))
     dq, dk, dv = lax.fori_loop(0, pairs.count, visit, empty)
-    return pairs.joined(dq, q), pairs.joined(dk, k), pairs.joined(dv, v), None
+    return pairs.joined(dq, q), pairs.joined(dk, k), pairs.joined(dv, v), None, None
 
 
 _attend.defvjp(_forward, _backward)
@@ -144,30 +161,32 @@ class _Pairs:
     """The pairs of blocks of one call that have anything to compute.
 
     Args:
-      q: queries `[b, T, N, H]`.
-      k: keys `[b, T, K, H]`.
-      segments: `[b, T]`, or None.
       settings: of the call.
+      q: queries `[b, T, N, H]`.
+      k: keys `[b, S, K, H]`.
+      segments: of whole sequences, or None.
+      part: which queries and keys these are; None for all.
     """
 
-    def __init__(self, q: Array, k: Array, segments: Array | None, settings: _Settings):
-        self.length, self.settings = q.shape[1], settings
-        self.group, self.wide = q.shape[2] // k.shape[2], jnp.promote_types(q.dtype, jnp.float32)
-        self.num_blocks = -(-self.length // settings.block)
-        first, _ = seen_range(q.shape[0], self.length, settings.window, segments)
-        filled = ((0, 0), (0, self.num_blocks * settings.block - self.length))
-        self.first = jnp.pad(first, filled, constant_values=self.length)
-        pairs = np.array(visited(self.length, settings.window), np.int32)
-        self.pairs = jnp.asarray(pairs)
-        self.count: int | Array = len(pairs)
-        if segments is not None:  # those that a document of any row needs come first, and are all that is visited
-            begins = jnp.min(self.first[:, :: settings.block], axis=0) // settings.block
-            needed = pairs[:, 1] >= begins[pairs[:, 0]]
-            self.pairs, self.count = self.pairs[jnp.argsort(~needed)], jnp.sum(needed)
+    def __init__(self, settings: _Settings, q: Array, k: Array, segments: Array | None, part: Part | None):
+        (rows, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
+        self.settings, self.group, self.wide = settings, heads // kv_heads, jnp.promote_types(q.dtype, jnp.float32)
+        first, last = seen_keys((rows, length), num_keys, settings.window, segments, part)
+        filled = ((0, 0), (0, -length % settings.block))
+        self.first = jnp.pad(first, filled, constant_values=num_keys)  # what fills a block sees nothing
+        self.last = jnp.pad(last, filled, constant_values=-1)
+        first, last = (x.reshape(rows, -1, settings.block) for x in (self.first, self.last))
+        begins = jnp.min(first, axis=(0, 2)) // settings.block  # the blocks of keys that any row needs of each
+        turns = jnp.maximum(jnp.max(last, axis=(0, 2)) // settings.block + 1 - begins, 0)
+        self.ends = jnp.cumsum(turns)
+        self.offsets = begins - (self.ends - turns)
+        known = segments is None and part is None
+        self.count: int | Array = num_visited([range(length)], settings.window) if known else self.ends[-1]
 
     def at(self, turn: Array) -> tuple[Array, Array]:
         """Returns the blocks of queries and of keys of a pair."""
-        return self.pairs[turn, 0], self.pairs[turn, 1]
+        i = jnp.sum(self.ends <= turn)
+        return i, turn + self.offsets[i]
 
     def scores(self, queries: Array, keys: Array, i: Array, j: Array) -> tuple[Array, Array]:
         """Returns the scores of a pair `[b, K, G*c, c]`, and which of them are seen."""
@@ -175,9 +194,9 @@ class _Pairs:
         scores = _product(queries, keys, 3, 3) * scale
         if softcap is not None:
             scores = softcap * jnp.tanh(scores / softcap)
-        query_at, key_at = (index * block + jnp.arange(block) for index in (i, j))
-        first = lax.dynamic_slice_in_dim(self.first, i * block, block, axis=1)
-        seen = (key_at <= query_at[:, None]) & (key_at >= first[:, :, None])
+        at = j * block + jnp.arange(block)
+        first, last = (lax.dynamic_slice_in_dim(x, i * block, block, axis=1) for x in (self.first, self.last))
+        seen = (first[:, :, None] <= at) & (at <= last[:, :, None])
         return scores, jnp.tile(seen, (1, self.group, 1))[:, None]
 
     def of_queries(self, x: Array) -> Array:
@@ -185,21 +204,21 @@ class _Pairs:
         return self._blocks(x, self.group)
 
     def of_keys(self, x: Array) -> Array:
-        """Returns the blocks of `[b, T, K, H]`."""
+        """Returns the blocks of `[b, S, K, H]`."""
         return self._blocks(x, 1)
 
     def _blocks(self, x: Array, group: int) -> Array:
         rows, length, heads, width = x.shape
         block = self.settings.block
-        x = jnp.pad(x, ((0, 0), (0, self.num_blocks * block - length), (0, 0), (0, 0)))
-        x = x.reshape(rows, self.num_blocks, block, heads // group, group, width)
-        return x.transpose(1, 0, 3, 4, 2, 5).reshape(self.num_blocks, rows, heads // group, group * block, width)
+        x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+        x = x.reshape(rows, -1, block, heads // group, group, width)
+        return x.transpose(1, 0, 3, 4, 2, 5).reshape(-1, rows, heads // group, group * block, width)
 
     def joined(self, blocks: Array, like: Array) -> Array:
         """Returns the positions of blocks, in the shape and dtype of `like`."""
         rows, length, heads, width = like.shape
-        block, kv_heads = self.settings.block, blocks.shape[2]
-        x = blocks.reshape(self.num_blocks, rows, kv_heads, heads // kv_heads, block, width)
+        kv_heads = blocks.shape[2]
+        x = blocks.reshape(-1, rows, kv_heads, heads // kv_heads, self.settings.block, width)
         return x.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, width)[:, :length].astype(like.dtype)
 
 

@@ -7,12 +7,13 @@ can be shrunk to walks over them.
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jax import Array
 
 from jaxtp.hints import Problem
+from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import Cost, Share
 
 Memory = tuple[Array, ...]
@@ -22,8 +23,12 @@ Memory = tuple[Array, ...]
 class Branch(nnx.Module):
     """A layer whose output a block adds to the residual stream. Shapes: `[B, T, D] -> [B, T, D]`."""
 
-    def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
-        """Transforms `[B, T, D]`; segments tell apart the documents of a row (`layers/activations.py`)."""
+    over_cp: ClassVar[bool] = False
+    """Whether it also works where each sequence is divided over cp: a layer in which a position sees others has to find
+    them on other devices (`Sequences.attend`). A model with a branch that does not say so is refused there."""
+
+    def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
+        """Transforms `[B, T, D]`; sequences say which tokens see others, and where these are (`layers/context.py`)."""
         raise NotImplementedError
 
     def memory(self, num_rows: int, num_slots: int) -> Memory:
@@ -58,7 +63,9 @@ Padded = tuple[str, int, int]
 
 
 class PositionwiseBranch(Branch):
-    """A branch that transforms each position alone, so that it has nothing to remember."""
+    """A branch that transforms each position alone, so that it has nothing to remember, or to fetch over cp."""
+
+    over_cp = True
 
     def memory(self, num_rows: int, num_slots: int) -> Memory:
         """Returns nothing."""
@@ -100,6 +107,14 @@ class BranchConfig:
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
         """Yields why the branch cannot run on a mesh of those sizes."""
         yield from ()
+
+    def context_problems(self, share: Share) -> Iterator[Problem]:
+        """Yields why the branch cannot run on sequences that are divided over cp."""
+        yield from ()
+
+    def zigzag(self, share: Share) -> bool:
+        """Returns whether devices along cp have even work only if they hold tokens in the order zigzag."""
+        return False
 
     def padding(self, tp: int) -> Iterator[Padded]:
         """Yields the sizes that tp devices may have to pad."""

@@ -18,12 +18,13 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import batch_spec, constrain, device_view
-from jaxtp.mesh import BATCH, TP
+from jaxtp.mesh import CONTEXT, TP
 
-LAYER_SPEC = batch_spec(TP, None, None)
-"""The split of the memory of one layer, `[B, K, S, H]`: a matrix for each head, which products take as it is."""
+LAYER_SPEC = batch_spec(TP, CONTEXT, None)
+"""The split of the memory of one layer, `[B, K, S, H]`: a matrix for each head, which products take as it is. (Along cp
+there is one device: `models/decoder.py`.)"""
 
-STACK_SPEC = P(None, BATCH, TP, None, None)
+STACK_SPEC = P(None, *LAYER_SPEC)
 """The split of the memory of stacked layers, `[L, B, K, S, H]`."""
 
 Memories = Mapping[str, Mapping[str, tuple[Array, ...]]]

@@ -17,7 +17,8 @@ Of activations over tp, in units of (t-1)/t * batch * sequence * d_model * bytes
 | embedding        | 2, never, 0                          | 1, never, 1                                 |
 | head             | 0, never, 2                          | 1, never, 1                                 |
 
-The embedding's table may stay as fsdp divides it: activations then go over fsdp (`layers/embedding.py`).
+The embedding's table may stay as fsdp divides it: activations then go over fsdp (`layers/embedding.py`). What attention
+moves over cp is in `layers/context.py`.
 
 "Again" is paid where the remat policy does not keep what the backward pass reads (`layers/remat.py`): the gathered
 input of a column layer, or in a ring its outputs, as its backward pass gathers anyway. Nothing reads a block's last
@@ -33,10 +34,10 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 
 from jaxtp.communication import ALL_GATHER, ALL_REDUCE, PERMUTE, REDUCE_SCATTER, Axes, Collective
-from jaxtp.layers.activations import SequenceParallel, is_split
+from jaxtp.layers.activations import Context, SequenceParallel, is_split
 from jaxtp.layers.parameter import GRADIENTS, Precision, Split
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import SEQUENCE, STORAGE, TP, copies, parts
+from jaxtp.mesh import CONTEXT, STORAGE, TP, copies, parts
 
 FLOAT32 = INT32 = 4
 """Bytes of an element."""
@@ -82,11 +83,17 @@ class Share:
     packed: bool = False
     """Sequences hold several documents."""
 
-    platform: str = "cpu"
-    """Kind of device, by which a layer chooses its kernel: cpu, cuda, rocm or tpu."""
+    platform: str | None = "cpu"
+    """Kind of device, by which a layer chooses its kernel: cpu, cuda, rocm or tpu; None is not known."""
 
     accumulation: int = 1
     """Micro-batches in a step, whose gradients are added up."""
+
+    context: Context = "auto"
+    """Method of attention over cp that is asked for."""
+
+    zigzag: bool = False
+    """Devices along cp hold tokens in the order zigzag (`layers/context.py`)."""
 
     @property
     def tp(self) -> int:
@@ -96,15 +103,15 @@ class Share:
     @property
     def tokens(self) -> int:
         """Number of tokens on the device inside a pair of parallel layers."""
-        return self.rows * self.length
+        return self.rows * self.length // parts(self.sizes, CONTEXT)
 
     def is_split(self, setting: SequenceParallel) -> bool:
         """Returns whether activations between layers are split over tp along the sequence."""
-        return is_split(setting, self.length, parts(self.sizes, SEQUENCE))
+        return is_split(setting, self.length, self.sizes)
 
     def between(self, setting: SequenceParallel) -> int:
         """Returns the number of tokens on the device between parallel layers."""
-        return self.tokens // (parts(self.sizes, SEQUENCE) if self.is_split(setting) else 1)
+        return self.tokens // (self.tp if self.is_split(setting) else 1)
 
     @property
     def gradients(self) -> int:

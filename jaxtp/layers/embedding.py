@@ -26,11 +26,11 @@ from jaxtp.collectives import (
     all_to_all,
     axis_index,
     axis_size,
-    batch_spec,
     check_divides,
     device_view,
     enter_parallel,
     leave_parallel,
+    token_spec,
 )
 from jaxtp.communication import ALL_GATHER, ALL_TO_ALL, Collective
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
@@ -60,7 +60,7 @@ def softcapped(x: Array, cap: float | None) -> Array:
 def vocabulary_table(
     vocab_size: int, features: int, precision: Precision, init: Initializer, rngs: nnx.Rngs
 ) -> nnx.Param[Array]:
-    """A table `[V, D]`, padded to a multiple of tp in V, stored split by `P("tp", "fsdp")`."""
+    """A table `[V, D]`, padded to a multiple of tp in V, stored split by `P(TP, STORAGE)`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
     table = init(rngs.params(), (vocab_size, features), precision.param)
     return parameter("vocabulary table", table, TABLE_SPEC, padding=((-2, Split((vocab_size,))),))
@@ -107,7 +107,7 @@ class VocabParallelEmbedding(nnx.Module):
         look_up = device_view(
             partial(self._look_up, sequence, exchanges),
             EMBEDDING,
-            in_specs=(batch_spec(None), spec_of(self.embedding)),
+            in_specs=(token_spec(), spec_of(self.embedding)),
             out_specs=out,
         )
         return look_up(ids_BT, self.embedding[...])
@@ -115,13 +115,13 @@ class VocabParallelEmbedding(nnx.Module):
     def _look_up(self, sequence: int | None, exchanges: bool, ids: Array, shard: Array) -> Array:
         # Read as float32: the gradient of a token that occurs often is summed in it. XLA fuses the cast.
         table = self.precision.load(shard, 1, accumulate="float32", gathered=not exchanges)  # [V/tp, D or D/fsdp]
-        ids = all_gather(ids, *STORAGE) if exchanges else ids  # [B/(dp*fsdp), T], or [B/dp, T]
+        ids = all_gather(ids, *STORAGE) if exchanges else ids  # [B/(dp*fsdp), T/cp], or [B*cp/dp, T/cp]
         local = ids - axis_index(TP) * table.shape[0]
         mine = (local >= 0) & (local < table.shape[0])
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
         rows = jnp.where(mine[..., None], rows, 0).astype(self.precision.compute)
         rows = leave_parallel(rows, sequence)
-        if exchanges:  # after the sum over tp, which leaves less to move: [B/dp, T, D/fsdp] -> [B/(dp*fsdp), T, D]
+        if exchanges:  # after the sum over tp, which leaves less to move: rows for D/(fsdp*cp)
             rows = all_to_all(rows, *STORAGE, split=0, join=2)
         return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
 
@@ -160,7 +160,7 @@ class LearnedPositions(nnx.Module):
       precision: the dtypes.
       rngs: source of the `params` key.
 
-    The table `[positions, D]` is stored split by `P(None, "fsdp")`.
+    The table `[positions, D]` is stored split by `P(None, STORAGE)`.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class LearnedPositions(nnx.Module):
                 positions = jax.lax.dynamic_slice_in_dim(positions, axis_index(TP) * length, length, sequence)
             return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
 
-        in_specs = (batch_spec(None), spec_of(self.table))
+        in_specs = (token_spec(), spec_of(self.table))
         view = device_view(look_up, "learned_positions", in_specs=in_specs, out_specs=activation)
         return view(positions_BT, self.table[...])
 
@@ -252,7 +252,5 @@ def vocab_parallel_logits(
         return jnp.einsum("...td,vd->...tv", x, precision.load(shard, 1), preferred_element_type=precision.logits)
 
     activation = activation_spec(sequence)
-    run = device_view(
-        project, "vocab_parallel_logits", in_specs=(activation, TABLE_SPEC), out_specs=batch_spec(None, TP)
-    )
+    run = device_view(project, "vocab_parallel_logits", in_specs=(activation, TABLE_SPEC), out_specs=token_spec(TP))
     return softcapped(run(x_BTD, table_VD)[..., :vocab_size], softcap)

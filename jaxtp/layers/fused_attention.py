@@ -6,9 +6,9 @@ or are seen by; scores live only there. FlashAttention-2 (Dao, arXiv 2307.08691)
 this kind (`jax.experimental.pallas.ops.gpu.attention.mha`, deprecated in jax 0.12) has no grouped queries, windows or
 softcaps, computes all blocks of other documents, and takes only sequences that its blocks divide.
 
-What a query sees is one range of keys: those of its document, no further away than the window, up to itself. Two
-integers of each position say it, `first` (the first key that a query sees) and `last` (the last query that sees a key);
-the kernels mask with them and find with them the blocks that they need not visit.
+What a query sees is one range of keys: those of its document, no further away than the window, up to itself, among
+those that this device holds. Two integers of each query say it, the indices `first` and `last` of its keys, and two of
+each key which queries see it; the kernels mask with them and find with them the blocks that they need not visit.
 
     kernel     one program for each      visits                            writes
     forward    block of queries          blocks of keys                    o, log-sum-exp
@@ -35,7 +35,7 @@ from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, vary_like
-from jaxtp.layers.activations import seen_range
+from jaxtp.layers.activations import Part, seeing_queries, seen_keys
 
 MOST_HEAD_DIM = 256
 """Widest head: blocks of wider ones do not fit a GPU's shared memory."""
@@ -45,6 +45,9 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 _LEAST_HEAD_DIM = 16
 """Narrowest product that Triton computes; narrower heads are padded to it, others to a power of two."""
+
+_Ranges = tuple[Array, Array]
+"""The first and the last that each row sees or is seen by."""
 
 _LOG2_E = math.log2(math.e)
 _NOTHING_SEEN = -1e30
@@ -93,42 +96,54 @@ def block_sizes(head_dim: int, dtype: DTypeLike) -> tuple[Blocks, Blocks]:
 
 def fused_attention(
     q_BTNH: Array,
-    k_BTKH: Array,
-    v_BTKH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
     segments_BT: Array | None = None,
     *,
     scale: float,
     window: int | None = None,
     softcap: float | None = None,
+    part: Part | None = None,
     interpret: bool = False,
 ) -> Array:
-    """Returns the values weighted by causal attention, `[B, T, N, H]` in the queries' dtype.
+    """Returns the values weighted by causal attention, `[B, T, N, H]` in the queries' dtype; 0 where nothing is seen.
 
     Args:
       q_BTNH: queries; head n reads kv head `n // (N // K)`.
-      k_BTKH: keys.
-      v_BTKH: values.
-      segments_BT: integers, equal within a document and different between neighbours; None for one document.
+      k_BSKH: keys.
+      v_BSKH: values.
+      segments_BT: integers, equal within a document and different between neighbours; None for one document. They are
+        those of whole sequences, also beside a part.
       scale: multiplies the products of queries and keys.
       window: number of positions that each one sees, itself and those before it; None for all.
       softcap: c, where each score s becomes `c * tanh(s / c)`; None leaves it.
+      part: which queries and keys of the sequences these are; None for all.
       interpret: run the kernels on any device, slowly, as a test does.
 
     Raises:
       ValueError: the kernels do not take these heads or this dtype.
     """
-    _check(q_BTNH, k_BTKH, v_BTKH)
-    length, width = q_BTNH.shape[1], q_BTNH.shape[3]
+    _check(q_BTNH, k_BSKH, v_BSKH)
+    length, num_keys, width = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     padded_width = max(_LEAST_HEAD_DIM, pl.next_power_of_2(width))
     forward, backward = block_sizes(padded_width, q_BTNH.dtype)
     settings = _Settings(scale, softcap, forward, backward, interpret)
-    first, last = seen_range(q_BTNH.shape[0], length, window, segments_BT)
-    padding = -length % max(forward.queries, forward.keys, backward.queries, backward.keys)
-    first = jnp.pad(first, ((0, 0), (0, padding)), constant_values=length + padding)  # sees nothing
-    last = jnp.pad(last, ((0, 0), (0, padding)), constant_values=-1)  # is seen by nothing
-    q, k, v = (jnp.pad(x, ((0, 0), (0, padding), (0, 0), (0, padded_width - width))) for x in (q_BTNH, k_BTKH, v_BTKH))
-    arrays = (q, k, v, first, last)
-    return _attention(settings, *(vary_like(x, *arrays) for x in arrays))[:, :length, :, :width]
+    of_queries = seen_keys(q_BTNH.shape[:2], num_keys, window, segments_BT, part)
+    of_keys = seeing_queries(of_queries, num_keys, window, segments_BT, part)
+
+    def padded(blocks: int, x: Array, ranges: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        filled = (0, 0), (0, -x.shape[1] % blocks)
+        begin, end = ranges  # of what fills a block it is none
+        begin = jnp.pad(begin, filled, constant_values=length + num_keys)
+        end = jnp.pad(end, filled, constant_values=-1)
+        return jnp.pad(x, (*filled, (0, 0), (0, padded_width - width))), begin, end
+
+    q, first_key, last_key = padded(max(forward.queries, backward.queries), q_BTNH, of_queries)
+    k, first_query, last_query = padded(max(forward.keys, backward.keys), k_BSKH, of_keys)
+    v, _, _ = padded(max(forward.keys, backward.keys), v_BSKH, of_keys)
+    arrays = (q, k, v, (first_key, last_key), (first_query, last_query))
+    arrays = jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(arrays)), arrays)
+    return _attention(settings, *arrays)[:, :length, :, :width]
 
 
 def _check(q: Array, k: Array, v: Array) -> None:
@@ -143,13 +158,13 @@ def _check(q: Array, k: Array, v: Array) -> None:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(settings: _Settings, q: Array, k: Array, v: Array, first: Array, last: Array) -> Array:
-    return _forward(settings, q, k, v, first, last)[0]
+def _attention(settings: _Settings, q: Array, k: Array, v: Array, of_queries: _Ranges, of_keys: _Ranges) -> Array:
+    return _forward(settings, q, k, v, of_queries, of_keys)[0]
 
 
 def _forward(
-    settings: _Settings, q: Array, k: Array, v: Array, first: Array, last: Array
-) -> tuple[Array, tuple[Array, ...]]:
+    settings: _Settings, q: Array, k: Array, v: Array, of_queries: _Ranges, of_keys: _Ranges
+) -> tuple[Array, tuple[Any, ...]]:
     """Returns the output, and what the backward pass reads: the inputs, the output and log-sum-exp `[B, N, T]`."""
     blocks = settings.forward
     rows, statistics, keys = _block(q, blocks.queries), _statistics(blocks.queries), _all_keys(q, k)
@@ -159,16 +174,16 @@ def _forward(
         settings,
         blocks,
         blocks.queries,
-        inputs=[(q, rows), (k, keys), (v, keys), (first, _positions(blocks.queries))],
+        inputs=[(q, rows), (k, keys), (v, keys), *_ranges(of_queries, blocks.queries)],
         outputs=[(q.shape, q.dtype, rows), (rows_BNT, jnp.float32, statistics)],
     )
     o = checkpoint_name(o, ATTENDED)
-    return o, (q, k, v, first, last, o, checkpoint_name(lse, ATTENDED))
+    return o, (q, k, v, of_queries, of_keys, o, checkpoint_name(lse, ATTENDED))
 
 
-def _backward(settings: _Settings, kept: tuple[Array, ...], do: Array) -> tuple[Array | None, ...]:
+def _backward(settings: _Settings, kept: tuple[Any, ...], do: Array) -> tuple[Array | None, ...]:
     """Returns the gradients of queries, keys and values."""
-    q, k, v, first, last, o, lse = kept
+    q, k, v, of_queries, of_keys, o, lse = kept
     blocks, group = settings.backward, q.shape[2] // k.shape[2]
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, N, T]
     rows, statistics, keys = _block(q, blocks.queries), _statistics(blocks.queries), _all_keys(q, k)
@@ -178,7 +193,7 @@ def _backward(settings: _Settings, kept: tuple[Array, ...], do: Array) -> tuple[
         settings,
         blocks,
         blocks.queries,
-        inputs=[(q, rows), (k, keys), (v, keys), (first, _positions(blocks.queries)), *per_query],
+        inputs=[(q, rows), (k, keys), (v, keys), *_ranges(of_queries, blocks.queries), *per_query],
         outputs=[(q.shape, q.dtype, rows)],
     )
     rows = _block(k, blocks.keys)
@@ -190,7 +205,7 @@ def _backward(settings: _Settings, kept: tuple[Array, ...], do: Array) -> tuple[
         settings,
         blocks,
         blocks.keys,
-        inputs=[(q, queries), (k, rows), (v, rows), (last, _positions(blocks.keys)), *per_query],
+        inputs=[(q, queries), (k, rows), (v, rows), *_ranges(of_keys, blocks.keys), *per_query],
         outputs=[(k.shape, k.dtype, rows), (v.shape, v.dtype, rows)],
     )
     return dq, dk, dv, None, None
@@ -204,9 +219,9 @@ def _block(x: Array, size: int) -> pl.BlockSpec:
     return pl.BlockSpec((None, size, None, x.shape[3]), lambda i, n, b: (b, i, n, 0))
 
 
-def _positions(size: int) -> pl.BlockSpec:
-    """Returns its part of `[B, T]`."""
-    return pl.BlockSpec((None, size), lambda i, n, b: (b, i))
+def _ranges(ranges: _Ranges, size: int) -> list[tuple[Array, pl.BlockSpec]]:
+    """Returns both ends `[B, T]`, with its part of them."""
+    return [(ends, pl.BlockSpec((None, size), lambda i, n, b: (b, i))) for ends in ranges]
 
 
 def _statistics(size: int) -> pl.BlockSpec:
@@ -236,7 +251,7 @@ def _run(
     def program(*refs: Any) -> None:
         # The interpreter evaluates operations one by one inside of shard_map, which refuses those of an array that
         # varies over the mesh with a constant of the kernel; what is jitted it leaves whole.
-        jax.jit(partial(kernel, settings))(pl.program_id(0), *refs)
+        jax.jit(partial(kernel, settings))(*refs)
 
     return pl.pallas_call(
         program,
@@ -250,64 +265,60 @@ def _run(
     )(*(array for array, _ in inputs))
 
 
-def _forward_kernel(settings: _Settings, i: Array, *refs: Any) -> None:
+def _forward_kernel(settings: _Settings, *refs: Any) -> None:
     """Computes a block of outputs: the softmax is rescaled whenever a block of keys raises its maximum."""
-    q_ref, k_ref, v_ref, first_ref, o_ref, lse_ref = refs
-    q, first, size = q_ref[...], first_ref[...], settings.forward.keys
-    t = _rows(i, settings.forward.queries)
+    q_ref, k_ref, v_ref, first_ref, last_ref, o_ref, lse_ref = refs
+    q, first, last, size = q_ref[...], first_ref[...], last_ref[...], settings.forward.keys
 
     def visit(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         o, highest, total = carry
         keys = pl.ds(j * size, size)
         k, v = k_ref[keys, :], v_ref[keys, :]
-        s = jnp.where(_sees(t, _rows(j, size), first), _scores(q, k, settings), -jnp.inf)
+        s = jnp.where(_within(_rows(j, size), first, last), _scores(q, k, settings), -jnp.inf)
         higher = jnp.maximum(highest, jnp.max(s, axis=1))
         p, rescale = jnp.exp2(s - higher[:, None]), jnp.exp2(highest - higher)
         return rescale[:, None] * o + triton.dot(p.astype(v.dtype), v), higher, rescale * total + jnp.sum(p, axis=1)
 
-    zeros = jnp.zeros(t.shape, jnp.float32)
+    zeros = jnp.zeros(first.shape, jnp.float32)
     carry = (jnp.zeros(q.shape, jnp.float32), zeros + _NOTHING_SEEN, zeros)
-    o, highest, total = lax.fori_loop(*_blocks_of_keys(t, first, size), visit, carry)
+    o, highest, total = lax.fori_loop(*_visited(first, last, size), visit, carry)
     total = jnp.where(total > 0, total, 1)  # of a row that sees nothing: it gives 0
     o_ref[...] = (o / total[:, None]).astype(o_ref.dtype)
     lse_ref[...] = (highest + jnp.log2(total)) / _LOG2_E
 
 
-def _queries_kernel(settings: _Settings, i: Array, *refs: Any) -> None:
+def _queries_kernel(settings: _Settings, *refs: Any) -> None:
     """Computes a block of the queries' gradients."""
-    q_ref, k_ref, v_ref, first_ref, do_ref, lse_ref, delta_ref, dq_ref = refs
-    q, do, first, size = q_ref[...], do_ref[...], first_ref[...], settings.backward.keys
+    q_ref, k_ref, v_ref, first_ref, last_ref, do_ref, lse_ref, delta_ref, dq_ref = refs
+    q, do, first, last, size = q_ref[...], do_ref[...], first_ref[...], last_ref[...], settings.backward.keys
     lse, delta = lse_ref[...][:, None], delta_ref[...][:, None]
-    t = _rows(i, settings.backward.queries)
 
     def visit(j: Array, dq: Array) -> Array:
         keys = pl.ds(j * size, size)
         k, v = k_ref[keys, :], v_ref[keys, :]
-        seen = _sees(t, _rows(j, size), first)
+        seen = _within(_rows(j, size), first, last)
         _, ds = _gradients(_scores(q, k, settings), seen, lse, triton.dot(do, v, trans_b=True) - delta, settings)
         return dq + triton.dot(ds.astype(k.dtype), k)
 
-    dq = lax.fori_loop(*_blocks_of_keys(t, first, size), visit, jnp.zeros(q.shape, jnp.float32))
+    dq = lax.fori_loop(*_visited(first, last, size), visit, jnp.zeros(q.shape, jnp.float32))
     dq_ref[...] = (dq * settings.scale).astype(dq_ref.dtype)
 
 
-def _keys_kernel(settings: _Settings, j: Array, *refs: Any) -> None:
+def _keys_kernel(settings: _Settings, *refs: Any) -> None:
     """Computes a block of the gradients of keys and values; scores are transposed here, `[keys, queries]`."""
-    q_ref, k_ref, v_ref, last_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref = refs
-    k, v, last, size = k_ref[...], v_ref[...], last_ref[...], settings.backward.queries
-    s = _rows(j, settings.backward.keys)
+    q_ref, k_ref, v_ref, first_ref, last_ref, do_ref, lse_ref, delta_ref, dk_ref, dv_ref = refs
+    k, v, first, last, size = k_ref[...], v_ref[...], first_ref[...], last_ref[...], settings.backward.queries
 
     def visit(g: Array, i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         dk, dv = carry
         queries = pl.ds(i * size, size)
         q, do = q_ref[queries, g, :], do_ref[queries, g, :]
-        t = _rows(i, size)
-        seen = (s[:, None] <= t) & (t <= last[:, None])
+        seen = _within(_rows(i, size), first, last)
         dp = triton.dot(v, do, trans_b=True) - delta_ref[g, queries]
         p, ds = _gradients(_scores(k, q, settings), seen, lse_ref[g, queries], dp, settings)
         return dk + triton.dot(ds.astype(q.dtype), q), dv + triton.dot(p.astype(do.dtype), do)
 
-    lower, upper = lax.div(jnp.min(s), size), lax.div(jnp.max(last) + size, size)  # from the diagonal
+    lower, upper = _visited(first, last, size)
     zeros = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(
         0,
@@ -320,18 +331,18 @@ def _keys_kernel(settings: _Settings, j: Array, *refs: Any) -> None:
 
 
 def _rows(block: Array, size: int) -> Array:
-    """Returns the positions of the rows of a block."""
+    """Returns the indices of the rows of a block."""
     return block * size + jnp.arange(size)
 
 
-def _blocks_of_keys(t: Array, first: Array, size: int) -> tuple[Array, Array]:
-    """Returns the first block of keys that queries at t visit, and the one after the diagonal."""
-    return lax.div(jnp.min(first), size), lax.div(jnp.max(t) + size, size)
+def _visited(first: Array, last: Array, size: int) -> tuple[Array, Array]:
+    """Returns the first of the blocks that hold what is in any of the ranges, and the one after the last."""
+    return lax.div(jnp.min(first), size), lax.div(jnp.max(last) + size, size)
 
 
-def _sees(t: Array, s: Array, first: Array) -> Array:
-    """Returns whether queries at t see keys at s, `[queries, keys]`."""
-    return (first[:, None] <= s) & (s <= t[:, None])
+def _within(index: Array, first: Array, last: Array) -> Array:
+    """Returns whether an index is in each range, `[ranges, indices]`."""
+    return (first[:, None] <= index) & (index <= last[:, None])
 
 
 def _scores(x: Array, y: Array, settings: _Settings) -> Array:

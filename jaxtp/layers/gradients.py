@@ -15,13 +15,13 @@ from jax.typing import DTypeLike
 
 from jaxtp.collectives import all_reduce, axis_size, device_view
 from jaxtp.layers.parameter import GRADIENTS, spec_of
-from jaxtp.mesh import BATCH, axes_of
+from jaxtp.mesh import TOKENS, axes_of
 
 Variable = nnx.Variable[Any]
 
 
 def keep_apart(params: nnx.State) -> nnx.State:
-    """Returns parameters as if they differed between the devices along `BATCH` that hold copies; nothing moves.
+    """Returns parameters as if they differed between the devices along `TOKENS` that hold copies; nothing moves.
 
     Their last dim has the copies of all those devices side by side, and so have gradients in them.
     """
@@ -58,9 +58,9 @@ def sum_copies(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.Sta
 
 
 def _copied_over(param: Variable) -> tuple[str, ...]:
-    """Returns the axes of `BATCH` along which several devices hold copies of a parameter."""
+    """Returns the axes of `TOKENS` along which several devices hold copies of a parameter."""
     split = {axis for entry in spec_of(param) for axis in axes_of(entry)}
-    return tuple(axis for axis in BATCH if axis not in split and axis_size(axis) > 1)
+    return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
 
 
 def _is_variable(leaf: Any) -> bool:

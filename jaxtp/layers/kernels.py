@@ -1,6 +1,6 @@
 """The kernels of attention: what each can do, and which of them `model.attention: auto` takes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from jaxtp.layers.activations import seen_range, segment_mask
-from jaxtp.layers.blockwise_attention import MOST_IN_BLOCK, block_size, blockwise_attention, visited
+from jaxtp.layers.activations import Part, seen_keys, segment_mask
+from jaxtp.layers.blockwise_attention import MOST_IN_BLOCK, block_size, blockwise_attention, num_visited
 
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
 Implementation = Literal["auto", KernelName]
@@ -33,6 +33,8 @@ class Use:
     """Tokens in a sequence."""
     packed: bool | None = None
     """Whether a sequence holds several documents that do not see each other."""
+    part: bool | None = None
+    """Whether a device holds a part of the queries of a sequence."""
     platform: str | None = None
     """cpu, cuda, rocm or tpu."""
 
@@ -51,9 +53,10 @@ class Kernel:
     run: Callable[..., Array]
     """Returns `[B, T, N, H]` of queries, keys, values and segments, as `blockwise_attention` does."""
 
-    blocks: Callable[[int, int | None], tuple[int, int, int]]
-    """Returns the number of products of which the scores of a head are made, and the queries and keys of each, for a
-    length and a window; of packed documents it may make fewer."""
+    blocks: Callable[[Sequence[range], int | None], tuple[int, int, int]]
+    """Returns the number of products of which the scores of a head are made, and the queries and keys of each, for
+    the chunks of a sequence that a device has, the positions of its queries, and a window. Keys are those from
+    position 0 to the last query's; of packed documents it may make fewer."""
 
     holds_scores: bool = False
     """Whether scores `[T, T]` lie in memory."""
@@ -79,6 +82,9 @@ class Kernel:
     softcap: bool = True
     """Whether it can squash scores."""
 
+    part: bool = True
+    """Whether it can take a part of the queries of a sequence."""
+
     def problems(self, use: Use) -> Iterator[str]:
         """Yields why it cannot do what is asked."""
         if self.platforms and use.platform not in (None, *self.platforms):
@@ -92,27 +98,52 @@ class Kernel:
             yield "packed documents (data.packing=documents) would give it a [T, T] mask"
         if use.softcap is not None and not self.softcap:
             yield "it has no model.attention_softcap"
+        if use.part and not self.part:
+            yield "it attends from whole sequences, and with mesh.context=gather a device has a part, with ulysses all"
 
 
-def seen(length: int, window: int | None) -> float:
-    """Returns the number of scores of a head that causality and a window leave, half of the diagonal counted."""
-    reach = length if window is None else min(window, length)
-    return reach * length - reach**2 / 2
+def seen(chunks: Sequence[range], window: int | None) -> float:
+    """Returns the number of scores of a head that causality and a window leave, half of the diagonal counted.
+
+    Args:
+      chunks: positions of the queries that a device has.
+      window: positions that each one sees; None for all.
+    """
+
+    def before(position: int) -> float:  # by all queries up to there
+        reach = position if window is None else min(window, position)
+        return reach * position - reach**2 / 2
+
+    return sum(before(chunk.stop) - before(chunk.start) for chunk in chunks)
 
 
-def _exact(length: int, window: int | None) -> tuple[int, int, int]:
-    return 1, length, max(1, int(seen(length, window) // length))
+def _exact(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
+    length = sum(map(len, chunks))
+    return 1, length, max(1, int(seen(chunks, window) // length))
 
 
-def _by_blocks(length: int, window: int | None) -> tuple[int, int, int]:
-    block = block_size(length)
-    return len(visited(length, window)), block, block
+def _by_blocks(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
+    block = block_size(sum(map(len, chunks)))
+    return num_visited(chunks, window), block, block
+
+
+def _whole(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
+    del window
+    return 1, sum(map(len, chunks)), max(chunk.stop for chunk in chunks)
 
 
 def _cudnn(
-    q: Array, k: Array, v: Array, segments_BT: None, *, scale: float, window: int | None, softcap: None
+    q: Array,
+    k: Array,
+    v: Array,
+    segments_BT: None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: None,
+    part: None = None,
 ) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
-    del segments_BT, softcap
+    del segments_BT, softcap, part
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
@@ -134,15 +165,20 @@ def _xla(
     scale: float,
     window: int | None,
     softcap: float | None,
+    part: Part | None = None,
 ) -> Array:
-    if softcap is None:
+    if softcap is None and part is None:
         mask = None if segments_BT is None else segment_mask(segments_BT)
         reach = None if window is None else (window - 1, 0)
         return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)
-    first, _ = seen_range(q.shape[0], q.shape[1], window, segments_BT)
-    at = jnp.arange(q.shape[1])
-    seen = (at >= first[:, :, None]) & (at <= at[:, None])
-    return attend_to_blocks(q, ((k.swapaxes(1, 2), v.swapaxes(1, 2)),), (seen,), scale=scale, softcap=softcap)
+    first, last = (x[:, :, None] for x in seen_keys(q.shape[:2], k.shape[1], window, segments_BT, part))
+    at, some = jnp.arange(k.shape[1]), first <= last
+    seen = ((first <= at) & (at <= last)) | ~some  # a softmax over nothing would not be a number
+    if softcap is None:
+        y = jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=scale)
+    else:
+        y = attend_to_blocks(q, ((k.swapaxes(1, 2), v.swapaxes(1, 2)),), (seen,), scale=scale, softcap=softcap)
+    return jnp.where(some[..., None], y, 0)
 
 
 def attend_to_blocks(
@@ -194,13 +230,14 @@ KERNELS: dict[KernelName, Kernel] = {
             head_dims=(128, 8),
             packed=False,
             softcap=False,
+            part=False,
         ),
         Kernel(name="fused", run=_fused, blocks=_exact, platforms=("cuda",), head_dims=(256, 2)),
         Kernel(name="blockwise", run=blockwise_attention, blocks=_by_blocks, streams_scores=True),
         Kernel(
             name="xla",
             run=_xla,
-            blocks=lambda length, _: (1, length, length),
+            blocks=_whole,
             holds_scores=True,
             streams_scores=True,
             keeps_result=False,

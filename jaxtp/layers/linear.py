@@ -46,7 +46,7 @@ from jaxtp.layers.costs import (
 from jaxtp.layers.lora import Lora, LoraConfig
 from jaxtp.layers.parameter import Precision, Split, Unpadded, Weights, check_sizes, own, parameter
 from jaxtp.layers.rings import Overlap, enter_matmul, is_ring, leave_matmul
-from jaxtp.mesh import STORAGE, TP
+from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
 
@@ -76,7 +76,7 @@ class ColumnParallelLinear(nnx.Module):
       rngs: source of the `params` key.
 
     Shapes: `[B, ..., D] -> [B, ..., F]` split over tp in the last dim; a tuple if `features` is a sequence.
-    Kernels `[D, F]` are stored split by `P("fsdp", "tp")`, biases `[F]` by `P("tp")`.
+    Kernels `[D, F]` are stored split by `P(STORAGE, TP)`, biases `[F]` by `P(TP)`.
     """
 
     def __init__(
@@ -136,9 +136,9 @@ class ColumnParallelLinear(nnx.Module):
             loaded = (self._load(shards[i], None, f) for i, f in enumerate(self.features))
             outputs = [y + bias for y, bias in zip(outputs, loaded, strict=True)]
         for at, (i, lora) in enumerate(zip(self.adapted, self.loras, strict=True)):
-            small = checkpoint_name(inner[at], PROJECTED)  # [B/(dp*fsdp), T, rank]
+            small = checkpoint_name(inner[at], PROJECTED)  # [B/(dp*fsdp), T/cp, rank]
             outputs[i] += lora.scale * (small @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))
-        return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T, F/tp]
+        return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T/cp, F/tp]
 
     def _load(self, shard: Array, fsdp_dim: int | None, features: Split) -> Array:
         group = self._sharing(features, axis_size(TP))
@@ -197,7 +197,7 @@ class RowParallelLinear(nnx.Module):
       rngs: source of the `params` key.
 
     Shapes: `[B, ..., F]`, split over tp in the last dim, `-> [B, ..., D]`.
-    The kernel `[F, D]` is stored split by `P("tp", "fsdp")`, the bias `[D]` by `P("fsdp")`.
+    The kernel `[F, D]` is stored split by `P(TP, STORAGE)`, the bias `[D]` by `P(STORAGE)`.
     """
 
     def __init__(
@@ -234,10 +234,10 @@ class RowParallelLinear(nnx.Module):
 
     def _project(self, sequence: int | None, x: Array, weights: Weights) -> Array:
         x = x.astype(self.precision.compute)
-        inputs, kernels = [x], [self.precision.load(weights["kernel"], 1)]  # [B/(dp*fsdp), T, F/tp], [F/tp, D]
+        inputs, kernels = [x], [self.precision.load(weights["kernel"], 1)]  # [B/(dp*fsdp), T/cp, F/tp], [F/tp, D]
         for at, lora in enumerate(self.loras):
             a, b = weights[f"loras.{at}.a"], weights[f"loras.{at}.b"]
-            inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T, rank], a summand
+            inner = lora.scale * (x @ self.precision.load(a, None))  # [B/(dp*fsdp), T/cp, rank], a summand
             inputs.append(checkpoint_name(inner, PROJECTED))
             kernels.append(self.precision.load(b, 1, used_by_all_tp=True))
         y = leave_matmul(inputs, kernels, sequence, self.overlap)
@@ -285,9 +285,9 @@ def _split(layer: str, features: int | Split, **others: int) -> Split:
 
 
 def _activation_specs(ndim: int, sequence: int | None) -> tuple[P, P]:
-    """Specs of an activation between the two layers (features over tp) and outside them."""
-    middle = (None,) * (ndim - 2)
-    outside: list[str | None] = [None] * (ndim - 1)
-    if sequence is not None:
-        outside[sequence - 1] = TP
-    return batch_spec(*middle, TP), batch_spec(*outside)
+    """Specs of an activation between the two layers (features over tp) and outside them; `[B, D]` is of B tokens."""
+    if ndim == 2:
+        return P(TOKENS, TP), P(TOKENS, None)
+    tokens: tuple[Any, ...] = (CONTEXT, *(None,) * (ndim - 3))
+    outside = tokens if sequence is None else (SEQUENCE, *tokens[1:])
+    return batch_spec(*tokens, TP), batch_spec(*outside, None)

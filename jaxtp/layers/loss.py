@@ -17,12 +17,12 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, batch_spec, device_view, enter_parallel
+from jaxtp.collectives import all_reduce, all_reduce_max, axis_index, device_view, enter_parallel, token_spec
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.layers.costs import FLOAT32, Cost, Product, Scores, Share, Working, enter, itemsize, sums_over
 from jaxtp.layers.embedding import TABLE_SPEC, softcapped, table_weight
 from jaxtp.layers.parameter import Precision, Split
-from jaxtp.mesh import BATCH, STORAGE, TP, parts
+from jaxtp.mesh import STORAGE, TOKENS, TP, parts
 
 LOSS = "vocab_parallel_cross_entropy"
 
@@ -88,14 +88,14 @@ def vocab_parallel_cross_entropy(
         losses = _map_chunks(token_loss, x, labels, chunk_size)
         valid = labels != IGNORE
         sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
-        loss_sum, num_valid = all_reduce(sums, *BATCH)
+        loss_sum, num_valid = all_reduce(sums, *TOKENS)
         return loss_sum, num_valid
 
     activation = activation_spec(sequence)
     run = device_view(
         total,
         LOSS,
-        in_specs=(activation, table_spec, batch_spec(None)),
+        in_specs=(activation, table_spec, token_spec()),
         out_specs=(P(), P()),
     )
     return run(x_BTD, table_VD, labels_BT)
@@ -125,7 +125,7 @@ def loss_costs(
     chunks = -(-tokens // chunk_size)
     for floats in (1, 2):  # the maximum; the sum of exponentials and the label's logit
         yield sums_over(LOSS, (TP,), share.sizes, floats * tokens * FLOAT32 / chunks, chunks)
-    yield sums_over(LOSS, BATCH, share.sizes, 2 * FLOAT32)
+    yield sums_over(LOSS, TOKENS, share.sizes, 2 * FLOAT32)
     moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
     yield Product("head", tokens, features, local, share.passes(True, share.gradients), moved)
     yield Scores("logits", tokens * local * FLOAT32 * LOGIT_PASSES)

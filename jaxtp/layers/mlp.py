@@ -12,6 +12,7 @@ from jax import Array
 from jaxtp.config import Count
 from jaxtp.layers.activations import SequenceParallel
 from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, Small
+from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import Cost, Kept, Share, Streamed, Working, itemsize
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
@@ -94,7 +95,7 @@ class MLP(PositionwiseBranch):
             self.hidden, d_model, use_bias=config.mlp_bias, lora=lora.only("down_proj"), **shared
         )
 
-    def __call__(self, x_BTD: Array, segments_BT: Array | None = None) -> Array:
+    def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Transforms each position of `[B, T, D]`."""
         activate = _ACTIVATIONS[self.config.activation]
         if self.config.mlp == "plain":

@@ -46,7 +46,7 @@ class Norm(nnx.Module):
       sequence_parallel: the input is split over tp along the sequence; the scale's gradient is then summed over tp.
       precision: the dtypes.
 
-    Shapes: `[B, T, D] -> [B, T, D]`. The scale `[D]`, and the bias of a LayerNorm, are stored split by `P("fsdp")`.
+    Shapes: `[B, T, D] -> [B, T, D]`. The scale `[D]`, and the bias of a LayerNorm, are stored split by `P(STORAGE)`.
     RMSNorm: Zhang and Sennrich, arXiv 1910.07467; LayerNorm: Ba et al., arXiv 1607.06450.
     """
 

@@ -15,7 +15,7 @@ from jaxtp.config import ConfigError, Count, Keys, Positive, UserPath, allowed, 
 from jaxtp.hints import Problem, explained, not_divisible
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, Small, like
-from jaxtp.layers.kernels import Use
+from jaxtp.layers.costs import Share
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.loss import CHUNK_SIZE
 from jaxtp.layers.mlp import MLP, MLPConfig
@@ -23,7 +23,7 @@ from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import Precision
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.layers.rings import Overlap
-from jaxtp.mesh import STORAGE, parts, settings_of
+from jaxtp.mesh import CP, STORAGE, parts, product_of, settings_of
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """Keys, whose flag is called as in commands without this section."""
@@ -93,7 +93,7 @@ class DecoderSizes:
     """Token ids, 0 to vocab_size - 1. Any size: what tp does not divide is padded inside the layers."""
 
     d_model: Count = 128
-    """Width of the residual stream. Divisible by mesh.fsdp."""
+    """Width of the residual stream. Divisible by mesh.fsdp * mesh.cp."""
 
     num_layers: Count = 4
     """Decoder blocks, stacked and run by one scan."""
@@ -205,6 +205,10 @@ class ModelConfig(BlockConfig, DecoderSizes):
             "mlp": MLP(self.d_model, block, **shared),
         }
 
+    def zigzag(self, share: Share) -> bool:
+        """Returns whether devices along cp hold tokens in the order zigzag: if a layer needs it."""
+        return any(block.zigzag(share) for block in self.block_kinds())
+
     def describe_block(self) -> str:
         """Returns the sizes of a block in a line."""
         heads = f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
@@ -278,11 +282,6 @@ def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
     return config
 
 
-def attention_uses(config: ModelConfig, **known: Any) -> list[Use]:
-    """Returns what each kind of block asks of a kernel of attention; `known` are other fields of `Use`."""
-    return [block.use(dtype=config.precision.compute, **known) for block in config.block_kinds()]
-
-
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
     """Returns the sizes that tp devices pad: what each is, and what it is padded to, by name."""
     found = (size for block in config.block_kinds() for size in block.padding(tp))
@@ -346,10 +345,27 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
         return
     places = {block: f"{place}: " for place, block in reversed([*config.described().items()])} | {config.block(): ""}
     by_kind = ((places[block], list(block.problems(mesh))) for block in config.block_kinds())
-    for place, found in islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT):
+    unfit = list(islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT))
+    for place, found in unfit:
         yield from (replace(problem, text=place + problem.text) for problem in found)
-    shards, among = parts(mesh, STORAGE), dict.fromkeys(settings_of(STORAGE), config.d_model)
-    yield from not_divisible("model.d_model", config.d_model, " * ".join(among), shards, among)
+    axes = [axis for axis in STORAGE if mesh[axis] > 1]
+    shards, among = parts(mesh, axes), dict.fromkeys(settings_of(axes), config.d_model)
+    yield from not_divisible("model.d_model", config.d_model, product_of(STORAGE, mesh), shards, among)
+    can_be_built = not unfit and config.d_model % shards == 0
+    if mesh[CP] > 1 and can_be_built and (unaware := _not_over_cp(config)):
+        text = f"mesh.cp={mesh[CP]} divides each sequence, and {' and '.join(unaware)} cannot work on a part of one"
+        yield Problem(text, among={f"mesh.{CP}": 1})
+
+
+@lru_cache(maxsize=32)
+def _not_over_cp(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the kinds of branches that do not declare that they work over cp."""
+
+    def kinds() -> Iterator[type[Branch]]:
+        for block in config.block_kinds():
+            yield from map(type, nnx.eval_shape(lambda block=block: config.branches(block, nnx.Rngs(0))).values())
+
+    return tuple(sorted({kind.__name__ for kind in kinds() if not kind.over_cp}))
 
 
 def _inside(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jaxtp.communication import Collective, Place, bytes_by_place
+from jaxtp.layers.activations import Context
 from jaxtp.layers.costs import (
     ELEMENTWISE_AGAIN,
     Cached,
@@ -117,6 +118,7 @@ def step_costs(
     accumulation: int = 1,
     packed: bool = False,
     platform: str = "cpu",
+    context: Context = "auto",
 ) -> StepCosts:
     """Returns what each device does in a training step; its traffic is exact for the Llama shapes.
 
@@ -130,6 +132,7 @@ def step_costs(
       accumulation: micro-batches.
       packed: sequences hold several documents.
       platform: kind of device, which decides the kernels.
+      context: method of attention over cp.
     """
     rows = batch_size // (batch_parts(mesh) * accumulation)
     frozen = config.lora.rank > 0
@@ -142,13 +145,14 @@ def step_costs(
         packed=packed,
         platform=platform,
         accumulation=accumulation,
+        context=context,
     )
     return costs_of(config, share)
 
 
 def costs_of(config: ModelConfig, share: Share) -> StepCosts:
     """Returns what a model costs for a share of a micro-batch, and in all micro-batches."""
-    model = described(config)
+    model, share = described(config), replace(share, zigzag=config.zigzag(share))
     blocks = [(stack.repeats, list(block.costs(share))) for stack, kinds in model.stacked() for block in kinds]
     outside = [(1, cost) for cost in model.costs(share)]
     inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
@@ -193,7 +197,7 @@ def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None
     tp = mesh[TP]
     if not (padded := padded_sizes(config, tp)):
         return None
-    added = costs_of(config, Share(sizes=mesh, rows=1, length=1, training=False)).padding
+    added = costs_of(config, Share(sizes=sized(tp=tp), rows=1, length=1, training=False)).padding
     sizes = ", ".join(f"{size} {name} as {more}" for name, (size, more) in padded.items())
     text = f"over tp {tp}: {sizes}, {added:.1%} more in a block"
     if added <= MUCH_PADDING:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +10,19 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp.collectives import batch_spec, constrain
+from jaxtp.collectives import axis_size, batch_spec, check_divides, constrain, token_spec
 from jaxtp.config import ConfigError
 from jaxtp.layers import remat
-from jaxtp.layers.activations import activation_spec, dropout, segment_positions, sequence_dim
+from jaxtp.layers.activations import Context, activation_spec, dropout, segment_positions, sequence_dim
 from jaxtp.layers.branch import Branch, Memory
 from jaxtp.layers.cache import STACK_SPEC, Cache
+from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import GATHERS_AGAIN, Cost, Kept, Share, Streamed, itemsize, within
 from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm
 from jaxtp.layers.parameter import spec_of
-from jaxtp.mesh import current_mesh, mesh_sizes
+from jaxtp.mesh import CP, current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
 
 BlockMemory = Mapping[str, Memory]
@@ -49,15 +50,15 @@ class DecoderBlock(nnx.Module):
             setattr(self, name, branch)
             setattr(self, f"{name}_after_norm", None if block.norm_placement == "before" else norm())
 
-    def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, segments_BT: Array | None = None) -> Array:
+    def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()) -> Array:
         """Runs the block on `[B, T, D]`; keys, one for each row, turn dropout on."""
         count = len(self.names)
         keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
         for i, (name, branch, before, after) in enumerate(self._branches()):
             with jax.named_scope(name):
-                y_BTD = branch(x_BTD if before is None else before(x_BTD), segments_BT)
-                x_BTD = x_BTD + self._dropout(y_BTD if after is None else after(y_BTD), keys[i])
+                y_BTD = branch(x_BTD if before is None else before(x_BTD), sequences)
+                x_BTD = x_BTD + self._dropout(y_BTD if after is None else after(y_BTD), keys[i], sequences)
         return x_BTD
 
     def memory(self, num_rows: int, num_slots: int) -> BlockMemory:
@@ -91,9 +92,9 @@ class DecoderBlock(nnx.Module):
         for name in self.names:
             yield name, getattr(self, name), getattr(self, f"{name}_norm"), getattr(self, f"{name}_after_norm")
 
-    def _dropout(self, y_BTD: Array, keys: Array | None) -> Array:
+    def _dropout(self, y_BTD: Array, keys: Array | None, sequences: Sequences) -> Array:
         spec = activation_spec(sequence_dim(self.config.sequence_parallel, y_BTD.shape))
-        return dropout(y_BTD, self.config.dropout, keys, spec)
+        return dropout(y_BTD, self.config.dropout, keys, spec, sequences.positions(y_BTD.shape[1]))
 
 
 class Decoder(nnx.Module):
@@ -138,12 +139,28 @@ class Decoder(nnx.Module):
     def _shared(self) -> dict[str, Any]:
         return {"sequence_parallel": self.config.sequence_parallel, "precision": self.config.precision}
 
-    def __call__(self, ids_BT: Array, segments_BT: Array | None = None) -> Array:
+    def __call__(self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto") -> Array:
         """Returns logits `[B, T, V]` of the token after each position; `ids_BT` are integers below V.
 
-        `segments_BT` tell apart the documents of a row (`layers/activations.py`): none sees another.
+        `segments_BT` tell apart the documents of a row (`layers/activations.py`): none sees another. `context` is the
+        method of attention over cp (`layers/context.py`).
         """
-        return self.logits_of_hidden(self.hidden(ids_BT, segments_BT=segments_BT))
+        sequences = self.sequences(ids_BT, segments_BT, context)
+        return self.logits_of_hidden(sequences.natural(self.hidden(ids_BT, sequences=sequences)))
+
+    def sequences(self, ids_BT: Array, segments_BT: Array | None = None, context: Context = "auto") -> Sequences:
+        """Returns what the layers have to know of the rows of a batch.
+
+        Raises:
+          ConfigError: there is no such method.
+          ValueError: cp does not divide T.
+        """
+        if not isinstance(context, str) or context not in get_args(Context):
+            raise ConfigError(f"context={context!r}: attention over cp is by {', '.join(get_args(Context))}")
+        check_divides("sequences over cp", ids_BT.shape, token_spec())
+        rows, length = ids_BT.shape
+        share = Share(sizes=mesh_sizes(current_mesh()), rows=rows, length=length, context=context)
+        return Sequences(segments=segments_BT, context=context, zigzag=self.config.zigzag(share))
 
     def logits_of_hidden(self, x_BTD: Array) -> Array:
         """Returns logits `[B, T, V]` from final hidden states `[B, T, D]`, of any positions."""
@@ -163,6 +180,7 @@ class Decoder(nnx.Module):
         segments_BT: Array | None = None,
         z_loss: float = 0.0,
         dropout_keys: Array | None = None,
+        context: Context = "auto",
     ) -> tuple[Array, Array]:
         """Returns the summed cross-entropy in nats and the number of labels that count (not -100), as float32 scalars.
 
@@ -174,11 +192,15 @@ class Decoder(nnx.Module):
           segments_BT: tell apart the documents of a row.
           z_loss: weight of the squared log-normaliser.
           dropout_keys: one for each row, `[B]`, turn dropout on, for training.
+          context: method of attention over cp (`layers/context.py`).
         """
-        return self.loss_of_hidden(self.hidden(ids_BT, dropout_keys, segments_BT), labels_BT, z_loss=z_loss)
+        sequences = self.sequences(ids_BT, segments_BT, context)
+        return self.loss_of_hidden(
+            self.hidden(ids_BT, dropout_keys, sequences), sequences.own(labels_BT), z_loss=z_loss
+        )
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
-        """Returns what `loss` does, from the final hidden states `[B, T, D]`."""
+        """Returns what `loss` does, from the final hidden states `[B, T, D]` and labels in the same order."""
         return vocab_parallel_cross_entropy(
             x_BTD,
             jnp.asarray(self._head_table[...]),
@@ -191,21 +213,22 @@ class Decoder(nnx.Module):
             **self._shared,
         )
 
-    def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, segments_BT: Array | None = None) -> Array:
-        """Returns the final, normalised hidden states `[B, T, D]`."""
+    def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
+        """Returns the final, normalised hidden states `[B, T, D]`, in the order in which devices hold tokens."""
+        sequences = sequences or self.sequences(ids_BT)
         config = self.config
         keys = None if dropout_keys is None else split_keys(dropout_keys, config.num_layers)
-        x_BTD, done = self.embed(ids_BT, segments_BT), 0
+        x_BTD, done = self.embed(ids_BT, sequences), 0
         for stack, blocks in self.stacked():
             count = stack.repeats * len(blocks)
             own = None if keys is None else keys[done : done + count]
-            x_BTD = _run(config, stack, blocks, x_BTD, own, segments_BT)
+            x_BTD = _run(config, stack, blocks, x_BTD, own, sequences)
             done += count
         return self.norm(x_BTD)
 
-    def embed(self, ids_BT: Array, segments_BT: Array | None = None, positions_BT: Array | None = None) -> Array:
+    def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
         """Returns the residual stream `[B, T, D]` before the first block; positions count within a document."""
-        x_BTD = self.embedding(ids_BT)
+        x_BTD = self.embedding(sequences.own(ids_BT))
         if self.positions is None:
             return x_BTD
         if positions_BT is None:
@@ -215,7 +238,8 @@ class Decoder(nnx.Module):
                     f"{self.positions.num_positions} positions of the model (model.learned_positions)"
                 )
             from_start = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
-            positions_BT = from_start if segments_BT is None else segment_positions(segments_BT)
+            segments_BT = sequences.segments
+            positions_BT = sequences.own(from_start if segments_BT is None else segment_positions(segments_BT))
         return x_BTD + self.positions(positions_BT)
 
     def stacked(self) -> Iterator[tuple[Stack, list[DecoderBlock]]]:
@@ -251,6 +275,8 @@ class Decoder(nnx.Module):
         Returns:
           The cache with the tokens in it, and their final hidden states `[B, T, D]`; those of padding mean nothing.
         """
+        if (cp := axis_size(CP)) > 1:
+            raise ConfigError(f"a cache is not divided over cp, and the mesh has cp={cp}; use cp=1 and more tp")
         positions_BT = cache.positions(ids_BT.shape[1])
         x_BTD = self.embed(ids_BT, positions_BT=positions_BT)
         new: dict[str, BlockMemory] = {}
@@ -297,28 +323,28 @@ def _run(
     blocks: list[DecoderBlock],
     x_BTD: Array,
     keys: Array | None,
-    segments: Array | None,
+    sequences: Sequences,
 ) -> Array:
     """Runs a stack by one scan over its turns, or written out; each block keeps what the policy of remat says."""
 
     @nnx.remat(policy=remat.policy(config.remat), prevent_cse=not config.scan_layers)
-    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None, segments: Array | None) -> Array:
-        return block(x_BTD, keys, segments)
+    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None, sequences: Sequences) -> Array:
+        return block(x_BTD, keys, sequences)
 
     if not config.scan_layers:
         for index in range(stack.repeats * len(blocks)):
             number, place = divmod(index, len(blocks))
-            x_BTD = run(x_BTD, layer(blocks[place], number), None if keys is None else keys[index], segments)
+            x_BTD = run(x_BTD, layer(blocks[place], number), None if keys is None else keys[index], sequences)
         return x_BTD
 
     @nnx.scan(in_axes=(nnx.Carry, 0, 0, None), out_axes=nnx.Carry)
-    def turn(x_BTD: Array, blocks: list[DecoderBlock], keys: Array | None, segments: Array | None) -> Array:
+    def turn(x_BTD: Array, blocks: list[DecoderBlock], keys: Array | None, sequences: Sequences) -> Array:
         for i, block in enumerate(blocks):
-            x_BTD = run(x_BTD, block, None if keys is None else keys[i], segments)
+            x_BTD = run(x_BTD, block, None if keys is None else keys[i], sequences)
         return x_BTD
 
     by_turn = None if keys is None else keys.reshape(stack.repeats, len(blocks), *keys.shape[1:])
-    result: Array = turn(x_BTD, blocks, by_turn, segments)
+    result: Array = turn(x_BTD, blocks, by_turn, sequences)
     return result
 
 

@@ -81,7 +81,7 @@ def test_the_tables_name_everything():
     assert all(holding.name in text for holding in found.holdings)
     kernel = next(h for h in found.holdings if h.name == "model.blocks.mlp.down.kernel")
     assert (kernel.shape, kernel.shard, kernel.bytes_per_device) == ((2, 64, 32), (2, 16, 16), 2 * 16 * 16 * 4)
-    assert "P(None, 'tp', 'fsdp')" in text
+    assert "P(None, 'tp', ('fsdp', 'cp'))" in text
     assert "mlp/row_parallel_linear" in text
     assert "the compiler" in text
 

@@ -59,10 +59,10 @@ def test_what_peft_adds_to_the_base_is_what_the_adapters_add(folders, tmp_path):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("sizes", [(1, 2, 2), (2, 1, 4), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize("sizes", [{"fsdp": 2, "tp": 2}, {"dp": 2, "tp": 4}, {"fsdp": 4}, {"cp": 2, "tp": 2}], ids=str)
 def test_from_any_mesh_and_merged_on_it(folders, tmp_path, sizes):
     folder, logits = folders
-    with jax.set_mesh(jaxtp.make_mesh(*sizes)):
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
         model = nnx.jit(decoder)()
         jaxtp.save_peft(model, tmp_path / "adapters", base=folder / "base")
         merged = jaxtp.merge_adapters(model)
@@ -75,10 +75,10 @@ def test_from_any_mesh_and_merged_on_it(folders, tmp_path, sizes):
     assert kernel.sharding == model.blocks.mlp.down.kernel[...].sharding
 
 
-@pytest.mark.parametrize("sizes", sweep([None, (1, 2, 2)], (1, 2, 2)), ids=str)
+@pytest.mark.parametrize("sizes", sweep([None, {"fsdp": 2, "tp": 2}, {"cp": 2, "tp": 2}], {"cp": 2, "tp": 2}), ids=str)
 def test_added_to_a_loaded_model_they_begin_as_nothing(folders, tmp_path, sizes):
     folder, _ = folders
-    with contextlib.nullcontext() if sizes is None else jax.set_mesh(jaxtp.make_mesh(*sizes)):
+    with contextlib.nullcontext() if sizes is None else jax.set_mesh(jaxtp.make_mesh(**sizes)):
         model = jaxtp.load_hf(folder / "base")
         adapted = jaxtp.add_adapters(model, LORA)
         np.testing.assert_array_equal(adapted(IDS), model(IDS))

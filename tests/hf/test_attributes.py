@@ -205,10 +205,10 @@ def test_layers_that_differ_are_few_stacks():
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention = True is not supported"),
         (PHI3 | {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75 is not supported"),
         (
-            PHI3 | {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
-            "rope_type = 'longrope' is not supported; a phi3 can have default",
+            PHI3 | {"rope_scaling": {"type": "llama3"}},
+            "rope_type = 'llama3' is not supported; a phi3 can have default,",
         ),
-        (PHI3 | {"rope_scaling": {"type": "su"}}, "rope_type = 'su' is not supported"),
+        (SMOLLM2 | {"rope_scaling": {"type": "su"}}, "rope_type = 'su' is not supported; a llama can have"),
         ({"model_type": "gemma3"}, "'gemma3' is not supported; supported are .*gemma3_text"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value[:40],
@@ -283,7 +283,8 @@ ROPES = st.fixed_dictionaries(
             *("low_freq_factor", "high_freq_factor", "truncate", "rope_theta"),
         )
     }
-    | {"rope_type": st.sampled_from(["linear", "llama3", "yarn", "default"]) | VALUES},
+    | {name: VALUES | st.lists(VALUES | st.floats(0.5, 8), max_size=40) for name in ("short_factor", "long_factor")}
+    | {"rope_type": st.sampled_from(["linear", "llama3", "yarn", "longrope", "su", "default"]) | VALUES},
 )
 CONFIGS = st.one_of(
     changed(SMOLLM2),

@@ -1,6 +1,7 @@
 """Import then export, bit by bit, from any mesh; never a half-written folder; families chosen and refused by name."""
 
 import dataclasses
+import itertools
 import json
 
 import hf_reference
@@ -22,7 +23,8 @@ from jaxtp.models.families import FAMILIES
 
 SMALL = jaxtp.ModelConfig(vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=12)
 
-CASES = list(zip(COPIED + MADE, [(1, 1, 1), (1, 2, 4), (2, 2, 2)] * 6, strict=True))
+MESHES = [{}, {"cp": 2, "tp": 2}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 2, "tp": 4}, {"fsdp": 2, "cp": 2, "tp": 2}]
+CASES = list(zip(COPIED + MADE, itertools.cycle(MESHES), strict=False))
 FIRST = [CASES[1], *(case for case in CASES if case[0] in ("phi3", "gpt2_unscaled"))]
 
 
@@ -45,7 +47,7 @@ def in_dtype(source, target, dtype):
 @pytest.mark.parametrize("case", sweep(CASES, *FIRST), ids=str)
 def test_bit_by_bit(case, tmp_path):
     name, mesh = case
-    with jax.set_mesh(jaxtp.make_mesh(*mesh)):
+    with jax.set_mesh(jaxtp.make_mesh(**mesh)):
         model = jaxtp.load_hf(FOLDER / name)
     family = family_of(read_attributes(FOLDER / name), name)
     jaxtp.save_hf(model, tmp_path / "out", family=family.model_type, max_shard_size="50KB")

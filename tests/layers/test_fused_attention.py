@@ -13,8 +13,9 @@ from jax.sharding import PartitionSpec
 from support import TOLERANCE, assert_close, relative_error
 
 import jaxtp
-from jaxtp.collectives import batch_spec, device_view
+from jaxtp.collectives import axis_index, batch_spec, device_view
 from jaxtp.layers import fused_attention as fused
+from jaxtp.layers.activations import Part
 from jaxtp.layers.fused_attention import MOST_HEAD_DIM, Blocks, block_sizes, fused_attention
 
 ROWS, SCALE = 2, 0.3
@@ -41,12 +42,12 @@ def draw(tokens, heads, kv_heads, width, dtype="float32", rows=ROWS):
 
 
 def plain(q, k, v, seen, softcap):
-    """Attention by the book; `seen` is `[B, T, T]`."""
+    """Attention by the book; `seen` is `[B, T, S]`."""
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     s = SCALE * jnp.einsum("btnh,bsnh->bnts", q, k)
     s = s if softcap is None else softcap * jnp.tanh(s / softcap)
-    weights = jax.nn.softmax(jnp.where(seen[:, None], s, -jnp.inf), axis=-1)
-    return jnp.einsum("bnts,bsnh->btnh", weights, v)
+    weights = jax.nn.softmax(jnp.where(seen[:, None], s, -1e30), axis=-1)
+    return jnp.einsum("bnts,bsnh->btnh", jnp.where(seen[:, None], weights, 0), v)
 
 
 def with_gradients(attend, q, k, v, do, *others):
@@ -59,8 +60,9 @@ def programs(name):
     """Both programs of a structure, which take any documents and window."""
     softcap = STRUCTURES[name][4]
 
-    def attend(q, k, v, segments, window):
-        return fused_attention(q, k, v, segments, scale=SCALE, window=window, softcap=softcap, interpret=True)
+    def attend(q, k, v, segments, window, part=None):
+        settings = {"scale": SCALE, "window": window, "softcap": softcap, "part": part}
+        return fused_attention(q, k, v, segments, **settings, interpret=True)
 
     expected = partial(with_gradients, lambda q, k, v, seen: plain(q, k, v, seen, softcap))
     return jax.jit(partial(with_gradients, attend)), jax.jit(expected)
@@ -71,9 +73,13 @@ def in_float64(program, arrays, seen):
         return {name: np.asarray(x) for name, x in program(*(np.asarray(x, np.float64) for x in arrays), seen).items()}
 
 
-def which_see(segments, window):
-    distance = np.arange(segments.shape[1])[:, None] - np.arange(segments.shape[1])
-    return (distance >= 0) & (distance < window) & (segments[:, :, None] == segments[:, None])
+def which_see(segments, window, queries=None, keys=None):
+    """Whether the query at a position sees the key at another, by default of all; no key is before position 0."""
+    length = segments.shape[1]
+    queries, keys = (np.arange(length) if at is None else np.asarray(at) for at in (queries, keys))
+    distance = queries[:, None] - keys
+    seen = (distance >= 0) & (distance < window) & (keys >= 0)
+    return seen & (segments[:, queries, None] == segments[:, None, np.clip(keys, 0, length - 1)])
 
 
 def documents(tokens, cuts, padded):
@@ -95,6 +101,30 @@ def test_documents_and_windows(name, rows, window):
     with in_blocks(blocks):
         found = ours(*arrays, segments, window)
     assert_close(found, in_float64(expected, arrays, which_see(segments, window)), TOLERANCE)
+
+
+QUERIES, KEYS = 13, 18
+ANY_PART = st.lists(st.integers(0, 36), min_size=QUERIES, max_size=QUERIES, unique=True).map(sorted)
+
+
+@given(st.lists(ROW, min_size=ROWS, max_size=ROWS), st.integers(1, 50), ANY_PART, st.integers(-9, 37))
+@settings(max_examples=15)
+def test_any_part(rows, window, queries, first_key):
+    """Queries anywhere, beside keys that begin anywhere, also before the sequence: some see none of them."""
+    name = "rest of a block"
+    tokens, *sizes, _, blocks = STRUCTURES[name]
+    segments = np.stack([documents(tokens, *row) for row in rows]).astype(np.int32)
+    q, k, v, do = draw(tokens, *sizes)
+    arrays = q[:, :QUERIES], k[:, :KEYS], v[:, :KEYS], do[:, :QUERIES]
+    ours, expected = programs(name)
+    with in_blocks(blocks):
+        found = ours(*arrays, segments, window, Part(jnp.array(queries, jnp.int32), jnp.int32(first_key)))
+    seen = which_see(segments, window, queries, first_key + np.arange(KEYS))
+    right = in_float64(expected, arrays, seen)
+    for what, empty in (("output", ~seen.any(2)), ("queries", ~seen.any(2)), ("keys", ~seen.any(1))):
+        assert (np.asarray(found[what])[empty] == 0).all()
+        np.testing.assert_allclose(found[what], right[what], atol=2e-5, err_msg=what)
+    np.testing.assert_allclose(found["values"], right["values"], atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -171,6 +201,26 @@ def test_keys_that_are_equal_over_tp_have_their_gradient_summed():
         with jax.set_mesh(jaxtp.make_mesh(tp=2, devices=jax.devices()[:2])):
             found = run(device_view(attend, "attention", (heads, equal, equal), heads))
     assert_close(found, expected)
+
+
+def test_a_device_knows_its_part_only_when_it_runs():
+    """Zigzag: chunks 0 and 3 or 1 and 2, by the place along an axis; the keys' gradients are summed over it."""
+    q, k, v, do = draw(24, 2, 1, 16)
+    segments = np.stack([documents(24, [5, 14], padded) for padded in (False, True)]).astype(np.int32)
+    chunks = np.arange(24).reshape(4, 6)
+    order = chunks[[0, 3, 1, 2]].ravel()
+    split, equal = PartitionSpec(None, "fsdp"), PartitionSpec()
+
+    def attend(q, k, v, segments):
+        queries = jnp.asarray(order.reshape(2, 12), jnp.int32)[axis_index("fsdp")]
+        return fused_attention(q, k, v, segments, scale=SCALE, part=Part(queries, 0), interpret=True)
+
+    view = device_view(attend, "attention", (split, equal, equal, equal), split)
+    with in_blocks(SMALL), jax.set_mesh(jaxtp.make_mesh(fsdp=2, devices=jax.devices()[:2])):
+        found = jax.jit(partial(with_gradients, view))(q[:, order], k, v, do[:, order], segments)
+    expected = jax.jit(partial(with_gradients, partial(plain, softcap=None)))
+    right = in_float64(expected, (q, k, v, do), which_see(segments, 24))
+    assert_close(found, {n: x[:, order] if n in ("output", "queries") else x for n, x in right.items()}, TOLERANCE)
 
 
 @pytest.mark.parametrize("dtype", fused.DTYPES)

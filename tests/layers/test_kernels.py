@@ -1,18 +1,25 @@
 """Kernels of attention against plain mathematics in float64; what they visit and hold; which of them `auto` takes."""
 
+from functools import cache, partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+from support import assert_close, sweep
 
 import jaxtp
+from jaxtp.collectives import axis_index, device_view
 from jaxtp.config import ConfigError
-from jaxtp.layers.blockwise_attention import block_size, visited
+from jaxtp.layers import blockwise_attention as blockwise
+from jaxtp.layers.activations import Part, seeing_queries, seen_keys
+from jaxtp.layers.blockwise_attention import block_size, num_visited
 from jaxtp.layers.fused_attention import MOST_HEAD_DIM
-from jaxtp.layers.kernels import KERNELS, Use, chosen, refused
+from jaxtp.layers.kernels import KERNELS, Use, chosen, refused, seen
 
 WIDTH = 4
 
@@ -32,7 +39,7 @@ def plain(q, k, v, dy, seen, scale, softcap):
             scores = queries @ keys.T * scale
             capped = scores if softcap is None else softcap * np.tanh(scores / softcap)
             highest = np.max(capped, where=seen[row], initial=-1e9, axis=1, keepdims=True)
-            weights = np.where(seen[row], np.exp(capped - highest), 0)
+            weights = np.exp(np.where(seen[row], capped - highest, -np.inf))
             weights /= np.maximum(weights.sum(1, keepdims=True), 1e-300)
             y[row, :, head] = weights @ values
             d_weights = grads @ values.T
@@ -44,11 +51,13 @@ def plain(q, k, v, dy, seen, scale, softcap):
     return y, dq, dk, dv
 
 
-def seen_keys(length, window, segments):
-    at = np.arange(length)
-    seen = at[:, None] >= at
-    seen &= (at[:, None] - at) < (window or length)
-    return seen & (segments[:, :, None] == segments[:, None])
+def which_see(queries, keys, window, segments):
+    """Whether the query at a position sees the key at another, `[B, Tq, S]`; no key is before position 0."""
+    queries, keys = np.asarray(queries), np.asarray(keys)
+    distance = queries[:, None] - keys
+    seen = (distance >= 0) & (distance < (window or np.inf)) & (keys >= 0)
+    last = segments.shape[1] - 1
+    return seen & (segments[:, queries, None] == segments[:, None, np.clip(keys, 0, last)])
 
 
 @st.composite
@@ -77,27 +86,209 @@ def run(kernel, q, k, v, dy, segments, **options):
     return y, *gradients(dy)
 
 
+@pytest.mark.wide  # each example is a program
 @pytest.mark.parametrize("name", ["blockwise", "xla"])
-@settings(max_examples=8)
+@settings(max_examples=25)
 @given(problem=problems())
-def test_a_kernel_is_plain_mathematics(name, problem):
+def test_a_kernel_is_plain_mathematics_whatever_the_sizes(name, problem):
     length, segments = problem["length"], problem["segments"]
     options = {"scale": 0.6, "window": problem["window"], "softcap": problem["softcap"]}
     with jax.enable_x64(True):
         given = arrays(length, problem["heads"])
         found = jax.jit(lambda *a: run(KERNELS[name].run, *a, segments, **options))(*given)
-    seen = seen_keys(length, problem["window"], np.zeros((2, length)) if segments is None else segments)
-    expected = plain(*map(np.asarray, given), seen, 0.6, problem["softcap"])
+    at = np.arange(length)
+    seen = which_see(at, at, problem["window"], np.zeros((2, length)) if segments is None else segments)
+    assert_equal(name, found, plain(*map(np.asarray, given), seen, 0.6, problem["softcap"]))
+
+
+def assert_equal(name, found, expected):
     for what, actual, right in zip(("y", "dq", "dk", "dv"), found, expected, strict=True):
         np.testing.assert_allclose(actual, right, atol=1e-5 if name == "xla" else 1e-12, err_msg=what)
 
 
-def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
-    """As those do that fill the last block."""
+TOKENS, QUERIES, KEYS = 24, 10, 15
+STRUCTURES = {
+    # query heads, kv heads, window, softcap, whether there are documents
+    "documents": ((2, 1), None, None, True),
+    "window and softcap": ((4, 2), 5, 3.0, True),
+    "one document": ((2, 2), None, 3.0, False),
+    "one document and a window": ((2, 1), 7, None, False),
+}
+
+
+@cache
+def program(name, structure):
+    """A kernel's result and gradients for a part; where the part is and the documents are no constants of it."""
+    _, window, softcap, packed = STRUCTURES[structure]
+
+    def attend(q, k, v, dy, segments, part):
+        options = {"scale": 0.6, "window": window, "softcap": softcap, "part": part}
+        return run(KERNELS[name].run, q, k, v, dy, segments if packed else None, **options)
+
+    return jax.jit(attend)
+
+
+def documents(tokens):
+    """Two rows of documents; from the last end on there is padding."""
+    rows = st.lists(st.sets(st.integers(1, tokens), min_size=1, max_size=4).map(sorted), min_size=2, max_size=2)
+
+    def segments(rows):
+        ids = np.stack([np.searchsorted(ends, np.arange(tokens), side="right") + 1 for ends in rows])
+        return np.where(np.arange(tokens) < np.array([[ends[-1]] for ends in rows]), ids, 0).astype(np.int32)
+
+    return rows.map(segments)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "xla"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@settings(max_examples=8)
+@given(documents(TOKENS + 1))
+def test_a_kernel_is_plain_mathematics(name, structure, segments):
+    """Of a length that no block divides."""
+    (heads, window, softcap, _), at = STRUCTURES[structure], np.arange(TOKENS + 1)
     with jax.enable_x64(True):
-        length = block_size(33) * 4 - 1
-        y, *grads = run(KERNELS["blockwise"].run, *arrays(length, (1, 1)), None, scale=1.0)
-    assert all(jnp.isfinite(x).all() for x in (y, *grads))
+        given = arrays(TOKENS + 1, heads)
+        found = program(name, structure)(*given, segments, None)
+    seen = which_see(at, at, window, cut(segments, structure))
+    assert_equal(name, found, plain(*map(np.asarray, given), seen, 0.6, softcap))
+
+
+def cut(segments, structure):
+    """Segments `[2, T]` of a case, which a structure may leave out."""
+    return segments if STRUCTURES[structure][3] else np.zeros_like(segments)
+
+
+ANY_PART = (
+    documents(TOKENS),
+    st.lists(st.integers(0, TOKENS - 1), min_size=QUERIES, max_size=QUERIES, unique=True).map(sorted),
+    st.integers(-8, TOKENS),
+)
+
+
+@pytest.mark.parametrize("name", ["blockwise", "xla"])
+@pytest.mark.parametrize("structure", sweep(list(STRUCTURES), "window and softcap", "one document"))
+@settings(max_examples=10)
+@given(*ANY_PART)
+def test_a_kernel_computes_any_part(name, structure, segments, queries, first_key):
+    """Queries anywhere, beside keys that begin anywhere, also before the sequence: some see none of them."""
+    (heads, kv_heads), window, softcap, _ = STRUCTURES[structure]
+    seen = which_see(queries, first_key + np.arange(KEYS), window, cut(segments, structure))
+    with jax.enable_x64(True):
+        q, k, v, dy = arrays(TOKENS, (heads, kv_heads))
+        given = q[:, :QUERIES], k[:, :KEYS], v[:, :KEYS], dy[:, :QUERIES]
+        found = program(name, structure)(*given, segments, Part(jnp.array(queries, jnp.int32), jnp.int32(first_key)))
+    assert_equal(name, found, plain(*map(np.asarray, given), seen, 0.6, softcap))
+    for rows, empty in ((found[:2], ~seen.any(2)), (found[2:], ~seen.any(1))):  # not nearly zero
+        assert all((np.asarray(x)[empty] == 0).all() for x in rows)
+
+
+def zigzag(tokens, devices, *, contiguous=False):
+    """The chunks of each device."""
+    size = tokens // (2 * devices)
+    chunks = [range(i * size, (i + 1) * size) for i in range(2 * devices)]
+    if contiguous:
+        return [[range(i * 2 * size, (i + 1) * 2 * size)] for i in range(devices)]
+    return [[chunks[i], chunks[-1 - i]] for i in range(devices)]
+
+
+PADDING = np.repeat([[1, 0], [1, 2]], TOKENS // 2, axis=1).astype(np.int32)
+"""Of two devices one has nothing else, in a row."""
+
+
+@pytest.mark.parametrize("name", ["blockwise", "xla"])
+@pytest.mark.parametrize("devices", sweep([2, 3, 4], 2))
+@pytest.mark.parametrize("structure", sweep(list(STRUCTURES), "documents"))
+@settings(max_examples=6)
+@example(segments=PADDING, contiguous=True)
+@given(documents(TOKENS), st.booleans())
+def test_the_parts_of_all_devices_are_the_whole(name, devices, structure, segments, contiguous):
+    heads, window, softcap, _ = STRUCTURES[structure]
+    at = np.arange(TOKENS)
+    with jax.enable_x64(True):
+        q, k, v, dy = given = arrays(TOKENS, heads)
+        whole = [np.zeros(x.shape) for x in (q, q, k, v)]
+        for chunks in zigzag(TOKENS, devices, contiguous=contiguous):
+            queries = np.concatenate(chunks).astype(np.int32)
+            y, dq, dk, dv = program(name, structure)(
+                q[:, queries], k, v, dy[:, queries], segments, Part(jnp.asarray(queries), jnp.int32(0))
+            )
+            whole[0][:, queries], whole[1][:, queries] = y, dq
+            whole[2] += dk
+            whole[3] += dv
+    seen = which_see(at, at, window, cut(segments, structure))
+    assert_equal(name, whole, plain(*map(np.asarray, given), seen, 0.6, softcap))
+
+
+@pytest.mark.parametrize("name", ["blockwise", "xla"])
+@settings(max_examples=6)
+@given(documents(TOKENS))
+def test_keys_from_a_halo_before_the_chunk_are_as_good_as_all(name, segments):
+    """What lies in a halo that begins before the sequence is not seen, and has no gradient."""
+    structure, size = "window and softcap", TOKENS // 2
+    heads, window, softcap, _ = STRUCTURES[structure]
+    at, halo = np.arange(TOKENS), window - 1
+    with jax.enable_x64(True):
+        q, k, v, dy = given = arrays(TOKENS, heads)
+        beyond = [jnp.pad(x, ((0, 0), (halo, 0), (0, 0), (0, 0)), constant_values=1e3) for x in (k, v)]
+        whole = [np.zeros(x.shape) for x in (q, q, *beyond)]
+        for start in range(0, TOKENS, size):
+            mine, held = np.s_[:, start : start + size], np.s_[:, start : start + size + halo]
+            part = Part(start + jnp.arange(size, dtype=jnp.int32), jnp.int32(start - halo))
+            found = program(name, structure)(q[mine], *(x[held] for x in beyond), dy[mine], segments, part)
+            for array, place, x in zip(whole, (mine, mine, held, held), found, strict=True):
+                array[place] += x
+    for x in whole[2:]:
+        assert (x[:, :halo] == 0).all()
+    found = [*whole[:2], *(x[:, halo:] for x in whole[2:])]
+    assert_equal(name, found, plain(*map(np.asarray, given), which_see(at, at, window, segments), 0.6, softcap))
+
+
+@pytest.mark.parametrize("name", ["blockwise", "xla"])
+def test_a_device_knows_its_part_only_when_it_runs(name):
+    """Its place along an axis is traced; gradients of keys that are equal on all devices are summed over them."""
+    given = arrays(TOKENS, (2, 1), "float32")
+    segments = np.repeat([[1, 2, 3], [1, 1, 0]], TOKENS // 3, axis=1).astype(np.int32)
+    split, equal = PartitionSpec(None, "fsdp"), PartitionSpec()
+
+    def attend(q, k, v, segments):
+        mine = axis_index("fsdp") * q.shape[1] + jnp.arange(q.shape[1], dtype=jnp.int32)
+        part = Part(mine, 0)
+        return KERNELS[name].run(q, k, v, segments, scale=0.6, window=5, softcap=None, part=part)
+
+    view = device_view(attend, "attention", (split, equal, equal, equal), split)
+    found = {}
+    for devices in (1, 2):
+        with jax.set_mesh(jaxtp.make_mesh(fsdp=devices, devices=jax.devices()[:devices])):
+            results = jax.jit(partial(run, view))(*given, segments)
+        found[devices] = dict(zip(("y", "dq", "dk", "dv"), results, strict=True))
+    assert_close(found[2], found[1])
+    at = np.arange(TOKENS)
+    exact = plain(*(np.asarray(x, "float64") for x in given), which_see(at, at, 5, segments), 0.6, None)
+    np.testing.assert_allclose(found[2]["dk"], exact[2], atol=1e-5)
+
+
+@settings(max_examples=30)
+@given(*ANY_PART, st.none() | st.integers(1, TOKENS))
+def test_two_ranges_say_who_sees_whom(segments, queries, first_key, window):
+    part = Part(jnp.array(queries, jnp.int32), first_key)
+    for packed in (segments, None):
+        rest = (KEYS, window, packed, part)
+        of_queries = seen_keys((2, QUERIES), *rest)
+        of_keys = seeing_queries(of_queries, *rest)
+        assert_ranges(of_queries, of_keys, queries, first_key + np.arange(KEYS), window, packed)
+        rest = (TOKENS, window, packed)
+        of_queries = seen_keys((2, TOKENS), *rest)
+        assert_ranges(
+            of_queries, seeing_queries(of_queries, *rest), np.arange(TOKENS), np.arange(TOKENS), window, packed
+        )
+
+
+def assert_ranges(of_queries, of_keys, queries, keys, window, segments):
+    seen = which_see(queries, keys, window, np.zeros((2, TOKENS)) if segments is None else segments)
+    for (first, last), right in ((of_queries, seen), (of_keys, seen.swapaxes(1, 2))):
+        index = np.arange(right.shape[2])
+        np.testing.assert_array_equal((first[:, :, None] <= index) & (index <= last[:, :, None]), right)
+        assert all((np.diff(np.asarray(ends)) >= 0).all() and ends.dtype == "int32" for ends in (first, last))
 
 
 def test_blocks_that_nothing_sees_are_not_visited():
@@ -115,12 +306,23 @@ def test_blocks_that_nothing_sees_are_not_visited():
         assert bool(jnp.isfinite(y[:, block + far :]).all())
 
 
+def test_a_part_visits_no_block_that_it_does_not_see():
+    """Two chunks with a window: keys before, between and after what they see."""
+    length, block = 96, block_size(24)
+    queries = jnp.array([*range(24, 36), *range(60, 72)], jnp.int32)
+    q, k, v, _ = arrays(length, (2, 1), "float32")
+    first, last = 24 // block, 71 // block  # a block of 8 queries lies across the gap, and sees what is between
+    spoilt = [x.at[:, : (first - 1) * block].set(jnp.nan).at[:, (last + 1) * block :].set(jnp.nan) for x in (k, v)]
+    attend = partial(KERNELS["blockwise"].run, scale=1.0, window=block, part=Part(queries, 0))
+    assert bool(jnp.isfinite(jax.jit(attend)(q[:, :24], *spoilt)).all())
+
+
 def test_documents_may_have_the_number_of_one_before_their_neighbour():
     again, counted = (jnp.asarray([row] * 2) for row in ([1] * 4 + [2] * 4 + [1] * 4, [0] * 4 + [1] * 4 + [2] * 4))
     given = arrays(12, (2, 1), "float32")
     for kernel in (KERNELS["xla"], KERNELS["blockwise"]):
-        one, other = (run(kernel.run, *given, s, scale=1.0, window=None, softcap=None) for s in (again, counted))
-        jax.tree.map(np.testing.assert_array_equal, one, other)
+        attend = jax.jit(partial(run, partial(kernel.run, scale=1.0, window=None, softcap=None)))
+        jax.tree.map(np.testing.assert_array_equal, attend(*given, again), attend(*given, counted))
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (5, 3.0)])
@@ -141,7 +343,8 @@ def test_second_derivatives(window, softcap):
 def test_sixteen_bits_are_as_exact_as_xla():
     given, options = arrays(70, (4, 2), "bfloat16"), {"scale": 0.5, "window": None, "softcap": None}
     of = lambda name: jax.jit(lambda *a: run(KERNELS[name].run, *a, None, **options))(*given)
-    exact = plain(*(np.asarray(x, "float64") for x in given), seen_keys(70, None, np.zeros((2, 70))), 0.5, None)
+    seen = which_see(np.arange(70), np.arange(70), None, np.zeros((2, 70)))
+    exact = plain(*(np.asarray(x, "float64") for x in given), seen, 0.5, None)
     for what, found, other, right in zip(("y", "dq", "dk", "dv"), of("blockwise"), of("xla"), exact, strict=True):
         error, usual = (np.linalg.norm(np.asarray(x, "float64") - right) for x in (found, other))
         assert error < 1.5 * usual, what  # the softmax's mean is of a result in 16 bits
@@ -163,9 +366,46 @@ def test_blockwise_holds_blocks_of_scores_and_no_more():
 
 def test_what_is_visited_grows_as_causality_and_windows_say():
     blocks = 4096 // block_size(4096)
-    assert len(visited(4096, None)) == blocks * (blocks + 1) // 2
-    assert len(visited(4096, 1)) == blocks
-    assert len(visited(4096, 2)) == 2 * blocks - 1
+    assert num_visited([range(4096)], None) == blocks * (blocks + 1) // 2
+    assert num_visited([range(4096)], 1) == blocks
+    assert num_visited([range(4096)], 2) == 2 * blocks - 1
+
+
+def split_sequences():
+    """Chunks of the devices of a split, with a length of its own."""
+    sizes = st.tuples(st.integers(1, 300), st.integers(1, 4), st.booleans())
+    return sizes.map(lambda drawn: zigzag(2 * drawn[0] * drawn[1], drawn[1], contiguous=drawn[2]))
+
+
+@settings(max_examples=40)
+@given(split_sequences(), st.none() | st.integers(1, 700))
+def test_what_a_device_visits_is_counted_from_its_chunks(devices, window):
+    for chunks in devices:
+        queries = np.concatenate(chunks)
+        block = block_size(len(queries))
+        lowest = np.zeros_like(queries) if window is None else np.maximum(queries - window + 1, 0)
+        pairs = sum(queries[i : i + block][-1] // block - lowest[i] // block + 1 for i in range(0, len(queries), block))
+        assert num_visited(chunks, window) == pairs
+    whole = [range(devices[0][0].start, sum(len(chunk) for chunks in devices for chunk in chunks))]
+    np.testing.assert_allclose(sum(seen(chunks, window) for chunks in devices), seen(whole, window))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_the_count_is_that_of_the_loop(window):
+    for chunks in ([range(100)], *zigzag(96, 3), *zigzag(96, 3, contiguous=True)):
+        length = sum(map(len, chunks))
+        q, k, _, _ = arrays(100, (1, 1), "float32")
+        part = Part(jnp.array(np.concatenate(chunks), jnp.int32), 0)
+        call = blockwise._Settings(1.0, window, None, block_size(length))
+        assert int(blockwise._Pairs(call, q[:, :length], k, None, part).count) == num_visited(chunks, window)
+
+
+def test_zigzag_chunks_make_the_work_of_all_devices_alike():
+    length, window = 2**20, 4096
+    work = {kind: [KERNELS[kind].blocks(chunks, None) for chunks in zigzag(length, 8)] for kind in KERNELS}
+    products = {kind: {number * m * n for number, m, n in device} for kind, device in work.items() if kind != "xla"}
+    assert all(max(products[kind]) < 1.01 * min(products[kind]) for kind in products)
+    assert len({round(seen(chunks, window)) for chunks in zigzag(length, 8)[1:]}) == 1
 
 
 GPU = {"platform": "cuda", "dtype": "bfloat16", "head_dim": 128, "length": 4096, "packed": False}
@@ -178,6 +418,7 @@ GPU = {"platform": "cuda", "dtype": "bfloat16", "head_dim": 128, "length": 4096,
         ({"packed": True}, "fused"),
         ({"dtype": "float32"}, "fused"),
         ({"softcap": 50.0}, "fused"),
+        ({"part": True}, "fused"),
         ({"window": 128}, "cudnn"),
         ({"head_dim": 256}, "fused"),
         ({"head_dim": 512}, "blockwise"),
@@ -200,6 +441,7 @@ def test_auto_takes_the_fastest_that_can(changes, name):
         ({"dtype": "float32"}, "it computes in 16 bits, and model.precision.compute is float32"),
         ({"head_dim": 132}, "it takes a head_dim of at most 128, a multiple of 8, not 132"),
         ({"platform": "rocm"}, "it runs on cuda, not on rocm; use auto (blockwise or xla)"),
+        ({"part": True}, "with mesh.context=gather a device has a part, with ulysses all; use auto (fused"),
     ],
 )
 def test_a_kernel_that_cannot_is_refused_with_those_that_can(changes, said):

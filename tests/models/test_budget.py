@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import sweep, sweep_of
+from support import sizes_of, sweep, sweep_of
 
 import jaxtp
 from jaxtp.audit.census import count_collectives
@@ -16,7 +16,7 @@ from jaxtp.layers import remat
 from jaxtp.layers.lora import LoraConfig, trained
 from jaxtp.layers.loss import LOSS
 from jaxtp.layers.parameter import GRADIENTS
-from jaxtp.mesh import AXES, mesh_sizes
+from jaxtp.mesh import mesh_sizes
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import stored_arrays
 
@@ -172,11 +172,89 @@ def test_the_budget_is_exact(case):
     assert counted == pytest.approx(budget)
 
 
+WINDOWS = dataclasses.replace(PLAIN, sliding_window=3)
+OVER_CP = {
+    "ulysses": ("ulysses", PLAIN),
+    "ulysses, copied kv heads": ("ulysses", dataclasses.replace(BIASED, num_kv_heads=1)),
+    "ulysses, adapters": ("ulysses", dataclasses.replace(PLAIN, lora=LoraConfig(rank=4))),
+    "ulysses, bfloat16": ("ulysses", dataclasses.replace(PLAIN, precision=LOW)),
+    "gather": ("gather", PLAIN),
+    "gather, few kv heads": ("gather", dataclasses.replace(BIASED, num_kv_heads=2, overlap="ring")),
+    "gather, adapters": ("gather", dataclasses.replace(PLAIN, lora=LoraConfig(rank=4))),
+    "halo": ("gather", WINDOWS),
+    "halo of several chunks": ("gather", dataclasses.replace(BIASED, num_kv_heads=2, sliding_window=7)),
+    "halo of zigzag chunks": ("gather", dataclasses.replace(BIASED, pattern=({"sliding_window": 3}, {}))),
+}
+"""Methods over cp, and models for them. Adapters' budget is an upper bound over tp, and exact over cp."""
+CP_MESHES = [(2, 1, 4, 2), (1, 2, 2, 4), (1, 1, 4, 1)]
+
+
+FIRST_OVER_CP = [
+    ("ulysses", (2, 1, 4, 2), "full"),
+    ("ulysses, copied kv heads", (1, 2, 2, 4), "save_dots"),
+    ("gather", (1, 2, 2, 4), "full"),
+    ("gather", (2, 1, 4, 2), "none"),
+    ("halo of several chunks", (2, 1, 4, 2), "full"),
+    ("halo of zigzag chunks", (1, 1, 4, 1), "full"),
+]
+EVERY_OVER_CP = [
+    *FIRST_OVER_CP,
+    *(
+        (name, CP_MESHES[(i + j) % len(CP_MESHES)], policy)
+        for i, name in enumerate(OVER_CP)
+        for j, policy in enumerate(ALL_REDUCE)
+        if (i + j) % 2
+    ),
+]
+
+
+@pytest.mark.parametrize("case", sweep(list(dict.fromkeys(EVERY_OVER_CP)), *FIRST_OVER_CP), ids=str)
+def test_the_budget_is_exact_over_cp(case):
+    name, mesh, policy = case
+    context, model = OVER_CP[name]
+    config = dataclasses.replace(model, remat=policy)
+    if config.heads.on_device(mesh[-1])[0] % mesh[-2] and context == "ulysses":
+        pytest.skip("cp does not divide the heads")
+    accumulation = 1 if config.lora.rank else 2
+    counted, budget = accounts.step_bytes(config, mesh, accumulation=accumulation, context=context)
+    over_cp = {place for place in {*counted, *budget} if "cp" in place[1]} if config.lora.rank else {*counted, *budget}
+    assert {place: counted.get(place) for place in over_cp} == pytest.approx({p: budget.get(p) for p in over_cp})
+    assert any("attend" in module for module, _ in over_cp)
+
+
+ATTENTION_OVER_CP = {"ulysses": {"all-to-all"}, "gather": {"all-gather", "reduce-scatter"}, "halo": {"permute"}}
+
+
+@pytest.mark.parametrize("name", ATTENTION_OVER_CP)
+@pytest.mark.parametrize("policy", sweep(["none", "full"], "full"))
+def test_attention_over_cp_moves_what_its_method_needs_and_nothing_else(name, policy):
+    """In units of (cp-1)/cp * T/cp * H/tp elements for each sequence, as `layers/context.py` has it."""
+    (context, model), cp, tp = OVER_CP[name], 4, 2
+    model = dataclasses.replace(model, num_layers=1, num_kv_heads=4, remat=policy)
+    every = accounts.step_collectives(model, sizes_of((1, 1, cp, tp)), context=context)
+    found = {c: times for c, times in every.items() if c.module == "attention/attend"}
+    assert {c.kind for c in found} == ATTENTION_OVER_CP[name]
+    assert {c.axes for c in found} == {("cp",)}
+    sent = sum(c.bytes_sent * times for c, times in found.items())
+    unit = (cp - 1) / cp * (accounts.T // cp) * CONFIG["head_dim"] / tp * accounts.B * 4
+    queries, keys, again = 8, 4, policy == "full"
+    copied = keys * 2  # of the two kv heads of a device each is copied, so that cp divides them
+    halo = 2 * keys // tp * CONFIG["head_dim"] * (WINDOWS.sliding_window - 1) * accounts.B * 4
+    expected = {
+        "ulysses": (2 + again) * 2 * (queries + copied) * unit,
+        "gather": (2 + again) * 2 * keys * cp * unit,
+        "halo": (2 + again) * halo,
+    }[name]
+    assert sent == pytest.approx(expected)
+    activations = [c for c in every if c.axes == ("cp",) and len(c.shape) > 2 and c not in found]
+    assert not activations, "between attention and attention nothing of a token moves over cp"
+
+
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["all", "adapters"])
 def test_gradients_of_micro_batches_are_summed_over_dp_once(lora):
     config, mesh = dataclasses.replace(PLAIN, lora=lora), (4, 1, 2)
     trained = [array for array in stored_arrays(TrainConfig(model=config)) if array.trained]
-    held = sum(array.bytes_per_device(dict(zip(AXES, mesh, strict=True))) for array in trained)
+    held = sum(array.bytes_per_device(sizes_of(mesh)) for array in trained)
     counted, _ = accounts.step_bytes(config, mesh, accumulation=4)
     over_dp = {module: sent for (module, axes), sent in counted.items() if "dp" in axes}
     assert over_dp.pop(LOSS) == 4 * 2 * 3 / 4 * 8  # its sum and the number of labels, of each micro-batch

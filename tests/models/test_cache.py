@@ -25,10 +25,12 @@ PLAIN = jaxtp.ModelConfig(
     vocab_size=32, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=24, norm_eps=1e-3
 )
 SHARED = dataclasses.replace(PLAIN, vocab_size=19, num_kv_heads=2)  # odd vocabulary; kv heads fewer than tp
+LONGROPE = RopeScaling(kind="longrope", original_length=8, short_factor=(1.0, 1.1), long_factor=(2.0, 5.0))
+"""Slots for twice its original length, so that its first chunk is read by the long factors too."""
 BIASES = {"attention_bias": True, "attention_out_bias": True, "mlp_bias": True, "tie_embeddings": True}
 MODELS = {
     "plain": PLAIN,
-    "shared": SHARED,
+    "shared": dataclasses.replace(SHARED, rope_scaling=LONGROPE),
     "one kv head": dataclasses.replace(SHARED, num_kv_heads=1, scan_layers=False),
     "biases, tied": dataclasses.replace(SHARED, **BIASES),
     "head norms": dataclasses.replace(SHARED, qk_norm="head"),

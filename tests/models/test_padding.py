@@ -187,6 +187,7 @@ def test_what_padding_costs_is_said_and_counted():
     config = run_of("28 and 4").model
     assert describe_padding(config, sized(tp=4)) is None
     text = describe_padding(config, sized(tp=8))
+    assert describe_padding(config, sized(cp=4, tp=8)) == text
     assert text.startswith("over tp 8: 28 query heads as 32, 300 d_ff as 304, ")
     assert "WARNING" not in text
     much = describe_padding(run_of("7 and 1").model, sized(tp=5))

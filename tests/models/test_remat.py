@@ -46,6 +46,6 @@ def test_of_rings_no_more_than_a_device_s_part_is_kept(policy, lora):
 @pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
 @pytest.mark.parametrize("policy", ["none", "full", "save_reduced", "save_gathered", "save_dots"])
 def test_weights_are_kept_as_they_are_stored(policy, lora):
-    """In their own dtype: the result of a cast would be that of a gather too."""
+    """In their own dtype: the result of a cast would be that of a gather too. (Integers are of rotary angles.)"""
     weights = [array for array in kept(dataclasses.replace(MODEL, remat=policy, lora=lora), B, T) if array.ndim <= 2]
-    assert {array.dtype.name for array in weights} == {"float32"}
+    assert {array.dtype.name for array in weights} - {"int32"} == {"float32"}

@@ -14,6 +14,7 @@ import jaxtp
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import Packed
 from jaxtp.layers.activations import segment_mask, segment_positions
+from jaxtp.layers.context import Sequences
 
 B, T = 8, 16
 CONFIG = jaxtp.ModelConfig(
@@ -135,7 +136,7 @@ def test_no_document_sees_another(batch, alone):
     block = jaxtp.models.decoder.layer(nnx.merge(graph, state).blocks, 0)
     x = jax.random.normal(jax.random.key(0), (1, T, CONFIG.d_model))
     segments = batch["segments"][:1]
-    jacobian = jax.jit(jax.jacobian(lambda x: block(x, None, segments).sum(axis=-1)))(x)[0, :, 0]
+    jacobian = jax.jit(jax.jacobian(lambda x: block(x, None, Sequences(segments=segments)).sum(axis=-1)))(x)[0, :, 0]
     influence = np.abs(jacobian).sum(axis=-1)
     sees = (segments[0][:, None] == segments[0][None]) & np.tril(np.ones((T, T), bool))
     np.testing.assert_array_equal(influence > 0, sees)

@@ -2,23 +2,24 @@
 
 import dataclasses
 
+import jax
 import numpy as np
 import pytest
 from accounts import B, T, compiled_flops, kept_activations, step_bytes
 from flax import nnx
 from support import assert_close, cached_and_whole, random_weights, sweep_of, without_mesh
-from toy_layer import ToyModel, WrongModel
+from toy_layer import GatedConvolution, ToyModel, WrongModel
 
 import jaxtp
 from jaxtp.check.locate import first_difference
 from jaxtp.check.parity import TOLERANCES, initial_arrays
 from jaxtp.check.run import verdicts
-from jaxtp.check.shrink import Case, shrink
-from jaxtp.config import ConfigError, to_plain, validate
+from jaxtp.check.shrink import Case, default_cases, shrink
+from jaxtp.config import ConfigError, changed, to_plain, validate
 from jaxtp.estimate.search import describe_model, search, target
 from jaxtp.hardware_file import find
 from jaxtp.layers.parameter import Precision
-from jaxtp.mesh import fitting_meshes, sized
+from jaxtp.mesh import fitting_meshes, mesh_of, sized
 from jaxtp.models.config import checked, violations
 from jaxtp.models.costs import step_costs
 from jaxtp.train.config import DataConfig, TrainConfig
@@ -28,6 +29,7 @@ MODEL = ToyModel(vocab_size=61, d_model=32, num_layers=2, d_ff=48, conv_features
 PATTERN = dataclasses.replace(MODEL, num_layers=3, pattern=({"conv_width": 2}, {}))
 """Two kinds of convolution in turn, and one left over."""
 TP = Case(sized(tp=2), True)
+CP = Case(sized(cp=2), False, "gather")
 CONFIG = TrainConfig(model=PATTERN, data=DataConfig(sequence_length=16, global_batch_size=16))
 
 
@@ -101,6 +103,35 @@ def test_sizes_that_do_not_fit_are_named():
     assert "model.conv_features=36 is not divisible by mesh.tp=8" in problem
     with pytest.raises(ConfigError, match=r"model.pattern\[1\]:\n.*conv_widht: unknown key; did you mean conv_width"):
         checked(dataclasses.replace(MODEL, pattern=({}, {"conv_widht": 2})), sized())
+
+
+def test_over_cp_it_is_refused_and_not_wrong():
+    (problem,) = violations(PATTERN, sized(cp=2, tp=2))
+    assert problem == "mesh.cp=2 divides each sequence, and GatedConvolution cannot work on a part of one; cp can be 1"
+    with pytest.raises(ConfigError, match="GatedConvolution cannot work on a part"), jax.set_mesh(mesh_of(sized(cp=2))):
+        nnx.eval_shape(lambda: jaxtp.Decoder(PATTERN, rngs=nnx.Rngs(0)))
+    assert not any(violations(jaxtp.ModelConfig(), sized(cp=2))), "attention and an MLP do"
+    assert all(case.sizes["cp"] == 1 for case in default_cases(CONFIG, sized(cp=2, tp=2)))
+
+
+class Daring(GatedConvolution):
+    """It says that it works over cp, and does nothing about it."""
+
+    over_cp = True
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DaringModel(ToyModel):
+    """A decoder of them."""
+
+    layer = Daring
+
+
+def test_the_check_finds_a_layer_that_wrongly_says_so():
+    small = shrink(dataclasses.replace(CONFIG, model=DaringModel(**vars(MODEL))), [CP])
+    small = changed(small, {"mesh.context": "gather", "model.sequence_parallel": False})
+    where = first_difference(small, CP, initial_arrays(small), TOLERANCES["float32"].tensor)
+    assert where.startswith("blocks.0.convolution")
 
 
 def test_its_settings_are_written_and_read_back():

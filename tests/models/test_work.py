@@ -47,7 +47,7 @@ def test_with_adapters_too(remat):
 
 
 def test_micro_batches_change_no_flops_but_how_often_weights_are_read():
-    sizes = {"dp": 1, "fsdp": 2, "tp": 4}
+    sizes = sized(fsdp=2, tp=4)
     whole, parts = (step_costs(MODEL, sizes, **SHAPE, accumulation=n) for n in (1, 4))
     assert whole.flops == parts.flops
     assert sum(p.bytes * p.count for p in whole.products) < sum(p.bytes * p.count for p in parts.products)

@@ -88,8 +88,15 @@ class Family:
     rope_theta: float = 10_000.0
     """Base of the frequencies where config.json says nothing; that of layers with a window is always 10,000."""
 
-    rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn"})
+    rope_kinds: frozenset[str] = frozenset({"default", "linear", "llama3", "yarn", "longrope"})
     """Kinds of rotary embedding that its models can have."""
+
+    rope_aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of these kinds, in older files."""
+
+    original_length: int | None = None
+    """original_max_position_embeddings where config.json does not say it outside of the rotary embedding; None is what
+    the rotary embedding says, or max_position_embeddings."""
 
     scale_by_layer: str | None = None
     """An attribute by which, if it is true, the i-th layer divides its scores by i."""
