@@ -174,14 +174,14 @@ def _with_base(path: Path, including: tuple[str, ...]) -> Any:
     own = {key: value for key, value in values.items() if key != BASE}
     if not isinstance(values[BASE], str):
         raise ConfigError(f"{path}: base = {shown(repr(values[BASE]))}: should be the name of a YAML file")
-    return _merged(_with_base(path.parent / values[BASE], (*including, real)), own)
+    return merged(_with_base(path.parent / values[BASE], (*including, real)), own)
 
 
-def _merged(below: Any, above: Any) -> Any:
-    """Merges mappings key by key, and replaces anything else."""
+def merged(below: Any, above: Any) -> Any:
+    """Returns mappings merged key by key, those inside of them too; of anything else what is above."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
-    shared = {key: _merged(below[key], above[key]) for key in below.keys() & above.keys()}
+    shared = {key: merged(below[key], above[key]) for key in below.keys() & above.keys()}
     return {**below, **above, **shared}
 
 

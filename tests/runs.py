@@ -48,8 +48,9 @@ def smol_lm(folder):
     return folder
 
 
-def mesh(dp, fsdp, tp):
-    return ["--mesh.dp", str(dp), "--mesh.fsdp", str(fsdp), "--mesh.tp", str(tp)]
+def mesh(dp, fsdp, tp, cp=1):
+    sizes = {"dp": dp, "fsdp": fsdp, "cp": cp, "tp": tp}
+    return [word for axis, size in sizes.items() if size > 1 or axis != "cp" for word in (f"--mesh.{axis}", str(size))]
 
 
 def records(folder, key="loss"):

@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from jaxtp.config import ConfigError, changed, differences, flag, from_yaml, load, to_plain, to_yaml
 from jaxtp.generate.config import GenerateConfig
+from jaxtp.mesh import sized
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.train.config import MeshConfig, TrainConfig, check, describe_overlap, violations_on
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
-ONE = {"dp": 1, "fsdp": 1, "tp": 1}
+ONE = sized()
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -33,7 +34,11 @@ def test_tiny_is_the_default():
         ("none", 4, None),
         ("ring", 4, "rings of tp 4: a part of a sequence moves while another is multiplied"),
         ("ring", 1, "model.overlap=ring does nothing here: there is no tp"),
-        ("ring", 3, "model.overlap=ring does nothing here: tp 3 does not divide sequences of 128, which stay whole"),
+        (
+            "ring",
+            3,
+            "model.overlap=ring does nothing here: tp 3 does not divide sequences of 128, which tp leaves whole",
+        ),
     ],
 )
 def test_a_summary_says_whether_rings_do_anything(overlap, tp, said):
@@ -69,7 +74,7 @@ def test_scientific_notation_without_a_point_is_a_number(tmp_path):
         ("mesh: {tpp: 2}", "mesh.tpp: unknown key; did you mean mesh.tp?"),
         ("modle: {}", "modle: unknown key; did you mean modle"),
         ("model: {precision: {computer: float32}}", "did you mean model.precision.compute?"),
-        ("mesh: {zzz: 2}", "known keys: dp, fsdp, tp"),
+        ("mesh: {zzz: 2}", "known keys: dp, fsdp, cp, tp"),
         ("train: {steps: 0}\noptimizer: {beta1: 2}", "optimizer.beta1 = 2: should be less than 1"),
         ("train: {steps: many}", "train.steps = 'many'"),
         ("model: 3", "model = 3"),
@@ -101,7 +106,7 @@ def test_missing_file_suggests_its_neighbour(tmp_path):
 def test_violations_come_together_with_values_that_work():
     model = dataclasses.replace(TrainConfig().model, num_heads=12, num_kv_heads=5, d_model=100)
     with pytest.raises(ConfigError) as error:
-        check(TrainConfig(model=model), {"dp": 1, "fsdp": 3, "tp": 8})
+        check(TrainConfig(model=model), sized(fsdp=3, tp=8))
     text = str(error.value)
     assert (
         "model.num_heads=12 is not divisible by model.num_kv_heads=5; num_kv_heads can be 1, 2, 3, 4, 6, 12\n" in text
@@ -160,13 +165,13 @@ def problems_of(config, mesh):
 def test_a_model_that_is_there_keeps_its_sizes():
     model = dataclasses.replace(SMOL, from_hf=Path("a"))
     strict = TrainConfig(model=model, mesh=MeshConfig(allow_padding=False))
-    (heads, kv_heads) = violations_on(strict, {"dp": 1, "fsdp": 2, "tp": 4}, devices=8)
+    (heads, kv_heads) = violations_on(strict, sized(fsdp=2, tp=4), devices=8)
     assert heads == "mesh.tp=4 pads 9 query heads to 12, and mesh.allow_padding is false; tp can be 1, 3"
     assert kv_heads.endswith("; tp can be 1, 3"), "of 8 devices, fsdp has 2"
-    hints = violations(SMOL, {"dp": 1, "fsdp": 5, "tp": 1}, fixed=True)
+    hints = violations(SMOL, sized(fsdp=5), fixed=True)
     assert [line.partition("; ")[2].split(",")[0] for line in hints] == ["fsdp can be 1"]
-    assert "or d_model" not in "".join(violations(SMOL, {"dp": 1, "fsdp": 10**22, "tp": 1})), "no such model can be"
-    assert "or d_model 575 or 580" in next(violations(SMOL, {"dp": 1, "fsdp": 5, "tp": 1}))
+    assert "or d_model" not in "".join(violations(SMOL, sized(fsdp=10**22))), "no such model can be"
+    assert "or d_model 575 or 580" in next(violations(SMOL, sized(fsdp=5)))
 
 
 @pytest.mark.parametrize(

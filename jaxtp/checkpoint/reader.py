@@ -15,7 +15,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxtp.checkpoint.checksum import checksums
 from jaxtp.checkpoint.damage import CheckpointError, DamagedError
 from jaxtp.checkpoint.stored import newest, read_arrays, stored_arrays, stored_info
-from jaxtp.mesh import describe_mesh
+from jaxtp.mesh import describe_mesh, sized
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Stored:
     def summary(self) -> Iterator[str]:
         """Yields lines on the run that wrote it."""
         yield f"step      {self.folder.name}, next sample {self.info['next_sample']:,}"
-        yield f"written   on mesh {describe_mesh(self.info['mesh'])} by {self.info['processes']} process(es)"
+        yield f"written   on mesh {describe_mesh(sized(**self.info['mesh']))} by {self.info['processes']} process(es)"
         yield f"versions  {', '.join(f'{name} {version}' for name, version in self.info['versions'].items())}"
         yield f"data      {json.dumps(self.info['corpus'])}"
         for section, values in self.info["config"].items():

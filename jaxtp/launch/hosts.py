@@ -22,8 +22,8 @@ def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Dev
     """Returns devices with those of a host next to each other, whichever of its processes drives them.
 
     A scheduler may deal out processes over the hosts one by one. In this order the last axes of a mesh stay on a host
-    as far as they fit, and the first reach over hosts: tp inside, then fsdp inside a group of hosts, dp across. It is
-    the order of JAX's `create_hybrid_device_mesh`, which knows processes and TPU slices, and not hosts.
+    as far as they fit, and the first reach over hosts: tp inside, then cp, then fsdp inside a group of hosts, dp
+    across. It is the order of JAX's `create_hybrid_device_mesh`, which knows processes and TPU slices, and not hosts.
 
     Args:
       devices: the devices.

@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxtp.config import ConfigError
+from jaxtp.layers.activations import Part
 from jaxtp.layers.kernels import KERNELS, Use, chosen
 from jaxtp.mesh import TP, mesh_sizes, platform_of
 from jaxtp.train.config import TrainConfig, run_uses
@@ -25,8 +26,11 @@ MOST_TOKENS, LEAST_TOKENS = 1024, 16
 TOLERANCE = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
 """Largest error by compute dtype, relative in the norm. Float32 may be multiplied in TF32, which has 10 bits."""
 
-PART = 16
-"""Tokens of a part. Each part may be off by twice as much: a wrong edge is lost in the norm of everything."""
+STRETCH = 16
+"""Tokens of a stretch. Each may be off by twice as much: a wrong edge is lost in the norm of everything."""
+
+CHUNKS, HALO = 7, 5
+"""Chunks of a sequence, of which a part has every other, and keys that lie before it."""
 
 _LITTLE = 0.1
 """Share of the root mean square of the output's gradient under which another gradient counts as that large."""
@@ -53,7 +57,7 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
     if platform == "cpu" and not on_cpu:
         return
     blocks = config.model.block_kinds()
-    for block, use in dict(zip(blocks, run_uses(config, platform), strict=True)).items():
+    for block, use in dict(zip(blocks, run_uses(config, mesh_sizes(mesh), platform), strict=True)).items():
         kernel, _ = chosen(config.model.attention, use)
         other = "xla" if kernel.name == "blockwise" else "blockwise"
         try:
@@ -76,7 +80,7 @@ def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) ->
 def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_keys: int) -> list[float]:
     """Returns the errors of a kernel's output and gradients for so many heads, relative in the norm.
 
-    Of each the larger of the whole's error and half of the worst part's.
+    Of each the larger of the whole's error and half of the worst stretch's.
     """
     arrays, settings = problem(use, num_queries, num_keys)
     found = jax.jit(partial(results, run, settings))(*arrays)
@@ -90,10 +94,10 @@ def _error(found: Array, right: Array, dy: Array) -> float:
     """Returns the error of `[b, T, N, H]`; gradients that cancel to little are measured by the output's."""
     least = jnp.sqrt(jnp.mean(jnp.square(dy.astype(jnp.float32)))) * _LITTLE
 
-    def norms(x: Array) -> Array:  # of a row's parts: the square roots of their means
+    def norms(x: Array) -> Array:  # of a row's stretches: the square roots of their means
         rows, length = x.shape[:2]
-        parts = jnp.pad(jnp.mean(jnp.square(x), axis=(2, 3)), ((0, 0), (0, -length % PART))).reshape(rows, -1, PART)
-        return jnp.sqrt(parts.mean(-1))
+        squares = jnp.pad(jnp.mean(jnp.square(x), axis=(2, 3)), ((0, 0), (0, -length % STRETCH)))
+        return jnp.sqrt(squares.reshape(rows, -1, STRETCH).mean(-1))
 
     off, size = norms(found - right), norms(right)
     whole = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(size))), least)
@@ -105,12 +109,16 @@ def problem(use: Use, num_queries: int, num_keys: int) -> tuple[list[Array], dic
     """Returns queries, keys, values and a gradient of the output, and what else a kernel is called with.
 
     Two rows, which are packed differently: documents that end anywhere, one of three tokens, and padding. The window
-    is shorter than most of them. Scores are large enough for a softcap to matter.
+    is shorter than most of them. Scores are large enough for a softcap to matter. A part is every other chunk, from
+    the first on, so that there are gaps and documents end in chunks; its keys begin before the sequence.
     """
     length = max(LEAST_TOKENS, min(int(use.length or MOST_TOKENS), MOST_TOKENS))
+    part = _every_other(length // CHUNKS) if use.part else None
+    lengths = (length, length) if part is None else (part.queries.size, HALO + length)
     heads = (num_queries, num_keys, num_keys, num_queries)
     keys = jax.random.split(jax.random.key(0), len(heads))
-    shapes = [(2, length, count, use.head_dim) for count in heads]
+    which = (0, 1, 1, 0)  # queries or keys
+    shapes = [(2, lengths[of], count, use.head_dim) for of, count in zip(which, heads, strict=True)]
     arrays = [jax.random.normal(key, shape, use.dtype) for key, shape in zip(keys, shapes, strict=True)]
     spread = 1.0 if use.softcap is None else min(_SPREAD, use.softcap)
     arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
@@ -125,7 +133,14 @@ def problem(use: Use, num_queries: int, num_keys: int) -> tuple[list[Array], dic
         "scale": use.factor,
         "window": window,
         "softcap": use.softcap,
+        "part": part,
     }
+
+
+def _every_other(size: int) -> Part:
+    """Returns a part of every other chunk of so many tokens."""
+    position = jnp.arange(CHUNKS * size, dtype=jnp.int32)
+    return Part(position.reshape(CHUNKS, size)[::2].ravel(), -HALO)
 
 
 def results(

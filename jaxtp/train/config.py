@@ -14,22 +14,26 @@ from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive,
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.hints import Problem, explained, not_divisible
 from jaxtp.layers import remat
-from jaxtp.layers.activations import is_split
+from jaxtp.layers.activations import Context, is_split
+from jaxtp.layers.costs import Share
 from jaxtp.layers.kernels import KernelName, Use, chosen, refused
 from jaxtp.layers.rings import is_ring
 from jaxtp.mesh import (
     AXES,
     BATCH,
+    CONTEXT,
+    CP,
     SEQUENCE,
     TP,
     batch_parts,
     describe_mesh,
     most_devices,
     parts,
+    product_of,
     request_virtual_devices,
     settings_of,
 )
-from jaxtp.models.config import ModelConfig, attention_uses, model_problems, padded_sizes
+from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
 
 Beta = Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")]
 
@@ -68,8 +72,15 @@ class MeshConfig:
     fsdp: int = 2
     """Shards of each parameter, gathered before use."""
 
+    cp: int = 1
+    """Parts of each sequence, for long ones; also shards of each parameter, gathered before use."""
+
     tp: int = 4
     """Shards of each matrix product."""
+
+    context: Context = "auto"
+    """Attention over cp: ulysses gives each device all tokens of some heads, gather all keys and values of its tokens.
+    auto takes what moves less, of what the heads allow; ulysses where both move the same."""
 
     allow_padding: bool = True
     """Pad heads and d_ff where tp does not divide them; false refuses such a mesh."""
@@ -110,7 +121,7 @@ class DataConfig:
     """A document longer than a sequence, where they are packed: split cuts it, drop leaves it out, stop refuses it."""
 
     sequence_length: Count = 128
-    """Tokens in a sequence."""
+    """Tokens in a sequence. Divisible by mesh.cp."""
 
     global_batch_size: Count = 16
     """Sequences in a step, over all devices. Divisible by mesh.dp * mesh.fsdp * train.accumulation."""
@@ -349,31 +360,54 @@ def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
         )
 
 
-def kernels(config: TrainConfig, platform: str) -> dict[KernelName, str]:
-    """Returns the kernels of attention that a run takes on a kind of device, and why each."""
-    found = (chosen(config.model.attention, use) for use in run_uses(config, platform))
+def kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> dict[KernelName, str]:
+    """Returns the kernels of attention that a run takes on a mesh of a kind of device, and why each."""
+    found = (chosen(config.model.attention, use) for use in run_uses(config, mesh, platform))
     return {kernel.name: why for kernel, why in found}
 
 
-def kernel_problems(config: TrainConfig, platform: str | None = None) -> Iterator[str]:
+def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str | None = None) -> Iterator[str]:
     """Yields why the kernel of attention that is asked for cannot do the run, on a kind of device if one is given."""
-    found = (refused(config.model.attention, use) for use in run_uses(config, platform))
+    found = (refused(config.model.attention, use) for use in run_uses(config, mesh, platform))
     yield from dict.fromkeys(problem for problems in found for problem in problems)
 
 
-def check_kernels(config: TrainConfig, platform: str) -> None:
+def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
     """Checks that the kernel of attention that is asked for can do the run on a kind of device.
 
     Raises:
       ConfigError: it cannot.
     """
-    for problem in kernel_problems(config, platform):
+    for problem in kernel_problems(config, mesh, platform):
         raise ConfigError(problem)
 
 
-def describe_kernels(config: TrainConfig, platform: str) -> str:
-    """Returns a line on the kernels of attention that a run takes on a kind of device."""
-    return " and ".join(f"{name} attention ({why})" for name, why in kernels(config, platform).items())
+def describe_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str:
+    """Returns a line on the kernels of attention that a run takes on a mesh of a kind of device."""
+    return " and ".join(f"{name} attention ({why})" for name, why in kernels(config, mesh, platform).items())
+
+
+def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> Share:
+    """Returns what the layers of a run have to know of a device to divide sequences over cp."""
+    return Share(sizes=mesh, rows=1, length=config.data.sequence_length, context=config.mesh.context)
+
+
+def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
+    """Returns a line on how attention works over cp, where there is one."""
+    if mesh[CP] == 1:
+        return None
+    share, found = share_of(config, mesh), {}
+    for block in config.model.block_kinds():
+        attended = block.attended(mesh[TP])
+        method, why = attended.method(share)
+        where = "" if attended.window is None else f" within a window of {attended.window:,}"
+        found[f"{method}{where} ({why})"] = attended.uneven(share)
+    chunks = "a chunk on each device"
+    if config.model.zigzag(share):
+        chunks = "two chunks of each on a device, for even work"
+    elif any(found.values()):
+        chunks += f"; WARNING: the last has the most to do, as 2 * cp does not divide sequences of {share.length:,}"
+    return f"sequences over cp {mesh[CP]}, {chunks}; attention by {' and '.join(found)}"
 
 
 def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
@@ -381,23 +415,25 @@ def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None
     length, tp = config.data.sequence_length, mesh[TP]
     if config.model.overlap == "none":
         return None
-    if is_ring(config.model.overlap, tp, split=is_split(config.model.sequence_parallel, length, tp)):
+    if is_ring(config.model.overlap, tp, split=is_split(config.model.sequence_parallel, length, mesh)):
         return f"rings of tp {tp}: a part of a sequence moves while another is multiplied"
-    why = "there is no tp" if tp == 1 else f"tp {tp} does not divide sequences of {length}, which stay whole"
+    parts_of = describe_mesh(mesh, [axis for axis in SEQUENCE if mesh[axis] > 1])
+    why = "there is no tp" if tp == 1 else f"{parts_of} does not divide sequences of {length}, which tp leaves whole"
     return f"model.overlap=ring does nothing here: {why}"
 
 
-def run_uses(config: TrainConfig, platform: str | None) -> list[Use]:
+def run_uses(config: TrainConfig, mesh: Mapping[str, int], platform: str | None) -> list[Use]:
     """Returns what each kind of block of a run asks of a kernel of attention, on a kind of device if one is given."""
-    packed, length = config.data.packed, config.data.sequence_length
-    return attention_uses(config.model, packed=packed, length=length, platform=platform)
+    share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
+    return [block.use_on(share, config.model.precision.compute) for block in config.model.block_kinds()]
 
 
-def check_platform(config: TrainConfig, platform: str) -> None:
+def check_platform(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
     """Checks that the devices can do what the run asks of them.
 
     Args:
       config: the run.
+      mesh: devices along each axis.
       platform: kind of device: cpu, cuda, rocm or tpu.
 
     Raises:
@@ -405,7 +441,7 @@ def check_platform(config: TrainConfig, platform: str) -> None:
       RematError: a remat policy that it cannot carry out.
     """
     remat.policy(config.model.remat)
-    check_kernels(config, platform)
+    check_kernels(config, mesh, platform)
 
 
 def training_of(config: TrainConfig) -> TrainConfig:
@@ -445,18 +481,25 @@ def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[P
 
 def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
     """Yields the problems of a configuration on a mesh, without suggestions."""
-    problems = list(model_problems(config.model, mesh))
-    yield from problems or (*map(Problem, kernel_problems(config)), *padding_problems(config, mesh))
+    problems = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
+    yield from problems or (*map(Problem, kernel_problems(config, mesh)), *padding_problems(config, mesh))
     batch, length = config.data.global_batch_size, config.data.sequence_length
     by, divided = f"mesh.{'*'.join(BATCH)} * train.accumulation", batch_parts(mesh) * config.train.accumulation
     among = dict.fromkeys((*settings_of(BATCH), "train.accumulation"), batch)
     yield from not_divisible("data.global_batch_size", batch, by, divided, among)
-    if config.model.sequence_parallel:
-        among = dict.fromkeys(settings_of(SEQUENCE), length)
-        yield from not_divisible("data.sequence_length", length, " * ".join(among), parts(mesh, SEQUENCE), among)
     if (positions := config.model.learned_positions) is not None and length > positions:
         yield Problem(f"data.sequence_length={length} is more than model.learned_positions={positions}")
     yield from map(Problem, (*_moment_violations(config), *_contradictions(config)))
+
+
+def context_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields why sequences cannot be divided over cp, and over tp where sequence parallelism is asked for."""
+    length, axes = config.data.sequence_length, SEQUENCE if config.model.sequence_parallel else CONTEXT
+    among = dict.fromkeys(settings_of(axes), length)
+    undivided = [*not_divisible("data.sequence_length", length, product_of(axes, mesh), parts(mesh, axes), among)]
+    kinds = config.model.block_kinds() if mesh[CP] > 1 and not undivided else ()
+    found = {problem.text: problem for block in kinds for problem in block.context_problems(share_of(config, mesh))}
+    yield from (*undivided, *found.values())
 
 
 def _contradictions(config: TrainConfig) -> Iterator[str]:

@@ -196,7 +196,7 @@ def _compute(config: TrainConfig, before: Mapping[str, Any] | None, place: Place
 
 def _first_mesh(config: TrainConfig, axes: Set[str], before: Mapping[str, Any] | None) -> dict[str, int]:
     """Returns the mesh to try first: the given sizes, and for the other axes the run's, or else the least."""
-    others = before["mesh"] if before is not None else sized()
+    others = sized(**before["mesh"]) if before is not None else sized()
     is_own = not _has_model(config)
     return {axis: size if is_own or axis in axes else others[axis] for axis, size in config.mesh.sizes.items()}
 

@@ -192,6 +192,7 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
         accumulation=config.train.accumulation,
         packed=config.data.packed,
         platform=platform,
+        context=config.mesh.context,
     )
     return costs if config.optimizer.name != MUON else _with_muon(costs, config.model, sizes)
 

@@ -9,6 +9,8 @@ from jax.sharding import Mesh
 
 from jaxtp.config import changed
 from jaxtp.mesh import (
+    AXES,
+    CONTEXT,
     REPLICAS,
     TP,
     batch_parts,
@@ -65,7 +67,7 @@ def open_mesh(config: TrainConfig) -> Mesh:
         check_devices(config, sizes)
     mesh = mesh_of(sizes)
     check(config, mesh_sizes(mesh))
-    check_platform(config, platform_of(mesh.devices.flat[0]))
+    check_platform(config, mesh_sizes(mesh), platform_of(mesh.devices.flat[0]))
     return mesh
 
 
@@ -112,11 +114,12 @@ def fitting_mesh(
       any_batch: whether the batch may be larger than configured.
     """
     given = {axis: config.mesh.sizes[axis] for axis in axes}
+    tried = [axis for axis in AXES if axis not in CONTEXT or axis in axes]  # sequences stay whole unless asked for
     asked = {axis: size for axis, size in given.items() if size != -1}
     whole = place.per_process < place.devices or -1 in given.values()
     for count in (place.devices,) if whole else range(place.devices, 0, -1):
         found = []
-        for mesh in fitting_meshes(count):
+        for mesh in fitting_meshes(count, tried):
             if not asked.items() <= mesh.items() or place.per_process % mesh[TP]:  # tp stays inside a process
                 continue
             run = with_batch(config, mesh) if any_batch else config

@@ -158,7 +158,7 @@ def check_hosts_of_tp(hosts: Sequence[str], mesh: Mesh) -> None:
     able = ", ".join(map(str, divisors(most)))
     raise ConfigError(
         f"mesh.tp={mesh.shape[TP]} spreads layers over the hosts {' and '.join(spread)}, so that each waits for the "
-        f"network between them; with {most} devices on a host tp can be {able}, and fsdp or dp the rest; "
+        f"network between them; with {most} devices on a host tp can be {able}, and cp, fsdp or dp the rest; "
         "--mesh.tp-across-hosts allows it"
     )
 

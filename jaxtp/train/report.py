@@ -1,6 +1,7 @@
 """The output of a run: a summary at its start, then a progress bar, or plain lines where there is no terminal."""
 
 import platform
+from collections.abc import Mapping
 
 import jax
 from flax import nnx
@@ -13,10 +14,10 @@ from jaxtp.data.corpus import Corpus
 from jaxtp.data.samples import Data
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import logical_shape, spec_of
-from jaxtp.mesh import BATCH, batch_parts, describe_mesh, mesh_sizes, platform_of
+from jaxtp.mesh import BATCH, axes_of, batch_parts, describe_mesh, mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import describe_padding
-from jaxtp.train.config import TrainConfig, describe_kernels, describe_overlap
+from jaxtp.train.config import TrainConfig, describe_context, describe_kernels, describe_overlap
 from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.metrics import describe_peak
 from jaxtp.train.optimizer import warmup_steps
@@ -60,7 +61,8 @@ def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
         f"{_describe_model(config.model)}",
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
-        "kernels": describe_kernels(config, platform_of(device)),
+        "context": describe_context(config, mesh_sizes(mesh)),
+        "kernels": describe_kernels(config, mesh_sizes(mesh), platform_of(device)),
         "data": _describe_data(data.corpus),
         "rows": _describe_rows(data),
         "batch": _describe_batch(config, mesh, data.corpus.unit),
@@ -75,8 +77,7 @@ def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
         "peak": describe_peak(device),
         "verify": describe_verification(config, blueprint),
     }
-    rows |= {name: text for name, text in optional.items() if text is not None}
-    lines = [f"{name:<8}{text}" for name, text in rows.items()]
+    lines = [f"{name:<8}{text}" for name, text in (rows | optional).items() if text is not None]
     return "\n".join([*lines, "", *sharding_table(blueprint), ""])
 
 
@@ -142,9 +143,16 @@ def sharding_table(blueprint: Blueprint) -> list[str]:
     for name, variable in parameters(blueprint).items():
         sharding = jax.sharding.NamedSharding(blueprint.mesh, spec_of(variable))
         shard = sharding.shard_shape(variable.shape)
-        split = ", ".join(str(entry) for entry in spec_of(variable)) if any(spec_of(variable)) else "replicated"
+        spec = [_split_by(entry, mesh_sizes(blueprint.mesh)) for entry in spec_of(variable)]
+        split = ", ".join(map(str, spec)) if any(spec) else "replicated"
         lines.append(f"{name:<33} {_shape(logical_shape(variable)):<20}{split:<28}{_shape(shard)}")
     return lines
+
+
+def _split_by(entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> str | None:
+    """Returns the axes that one entry of a `PartitionSpec` names: of several those of more than one device."""
+    axes = axes_of(entry)
+    return " x ".join([axis for axis in axes if sizes[axis] > 1] or axes[:1]) or None
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -104,7 +104,9 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
       RunFolderError: the model, the data or its order is another.
     """
     defaults = configuration.to_plain(type(config)())  # a setting that is newer than the checkpoint had no effect
-    stored = {section: defaults.get(section, {}) | values for section, values in info["config"].items()}
+    stored = {
+        section: configuration.merged(defaults.get(section, {}), values) for section, values in info["config"].items()
+    }
     now = configuration.to_plain(config)
     model = architecture(config.model)
     fatal = configuration.differences({name: stored["model"].get(name) for name in model}, model, "model.")

@@ -106,7 +106,7 @@ def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
             folder.write_config(config)
 
     train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0)
-    steps = train_step, make_eval_step(blueprint, config.train.accumulation)
+    steps = train_step, make_eval_step(blueprint, config.train.accumulation, config.mesh.context)
     timing.begun()
     verified = None if found is None else found.info.get(VERIFIED)
     made = config, data, blueprint, *steps, checkpoints

@@ -19,6 +19,7 @@ from jaxtp.checkpoint.logical import named_variables
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
+from jaxtp.layers.activations import Context
 from jaxtp.layers.gradients import keep_apart, sum_copies
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import spec_of
@@ -108,7 +109,7 @@ def make_train_step(
         updates = train_state.optimizer.step[...]
         key = dropout_key(config.run.seed, updates)
         rows = {name: array for name, array in batch.items() if name != STOP}
-        loss, grads = mean_loss_and_grads(train_state.model, rows, config.train, key)
+        loss, grads = mean_loss_and_grads(train_state.model, rows, config.train, key, config.mesh.context)
         summed = [_checksums(grads)] if with_checksums else []
         norms = _norms("grad_norm", grads, groups)
         with jax.named_scope(OPTIMIZER_SCOPE):
@@ -154,19 +155,21 @@ def _guarded(new: nnx.State, old: nnx.State, finite: Array, max_skipped: int) ->
     return kept, skipped
 
 
-def make_eval_step(blueprint: Blueprint, micro_batches: int = 1) -> EvalStep:
+def make_eval_step(blueprint: Blueprint, micro_batches: int = 1, context: Context = "auto") -> EvalStep:
     """Compiles `state, batch -> summed loss, number of valid tokens`.
 
     Args:
       blueprint: the description of the state.
       micro_batches: number of micro-batches of a batch, one after the other. As many as the training step's, so that
         an evaluation takes no more memory than training: it is the forward pass alone.
+      context: method of attention over cp.
     """
 
     def step(state: nnx.State, batch: Batch) -> tuple[Array, Array]:
         def loss_sum(micro: Batch) -> tuple[Array, Array]:
             model: Decoder = nnx.merge(blueprint.graph, state, copy=True).model
-            return model.loss(micro["inputs"], micro["labels"], segments_BT=micro.get(SEGMENTS))
+            segments = micro.get(SEGMENTS)
+            return model.loss(micro["inputs"], micro["labels"], segments_BT=segments, context=context)
 
         sums: tuple[Array, Array] = _sum_over_micro_batches(loss_sum, batch, micro_batches, _ZERO_SUMS)
         return sums
@@ -174,7 +177,9 @@ def make_eval_step(blueprint: Blueprint, micro_batches: int = 1) -> EvalStep:
     return jax.jit(step, out_shardings=_replicated(blueprint))
 
 
-def mean_loss_and_grads(model: Decoder, batch: Batch, loop: LoopConfig, key: Array) -> tuple[Array, nnx.State]:
+def mean_loss_and_grads(
+    model: Decoder, batch: Batch, loop: LoopConfig, key: Array, context: Context = "auto"
+) -> tuple[Array, nnx.State]:
     """Returns the mean loss over the valid tokens of a batch, and its gradient in each parameter that is trained.
 
     With accumulation, sums of losses and gradients are added up over the micro-batches and divided once: it is the
@@ -188,10 +193,9 @@ def mean_loss_and_grads(model: Decoder, batch: Batch, loop: LoopConfig, key: Arr
     def loss_sum(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, Array]:
         merged: Decoder = nnx.merge(graph, params, frozen, copy=True)  # the frozen are of the trace outside
         keys = row_keys(key, rows) if merged.config.dropout else None
-        segments = micro.get(SEGMENTS)
-        return merged.loss(
-            micro["inputs"], micro["labels"], segments_BT=segments, z_loss=loop.z_loss, dropout_keys=keys
-        )
+        arrays = micro["inputs"], micro["labels"]
+        shared: dict[str, Any] = {"segments_BT": micro.get(SEGMENTS), "context": context}
+        return merged.loss(*arrays, **shared, z_loss=loop.z_loss, dropout_keys=keys)
 
     grads_of_sum = jax.value_and_grad(loss_sum, has_aux=True)
     # In a dtype that loses no digits of gradients that are added up, as a 16-bit parameter's own would.

@@ -19,7 +19,7 @@ MODEL = jaxtp.ModelConfig(vocab_size=19, d_model=8, num_layers=1, num_heads=2, n
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """Two checkpoints of a run on (1, 2, 2); in the second, one array has changed."""
+    """Two checkpoints of a run on (1, 2, 2), of when there was no cp; in the second, one array has changed."""
     folder = tmp_path_factory.mktemp("run")
     plan = plan_state(MODEL, optimizer.build(OptimizerConfig(), 10), jaxtp.make_mesh(1, 2, 2))
     state = plan.create(seed=0)
@@ -38,10 +38,10 @@ def test_inspect(run, capsys):
     assert main(["inspect", str(run)]) == 0
     out = capsys.readouterr().out
     assert "step      2, next sample 8" in out
-    assert "written   on mesh dp 1 x fsdp 2 x tp 2 by 1 process(es)" in out
+    assert "written   on mesh dp 1 x fsdp 2 x cp 1 x tp 2 by 1 process(es)" in out
     line = next(line for line in out.splitlines() if line.startswith("model.embedding.embedding"))
     assert line.split()[1:4] == ["19x8", "float32", "608"]
-    assert line.endswith("PartitionSpec('tp', 'fsdp')") or line.endswith("P('tp', 'fsdp')")
+    assert line.endswith("P('tp', ('fsdp', 'cp'))") or line.endswith("PartitionSpec('tp', ('fsdp', 'cp'))")
 
 
 def test_verify(run, tmp_path, capsys):

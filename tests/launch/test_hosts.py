@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jax.experimental import mesh_utils
 
 from jaxtp.launch.hosts import by_host, draw_hosts
+from jaxtp.mesh import AXES
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,13 @@ def test_devices_of_a_host_are_neighbours(num_hosts, of_host, each, chance):
 
 @pytest.mark.parametrize(
     ("inside", "across"),
-    [((1, 2, 4), (2, 1, 1)), ((1, 1, 8), (2, 2, 1)), ((1, 8, 1), (4, 1, 1)), ((1, 2, 2), (1, 4, 1))],
+    [
+        ((1, 2, 1, 4), (2, 1, 1, 1)),
+        ((1, 1, 1, 8), (2, 2, 1, 1)),
+        ((1, 8, 1, 1), (4, 1, 1, 1)),
+        ((1, 2, 1, 2), (1, 4, 1, 1)),
+        ((1, 1, 2, 4), (2, 1, 2, 1)),
+    ],
 )
 def test_a_mesh_is_the_hybrid_one_of_jax(inside, across):
     """With a process on each host, which is all that JAX's knows."""
@@ -56,11 +63,11 @@ def test_a_mesh_is_the_hybrid_one_of_jax(inside, across):
 
 def test_hosts_are_drawn_with_the_coordinates_of_their_devices():
     ordered = by_host(devices(4, 2), ["a", "b", "a", "b"])
-    mesh = SimpleNamespace(devices=np.array(ordered, object).reshape(2, 1, 4), axis_names=("dp", "fsdp", "tp"))
+    mesh = SimpleNamespace(devices=np.array(ordered, object).reshape(2, 1, 1, 4), axis_names=AXES)
     assert draw_hosts(mesh, ["a", "b", "a", "b"]) == [
-        "a   dp 0 fsdp 0: 0.0 0.1 2.0 2.1",
-        "b   dp 1 fsdp 0: 1.0 1.1 3.0 3.1",
+        "a   dp 0 fsdp 0 cp 0: 0.0 0.1 2.0 2.1",
+        "b   dp 1 fsdp 0 cp 0: 1.0 1.1 3.0 3.1",
     ]
     assert draw_hosts(mesh, ["a", "b", "a", "b"], most=1)[1] == "... 1 more hosts"
     spread = draw_hosts(mesh, ["a", "b", "c", "d"])
-    assert spread[:2] == ["a   dp 0 fsdp 0: 0.0 0.1", "c   dp 0 fsdp 0: 2.0 2.1"]
+    assert spread[:2] == ["a   dp 0 fsdp 0 cp 0: 0.0 0.1", "c   dp 0 fsdp 0 cp 0: 2.0 2.1"]

@@ -1,6 +1,7 @@
 """The check of attention's kernels on the devices of a run: what is right passes, what is planted is named."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,10 @@ import pytest
 import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.layers import kernels
+from jaxtp.layers.fused_attention import fused_attention
 from jaxtp.layers.parameter import Precision
 from jaxtp.models.config import ModelConfig
-from jaxtp.train.attention_check import check_attention
+from jaxtp.train.attention_check import TOLERANCE, check_attention, relative_errors
 from jaxtp.train.config import DataConfig, TrainConfig
 
 MODEL = ModelConfig(
@@ -92,6 +94,69 @@ def test_a_wrong_kernel_refuses_the_run_by_name(monkeypatch, planted, what):
     monkeypatch.setitem(kernels.KERNELS, "blockwise", dataclasses.replace(RIGHT, run=planted))
     with pytest.raises(ConfigError, match=f"blockwise is wrong on cpu: {what} is off by .* try --model.attention xla"):
         check()
+
+
+def queries_one_further(q, k, v, segments_BT, *, part, **settings):
+    return RIGHT.run(q, k, v, segments_BT, part=part._replace(queries=part.queries + 1), **settings)
+
+
+def keys_one_further(q, k, v, segments_BT, *, part, **settings):
+    return RIGHT.run(q, k, v, segments_BT, part=part._replace(first_key=part.first_key + 1), **settings)
+
+
+def keys_from_the_beginning(q, k, v, segments_BT, *, part, **settings):
+    return RIGHT.run(q, k, v, segments_BT, part=part._replace(first_key=0), **settings)
+
+
+def one_chunk(q, k, v, segments_BT, *, part, **settings):
+    queries = part.queries[0] + jnp.arange(q.shape[1], dtype=jnp.int32)
+    return RIGHT.run(q, k, v, segments_BT, part=part._replace(queries=queries), **settings)
+
+
+def documents_one_further(q, k, v, segments_BT, **settings):
+    return RIGHT.run(q, k, v, jnp.roll(segments_BT, 1, axis=1), **settings)
+
+
+def without_what_is_before_the_sequence(q, k, v, segments_BT, *, part, **settings):
+    """As if the keys before it were positions too: then the first document begins with them."""
+    before = -part.first_key
+    segments = jnp.pad(segments_BT, ((0, 0), (before, 0)), mode="edge")
+    return RIGHT.run(q, k, v, segments, part=type(part)(part.queries + before, 0), **settings)
+
+
+PART_USES = {
+    "documents, window and softcap": kernels.Use(
+        head_dim=8, window=20, softcap=50.0, dtype="bfloat16", length=96, packed=True, part=True
+    ),
+    "nothing else": kernels.Use(head_dim=8, dtype="bfloat16", length=2048, packed=False, part=True),
+}
+
+
+def worst(run, use):
+    return max(relative_errors(run, use, 2, 1)) / TOLERANCE[use.dtype]
+
+
+@pytest.mark.parametrize("use", PART_USES.values(), ids=PART_USES)
+def test_a_right_kernel_passes_with_a_part(use):
+    assert worst(RIGHT.run, use) < 1
+
+
+def test_the_fused_kernels_pass_with_a_part():
+    assert worst(partial(fused_attention, interpret=True), PART_USES["documents, window and softcap"]) < 1
+
+
+@pytest.mark.parametrize("planted", [queries_one_further, keys_one_further])
+@pytest.mark.parametrize("use", PART_USES.values(), ids=PART_USES)
+def test_a_kernel_that_shifts_positions_by_one_is_found(planted, use):
+    assert worst(planted, use) > 1
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [keys_from_the_beginning, one_chunk, documents_one_further, without_what_is_before_the_sequence],
+)
+def test_a_kernel_that_takes_a_part_for_another_is_found(planted):
+    assert worst(planted, PART_USES["documents, window and softcap"]) > 1
 
 
 def test_a_kernel_that_does_not_run_there_is_one_message(monkeypatch):

@@ -22,7 +22,7 @@ def text(tmp_path):
 def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     assert main([*SMALL, *text, "--run.dir", str(tmp_path / "run"), "--train.steps", "40", *mesh(1, 2, 4)]) == 0
     out = capsys.readouterr().out
-    assert "dp 1 x fsdp 2 x tp 4 = 8 virtual CPU devices" in out
+    assert "dp 1 x fsdp 2 x cp 1 x tp 4 = 8 virtual CPU devices" in out
     assert "blocks.mlp.down.kernel            2x64x32             None, tp, fsdp              2x16x16" in out
     assert "step 40/40" in out
     assert "profile" not in out
@@ -122,6 +122,41 @@ MISTAKES = {
     "sequence": (
         "--model.sequence-parallel True --data.sequence-length 30",
         "data.sequence_length=30 is not divisible by mesh.tp=4",
+    ),
+    "sequence over cp": (
+        "--data.sequence-length 33 --mesh.cp 2",
+        "data.sequence_length=33 is not divisible by mesh.cp=2; cp can be 1, or sequence_length 32 or 34",
+    ),
+    "sequence over cp and tp": (
+        "--model.sequence-parallel True --mesh.cp 2 --data.sequence-length 36",
+        "data.sequence_length=36 is not divisible by mesh.cp * mesh.tp=8; cp can be 1, or tp can be 1, 2, 3, or "
+        "sequence_length 32 or 40",
+    ),
+    "more cp than tokens": (
+        "--mesh.cp 16 --mesh.tp 1 --mesh.fsdp 1 --data.sequence-length 8",
+        "data.sequence_length=8 is not divisible by mesh.cp=16; cp can be 1, 2, 4, 8, or sequence_length 16",
+    ),
+    "a width that cp does not divide": (
+        "--mesh.cp 3 --mesh.fsdp 1 --data.sequence-length 33",
+        "model.d_model=32 is not divisible by mesh.cp=3; cp can be 1, or d_model 30 or 33",
+    ),
+    "heads over cp": (
+        "--mesh.cp 4 --mesh.fsdp 1 --mesh.context ulysses",
+        "mesh.context=ulysses: mesh.cp=4 does not divide the 2 query heads of a device over mesh.tp=4; use gather or "
+        "auto; cp can be 1, 2",
+    ),
+    "a kernel of whole sequences": (
+        "--model.attention cudnn --mesh.cp 2 --mesh.context gather --model.precision.compute bfloat16 "
+        "--data.packing concatenated --model.head-dim 8",
+        "it attends from whole sequences, and with mesh.context=gather a device has a part, with ulysses all; use auto",
+    ),
+    "cp of zero": ("--mesh.cp 0", "cp=0: a mesh axis is a positive number of devices"),
+    "a negative cp": ("--mesh.cp -2", "cp=-2: a mesh axis is a positive number of devices, or -1 for what is left"),
+    "two axes left over, one of them cp": ("--mesh.cp -1 --mesh.tp -1", "only one axis can be -1"),
+    "no such method": ("--mesh.context nonsense", "Expected one of ('auto', 'ulysses', 'gather')"),
+    "more cp than devices": (
+        "--mesh.cp 4",
+        "the mesh dp 1 x fsdp 2 x cp 4 x tp 4 needs 32 devices, and there are 16; fsdp can be 1, or cp can be 1, 2",
     ),
     "mesh of zero": ("--mesh.tp 0", "tp=0: a mesh axis is a positive number of devices"),
     "two axes left over": ("--mesh.tp -1 --mesh.dp -1", "only one axis can be -1"),
@@ -229,6 +264,27 @@ def test_killed_at_a_random_step_and_resumed_on_another_mesh(tmp_path, text, sta
 
 
 @pytest.mark.journey
+def test_killed_and_resumed_on_another_cp(tmp_path, text, start):
+    """Over cp 2, cp 4 x tp 2 and none, verified on the way: neither data nor checkpoints know of cp."""
+    command = [*SMALL, *text, "--train.steps", "40", "--eval.every", "10", "--train.verify-every", "10"]
+    command += ["--model.num-kv-heads", "2", "--model.dropout", "0.1", "--train.accumulation", "2"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert main([*command, "--run.dir", str(whole), *mesh(1, 1, 1)]) == 0
+    for next_mesh in ([*mesh(1, 1, 1, cp=2), "--mesh.context", "ulysses"], mesh(1, 1, 2, cp=4)):
+        process = start([*command, "--run.dir", str(killed), *next_mesh])
+        done = max(records(killed), default=0) if (killed / "metrics.jsonl").exists() else 0
+        wait_for_step(killed, random.randint(done + 6, min(done + 15, 35)), process)
+        process.kill()
+        process.wait()
+    said = finish(start([*command, "--run.dir", str(killed), *mesh(1, 2, 1)]))
+    assert "step 40: verified" in said
+    for key in ("loss", "eval_loss"):
+        expected, actual = records(whole, key), records(killed, key)
+        assert actual.keys() == expected.keys()
+        np.testing.assert_allclose(list(actual.values()), list(expected.values()), atol=1e-4, rtol=0)
+
+
+@pytest.mark.journey
 def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, text, start):
     """Though the next step that is logged is far away."""
     address, folder = free_address(), tmp_path / "run"
@@ -256,14 +312,19 @@ def test_a_signal_to_one_process_stops_all_after_the_same_step(tmp_path, text, s
 
 
 @pytest.mark.journey
-def test_two_processes_equal_one(tmp_path, text, start):
-    """Two processes of four devices, tensor-parallel inside each, then one process goes on."""
-    address = free_address()
+@pytest.mark.parametrize(
+    ("over", "context"),
+    [(mesh(1, 2, 4), "auto"), (mesh(1, 1, 4, cp=2), "ulysses"), (mesh(1, 1, 2, cp=4), "gather")],
+    ids=["fsdp", "ulysses", "gather"],
+)
+def test_two_processes_equal_one(tmp_path, text, start, over, context):
+    """Two processes of four devices, fsdp or cp across them, then one process goes on."""
+    address, over = free_address(), [*over, "--mesh.context", context]
     command = [*SMALL, *text, "--train.steps", "10"]
     two, one = tmp_path / "two", tmp_path / "one"
     processes = [
         start(
-            [*command, "--run.dir", str(two), *mesh(1, 2, 4)],
+            [*command, "--run.dir", str(two), *over],
             JAX_COORDINATOR_ADDRESS=address,
             JAX_NUM_PROCESSES="2",
             JAX_PROCESS_ID=str(process),
@@ -274,7 +335,7 @@ def test_two_processes_equal_one(tmp_path, text, start):
     outputs = [finish(process) for process in processes]
     assert "step 10/10" in outputs[0]
     assert "step 10/10" not in outputs[1]
-    assert main([*command, "--run.dir", str(one), *mesh(1, 2, 4)]) == 0
+    assert main([*command, "--run.dir", str(one), *over]) == 0
     np.testing.assert_allclose(list(records(two).values()), list(records(one).values()), atol=1e-5, rtol=0)
     longer = [*command[:-1], "12", *mesh(1, 1, 2)]
     assert main([*longer, "--run.dir", str(two)]) == 0

@@ -16,6 +16,7 @@ from jaxtp.config import ConfigError, from_yaml, load, to_plain
 from jaxtp.convert.__main__ import main as convert
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.hf.attributes import stored_dtype
+from jaxtp.mesh import sized
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import defaults, initialisation
 from jaxtp.train.__main__ import main
@@ -154,7 +155,7 @@ def test_the_rate_follows_what_is_trained_and_by_which_rule(ask, flags, rate):
 def test_a_dtype_that_the_devices_are_not_faster_in_is_not_the_default(ask):
     config, notes = ask(place=CPU)
     assert config.model.precision.compute == "float32"
-    assert config.mesh.sizes == {"dp": 1, "fsdp": 1, "tp": 1}
+    assert config.mesh.sizes == sized()
     assert not any("precision" in note for note in notes)
 
 
@@ -344,7 +345,7 @@ def test_a_run_that_goes_on_keeps_what_it_has(ask, model, monkeypatch):
     config, notes = ask("--train.steps", "1000", place=GPUS)
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (5e-3, 20)
     assert config.model.precision.compute == "float32", "whatever the devices are now"
-    assert config.mesh.sizes == {"dp": 1, "fsdp": 2, "tp": 3}
+    assert config.mesh.sizes == sized(fsdp=2, tp=3)
     assert all(" has it" in note for note in notes)
     config, _ = ask("--mesh.tp", "1", "--optimizer.learning-rate", "1e-6", place=Place(1, 1, True, "GPUs"))
     assert (config.optimizer.learning_rate, config.mesh.fsdp) == (1e-6, 1), "fewer devices than before"

@@ -28,9 +28,9 @@ def test_the_loss_does_not_depend_on_the_batch_size(tmp_path, data, source):
     """The weights are those of the initialisation: the learning rate is too small to move them."""
     what = ["--config", str(data / "mixture.yaml")] if source == "mixture" else ["--data.path", str(data / "a")]
     losses = []
-    for size, shape in ((2, (1, 1, 1)), (64, (2, 1, 1))):
+    for size, where in ((2, mesh(1, 1, 1)), (64, mesh(2, 1, 1)), (4, mesh(1, 1, 2, cp=2))):
         out = tmp_path / str(size)
-        flags = ["--data.global-batch-size", str(size), "--eval.batches", "99", "--train.steps", "2", *mesh(*shape)]
+        flags = ["--data.global-batch-size", str(size), "--eval.batches", "99", "--train.steps", "2", *where]
         rate = ["--optimizer.learning-rate", "1e-30"]
         assert train([*what, *SMALL, *flags, *rate, "--run.dir", str(out)]) == 0
         losses += records(out, "eval_loss").values()

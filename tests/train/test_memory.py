@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import sweep
+from support import sizes_of, sweep
 
 import jaxtp
 from jaxtp.data.loader import abstract_batch
@@ -47,7 +47,7 @@ def total(mesh, rows=1, length=2048, remat="full", accumulation=1):
     data = DataConfig(sequence_length=length, global_batch_size=dp * fsdp * rows * accumulation)
     model = dataclasses.replace(LARGE, remat=remat)
     run = dataclasses.replace(RUN, model=model, data=data, train=LoopConfig(accumulation=accumulation))
-    return memory_per_device(run, sized(*mesh), ARRAYS).total
+    return memory_per_device(run, sizes_of(mesh), ARRAYS).total
 
 
 @pytest.mark.parametrize("mesh", sweep(MESHES, MESHES[-1]), ids=str)
@@ -60,7 +60,7 @@ def test_state_bytes_are_those_of_a_real_state(mesh):
     for path, variable in nnx.to_flat_state(state):
         shards = [shard for shard in variable[...].addressable_shards if shard.device == device]
         held[path[0]] += sum(shard.data.nbytes for shard in shards)
-    memory = memory_per_device(config, sized(*mesh))
+    memory = memory_per_device(config, sizes_of(mesh))
     assert memory.parameters == held["model"]
     assert memory.optimizer == held["optimizer"] + held["skipped"]
 
@@ -80,7 +80,7 @@ def test_state_bytes_are_the_planned_ones(model, optimizer):
     arrays = stored_arrays(config)
     for mesh in [(1, 1, 8), (1, 2, 4), (2, 4, 1)]:
         blueprint = plan_state(model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
-        memory = memory_per_device(config, sized(*mesh), arrays)
+        memory = memory_per_device(config, sizes_of(mesh), arrays)
         assert memory.state == bytes_per_device(blueprint)
 
 
@@ -179,7 +179,7 @@ def test_the_model_is_within_15_percent_of_what_was_compiled(accuracy):
         kind = point.shape, point.lora, point.optimizer
         if kind not in traced:
             traced[kind] = stored_arrays(point.config())
-        memory = memory_per_device(point.config(), point.sizes, traced[kind])
+        memory = memory_per_device(point.config(), point.sizes, traced[kind], platform="cuda")
         if point.lora:  # of the modelled part alone
             assert memory.total - row["argument_bytes"] == pytest.approx(row["temp_bytes"], rel=0.2), point
         assert memory.state + memory.batch == row["argument_bytes"], point

@@ -3,6 +3,7 @@
 import pytest
 from runs import SMALL, TEXT, mesh
 
+from jaxtp.mesh import sized
 from jaxtp.train import memory_check
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
@@ -41,6 +42,6 @@ def test_what_fits_is_told(command, monkeypatch, capsys):
 
 
 def test_the_account_adds_up():
-    memory = memory_per_device(TrainConfig(), {"dp": 1, "fsdp": 2, "tp": 4})
+    memory = memory_per_device(TrainConfig(), sized(fsdp=2, tp=4))
     assert memory.total > memory.state > 0
     assert f"{memory.total / 1e9:,.1f} GB" in memory_check._account(memory)

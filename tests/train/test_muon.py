@@ -29,7 +29,7 @@ from jaxtp.train.muon import scale_by_muon
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import trace_step
 
-MESHES = [sized(2, 2, 2), sized(fsdp=2, tp=2), sized(tp=4), sized(fsdp=4), sized(tp=8), sized(dp=2)]
+MESHES = [sized(dp=2, fsdp=2, tp=2), sized(fsdp=2, tp=2), sized(tp=4), sized(fsdp=4), sized(tp=8), sized(dp=2)]
 QUERIES, HIDDEN = HeadSplit((3, 3, 4)), Split((22,))
 COLUMNS, ROWS = PartitionSpec(None, "fsdp", "tp"), PartitionSpec(None, "tp", "fsdp")
 SHAPES = {
@@ -135,7 +135,7 @@ def exchanged(traffic):
 
 DECLARED = [
     (sized(fsdp=2, tp=2), "plain"),
-    (sized(2, 2, 2), "plain"),
+    (sized(dp=2, fsdp=2, tp=2), "plain"),
     (sized(tp=4), "plain"),
     (sized(fsdp=4), "adapters"),
     (sized(fsdp=2, tp=2), "adapters"),

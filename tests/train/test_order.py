@@ -12,6 +12,7 @@ from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
 from jaxtp.data.documents import InMemory
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE, Data, RowSettings
 from jaxtp.launch.__main__ import main as launch
+from jaxtp.mesh import sized
 from jaxtp.train import folder
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
@@ -19,7 +20,7 @@ from jaxtp.train.folder import RunFolderError, checkpoint_info
 from jaxtp.train.resume import check_resumable
 
 CONFIG = TrainConfig()
-MESH = {"dp": 1, "fsdp": 1, "tp": 1}
+MESH = sized()
 
 
 def data(kind="documents"):
@@ -158,3 +159,16 @@ def test_a_run_goes_on_with_more_processes_and_with_fewer(tmp_path):
     whole, again = records(tmp_path / "whole"), records(tmp_path / "again")
     assert list(again) == list(whole) == list(range(1, 7))
     np.testing.assert_allclose(list(again.values()), list(whole.values()), rtol=1e-5)
+
+
+def test_settings_that_are_newer_than_a_checkpoint_had_no_effect():
+    """In sections inside of sections too: a checkpoint from before LongRoPE and cp."""
+    stored = stored_by(data().description)
+    model, axes = stored["config"]["model"], stored["config"]["mesh"]
+    scaling = {name: value for name, value in model["rope_scaling"].items() if not name.endswith("_factor")}
+    older = {
+        "model": model | {"rope_scaling": scaling},
+        "mesh": {"dp": axes["dp"], "fsdp": axes["fsdp"], "tp": axes["tp"]},
+    }
+    assert len(scaling) < len(model["rope_scaling"])
+    assert check_resumable(CONFIG, data().description, stored | {"config": stored["config"] | older}) == []

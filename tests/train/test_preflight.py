@@ -13,6 +13,7 @@ import jaxtp
 from jaxtp.config import ConfigError
 from jaxtp.launch import agreement
 from jaxtp.launch.__main__ import main as launch
+from jaxtp.mesh import AXES, mesh_of
 from jaxtp.train import preflight
 from jaxtp.train.config import LaunchConfig, TrainConfig
 from jaxtp.train.preflight import (
@@ -91,14 +92,15 @@ def test_gpus_that_nobody_drives_are_named(visible, driven, idle):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "spread"), [((1, 2, 4), False), ((2, 2, 2), False), ((1, 1, 8), True), ((2, 1, 4), False)]
+    ("sizes", "spread"),
+    [((1, 2, 1, 4), False), ((2, 2, 1, 2), False), ((1, 1, 1, 8), True), ((2, 1, 1, 4), False), ((1, 1, 4, 2), False)],
 )
 def test_layers_stay_on_one_host(sizes, spread):
-    """Two hosts of two processes of two devices."""
-    mesh = jaxtp.make_mesh(*sizes)
+    """Two hosts of two processes of two devices; sequences may reach over them."""
+    mesh = mesh_of(dict(zip(AXES, sizes, strict=True)))
     devices = np.array([SimpleNamespace(process_index=device.id // 2) for device in mesh.devices.flat], object)
     faked = SimpleNamespace(
-        devices=devices.reshape(sizes), axis_names=mesh.axis_names, shape=mesh.shape, size=mesh.size
+        devices=devices.reshape(mesh.devices.shape), axis_names=mesh.axis_names, shape=mesh.shape, size=mesh.size
     )
     hosts = ["a", "a", "b", "b"]
     if not spread:
