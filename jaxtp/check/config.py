@@ -13,9 +13,10 @@ from jaxtp.train.config import TrainConfig
 class CheckConfig(TrainConfig):
     """Command line of a check: a training configuration, and the meshes to check it on."""
 
-    meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
+    meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")] = ()
     """Meshes to compare with one device; an axis that is left out is 1. By default the configuration's own, scaled down
-    to 16 devices, and others that use each axis alone and together."""
+    to 16 devices, and others that use each axis alone and together. With cp, attention by each method that is possible;
+    mesh.context leaves one."""
 
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File to write every number to, for machines."""

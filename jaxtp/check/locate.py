@@ -15,9 +15,10 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jaxtp.check.parity import Arrays, batches, on_case, place, relative_error
-from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.check.parity import Arrays, batches, place, relative_error
+from jaxtp.check.shrink import ONE_DEVICE, Case, on_case
 from jaxtp.data.rows import SEGMENTS
+from jaxtp.layers.context import Sequences
 from jaxtp.mesh import mesh_of
 from jaxtp.models.decoder import Decoder, abstract_decoder, split_keys
 from jaxtp.parallel.calls import Model, with_calls
@@ -111,7 +112,7 @@ def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> _
 
         def loss(taps: Taps, state: nnx.State, watch: _Watch) -> tuple[Array, Taps]:
             watch.taps = taps
-            total = _run(nnx.merge(graph, state), batch, config.run.seed, watch)
+            total = _run(nnx.merge(graph, state), batch, config, watch)
             return total, watch.outputs
 
         _, shapes = jax.eval_shape(lambda state: loss({}, state, watch), state)
@@ -120,24 +121,31 @@ def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> _
             zeros, state
         )
         order = list(watch.outputs)  # of execution: a dict comes out of a JAX transformation sorted by key
-        on_host = jax.tree.map(np.asarray, (outputs, gradients))
+        sequences = nnx.merge(graph, state).sequences(jnp.asarray(batch["inputs"]), None, config.mesh.context)
+        on_host = jax.tree.map(lambda x: _in_natural_order(np.asarray(x), sequences, batch), (outputs, gradients))
     return _Traces(*({name: tree[name] for name in order} for tree in on_host))
 
 
-def _run(model: Decoder, batch: dict[str, Any], seed: int, watch: _Watch) -> Array:
+def _in_natural_order(output: np.ndarray, sequences: Sequences, batch: dict[str, Any]) -> np.ndarray:
+    """Returns what a module gives for each token in the order of the tokens in their rows."""
+    of_tokens = output.ndim > 1 and output.shape[1] == batch["inputs"].shape[1]
+    return np.asarray(sequences.natural(output)) if of_tokens else output
+
+
+def _run(model: Decoder, batch: dict[str, Any], run: TrainConfig, watch: _Watch) -> Array:
     """Returns the mean loss, block by block, without scan and remat, which would hide what is inside them."""
     config, keys = model.config, None
     if config.dropout:
         rows = jnp.arange(len(batch["inputs"]))
-        keys = split_keys(row_keys(dropout_key(seed, 0), rows), config.num_layers)
-    segments = batch.get(SEGMENTS)
+        keys = split_keys(row_keys(dropout_key(run.run.seed, 0), rows), config.num_layers)
+    sequences = model.sequences(jnp.asarray(batch["inputs"]), batch.get(SEGMENTS), run.mesh.context)
     watch.on(model.embedding, "embedding")
-    x_BTD = model.embed(jnp.asarray(batch["inputs"]), segments)
+    x_BTD = model.embed(jnp.asarray(batch["inputs"]), sequences)
     for index, block in enumerate(model.in_order()):
         layer_keys = None if keys is None else keys[index]
-        x_BTD = watch.on(block, f"blocks.{index}")(x_BTD, layer_keys, segments)
+        x_BTD = watch.on(block, f"blocks.{index}")(x_BTD, layer_keys, sequences)
     x_BTD = watch.on(model.norm, "norm")(x_BTD)
-    total, count = model.loss_of_hidden(x_BTD, jnp.asarray(batch["labels"]))
+    total, count = model.loss_of_hidden(x_BTD, sequences.own(jnp.asarray(batch["labels"])))
     mean: Array = watch.record(LOSS, total / count)
     return mean
 

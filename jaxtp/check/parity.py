@@ -11,7 +11,7 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtp.audit.audit import audit
-from jaxtp.check.shrink import UPDATES, Case
+from jaxtp.check.shrink import UPDATES, Case, on_case
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
 from jaxtp.config import changed
@@ -116,7 +116,8 @@ def initial_arrays(config: TrainConfig) -> Arrays:
 
 
 def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
-    """Returns random tokens for each update, some labels masked, unevenly over the rows; packed as in the run."""
+    """Returns random tokens for each update, some labels masked, unevenly over the rows; packed as in the run: then
+    the last row is padding alone, and the one before it from its middle on."""
     made = []
     shape = (config.data.global_batch_size, config.data.sequence_length + 1)
     for update in range(UPDATES):
@@ -129,6 +130,8 @@ def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
             batch[SEGMENTS] = np.cumsum(
                 random.random(labels.shape) < DOCUMENTS / labels.shape[1], axis=1, dtype=np.int32
             )
+            for row, begin in ((-1, 0), (-2, labels.shape[1] // 2)):
+                batch[SEGMENTS][row, begin:], labels[row, begin:] = 0, IGNORE
         made.append(batch)
     return made
 
@@ -138,7 +141,7 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
 
     Args:
       config: the (shrunk) run.
-      case: mesh and sequence parallelism.
+      case: mesh, sequence parallelism and method over cp.
       initial: the state to start from.
       audited: also audits the compiled step.
     """
@@ -201,11 +204,6 @@ def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Returns the L2 norm of the difference over that of the expected value, in float64; absolute where it is zero."""
     difference = float(np.linalg.norm(np.float64(actual) - np.float64(expected)))
     return difference / (float(np.linalg.norm(np.float64(expected))) or 1.0)
-
-
-def on_case(config: TrainConfig, case: Case) -> TrainConfig:
-    """Returns the configuration with the case's sequence parallelism."""
-    return changed(config, {"model.sequence_parallel": case.sequence_parallel})
 
 
 def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:

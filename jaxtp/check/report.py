@@ -7,7 +7,8 @@ from typing import Any
 from jaxtp.check.parity import Errors, Tolerance
 from jaxtp.check.shrink import Case
 
-HEADER = f"{'':4}  {'mesh':<44}{'dtype':<10}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'updated':>9}"
+_WIDTH = 56
+HEADER = f"{'':4}  {'mesh':<{_WIDTH}}{'dtype':<10}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'updated':>9}"
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns the row of the table; below it what is wrong, if anything."""
-        name = f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<44}{self.dtype:<10}"
+        name = f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}"
         if self.errors is None:
             return [name, *(f"        {problem}" for problem in self.problems)]
         e = self.errors
@@ -59,7 +60,8 @@ class Verdict:
                 "update": e.updates[update],
                 "worst_update": update,
             }
-        return {"mesh": case["sizes"], "sequence_parallel": case["sequence_parallel"], **plain, "passed": self.passed}
+        names = {"mesh": case["sizes"], "sequence_parallel": case["sequence_parallel"], "context": case["context"]}
+        return {**names, **plain, "passed": self.passed}
 
     def _worst(self, errors: Errors) -> tuple[str, str]:
         return errors.worst(errors.gradients, self.tolerance), errors.worst(errors.updates, self.tolerance)

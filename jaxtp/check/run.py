@@ -8,12 +8,11 @@ from jaxtp.check import parity
 from jaxtp.check.config import CheckConfig
 from jaxtp.check.locate import describe_error, first_difference
 from jaxtp.check.report import Verdict
-from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, shrink
+from jaxtp.check.shrink import MAX_DEVICES, ONE_DEVICE, Case, cases_of, default_cases, methods_of, shrink, unfit
 from jaxtp.config import ConfigError, changed
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import check_sizes, describe_mesh, parse_mesh
-from jaxtp.models.config import violations
-from jaxtp.train.config import TrainConfig, check, padding_problems
+from jaxtp.train.config import TrainConfig, check
 
 
 def plan(config: CheckConfig) -> tuple[TrainConfig, list[Case]]:
@@ -104,8 +103,8 @@ def _chosen_cases(config: CheckConfig) -> list[Case]:
                 f"--mesh {text}: {describe_mesh(sizes)} is {count} devices, and a check runs on at most {MAX_DEVICES} "
                 "virtual ones; a larger dp or fsdp than 2 changes nothing in kind"
             )
-        unfit = violations(config.model, sizes, fixed=config.run.init_from is not None)
-        if problems := list(unfit) or [problem.text for problem in padding_problems(config, sizes)]:
+        first = Case(sizes, config.model.sequence_parallel or False, methods_of(config, sizes)[0])
+        if problems := list(unfit(config, first, fixed=config.run.init_from is not None)):
             raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
         cases += [case for case in cases_of(config, sizes) if case not in cases]
     return cases

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from hf_reference import FOLDER, TRAINED
 from runs import smol_lm
@@ -11,13 +12,15 @@ from runs import smol_lm
 import jaxtp
 from jaxtp.check.__main__ import VIRTUAL, main
 from jaxtp.check.config import CheckConfig
+from jaxtp.check.parity import TOLERANCES
+from jaxtp.check.report import Verdict
 from jaxtp.check.run import dtypes, plan
 from jaxtp.check.shrink import Case, cases_of, default_cases, shrink
 from jaxtp.collectives import axis_size, leave_parallel, vary
-from jaxtp.config import from_yaml
+from jaxtp.config import changed, from_yaml
 from jaxtp.hf.attributes import model_config
 from jaxtp.hf.folder import read_attributes
-from jaxtp.layers import linear, rings
+from jaxtp.layers import context, linear, rings
 from jaxtp.mesh import AXES, batch_parts, sized
 from jaxtp.models import config as models
 from jaxtp.train.config import MeshConfig
@@ -182,7 +185,7 @@ def test_swapped_row_and_column_are_named(monkeypatch, capsys):
     ("flags", "message"),
     [
         ("--mesh fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3; fsdp can be 1, 2, 4, 8"),
-        ("--mesh pp=2", "'pp' is not an axis; they are dp, fsdp, tp, as in fsdp=2,tp=4"),
+        ("--mesh pp=2", "'pp' is not an axis; they are dp, fsdp, cp, tp, as in fsdp=2,tp=4"),
         ("--mesh tp=0", "tp=0 is not a number of devices"),
         ("--mesh fsdp=-1,tp=2", "fsdp=-1 is not a number of devices"),
         ("--mesh tp=2,tp=4", "tp is there twice; write two meshes as --mesh tp=2 tp=4"),
@@ -192,6 +195,13 @@ def test_swapped_row_and_column_are_named(monkeypatch, capsys):
         ("--mesh.tp 3 --mesh.no-allow-padding", "mesh.tp=3 pads 8 query heads to 9"),
         ("--mesh tp=3 --mesh.no-allow-padding", "--mesh tp=3:\n  mesh.tp=3 pads 8 query heads to 9"),
         ("--config nothing.yaml", "nothing.yaml: No such file"),
+        ("--mesh cp=3", "--mesh cp=3:\n  model.d_model=128 is not divisible by mesh.cp=3; cp can be 1, 2, 4"),
+        (
+            "--mesh cp=2 --data.sequence-length 33",
+            "--mesh cp=2:\n  data.sequence_length=33 is not divisible by mesh.cp=2",
+        ),
+        ("--mesh cp=4,tp=4 --mesh.context ulysses", "mesh.cp=4 does not divide the 2 query heads of a device"),
+        ("--mesh cp=0", "cp=0 is not a number of devices"),
     ],
 )
 def test_mistakes(flags, message, capsys):
@@ -207,8 +217,13 @@ def test_shrinking_keeps_what_divides_what():
         for case in cases:
             tp = case.sizes["tp"]
             assert (small.model.vocab_size % tp == 0) == (config.model.vocab_size % tp == 0)
-            assert (small.data.sequence_length % tp == 0) == (config.data.sequence_length % tp == 0)
+            for chunks in (tp, case.sizes["cp"] * tp, 2 * case.sizes["cp"]):
+                assert (small.data.sequence_length % chunks == 0) == (config.data.sequence_length % chunks == 0)
             assert small.data.global_batch_size % (batch_parts(case.sizes) * small.train.accumulation) == 0
+
+
+def meshes_of(cases):
+    return {tuple(case.sizes.values()) for case in cases}
 
 
 def fitted(model, *meshes):
@@ -219,28 +234,77 @@ def fitted(model, *meshes):
 def test_with_a_mesh_of_its_own_a_check_does_not_ask_for_that_of_the_configuration(tmp_path):
     model = jaxtp.ModelConfig(num_heads=9, num_kv_heads=3)
     small, cases = plan(CheckConfig(model=model, meshes=("tp=3",)))
-    assert {tuple(case.sizes.values()) for case in cases} == {(1, 1, 3)}
+    assert meshes_of(cases) == {(1, 1, 1, 3)}
     assert dtypes(small) == ["float32"]
     small, cases = fitted(smol_lm(tmp_path / "model"), "tp=3", "fsdp=2,tp=3")
-    assert {tuple(case.sizes.values()) for case in cases} == {(1, 1, 3), (1, 2, 3)}
+    assert meshes_of(cases) == {(1, 1, 1, 3), (1, 2, 1, 3)}
     assert dtypes(small) == ["float32", "bfloat16"], "the model's own dtype too"
 
 
 def test_default_meshes_are_those_that_a_model_of_hugging_face_fits(tmp_path):
     _, cases = fitted(smol_lm(tmp_path / "model"))
-    meshes = {tuple(case.sizes.values()) for case in cases}
-    assert {(1, 1, 3), (1, 2, 3), (2, 2, 3), (2, 1, 3), (1, 8, 1), (8, 1, 1)} <= meshes
+    alone = {(1, 1, 1, 3), (1, 2, 1, 3), (2, 2, 1, 3), (2, 1, 1, 3), (1, 8, 1, 1), (8, 1, 1, 1)}
+    assert alone | {(1, 1, 2, 3), (1, 1, 8, 1)} <= meshes_of(cases)
     _, cases = plan(CheckConfig(model=jaxtp.ModelConfig(num_heads=11, num_kv_heads=11, d_ff=88), mesh=ONE))
-    assert {tuple(case.sizes.values()) for case in cases} == {(1, 1, 11), (1, 8, 1), (8, 1, 1), (1, 1, 2)}
+    alone = {(1, 1, 1, 11), (1, 8, 1, 1), (8, 1, 1, 1), (1, 1, 1, 2), (1, 1, 8, 1)}
+    assert meshes_of(cases) == alone, "22 devices are too many for tp 11 beside cp"
+    assert {case.context for case in cases} == {"auto", "gather"}, "8 does not divide 11 heads"
 
 
 def test_default_meshes_cover_the_axes():
-    cases = default_cases(CheckConfig(), {"dp": 4, "fsdp": 16, "tp": 8})
+    cases = default_cases(CheckConfig(), sized(dp=4, fsdp=16, tp=8))
     assert cases[0] == Case(sized(fsdp=2, tp=8), True), "its own mesh first, scaled down"
     assert Case(sized(fsdp=2, tp=8), False) in cases
     for axis in AXES:
         assert any(case.sizes == sized(**{axis: 8}) for case in cases), "each axis alone"
     assert any(min(case.sizes.values()) == 2 for case in cases), "and all together"
+
+
+def test_default_meshes_keep_cp_and_its_method():
+    cases = default_cases(CheckConfig(), sized(dp=4, cp=4, tp=2))
+    assert cases[0] == Case(sized(dp=2, cp=4, tp=2), True, "ulysses"), "its own, by the method that auto takes"
+    assert cases[1] == Case(sized(dp=2, cp=4, tp=2), False, "ulysses")
+    assert {case.context for case in cases if case.sizes["cp"] > 1} == {"ulysses", "gather"}
+    few = changed(CheckConfig(), {"model.num_kv_heads": 1})
+    assert default_cases(few, sized(cp=2, tp=2))[0].context == "gather"
+    asked = changed(few, {"mesh.context": "ulysses"})
+    assert {case.context for case in default_cases(asked, sized(cp=2, tp=2)) if case.sizes["cp"] > 1} == {"ulysses"}
+    assert default_cases(CheckConfig(), sized(cp=64, tp=8))[0].sizes == sized(cp=2, tp=8)
+    odd = changed(CheckConfig(), {"data.sequence_length": 129})
+    assert {case.sizes["cp"] for case in default_cases(odd, sized(tp=2))} == {1}, "what cp does not divide is left out"
+
+
+def test_a_window_stays_as_long_beside_a_chunk():
+    config = changed(CheckConfig(), {"data.sequence_length": 4096, "mesh.dp": 1, "mesh.fsdp": 1})
+    for window in (500, 1500, 3000):
+        small, _ = plan(changed(config, {"model.sliding_window": window}))
+        assert small.model.sliding_window / small.data.sequence_length == pytest.approx(window / 4096, abs=0.04)
+
+
+def test_a_verdict_shows_the_method():
+    tolerance = TOLERANCES["float32"]
+    verdict = Verdict(Case(sized(cp=2, tp=2), True, "gather"), "float32", tolerance, None, ("no reason",))
+    assert "cp 2 x tp 2, sequence-parallel, gather" in verdict.lines()[0]
+    assert verdict.as_json()["context"] == "gather"
+    assert str(Case(sized(tp=2), False)) == "tp 2"
+
+
+@pytest.mark.wide
+def test_a_mesh_with_cp_passes_by_each_method(capsys, tmp_path):
+    file = tmp_path / "check.json"
+    flags = ["--config", str(ROOT / "configs/tiny.yaml"), "--mesh", "cp=2,tp=2", "--json", str(file)]
+    assert main([*flags, "--model.num-kv-heads", "2"]) == 0
+    assert "ok    cp 2 x tp 2, sequence-parallel, gather" in capsys.readouterr().out
+    cases = json.loads(file.read_text())["cases"]
+    assert [case["context"] for case in cases] == ["gather", "gather", "ulysses"]
+
+
+@pytest.mark.wide
+def test_keys_that_never_came_over_cp_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(context, "all_gather", lambda x, axis, dim: jnp.concatenate([x] * 2, axis=dim))
+    over_cp = ("--config", str(ROOT / "configs/tiny.yaml"), "--mesh", "cp=2", "--mesh.context", "gather")
+    assert main([*over_cp, "--model.num-layers", "1"]) == 1
+    assert "first difference: blocks.0.attention" in capsys.readouterr().out
 
 
 def test_a_mesh_of_sixteen_with_eight_kv_heads():

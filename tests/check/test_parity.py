@@ -5,7 +5,7 @@ import functools
 
 import numpy as np
 import pytest
-from support import sweep
+from support import sizes_of, sweep
 
 import jaxtp
 from jaxtp.check import parity
@@ -14,7 +14,6 @@ from jaxtp.layers.fused_attention import fused_attention
 from jaxtp.layers.kernels import KERNELS
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.rope import RopeScaling
-from jaxtp.mesh import sized
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
 LLAMA = jaxtp.ModelConfig(
@@ -32,9 +31,14 @@ def variant(*, train=BASE.train, **model):
     return dataclasses.replace(BASE, model=dataclasses.replace(LLAMA, **model), train=train)
 
 
+LONGROPE = RopeScaling(
+    kind="longrope", factor=2.0, original_length=4, short_factor=(1.0,) * 6, long_factor=(1.0, 1.1, 1.3, 1.6, 2.0, 2.5)
+)
 CONFIGS = {
     "llama": BASE,
-    "shared kv heads": variant(num_kv_heads=2, head_dim=12, remat="save_dots", qk_norm="head", dropout=0.2),
+    "shared kv heads": variant(
+        num_kv_heads=2, head_dim=12, remat="save_dots", qk_norm="head", dropout=0.2, rope_scaling=LONGROPE
+    ),
     "odd": variant(
         vocab_size=19,
         num_kv_heads=1,
@@ -86,7 +90,7 @@ TP_MESHES = [
 
 
 def case(mesh, split):
-    return Case(sized(*mesh), split)
+    return Case(sizes_of(mesh), split)
 
 
 CASES = [case(mesh, False) for mesh in BATCH_MESHES]  # without tp, sequence parallelism is nothing
