@@ -204,7 +204,7 @@ def of_kind(device_kind: str) -> Hardware | None:
 
 
 def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:
-    """Returns the devices of a ring that lie in one domain: neighbours lie along tp, then fsdp, then dp."""
+    """Returns the devices of a ring that lie in one domain: neighbours lie along the last axes."""
     left, inside = hardware.domain, {}
     for axis in reversed(AXES):
         inside[axis] = math.gcd(sizes[axis], left)

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtp.bench.computing import measure_pairs, measure_products
-from jaxtp.bench.config import CommConfig, hardware_of, message_sizes, rows_on_a_device, usable_tps
+from jaxtp.bench.config import CommConfig, hardware_of, message_sizes, tokens_on_a_device, usable_tps
 from jaxtp.bench.fit import Line, fit
 from jaxtp.bench.measured import Measured, Place
 from jaxtp.bench.moving import Message, measure_messages
@@ -29,15 +29,15 @@ def measure(asked: CommConfig, config: TrainConfig, mesh: Mesh) -> Measured:
       ConfigError: the model's sizes do not fit each other, or a file is asked for and nothing to base it on.
     """
     place, repeats = _place(asked, config, mesh), Repeats(asked.rounds, asked.in_a_row)
-    tps, rows = usable_tps(config.model, place.devices), rows_on_a_device(config, place.sizes)
-    print(heading(place, config, rows, repeats), end="\n\n", flush=True)
+    tps, tokens = usable_tps(config.model, place.devices), tokens_on_a_device(config, place.sizes)
+    print(heading(place, config, tokens, repeats), end="\n\n", flush=True)
     messages = list(measure_messages(mesh, place.dtype, message_sizes(asked, place.platform), repeats))
     lines = _lines(messages)
     print(messages_lines(messages, lines), end="\n\n", flush=True)
-    products = list(measure_products(config.model, tps, rows, config.data.sequence_length, repeats))
+    products = list(measure_products(config.model, tps, *tokens, repeats))
     print(products_table(products, place.peak, place.hardware), end="\n\n", flush=True)
     over = tps if place.processes == 1 else [tp for tp in tps if tp == place.devices]  # a mesh takes all processes
-    pairs = list(measure_pairs(config.model, over, rows, config.data.sequence_length, repeats))
+    pairs = list(measure_pairs(config.model, over, *tokens, repeats))
     print(pairs_table(pairs), flush=True)
     return Measured(place=place, messages=messages, lines=lines, products=products, pairs=pairs)
 

@@ -11,7 +11,7 @@ import tyro
 from jaxtp.config import ConfigError, Count
 from jaxtp.hardware import TABLE, Hardware, of_kind
 from jaxtp.hardware_file import find
-from jaxtp.mesh import batch_parts, sized
+from jaxtp.mesh import CONTEXT, batch_parts, parts, sized
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
 from jaxtp.train.config import TrainConfig
 
@@ -55,9 +55,10 @@ def message_sizes(asked: CommConfig, platform: str) -> Sequence[int]:
     return asked.message_bytes or (CPU_SIZES if platform == "cpu" else SIZES)
 
 
-def rows_on_a_device(config: TrainConfig, mesh: dict[str, int]) -> int:
-    """Returns the number of sequences of a micro-batch on each device of the mesh; at least 1."""
-    return max(1, config.data.global_batch_size // (batch_parts(mesh) * config.train.accumulation))
+def tokens_on_a_device(config: TrainConfig, mesh: dict[str, int]) -> tuple[int, int]:
+    """Returns the sequences of a micro-batch on each device of the mesh, and the tokens of each; at least 1."""
+    rows = config.data.global_batch_size // (batch_parts(mesh) * config.train.accumulation)
+    return max(1, rows), max(1, config.data.sequence_length // parts(mesh, CONTEXT))
 
 
 def usable_tps(model: ModelConfig, devices: int) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxtp.bench.moving import Message
-from jaxtp.communication import PERMUTE
+from jaxtp.communication import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from jaxtp.hardware import Hardware, inside_domain, link_of
 
 
@@ -30,13 +30,16 @@ class Line:
     """Median of how far the measured times are from it, relative to them."""
 
 
-def fit(messages: Sequence[Message]) -> Line | None:
-    """Returns the line through all collectives of one axis but permutes; None if times do not grow with bytes.
+_AROUND_A_RING = (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
 
-    Errors count relative to the times, so that short messages decide the latency and long ones the speed. Permutes,
-    between neighbours, are left out: a step of training has none.
+
+def fit(messages: Sequence[Message]) -> Line | None:
+    """Returns the line through the collectives around a ring of one axis; None if times do not grow with bytes.
+
+    Errors count relative to the times, so that short messages decide the latency and long ones the speed. All-to-alls
+    and permutes are left out: they go between pairs of devices, for which an estimate has rules of its own.
     """
-    taken = [message for message in messages if message.collective.kind != PERMUTE]
+    taken = [message for message in messages if message.collective.kind in _AROUND_A_RING]
     seconds = np.array([message.seconds for message in taken])
     sent = np.array([message.collective.bytes_sent for message in taken])
     per_byte = sent / seconds

@@ -3,7 +3,8 @@
 A measurement is a loop of them in one program, each on what the one before has left, as they come in a compiled step:
 starting a program from Python takes longer than a small message. All groups of devices along an axis talk at once.
 Compiled for an H100 the loop adds nothing to an all-reduce, a local copy of 1/n of the message to an all-gather and a
-reduce-scatter, and one of all of it to a permute.
+reduce-scatter, and one of all of it to a permute. Of an all-to-all 1/n of the message goes to each device, and a
+device keeps its own part.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.audit.census import count_collectives
 from jaxtp.bench.timing import Program, Repeats, medians
-from jaxtp.collectives import all_gather, all_reduce, axis_size, device_view, permute, reduce_scatter, vary
-from jaxtp.communication import PERMUTE, Collective
+from jaxtp.collectives import all_gather, all_reduce, all_to_all, axis_size, device_view, permute, reduce_scatter, vary
+from jaxtp.communication import ALL_TO_ALL, PERMUTE, Collective
 from jaxtp.mesh import AXES
 
 
@@ -29,8 +30,8 @@ class Message:
     """A collective along one axis, and its time."""
 
     collective: Collective
-    """Collective whose bytes are those of the array that each device ends with (all-reduce, all-gather, permute) or
-    begins with."""
+    """Collective whose bytes are those of the array that each device ends with (all-reduce, all-gather, all-to-all,
+    permute) or begins with."""
 
     seconds: float
     """Median."""
@@ -67,10 +68,15 @@ def _reduce_scatter(x: Array, axis: str) -> Array:
     return lax.dynamic_update_slice_in_dim(x, reduce_scatter(x, axis), 0, 0)
 
 
+def _all_to_all(x: Array, axis: str) -> Array:
+    return all_to_all(x, axis, split=0, join=0)
+
+
 KINDS: Mapping[str, Callable[[Array, str], Array]] = {
     "all-reduce": _all_reduce,
     "all-gather": _all_gather,
     "reduce-scatter": _reduce_scatter,
+    ALL_TO_ALL: _all_to_all,
     PERMUTE: permute,
 }
 """Functions by kind, each from an array of a device to one of the same shape, so that a loop can repeat it."""

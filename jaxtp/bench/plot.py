@@ -5,7 +5,7 @@ from typing import Any
 from jaxtp.bench.measured import VIRTUAL, Measured
 from jaxtp.bench.moving import KINDS
 
-MARKS = dict(zip(KINDS, "osv^", strict=True))
+MARKS = dict(zip(KINDS, "osvD^", strict=True))
 
 
 def draw(measured: Measured, figure: Any) -> None:

@@ -20,9 +20,9 @@ from jaxtp.train.config import TrainConfig
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def heading(place: Place, config: TrainConfig, rows: int, repeats: Repeats) -> str:
-    """Returns where and what is measured, with `rows` sequences on each device."""
-    model, length = config.model, config.data.sequence_length
+def heading(place: Place, config: TrainConfig, tokens: tuple[int, int], repeats: Repeats) -> str:
+    """Returns where and what is measured, with `tokens`, sequences and tokens of each, on a device."""
+    model, (rows, length) = config.model, tokens
     processes = f", {place.processes} processes" if place.processes > 1 else ""
     lines = {
         "on": f"{place}{processes}, jaxtp {jaxtp.__version__} with jax {jax.__version__}",

@@ -21,13 +21,23 @@ from jaxtp.estimate.plot import draw
 from jaxtp.estimate.reasons import what_would_fit, why
 from jaxtp.estimate.record import as_configuration, is_written, record
 from jaxtp.estimate.report import details, heading, ranking
-from jaxtp.estimate.search import Model, Search, Setting, Target, describe_model, estimate, search, target
+from jaxtp.estimate.search import (
+    Model,
+    Search,
+    Setting,
+    Target,
+    describe_model,
+    estimate,
+    meshes_to_try,
+    search,
+    target,
+)
 from jaxtp.estimate.target import compile_for
 from jaxtp.estimate.topology import DoesNotFitError, TargetError, topology
 from jaxtp.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.hardware import RANGES
 from jaxtp.hardware_file import MAX_DEVICES, parse
-from jaxtp.mesh import MeshError, describe_mesh, fill, fitting_meshes, parse_mesh
+from jaxtp.mesh import MeshError, describe_mesh, fill, parse_mesh, sized
 from jaxtp.train.config import TrainConfig, check_kernels, training_of, violations_on
 from jaxtp.train.defaults import RUN_DIR, fit
 from jaxtp.train.place import Place
@@ -36,7 +46,7 @@ WIDTH = 110
 PROGRAM = "python -m jaxtp.estimate"
 DESCRIPTION = """Will it fit, and what will it cost: answered before the hardware is there.
 
-For a training configuration and hardware such as h100x8, every mesh (dp, fsdp, tp), micro-batch and remat policy is
+For a training configuration and hardware such as h100x8, every mesh (dp, fsdp, cp, tp), micro-batch and remat policy is
 tried on paper: bytes on each device by kind, collectives by mesh axis, seconds of a step by part. What cannot run or
 does not fit is dropped, the rest is ranked, and the best is explained. Each number says where it comes from: exact (the
 program's own declarations, and formulas that tests hold equal to it), compiled (what a compiler made of the step),
@@ -75,8 +85,8 @@ def _estimate(argv: Sequence[str]) -> int:
     require_picture("--plot", asked.plot)
     config = training_of(asked)
     where = target(*parse(asked.hardware), asked.memory_fraction)
-    check_kernels(config, where.hardware.platform)
-    meshes = _meshes(asked, where)
+    check_kernels(config, sized(), where.hardware.platform)
+    meshes = _meshes(asked, config, where)
     model = describe_model(config)
     print(heading(config, where, model), *_foreseen(asked, where), *chosen, sep="\n", end="\n\n", flush=True)
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
@@ -180,7 +190,7 @@ def _hosts(where: Target) -> dict[str, int]:
     return {"hosts": where.devices // each, "devices_per_host": each}
 
 
-def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]:
+def _meshes(asked: EstimateConfig, config: TrainConfig, where: Target) -> Sequence[Mapping[str, int]]:
     """Returns the meshes that are asked about, or all.
 
     Raises:
@@ -194,7 +204,7 @@ def _meshes(asked: EstimateConfig, where: Target) -> Sequence[Mapping[str, int]]
                 f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {asked.hardware} is "
                 f"{where.devices:,}{instead}"
             )
-    return meshes or fitting_meshes(where.devices)
+    return meshes or meshes_to_try(config, where.devices)
 
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:

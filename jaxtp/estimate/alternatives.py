@@ -15,13 +15,14 @@ from jaxtp.estimate.search import (
     describe_model,
     estimate,
     leanest,
+    meshes_to_try,
     runnable,
     search,
     target,
 )
 from jaxtp.hardware import GB
 from jaxtp.hardware_file import MAX_DEVICES
-from jaxtp.mesh import fitting_meshes
+from jaxtp.mesh import sized
 from jaxtp.train.config import TrainConfig, kernels
 from jaxtp.train.memory import with_attention
 
@@ -154,8 +155,9 @@ def _with_more_memory(config: TrainConfig, where: Target) -> Run | None:
 
 
 def _with_fused_attention(config: TrainConfig, where: Target) -> Run | None:
-    fused, platform = with_attention(config, "auto"), where.hardware.platform
-    return None if kernels(fused, platform).keys() == kernels(config, platform).keys() else (fused, where)
+    fused = with_attention(config, "auto")
+    now, then = (kernels(run, sized(), where.hardware.platform) for run in (config, fused))
+    return None if now.keys() == then.keys() else (fused, where)
 
 
 def _in_half(config: TrainConfig, where: Target) -> Run | None:
@@ -222,7 +224,7 @@ def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[
 
 def _fits(config: TrainConfig, where: Target, model: Model) -> Setting | None:
     """Returns the best setting that fits with the margin, if any; searches all only where the leanest of one fits."""
-    able, _ = runnable(config, fitting_meshes(where.devices))
+    able, _ = runnable(config, meshes_to_try(config, where.devices))
     if not any(estimate(leanest(on_mesh), where, model).has_margin for on_mesh in able):
         return None
     best = search(config, where, model, [on_mesh.mesh.sizes for on_mesh in able]).settings[0]

@@ -15,7 +15,7 @@ from jaxtp.estimate.links import collective_seconds
 from jaxtp.estimate.search import Model, Target
 from jaxtp.hardware import GB
 from jaxtp.layers.costs import Share
-from jaxtp.mesh import STORAGE, batch_parts, describe_mesh, parts
+from jaxtp.mesh import CP, STORAGE, batch_parts, describe_mesh, parts
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.models.costs import costs_of
 from jaxtp.train.memory import MODEL
@@ -65,7 +65,11 @@ def generations(
     Raises:
       ConfigError: no mesh can.
     """
-    able = [sizes for sizes in meshes if not list(violations(config, sizes)) and rows % batch_parts(sizes) == 0]
+    alone = [sizes for sizes in meshes if sizes[CP] == 1]  # a cache is not divided over cp
+    if not alone:
+        given = ", ".join(map(describe_mesh, meshes))
+        raise ConfigError(f"--generate {rows}: a cache is not divided over cp; name a mesh with cp=1 beside {given}")
+    able = [sizes for sizes in alone if not list(violations(config, sizes)) and rows % batch_parts(sizes) == 0]
     if not able:
         raise ConfigError(
             f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides {rows} rows by dp*fsdp"

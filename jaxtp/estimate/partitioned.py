@@ -120,7 +120,7 @@ def bytes_sent(moved: Traffic) -> Bytes:
 def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
     """Returns the same program with what only an accelerator has left out, and notes on it."""
     notes = []
-    if any(kernel_problems(config, "cpu")):
+    if any(kernel_problems(config, config.mesh.sizes, "cpu")):
         notes.append(f"compiled with a CPU's attention, which moves the same as {config.model.attention}'s")
         config = with_attention(config, "auto")
     if config.model.remat == "offload":

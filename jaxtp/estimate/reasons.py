@@ -10,6 +10,7 @@ from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Search, Setting
 from jaxtp.hardware import GB
 from jaxtp.mesh import TP
 from jaxtp.models.costs import describe_padding
+from jaxtp.train.config import describe_context
 
 UNITS = (("milliseconds", 1e-3), ("seconds", 1), ("minutes", 60), ("hours", 3600), ("days", 86400))
 """Units of time; devices are paid by the hour, never by the day."""
@@ -33,6 +34,7 @@ def why(found: Search, configured: Setting | None, alternatives: Iterable[Altern
         f"{_share(best)} of a step is left for computing where nothing overlaps.",
         *_doubt(best),
         *_padding(best),
+        *_context(best),
         _run(best),
         _limit(best),
         *(_better(other, best) for other in alternatives),
@@ -73,6 +75,11 @@ def _remedy(other: Alternative) -> str:
 def _padding(best: Setting) -> Iterator[str]:
     if (padded := describe_padding(best.config.model, best.sizes)) is not None:
         yield f"Sizes are padded {padded}."
+
+
+def _context(best: Setting) -> Iterator[str]:
+    if (text := describe_context(best.config, best.sizes)) is not None:
+        yield f"It divides {text}."
 
 
 def _better(other: Alternative, best: Setting) -> str:

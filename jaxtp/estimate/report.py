@@ -4,11 +4,11 @@ import dataclasses
 
 from jaxtp.audit.tables import columns
 from jaxtp.communication import sums
-from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Model, Search, Setting, Target, rows_of
+from jaxtp.estimate.search import LEAST_PART, MEMORY_ERROR, NEAR, Model, Search, Setting, Target, rows_of
 from jaxtp.hardware import GB, TABLE, Hardware, link_of
 from jaxtp.hf.attributes import stored_dtype
 from jaxtp.layers.costs import Product
-from jaxtp.mesh import divisors
+from jaxtp.mesh import divisors, sized
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig, describe_kernels
@@ -18,7 +18,7 @@ NOTES = (
     "micro-batches: how many a step has, of how many sequences on a device; GB: at the peak, of each device",
     "computing: its share of a step in which nothing overlaps",
     f"ranked: what has {MEMORY_ERROR:.0%} of the modelled to spare, then what fits (tight), each the fastest first;",
-    f"  within {NEAR - 1:.0%} of the very first the simplest: tp inside a host, then fewer micro-batches, then less tp",
+    f"  within {NEAR - 1:.0%} of the very first the simplest: tp inside a host, fewer micro-batches, less tp, less cp",
     "MFU: 6 FLOPs for each token and parameter (frozen: 4; looked up: 0), causal attention, nothing twice, of the peak",
 )
 EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
@@ -35,13 +35,14 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         f"{_links(hardware)}, {hardware.network / GB:,.0f} beyond",
         "model": f"{model.parameters:,} parameters: {sizes.num_layers} layers, d_model {sizes.d_model}, "
         f"{sizes.precision.compute} compute, {config.optimizer.name}",
-        "kernels": describe_kernels(config, hardware.platform),
+        "kernels": describe_kernels(config, sized(), hardware.platform),
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}"
         f"{_assumed_length(data)}",
         "assumed": f"{hardware.matmul_efficiency:.0%} of the peak in large products, "
         f"{hardware.bandwidth_efficiency:.0%} of memory's bandwidth, {hardware.link_efficiency:.0%} of links "
         f"({hardware.source if hardware.name not in TABLE else 'jaxtp/hardware.py'})",
-        "tried": "data (dp, fsdp) and tensor parallelism (tp); pipeline and context parallelism are not considered",
+        "tried": f"dp, fsdp, cp (in parts of at least {LEAST_PART:,} tokens) and tp; pipeline parallelism is not "
+        "considered",
     }
     if (stored := _stored_in_16_bits(sizes)) is not None:
         rows["dtype"] = (

@@ -10,7 +10,7 @@ from jaxtp.estimate.links import leaves_domain
 from jaxtp.estimate.roofline import StepTime, step_time
 from jaxtp.hardware import Hardware
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.mesh import TP, batch_parts, describe_mesh, divisors, fitting_meshes
+from jaxtp.mesh import CP, TP, batch_parts, describe_mesh, divisors, fitting_meshes
 from jaxtp.models.costs import StepCosts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig, violations_on
@@ -26,6 +26,9 @@ MEMORY_ERROR = 0.2
 
 NEAR = 1.05
 """Slower by less than that is as fast: the model of time is not that good."""
+
+LEAST_PART = 8192
+"""Least tokens of a part of a sequence, of the meshes that are tried with cp."""
 
 MAX_REASONS = 3
 """Why meshes cannot run a configuration, in one message."""
@@ -199,6 +202,15 @@ def search(
     return Search(_simplest_first(best), tuple(itertools.chain(*of_mesh)), refused, as_configured)
 
 
+def meshes_to_try(config: TrainConfig, devices: int) -> list[dict[str, int]]:
+    """Returns the meshes of so many devices that may be good for a run.
+
+    Over cp sequences are divided into parts that are long enough: a short sequence is cheaper where it is whole.
+    """
+    longest = max(1, config.data.sequence_length // LEAST_PART)
+    return [sizes for sizes in fitting_meshes(devices) if sizes[CP] <= longest or sizes[CP] == config.mesh.cp]
+
+
 def runnable(
     config: TrainConfig, meshes: Sequence[Mapping[str, int]], *, as_configured: bool = False
 ) -> tuple[list[TrainConfig], dict[str, str]]:
@@ -221,22 +233,24 @@ def leanest(config: TrainConfig) -> TrainConfig:
 
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
-    """Returns the nearest numbers of devices that can, and each reason once, with the first mesh that it is for."""
-    fewer = (n for n in range(devices - 1, max(0, devices - FURTHEST), -1) if _can_run(config, n))
-    more = (n for n in range(devices + 1, devices + FURTHEST) if _can_run(config, n))
-    near = [f"{n:,}" for count in (fewer, more) if (n := next(count, None)) is not None]
-    instead = f"; {' or '.join(near)} devices could" if near else ""
+    """Returns what could run instead, and each reason once, with the first mesh that it is for."""
+    asked = f"none of the meshes asked about can run this configuration; others of {devices:,} devices can:"
+    if not _can_run(config, devices):
+        fewer = (n for n in range(devices - 1, max(0, devices - FURTHEST), -1) if _can_run(config, n))
+        more = (n for n in range(devices + 1, devices + FURTHEST) if _can_run(config, n))
+        near = [f"{n:,}" for count in (fewer, more) if (n := next(count, None)) is not None]
+        instead = f"; {' or '.join(near)} devices could" if near else ""
+        asked = f"no mesh of {devices:,} devices can run this configuration{instead}:"
     first: dict[str, str] = {}
     for mesh, reason in refused.items():
         first.setdefault(reason, mesh)
     lines = [f"  {mesh}: {reason}" for reason, mesh in first.items()]
     rest = [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
-    asked = f"no mesh of {devices:,} devices can run this configuration{instead}:"
     return "\n".join([asked, *lines[:MAX_REASONS], *rest])
 
 
 def _can_run(config: TrainConfig, devices: int) -> bool:
-    return any(next(violations_on(config, sizes), None) is None for sizes in fitting_meshes(devices))
+    return any(next(violations_on(config, sizes), None) is None for sizes in meshes_to_try(config, devices))
 
 
 def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
@@ -279,10 +293,10 @@ def _is_as_fast(setting: Setting, first: Setting) -> bool:
     return setting.time.expected <= NEAR * first.time.expected
 
 
-def _complexity(setting: Setting) -> tuple[bool, int, int]:
+def _complexity(setting: Setting) -> tuple[bool, int, int, int]:
     """Returns a key to sort by: whether layers wait for the network, micro-batches, devices that share a layer."""
     hardware, sizes = setting.target.hardware, setting.sizes
-    return leaves_domain(hardware, sizes, (TP,)), setting.config.train.accumulation, sizes[TP]
+    return leaves_domain(hardware, sizes, (TP,)), setting.config.train.accumulation, sizes[TP], sizes[CP]
 
 
 def rows_of(config: TrainConfig) -> int:

@@ -114,7 +114,7 @@ def compile_for(
         except TargetError as error:
             notes += (f"the GPUs of this machine could not be used: {error}",)
     absent = topology(hardware, hosts, devices_per_host)
-    if "cudnn" in kernels(config, TABLE[hardware].platform):
+    if "cudnn" in kernels(config, sizes, TABLE[hardware].platform):
         if found := with_cudnn(absent):
             absent = found
             notes += ("the workspace of cuDNN's kernels is not counted",)

@@ -22,10 +22,10 @@ from jaxtp.entry import UserError
 from jaxtp.explain.explanation import explain
 from jaxtp.explain.plot import draw
 from jaxtp.files import require_picture, write_picture
-from jaxtp.mesh import parse_mesh, request_virtual_devices
+from jaxtp.mesh import CP, parse_mesh, request_virtual_devices
 from jaxtp.models.decoder import Decoder
 from jaxtp.propose.propose import propose_plan
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import TrainConfig, check
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,8 @@ class Explain:
     """Devices along each axis; an axis that is left out is 1. None of them has to be there."""
 
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
-    """A dict from patterns of module paths to styles. Without one everything is split over fsdp alone."""
+    """A dict from patterns of module paths to styles. Without one everything is split over fsdp alone. With several
+    devices along cp it names the module whose sequences are divided: {"": ContextParallel()}."""
 
     propose: Switch = False
     """Uses the plan that jaxtp.propose_plan gives, and prints its reasons first."""
@@ -81,13 +82,13 @@ def run(command: Explain) -> None:
         raise ConfigError("--propose and --compile run the model: give the shapes of its inputs, --input 64x128:int32")
     if command.compile:
         request_virtual_devices(math.prod(sizes.values()))
-    model, inputs = _model(command)
+    model, inputs, call = _model(command, sizes)
     plan = None if command.plan is None else _named("--plan", command.plan)
     try:
         if command.propose:
-            plan = propose_plan(model, *inputs, mesh=sizes)
+            plan = propose_plan(model, *inputs, mesh=sizes, call=call)
             print()
-        found = explain(model, *inputs, plan=plan, mesh=sizes, compiled=command.compile)
+        found = explain(model, *inputs, plan=plan, mesh=sizes, call=call, compiled=command.compile)
     except UserError:
         raise
     except (TypeError, ValueError) as error:
@@ -99,14 +100,24 @@ def run(command: Explain) -> None:
         print(f"\ndrawn in {command.plot}")
 
 
-def _model(command: Explain) -> tuple[Callable[[], nnx.Module], list[jax.ShapeDtypeStruct]]:
-    """Returns a function that makes the model, and abstract inputs."""
+Call = Callable[..., Any] | None
+"""A function that is run of a model and its inputs, as `explain` takes it."""
+
+
+def _model(
+    command: Explain, sizes: dict[str, int]
+) -> tuple[Callable[[], nnx.Module], list[jax.ShapeDtypeStruct], Call]:
+    """Returns a function that makes the model, abstract inputs, and what is run of them."""
     inputs = [_input(text) for text in command.input]
     if not command.model.endswith((".yaml", ".yml")):
-        return _function(command.model), inputs
+        return _function(command.model), inputs, None
     config = from_yaml(TrainConfig, command.model)
+    if sizes[CP] > 1 and not inputs:
+        check(config, sizes, lambda: None)
     shape = (config.data.global_batch_size, config.data.sequence_length)
-    return lambda: Decoder(config.model, rngs=nnx.Rngs(0)), inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)]
+    build = lambda: Decoder(config.model, rngs=nnx.Rngs(0))  # noqa: E731
+    call = lambda model, *inputs: model(*inputs, context=config.mesh.context)  # noqa: E731
+    return build, inputs or [jax.ShapeDtypeStruct(shape, jnp.int32)], call
 
 
 def _function(name: str) -> Callable[[], nnx.Module]:

@@ -234,12 +234,13 @@ def _group(pattern: str, rows: list[Row], sizes: Mapping[str, int]) -> Iterator[
     for i, split in enumerate(row.parameters):
         shape = "x".join(map(str, split.shape)) or "scalar"
         total = f"{len(rows) * split.bytes(sizes):,}"
-        yield (*(first if i == 0 else ("", "", "")), split.name, shape, _written(split.spec), total)
+        yield (*(first if i == 0 else ("", "", "")), split.name, shape, _written(split.spec, sizes), total)
 
 
-def _written(spec: PartitionSpec) -> str:
-    entries = ("+".join(axes_of(entry)) or "-" for entry in spec)
-    return " ".join(entries) if any(axes_of(entry) for entry in spec) else "whole"
+def _written(spec: PartitionSpec, sizes: Mapping[str, int]) -> str:
+    """Returns for each dim the axes of several devices that divide it."""
+    entries = ["+".join(axis for axis in axes_of(entry) if sizes[axis] > 1) for entry in spec]
+    return " ".join(entry or "-" for entry in entries) if any(entries) else "whole"
 
 
 def _move_cells(found: Explanation) -> Iterator[tuple[str, ...]]:

@@ -16,8 +16,8 @@ _MOST_PARTS = 16
 def draw(found: Explanation, figure: Any) -> None:
     """Draws every matrix as a rectangle, cut as it is split; one for modules that differ in a number only.
 
-    A colour is a place along tp, and a shade one along fsdp; where a matrix is whole along an axis, all devices of that
-    axis hold what is drawn. Of more than two dims, those on one side are drawn as one.
+    A colour is a place along tp, and a shade one along the axes that divide storage; where a matrix is whole along an
+    axis, all devices of that axis hold what is drawn. Of more than two dims, those on one side are drawn as one.
     """
     drawn = list(_matrices(found))
     rows = max(1, math.ceil(len(drawn) / _COLUMNS))
@@ -28,7 +28,8 @@ def draw(found: Explanation, figure: Any) -> None:
     for panel, (title, split) in zip(panels.flat, drawn, strict=False):
         _draw_matrix(panel, title, split, found.sizes)
     figure.suptitle(
-        f"mesh {describe_mesh(found.sizes)}: colour = place along tp, shade = place along fsdp", fontsize=10
+        f"mesh {describe_mesh(found.sizes)}: colour = place along tp, shade = place along {' and '.join(STORAGE)}",
+        fontsize=10,
     )
 
 

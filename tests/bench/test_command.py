@@ -14,9 +14,10 @@ from jaxtp.bench.report import messages_lines, products_table
 from jaxtp.communication import Collective
 from jaxtp.estimate.__main__ import main as estimate
 from jaxtp.hardware_file import find, read
+from jaxtp.mesh import sized
 
 QUICK = ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]
-SMALL = ["--mesh.fsdp", "2", "--mesh.tp", "2", "--data.sequence-length", "8", "--model.d-ff", "16"]
+SMALL = ["--mesh.fsdp", "1", "--mesh.cp", "2", "--mesh.tp", "2", "--data.sequence-length", "8", "--model.d-ff", "16"]
 
 
 @pytest.mark.journey
@@ -27,11 +28,13 @@ def test_measured_and_read_back(tmp_path, capsys):
     assert main(["comm", *QUICK, *SMALL, *flags]) == 0
     printed = capsys.readouterr().out
     assert "on      4 virtual CPU devices" in printed
+    assert " tokens on a device: " in printed
+    assert " of 4\n" in printed, "half of the 8 of a sequence"
     assert "their times mean nothing for hardware" in printed
     found = json.loads(record.read_text())
-    assert found["place"]["sizes"] == {"dp": 1, "fsdp": 2, "tp": 2}
-    assert len(found["messages"]) == 2 * 2 * 4
-    assert {line["axis"] for line in found["lines"]} == {"fsdp", "tp"}
+    assert found["place"]["sizes"] == sized(cp=2, tp=2)
+    assert len(found["messages"]) == 2 * 2 * len(KINDS)
+    assert {line["axis"] for line in found["lines"]} == {"cp", "tp"}
     assert [one["tp"] for one in found["pairs"]] == [1, 2, 4]
     assert {one["name"] for one in found["products"]} == {"q, k, v", "attention out", "gate, up", "down"}
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -47,9 +50,7 @@ def test_measured_and_read_back(tmp_path, capsys):
 
 def test_one_device(tmp_path, capsys):
     out = tmp_path / "mine.yaml"
-    assert (
-        main(["comm", *QUICK, *SMALL, "--mesh.fsdp", "1", "--mesh.tp", "1", "--out", str(out), "--like", "l40s"]) == 0
-    )
+    assert main(["comm", *QUICK, *SMALL, "--mesh.cp", "1", "--mesh.tp", "1", "--out", str(out), "--like", "l40s"]) == 0
     assert "one device: nothing moves" in capsys.readouterr().out
     hardware, table = read(out), find("l40s")
     assert (hardware.link, hardware.link_efficiency, hardware.network) == (table.link, 0.8, table.network)

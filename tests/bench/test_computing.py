@@ -7,7 +7,7 @@ import jaxtp
 from jaxtp.audit.hlo import count_collectives_in_hlo, count_flops_in_hlo
 from jaxtp.bench.computing import Pair, measure_pairs, measure_products, pair_program
 from jaxtp.bench.timing import Repeats
-from jaxtp.mesh import make_mesh
+from jaxtp.mesh import make_mesh, sized
 from jaxtp.models.costs import step_costs
 
 ROWS, LENGTH = 2, 8
@@ -48,7 +48,7 @@ def test_products_are_those_of_a_block():
     model = jaxtp.ModelConfig(d_model=8, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=2, num_layers=1, remat="none")
     for tp in (1, 2):
         found = list(measure_products(model, [tp], ROWS, LENGTH, Repeats(1, 1)))
-        work = step_costs(model, {"dp": 1, "fsdp": 1, "tp": tp}, batch_size=ROWS, sequence_length=LENGTH)
+        work = step_costs(model, sized(tp=tp), batch_size=ROWS, sequence_length=LENGTH)
         block = [product for product in work.products if product.name != "head"]
         assert {one.name: 3 * one.flops for one in found} == {product.name: product.flops for product in block}
         assert all(one.seconds > 0 for one in found)

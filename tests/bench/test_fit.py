@@ -14,6 +14,7 @@ from jaxtp.communication import Collective
 from jaxtp.config import ConfigError
 from jaxtp.estimate.links import leaves_domain, link_speed
 from jaxtp.hardware_file import find, read
+from jaxtp.mesh import sized
 
 SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
 SIZES = [2**14, 2**18, 2**22, 2**26]
@@ -74,11 +75,11 @@ NOTHING = messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))
 @pytest.mark.parametrize(
     ("sizes", "speeds"),
     [
-        ({"dp": 1, "fsdp": 1, "tp": 8}, {"tp": 3e11}),
-        ({"dp": 1, "fsdp": 2, "tp": 4}, {"fsdp": 1e11, "tp": 3e11}),
-        ({"dp": 1, "fsdp": 8, "tp": 8}, {"fsdp": 2e10, "tp": 3e11}),
-        ({"dp": 1, "fsdp": 16, "tp": 1}, {"fsdp": 8e10}),
-        ({"dp": 1, "fsdp": 1, "tp": 1}, {}),
+        (sized(tp=8), {"tp": 3e11}),
+        (sized(fsdp=2, tp=4), {"fsdp": 1e11, "tp": 3e11}),
+        (sized(fsdp=8, tp=8), {"fsdp": 2e10, "tp": 3e11}),
+        (sized(fsdp=16), {"fsdp": 8e10}),
+        (sized(), {}),
     ],
 )
 def test_an_estimate_reckons_with_what_was_measured(sizes, speeds, tmp_path):
@@ -97,7 +98,7 @@ def test_an_estimate_reckons_with_what_was_measured(sizes, speeds, tmp_path):
 
 
 def test_links_between_pairs_are_measured_as_those_that_a_ring_has(tmp_path):
-    sizes, file = {"dp": 1, "fsdp": 2, "tp": 4}, tmp_path / "mine.yaml"
+    sizes, file = sized(fsdp=2, tp=4), tmp_path / "mine.yaml"
     found = [
         one for axis, speed in {"fsdp": 5e10, "tp": 1.5e11}.items() for one in messages(axis, sizes[axis], 2e-5, speed)
     ]
@@ -109,18 +110,18 @@ def test_links_between_pairs_are_measured_as_those_that_a_ring_has(tmp_path):
 
 
 def test_float32_has_half_of_the_peak():
-    one = measured({"dp": 1, "fsdp": 1, "tp": 1}, [])
+    one = measured(sized(), [])
     half = dataclasses.replace(one, place=dataclasses.replace(one.place, dtype="float32"))
     assert half.matmul_efficiency == pytest.approx(2 * one.matmul_efficiency)
 
 
 def test_virtual_devices_are_named_in_the_file_and_the_record():
-    one = measured({"dp": 1, "fsdp": 1, "tp": 1}, [], platform="cpu")
+    one = measured(sized(), [], platform="cpu")
     assert "mean nothing for hardware" in one.hardware_file()
     assert "mean nothing for hardware" in one.record()["note"]
-    assert "note" not in measured({"dp": 1, "fsdp": 1, "tp": 1}, []).record()
+    assert "note" not in measured(sized(), []).record()
 
 
 def test_without_a_line_there_is_no_file():
     with pytest.raises(ConfigError, match="over tp times do not grow with messages"):
-        measured({"dp": 1, "fsdp": 1, "tp": 4}, NOTHING).hardware_file()
+        measured(sized(tp=4), NOTHING).hardware_file()

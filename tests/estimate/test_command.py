@@ -1,6 +1,7 @@
 """`python -m jaxtp.estimate` as its users meet it."""
 
 import json
+import math
 import re
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from jaxtp.estimate.__main__ import main
 from jaxtp.estimate.partitioned import Partitioned, bytes_sent
 from jaxtp.estimate.target import Compiled
 from jaxtp.estimate.topology import DoesNotFitError, TargetError
+from jaxtp.mesh import AXES, sized
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.place import Place
@@ -40,7 +42,7 @@ def test_shipped_configurations_are_answered(config, tmp_path, capsys):
     assert code == 0
     best, out = record["meshes"][0], capsys.readouterr().out
     assert best["fits"]
-    assert best["dp"] * best["fsdp"] * best["tp"] == record["devices"]
+    assert math.prod(best[axis] for axis in AXES) == record["devices"]
     assert sum(size for kind, size in best["bytes_per_device"].items() if kind != "total") == pytest.approx(
         best["bytes_per_device"]["total"]
     )
@@ -62,6 +64,8 @@ def test_shipped_configurations_are_answered(config, tmp_path, capsys):
 RECIPES = {
     "finetune_llama31_8b": "h100x8",
     "finetune_qwen3_8b": "h100x8",
+    "llama31_8b_128k": "h100x8",
+    "llama31_8b_128k_16": "h100x16",
     "lora_llama31_70b": "h100x8",
     "pretrain_1b": "h100x1",
 }
@@ -91,7 +95,7 @@ def test_the_best_setting_is_written_for_training(tmp_path, monkeypatch, capsys)
     remat, accumulation, rows = re.search(r"^dp 8 +(\w+) +(\d+) of (\d+)", out, re.MULTILINE).groups()
     config, notes = load(TrainConfig, ["--config", str(file)], prog="", description="", fit=partial(fit, place=CPU))
     assert notes == []
-    assert config.mesh.sizes == {"dp": 8, "fsdp": 1, "tp": 1}
+    assert config.mesh.sizes == sized(dp=8)
     assert (config.model.remat, config.train.accumulation) == (remat, int(accumulation))
     assert config.data.global_batch_size == 8 * int(accumulation) * int(rows)
     assert (config.data.sequence_length, config.model.precision.compute) == (64, "bfloat16")
@@ -162,7 +166,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "compile_for", compiled)
     file = tmp_path / "estimate.json"
     assert main([*FLAGS, "--json", str(file)]) == (0 if verdict == "fits" else 1)
-    sizes = {"dp": 1, "fsdp": 2, "tp": 4}
+    sizes = sized(fsdp=2, tp=4)
     assert asked == [(sizes, "h100", {"hosts": 1, "devices_per_host": 8, "timeout_s": 300.0})]
     tier_3 = json.loads(file.read_text())["tier_3"]
     assert tier_3["fits"] == (verdict == "fits")
@@ -272,7 +276,7 @@ def test_help_teaches(capsys):
         ("--hardware h100x0", "--hardware h100x0: from 1 to 1,048,576 devices"),
         (f"--hardware h100x1{'0' * 5000}", "--hardware h100x10000000000000000000...: from 1 to 1,048,576 devices"),
         ("--hardware h100x8 --mesh tp=99999999999", "is 99,999,999,999 devices, and --hardware h100x8 is 8\n"),
-        ("--hardware h100x8 --mesh pp=8", "'pp' is not an axis; they are dp, fsdp, tp"),
+        ("--hardware h100x8 --mesh pp=8", "'pp' is not an axis; they are dp, fsdp, cp, tp"),
         ("--hardware h100x3 --mesh fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3; fsdp can be 1, 2"),
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
         ("--hardware h100x8 --write /proc/nothing/x.yaml", "--write /proc/nothing/x.yaml: No such file"),

@@ -13,7 +13,7 @@ from jaxtp.estimate.generation import cache_bytes, generations, table
 from jaxtp.estimate.search import Target, describe_model
 from jaxtp.hardware_file import find
 from jaxtp.layers.cache import STACK_SPEC
-from jaxtp.mesh import fitting_meshes, make_mesh, mesh_sizes
+from jaxtp.mesh import fitting_meshes, make_mesh, mesh_sizes, sized
 from jaxtp.train.config import TrainConfig
 
 MODEL = jaxtp.ModelConfig(d_model=64, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64)
@@ -55,14 +55,21 @@ def test_meshes_are_ranked_and_divide_the_rows():
 
 def test_weights_are_split_by_fsdp_and_tp():
     by_mesh = {tuple(one.sizes.values()): one.weights for one in found()}
-    assert by_mesh[8, 1, 1] == 8 * by_mesh[1, 8, 1]
+    assert by_mesh[8, 1, 1, 1] == 8 * by_mesh[1, 8, 1, 1]
     halves = dataclasses.replace(MODEL, precision=jaxtp.Precision(compute="bfloat16"))
     target = Target(find("h100"), 8, 1e12)
     half = generations(halves, target, FACTS, fitting_meshes(8), ROWS, LENGTH)
     assert {tuple(one.sizes.values()): 2 * one.weights for one in half} == by_mesh
 
 
+def test_meshes_with_cp_alone():
+    with pytest.raises(
+        ConfigError, match="--generate 8: a cache is not divided over cp; name a mesh with cp=1 beside dp 4"
+    ):
+        generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, [sized(dp=4, cp=2)], 8, LENGTH)
+
+
 def test_rows_that_no_mesh_divides():
-    one = [{"dp": 8, "fsdp": 1, "tp": 1}]
+    one = [sized(dp=8)]
     with pytest.raises(ConfigError, match="--generate 3: no mesh of 8 devices"):
         generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, one, 3, LENGTH)

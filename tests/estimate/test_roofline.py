@@ -14,6 +14,7 @@ from jaxtp.estimate.links import collective_seconds, leaves_domain, link_speed
 from jaxtp.estimate.search import Target, describe_model, estimate
 from jaxtp.hardware import TABLE
 from jaxtp.hardware_file import find
+from jaxtp.mesh import sized
 from jaxtp.train.config import DataConfig, MeshConfig, TrainConfig
 
 H100 = dataclasses.replace(find("h100"), link_efficiency=1.0, latency=0.0, hop=0.0, network_hop=0.0)
@@ -22,7 +23,7 @@ CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=1024, global_b
 
 
 def sizes(dp, fsdp, tp):
-    return {"dp": dp, "fsdp": fsdp, "tp": tp}
+    return sized(dp=dp, fsdp=fsdp, tp=tp)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What is tried, what is refused, and how the rest is ranked and explained."""
 
 import dataclasses
+import math
 
 import pytest
 from support import sweep
@@ -20,11 +21,12 @@ from jaxtp.estimate.search import (
     describe_model,
     estimate,
     leanest,
+    meshes_to_try,
     search,
     target,
 )
 from jaxtp.hardware_file import find
-from jaxtp.mesh import fitting_meshes, make_mesh
+from jaxtp.mesh import fitting_meshes, make_mesh, sized
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import with_attention
@@ -47,23 +49,23 @@ MODEL_FACTS = describe_model(CONFIG)
 
 
 def found(room=1e12, devices=8, config=CONFIG, **options):
-    return search(config, Target(H100, devices, room), MODEL_FACTS, fitting_meshes(devices), **options)
+    return search(config, Target(H100, devices, room), MODEL_FACTS, meshes_to_try(config, devices), **options)
 
 
 def test_every_mesh_of_the_devices():
     meshes = fitting_meshes(12)
-    assert len({tuple(mesh.values()) for mesh in meshes}) == len(meshes) == 18
-    assert all(mesh["dp"] * mesh["fsdp"] * mesh["tp"] == 12 for mesh in meshes)
+    assert len({tuple(mesh.values()) for mesh in meshes}) == len(meshes) == 40
+    assert all(math.prod(mesh.values()) == 12 for mesh in meshes)
 
 
-@pytest.mark.parametrize(("devices", "count"), [(1, 1), (2**20, 231), (1048573, 3), (720720, 7290)])
+@pytest.mark.parametrize(("devices", "count"), [(1, 1), (2**20, 1771), (1048573, 4), (720720, 89600)])
 def test_meshes_of_many_devices_are_listed_at_once(devices, count):
     assert len(fitting_meshes(devices)) == count
 
 
 def test_of_a_batch_with_many_divisors_some_are_tried_and_that_is_said():
     config = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=128, global_batch_size=2_000_000))
-    result = search(config, Target(H100, 8, 1e12), MODEL_FACTS, [{"dp": 8, "fsdp": 1, "tp": 1}])
+    result = search(config, Target(H100, 8, 1e12), MODEL_FACTS, [sized(dp=8)])
     assert {s.config.train.accumulation for s in result.all} >= {1, 250_000}
     assert len(result.all) == MAX_ACCUMULATIONS * len(REMATS)
     said = "micro-batches: 16 of the 35 numbers that divide 250,000 rows were tried"
@@ -114,11 +116,12 @@ def test_those_that_fit_come_first_and_the_fastest_of_them():
 
 def test_what_cannot_run_is_refused_with_its_reason():
     refused = found(devices=16).refused
-    assert "model.d_model=" in found(devices=48).refused["dp 1 x fsdp 48 x tp 1"]
+    assert "model.d_model=" in found(devices=48).refused["dp 1 x fsdp 48 x cp 1 x tp 1"]
     assert not any("x tp 16" in mesh and "x fsdp 1 x" in mesh for mesh in refused), "16 devices pad 8 heads"
-    message = r"no mesh of 7 devices can run this configuration; 6 or 8 devices could:\n  dp 1 x fsdp 7 x tp 1: model.d"
+    whole = dataclasses.replace(CONFIG, mesh=MeshConfig(allow_padding=False))
+    message = r"no mesh of 7 devices can run this configuration; 4 or 8 devices could:\n  dp 1 x fsdp 7 x cp 1 x tp 1: "
     with pytest.raises(ConfigError, match=message):
-        search(CONFIG, Target(H100, 7, 1e12), MODEL_FACTS, [{"dp": 1, "fsdp": 7, "tp": 1}])
+        search(whole, Target(H100, 7, 1e12), MODEL_FACTS, [sized(fsdp=7)])
 
 
 def test_as_configured_changes_the_mesh_alone():
@@ -198,7 +201,7 @@ def test_what_adds_nothing_is_not_told_of():
 
 def room_for(config, devices=8):
     """Bytes that the leanest setting needs to fit with the margin."""
-    settings = search(config, Target(H100, devices, 1e12), describe_model(config), fitting_meshes(devices)).all
+    settings = search(config, Target(H100, devices, 1e12), describe_model(config), meshes_to_try(config, devices)).all
     return min(s.memory.total + MEMORY_ERROR * (s.memory.total - s.memory.state) for s in settings)
 
 
@@ -223,7 +226,7 @@ def test_where_no_single_thing_would_do_all_go_together():
     lora = dataclasses.replace(FUSED, model=dataclasses.replace(FUSED.model, lora=jaxtp.LoraConfig(rank=16)))
     room = 1.01 * room_for(lora, devices=256)
     small = dataclasses.replace(H100, memory=room / 0.9, reserved=0)
-    tight = search(with_precision(compute="float32"), target(small, 256, 0.75), MODEL_FACTS, fitting_meshes(256))
+    tight = search(with_precision(compute="float32"), target(small, 256, 0.75), MODEL_FACTS, meshes_to_try(CONFIG, 256))
     remedy = next(other for other in remedies(tight, MODEL_FACTS) if "--model.lora.rank 16" in other.change)
     assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON")
     assert remedy.setting.has_margin
@@ -252,7 +255,7 @@ def test_where_nothing_fits_it_says_what_would():
     assert words[0].startswith("Nothing fits. The least is ")
     more = next(sentence for sentence in words if " x h100 would do: " in sentence)
     devices = int(more.split()[0])
-    again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, fitting_meshes(devices))
+    again = search(CONFIG, Target(H100, devices, least * 0.7), MODEL_FACTS, meshes_to_try(CONFIG, devices))
     assert again.settings[0].has_margin
     assert str(again.settings[0]) in more
 
@@ -260,7 +263,7 @@ def test_where_nothing_fits_it_says_what_would():
 @pytest.mark.wide
 def test_what_would_fit_says_what_it_leaves_out():
     config = dataclasses.replace(CONFIG, optimizer=OptimizerConfig(name="adafactor"))
-    facts, meshes = describe_model(config), fitting_meshes(8)
+    facts, meshes = describe_model(config), meshes_to_try(config, 8)
     least = min(setting.memory.total for setting in search(config, Target(H100, 8, 1e12), facts, meshes).all)
     tight = search(config, Target(H100, 8, least * 0.7), facts, meshes)
     assert what_would_fit(tight, remedies(tight, facts))[1].startswith(
@@ -289,7 +292,7 @@ def test_what_is_faster_but_less_sure_is_not_called_as_fast():
 
 def test_more_memory_for_jax_is_told_where_it_helps():
     where = target(dataclasses.replace(H100, memory=4.2e9, reserved=0.0), 8, 0.5)
-    result = search(CONFIG, where, MODEL_FACTS, fitting_meshes(8))
+    result = search(CONFIG, where, MODEL_FACTS, meshes_to_try(CONFIG, 8))
     (more,) = (other for other in faster(result, MODEL_FACTS) if "MEM_FRACTION" in other.change)
     assert more.setting.target.room == 0.9 * 4.2e9
     assert more.setting.time.expected * NEAR < result.settings[0].time.expected
@@ -304,3 +307,31 @@ def test_what_would_fit_by_training_less_or_in_fewer_bits():
     assert adapters.config.model.lora.rank == 16
     assert adapters.memory.total < changes["--model.lora.rank 16"].memory.total
     assert all(setting.has_margin for setting in changes.values())
+
+
+def test_sequences_are_divided_into_parts_that_are_long_enough():
+    """A short one is whole, unless it is configured otherwise."""
+    assert {sizes["cp"] for sizes in meshes_to_try(CONFIG, 64)} == {1}
+    asked = dataclasses.replace(CONFIG, mesh=MeshConfig(cp=4))
+    assert {sizes["cp"] for sizes in meshes_to_try(asked, 64)} == {1, 4}
+    long = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=2**20, global_batch_size=1))
+    assert {sizes["cp"] for sizes in meshes_to_try(long, 64)} == {1, 2, 4, 8, 16, 32, 64}
+
+
+def test_where_other_meshes_could_that_is_said():
+    run = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=2047, global_batch_size=32))
+    with pytest.raises(ConfigError, match="none of the meshes asked about can run this configuration; others of 8"):
+        search(run, Target(H100, 8, 1e12), MODEL_FACTS, [sized(cp=8)])
+
+
+def test_a_million_tokens_take_cp_where_there_is_one_sequence():
+    """One sequence cannot be divided over dp and fsdp, and these heads not over more tp."""
+    data = DataConfig(sequence_length=2**20, global_batch_size=1)
+    config = dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, attention="auto"), data=data)
+    meshes = meshes_to_try(config, 64)
+    settings = search(config, Target(H100, 64, 60e9), describe_model(config), meshes).settings
+    assert settings[0].fits
+    assert settings[0].sizes["cp"] >= 4
+    by_mesh = {str(setting): setting for setting in settings}
+    held = [by_mesh[f"cp {64 // tp} x tp {tp}" if tp > 1 else "cp 64"].memory.activations for tp in (1, 2, 4)]
+    assert max(held) < 1.5 * min(held)

@@ -26,10 +26,11 @@ from jaxtp.estimate.topology import (
     torus,
     with_cudnn,
 )
+from jaxtp.mesh import sized
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device, with_attention
 
-SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
+SIZES = sized(fsdp=2, tp=4)
 CONFIG = TrainConfig(
     model=jaxtp.ModelConfig(precision=jaxtp.Precision(compute="bfloat16"), remat="full"),
     data=DataConfig(sequence_length=128, global_batch_size=4),
@@ -162,12 +163,12 @@ def test_cudnn_is_compiled_where_its_library_is_installed(there, tmp_path, monke
 def test_only_what_can_be_compiled_for_is():
     with pytest.raises(TargetError, match=r"no compiler works for mi300x .* h100"):
         topology("mi300x", 1, 8)
-    with pytest.raises(TargetError, match=r"dp 1 x fsdp 2 x tp 4 takes 8 devices, and 2 hosts of 8"):
+    with pytest.raises(TargetError, match=r"dp 1 x fsdp 2 x cp 1 x tp 4 takes 8 devices, and 2 hosts of 8"):
         compile_for(CONFIG, SIZES, "h100", hosts=2, devices_per_host=8, timeout_s=1)
     with pytest.raises(TargetError, match=r"fsdp -1 .*: each axis takes a number of devices"):
-        compile_for(CONFIG, {"dp": 1, "fsdp": -1, "tp": 8}, "h100", hosts=1, devices_per_host=8, timeout_s=1)
+        compile_for(CONFIG, sized(fsdp=-1, tp=8), "h100", hosts=1, devices_per_host=8, timeout_s=1)
     with pytest.raises(ConfigError, match=r"d_model=\d+ is not divisible by mesh.fsdp=3"):
-        compile_for(CONFIG, {"dp": 1, "fsdp": 3, "tp": 1}, "h100", hosts=1, devices_per_host=3, timeout_s=1)
+        compile_for(CONFIG, sized(fsdp=3), "h100", hosts=1, devices_per_host=3, timeout_s=1)
 
 
 @pytest.mark.parametrize("dims", [2, 3])

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise
+from jaxtp import Colwise, ContextParallel, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise
 from jaxtp.explain.__main__ import main
 
 WIDTH, HIDDEN, ROWS, LENGTH = 16, 32, 8, 6
@@ -61,6 +61,20 @@ def test_bytes_stored_and_sent(sizes):
     table = str(found)
     assert "blocks.*.gate x 3  Linear     Colwise()" in table
     assert "blocks.*.norm" in table
+
+
+def test_over_cp_weights_are_stored_and_tokens_divided():
+    sizes = {"fsdp": 2, "cp": 2, "tp": 2}
+    found = jaxtp.explain(build, X, plan=SHARED | {"": ContextParallel()}, mesh=sizes, compiled=True)
+    matrices, norms = 3 * 3 * WIDTH * HIDDEN * 4 / 2, 3 * 2 * WIDTH * 4
+    assert found.bytes_per_device == (matrices + norms) / 4
+    assert found.sent("tp") == pytest.approx(sent(3 * 2, 4, sizes))
+    assert found.sent("cp") == 2 * 3 / 4 * (matrices + norms)
+    assert not found.added
+    assert not found.notes
+    assert "tp fsdp+cp" in str(found)
+    with pytest.raises(PlanError, match="cp=2 divides sequences, and the plan does not say in which modules"):
+        jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
 
 
 def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
