@@ -5,8 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from support import sizes_of
 
 import jaxtp
+from jaxtp.mesh import mesh_of
 
 TOLERANCE = 1e-5  # of float32; these models are in float64, and come far below it
 STEPS = 3
@@ -73,6 +75,6 @@ def train_alone(build, inputs):
 
 def train_on(mesh, build, plan, inputs, *, sharded=True, **options):
     """As `train_alone`, of a model that is made in its parts, or split when it is there."""
-    with jax.enable_x64(True), jax.set_mesh(jaxtp.make_mesh(*mesh)):
+    with jax.enable_x64(True), jax.set_mesh(mesh_of(sizes_of(mesh))):
         make = lambda: in_float64(build())
         return train(jaxtp.parallelize(make if sharded else make(), plan, **options), inputs)

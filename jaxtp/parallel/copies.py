@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtp.collectives import axis_size, constrain, device_view, enter_parallel
 from jaxtp.mesh import TP
-from jaxtp.parallel.layouts import Layout, Replicate, Shard, activation_spec, has_batch
+from jaxtp.parallel.layouts import Layout, Replicate, Shard, activation_spec, leading_axes
 
 
 @jax.tree_util.register_pytree_node_class
@@ -31,23 +31,31 @@ class Copies:
     Args:
       array: the array itself, as it arrived. Nothing is gathered for it unless somebody reads it.
       copies: `[tp, *shape]`, for column layers; None if there are none.
+      context: cp may divide its sequences.
     """
 
-    def __init__(self, array: Any, copies: Any):
+    def __init__(self, array: Any, copies: Any, context: bool = False):
         self.array = array
         self.copies = copies
+        self.context = context
 
-    def tree_flatten(self) -> tuple[tuple[Any], None]:
+    def tree_flatten(self) -> tuple[tuple[Any], bool]:
         """Returns the array: functions of leaves see its shape, not that of the copies."""
-        return (self.array,), None
+        return (self.array,), self.context
 
     @classmethod
-    def tree_unflatten(cls, _: None, children: tuple[Any]) -> "Copies":
+    def tree_unflatten(cls, context: bool, children: tuple[Any]) -> "Copies":
         """Returns the array without copies: nobody knows what was made of it."""
-        return cls(*children, None)
+        return cls(*children, None, context)
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Returns the spec of the array, whole along tp."""
+        leading = leading_axes(self.array.shape, context=self.context)
+        return activation_spec(Replicate(), self.array.ndim, leading)
 
     def __jax_array__(self) -> Array:
-        return constrain(self.array, activation_spec(Replicate(), self.array.ndim, batched=has_batch(self.array.shape)))
+        return constrain(self.array, self.spec)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -86,7 +94,7 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne", "getitem"):
     setattr(Copies, f"__{_name}__", _binary(getattr(operator, _name)))
 
 
-def make_copies(x: Array, layout: Layout) -> Array | Copies:
+def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | Copies:
     """Brings an activation to every device of a tp group, for all column layers that will read it.
 
     The gradient of what they read is all-reduced here, or reduce-scattered where the sequence was split. With one
@@ -95,12 +103,13 @@ def make_copies(x: Array, layout: Layout) -> Array | Copies:
     Args:
       x: a global activation `[B, ...]`.
       layout: how it lies along tp.
+      context: cp may divide its sequences.
     """
     if axis_size(TP) == 1:
         return x
     dim = layout.dim % x.ndim if isinstance(layout, Shard) else None
-    batched = has_batch(x.shape)
-    whole, arrives = (activation_spec(lies, x.ndim, batched=batched) for lies in (Replicate(), layout))
+    leading = leading_axes(x.shape, context=context)
+    whole, arrives = (activation_spec(lies, x.ndim, leading) for lies in (Replicate(), layout))
     if not isinstance(x, jax.core.Tracer):  # it may have been made before there was a mesh
         x = constrain(x, arrives)
     gather = device_view(
@@ -109,9 +118,9 @@ def make_copies(x: Array, layout: Layout) -> Array | Copies:
         in_specs=(arrives,),
         out_specs=PartitionSpec(TP, *whole),
     )
-    return Copies(x, gather(x))
+    return Copies(x, gather(x), context)
 
 
 def copies_spec(x: Copies) -> PartitionSpec:
     """Returns the spec of `x.copies`."""
-    return PartitionSpec(TP, *activation_spec(Replicate(), x.array.ndim, batched=has_batch(x.array.shape)))
+    return PartitionSpec(TP, *x.spec)

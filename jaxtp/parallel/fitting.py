@@ -9,14 +9,22 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from jaxtp.hints import nearest_multiples
-from jaxtp.mesh import AXES, TP, axes_of, parts
+from jaxtp.mesh import AXES, CP, TP, axes_of, parts
 from jaxtp.parallel.calls import has_method, original_class
 from jaxtp.parallel.layouts import Replicate, Shard, stacked, stored_spec
 from jaxtp.parallel.modules import Found
 from jaxtp.parallel.plan import Plan, PlanError, assign_styles
 from jaxtp.parallel.running import cut_of
 from jaxtp.parallel.stock import fitting, hindrance
-from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
+from jaxtp.parallel.styles import (
+    Colwise,
+    ContextParallel,
+    PrepareInput,
+    PrepareOutput,
+    Rowwise,
+    SequenceParallel,
+    Style,
+)
 from jaxtp.parallel.swap import Role, role_of
 
 
@@ -39,19 +47,44 @@ def decide(modules: Sequence[Found], plan: Plan, sizes: Mapping[str, int], fsdp:
       modules: of the model.
       plan: styles by pattern.
       sizes: devices along each axis.
-      fsdp: parameters are stored split over fsdp.
+      fsdp: parameters are stored split over fsdp and cp.
 
     Raises:
       PlanError: the plan does not fit.
     """
     parameters = [f"{found.path}.{name}".removeprefix(".") for found in modules for name in found.parameters]
     assigned = assign_styles(plan, [found.paths for found in modules], parameters)
-    decisions = [_decide(found, *given, sizes, fsdp) for found, given in zip(modules, assigned, strict=True)]
+    divided = _divided(modules, [style for _, style in assigned])
+    decisions = [
+        _decide(found, *given, sizes, fsdp, context)
+        for found, given, context in zip(modules, assigned, divided, strict=True)
+    ]
+    if sizes[CP] > 1 and not any(divided):
+        _check_declared(decisions, sizes)
     _check_tied(decisions)
     return decisions
 
 
-def _decide(found: Found, pattern: str, style: Style | None, sizes: Mapping[str, int], fsdp: bool) -> Decision:
+def _divided(modules: Sequence[Found], styles: Sequence[Style | None]) -> list[bool]:
+    """Returns whether cp divides the sequences of each module: of those that are `ContextParallel`, and all in them."""
+    whole = [p for m, style in zip(modules, styles, strict=True) if isinstance(style, ContextParallel) for p in m.paths]
+    return [any(not w or path == w or path.startswith(f"{w}.") for w in whole for path in m.paths) for m in modules]
+
+
+def _check_declared(decisions: Sequence[Decision], sizes: Mapping[str, int]) -> None:
+    """Checks that with no sequence to divide over cp the modules know of cp themselves, as our own layers do."""
+    for decision in decisions:
+        if decision.role is not None and decision.found.parameters:
+            raise PlanError(
+                f"cp={sizes[CP]} divides sequences, and the plan does not say in which modules; give the one that "
+                "takes ids [B, T] or activations [B, T, ...], most often the model itself, ContextParallel(), as in "
+                "{'': ContextParallel(), ...}; a model without sequences needs a mesh with cp=1"
+            )
+
+
+def _decide(
+    found: Found, pattern: str, style: Style | None, sizes: Mapping[str, int], fsdp: bool, context: bool
+) -> Decision:
     if role_of(found.module) is not None:
         raise PlanError(
             f"{found.path!r} is parallel already; give parallelize the model as it was written, and one plan"
@@ -67,18 +100,18 @@ def _decide(found: Found, pattern: str, style: Style | None, sizes: Mapping[str,
     except PlanError as error:
         where = f"{pattern!r}: " if pattern else ""
         raise PlanError(f"{where}{found.path!r} ({found.kind}) {error}") from None
-    return _decided(found, style, declared, sizes, fsdp and not isinstance(style, Replicate))
+    return _decided(found, style, declared, sizes, Role(style, fsdp and not isinstance(style, Replicate), context))
 
 
 def _decided(
-    found: Found, style: Style | None, declared: dict[str, PartitionSpec], sizes: Mapping[str, int], fsdp: bool
+    found: Found, style: Style | None, declared: dict[str, PartitionSpec], sizes: Mapping[str, int], role: Role
 ) -> Decision:
     specs = {
-        name: declared.get(name) or _spec(found, name, parameter, style, sizes, fsdp)
+        name: declared.get(name) or _spec(found, name, parameter, style, sizes, role.fsdp)
         for name, parameter in found.parameters.items()
     }
     idle = not _is_called(found) or (style is None and (not found.parameters or len(declared) == len(specs)))
-    return Decision(found, None if idle else Role(style, fsdp), specs)
+    return Decision(found, None if idle else role, specs)
 
 
 def _spec(
@@ -108,7 +141,7 @@ def _check_style(style: Style) -> None:
     layouts = [layout for field in fields(style) if "layouts" in field.name for layout in _layouts(field.name, style)]
     if Shard(0) in layouts or (isinstance(style, SequenceParallel) and style.sequence_dim == 0):
         raise PlanError(f"cannot be {style}: dim 0 is the batch, which dp and fsdp divide; the sequence is Shard(1)")
-    if isinstance(style, PrepareInput | PrepareOutput) and not layouts:
+    if isinstance(style, PrepareInput | PrepareOutput) and not isinstance(style, ContextParallel) and not layouts:
         raise PlanError(f"cannot be {type(style).__name__}() without desired layouts: it would change nothing")
 
 

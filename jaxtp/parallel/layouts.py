@@ -1,7 +1,8 @@
 """Layouts of activations along tp, split in one dim or whole on every device; specs of stored parameters.
 
 The names of layouts are those of `torch.distributed.tensor`. A layout says nothing of the batch, which dp and fsdp
-divide in dim 0, and nothing of parameters, whose split follows from the style of their module.
+divide in dim 0, nothing of the sequence, which cp divides in dim 1 where a plan says so (`ContextParallel`), and
+nothing of parameters, whose split follows from the style of their module.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,8 @@ from dataclasses import dataclass
 
 from jax.sharding import PartitionSpec
 
-from jaxtp.mesh import BATCH, STORAGE, TP, axes_of, parts
+from jaxtp.collectives import axis_size
+from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, axes_of, parts
 
 
 @dataclass(frozen=True)
@@ -33,29 +35,50 @@ class Replicate:
 
 Layout = Shard | Replicate
 
+Leading = tuple[tuple[str, ...], ...]
+"""Axes that divide each of the first dims of an activation: none, the batch, or the batch and the sequence."""
 
-def activation_spec(layout: Layout, ndim: int, *, batched: bool = True) -> PartitionSpec:
+
+def activation_spec(layout: Layout, ndim: int, leading: Leading = (BATCH,)) -> PartitionSpec:
     """Returns the spec of a global activation of so many dims.
 
     Args:
       layout: along tp.
       ndim: of the activation.
-      batched: dp and fsdp divide dim 0.
+      leading: what divides its first dims. Where tp splits the sequence too, it divides what cp leaves.
 
     Raises:
       ValueError: the layout names a dim that the activation does not have, or the batch.
     """
-    dims: list[str | tuple[str, ...] | None] = [None] * ndim
-    if batched:
-        dims[0] = BATCH
+    dims: list[tuple[str, ...] | str | None] = [*leading, *(None,) * (ndim - len(leading))]
     if isinstance(layout, Shard):
-        dims[_dim_of(layout, ndim, batched)] = TP
+        dim = _dim_of(layout, ndim, bool(leading))
+        dims[dim] = (*axes_of(dims[dim]), TP) if dims[dim] else TP
     return PartitionSpec(*dims)
 
 
-def has_batch(shape: tuple[int, ...], batch_ndim: int = 2) -> bool:
-    """Returns whether dp and fsdp divide dim 0 of an activation: not if it has too few dims, or one row for all."""
-    return len(shape) >= batch_ndim and shape[0] != 1
+def leading_axes(shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool) -> Leading:
+    """Returns what divides the first dims of an activation: nothing if it has too few dims, or one row for all.
+
+    Args:
+      shape: of the activation.
+      batch_ndim: dims from which on dim 0 is a batch.
+      sequence_ndim: dims from which on dim 1 is a sequence.
+      context: it is in a module whose sequences cp divides; one that cp does not divide stays whole.
+    """
+    cp = axis_size(*CONTEXT)
+    one_for_all = len(shape) > 0 and shape[0] == 1 and not (context and cp > 1 and axis_size(*BATCH) == 1)
+    if len(shape) < batch_ndim or one_for_all:
+        return ()
+    if cp == 1:
+        return (TOKENS,)  # its one device may stand anywhere; a layer that differs along no axis has to name it
+    divides = context and len(shape) >= sequence_ndim and shape[1] % cp == 0
+    return (BATCH, CONTEXT) if divides else (BATCH,)
+
+
+def all_differ(leading: Leading) -> bool:
+    """Returns whether all devices that hold parts or copies of a weight use it on different tokens."""
+    return {axis for axes in leading for axis in axes} == set(TOKENS)
 
 
 def same_layout(one: Layout, other: Layout, ndim: int) -> bool:
@@ -77,13 +100,13 @@ def _dim_of(layout: Shard, ndim: int, batched: bool) -> int:
 def stored_spec(
     shape: tuple[int, ...], tp_dim: int | None, sizes: Mapping[str, int], *, fsdp: bool = True
 ) -> PartitionSpec:
-    """Returns the spec of a parameter: fsdp takes the largest dim that it divides and tp leaves over.
+    """Returns the spec of a parameter: fsdp and cp take the largest dim that they divide and tp leaves over.
 
     Args:
       shape: of the parameter of a single layer.
       tp_dim: the dim that tp splits, if any.
       sizes: devices along each axis.
-      fsdp: False keeps it whole over fsdp. So does a shape in which fsdp divides no other dim.
+      fsdp: False keeps it whole over both. So does a shape in which they divide no other dim.
     """
     dims: list[str | tuple[str, ...] | None] = [None] * len(shape)
     if tp_dim is not None:

@@ -37,9 +37,11 @@ def parallelize(
       model: the model, which is changed in place; or a function that makes it, which is then compiled so that every
         parameter is initialised sharded and no device ever holds the whole model.
       plan: styles by pattern of module paths (`plan.py`), such as `{"blocks.*.mlp.up": Colwise()}`. What no pattern
-        matches computes as it did, on its part of the batch.
+        matches computes as it did, on its part of the batch. With more than one device along cp it has to say whose
+        sequences are divided: `{"": ContextParallel()}`.
       mesh: default the one in context. An abstract mesh does for an abstract model (`nnx.eval_shape`).
-      fsdp: stores each parameter split over fsdp too, in its largest dim that fsdp divides, and gathers it before use.
+      fsdp: stores each parameter split over fsdp and cp too, in its largest dim that they divide, and gathers it before
+        use.
 
     Returns:
       The model.

@@ -32,12 +32,14 @@ from jaxtp.parallel.calls import original_class, set_class
 from jaxtp.parallel.copies import Copies, copies_spec
 from jaxtp.parallel.layouts import (
     Layout,
+    Leading,
     Replicate,
     Shard,
     activation_spec,
+    all_differ,
     dim_over,
     gathered,
-    has_batch,
+    leading_axes,
     same_layout,
     stored_spec,
 )
@@ -59,7 +61,7 @@ class Cut:
     """Layout in which the result leaves."""
 
     fsdp: bool = True
-    """Parameters are stored split over fsdp too."""
+    """Parameters are stored split over fsdp and cp too."""
 
     def tp_dim(self, letters: str) -> int | None:
         """Returns the dim that tp splits of a parameter with these letters."""
@@ -106,20 +108,22 @@ class Run:
     name: str
     """Name for the profile and for errors."""
 
+    context: bool = False
+    """Whether it is in a module whose sequences cp divides."""
+
     def __call__(self, x: Any) -> Array:
         """Returns the result, a global array; `x` is one, or `Copies`."""
         copied = isinstance(x, Copies) and x.copies is not None and self._splits_columns
         x = x if copied else jnp.asarray(x)
-        batched = has_batch(x.shape, self.signature.batch_ndim or x.ndim + 1)
+        leading = leading_of(x.shape, self.signature, context=self.context)
+        stored = all_differ(leading)
         weights = {name: getattr(self.module, name)[...] for name in self._names}
-        specs = {name: self._spec(name, weight.shape, batched) for name, weight in weights.items()}
-        leaves = activation_spec(self._body_leaves, x.ndim + self.signature.more_dims, batched=batched)
-        spec, array = (
-            (copies_spec(x), x.copies) if copied else (activation_spec(self.cut.arrives, x.ndim, batched=batched), x)
-        )
-        body = partial(self._body, specs if batched else None, copied)
+        specs = {name: self._spec(name, weight.shape, stored) for name, weight in weights.items()}
+        leaves = activation_spec(self._body_leaves, x.ndim + self.signature.more_dims, leading)
+        spec, array = (copies_spec(x), x.copies) if copied else (activation_spec(self.cut.arrives, x.ndim, leading), x)
+        body = partial(self._body, specs if stored else None, copied)
         run = device_view(body, self.name, in_specs=(spec, *specs.values()), out_specs=leaves)
-        return self._leave(run(array, *weights.values()), batched)
+        return self._leave(run(array, *weights.values()), leading)
 
     @property
     def _splits_columns(self) -> bool:
@@ -143,16 +147,16 @@ class Run:
         split = self._splits_columns and self.cut.letter is not None
         return Shard(self.signature.outputs[self.cut.letter]) if split else self.cut.leaves  # type: ignore[index]
 
-    def _spec(self, name: str, shape: tuple[int, ...], batched: bool) -> PartitionSpec:
-        """Returns the spec as stored; with no batch to divide, all rows are computed from weights whole over fsdp."""
+    def _spec(self, name: str, shape: tuple[int, ...], stored: bool) -> PartitionSpec:
+        """Returns the spec as stored; gathered, where devices that store its parts compute the same tokens."""
         sizes = mesh_sizes(current_mesh())
         spec = stored_spec(shape, self.cut.tp_dim(self.signature.params[name]), sizes, fsdp=self.cut.fsdp)
-        return spec if batched else gathered(spec)
+        return spec if stored else gathered(spec)
 
-    def _leave(self, y: Array, batched: bool) -> Array:
+    def _leave(self, y: Array, leading: Leading) -> Array:
         if same_layout(self._body_leaves, self.cut.leaves, y.ndim):
             return y
-        spec = activation_spec(self.cut.leaves, y.ndim, batched=batched)
+        spec = activation_spec(self.cut.leaves, y.ndim, leading)
         check_divides(self.name, y.shape, spec)
         return constrain(y, spec)
 
@@ -218,6 +222,12 @@ class Run:
         if split not in dims:
             return weight
         return lax.dynamic_slice_in_dim(weight, axis_index(TP) * y.shape[split], y.shape[split], split)
+
+
+def leading_of(shape: tuple[int, ...], signature: Signature, *, context: bool) -> Leading:
+    """Returns what divides the first dims of a module's input, and of its result."""
+    context = context and len(shape) > 1 and signature.keeps_positions(len(shape))
+    return leading_axes(shape, signature.batch_ndim or len(shape) + 1, 2, context=context)
 
 
 def _dim(layout: Layout, ndim: int) -> int | None:

@@ -42,6 +42,17 @@ class Signature:
     batch_ndim: int | None = 2
     """Dims from which on dim 0 of the input is a batch, whose rows the module keeps apart; None: it mixes them."""
 
+    mixes_positions: bool = False
+    """Whether an entry of the result depends on entries of the input at other places along dim 1."""
+
+    def keeps_positions(self, ndim: int) -> bool:
+        """Returns whether dim 1 of an input of so many dims is dim 1 of the result, and each of its entries alone."""
+        dims = [dim % ndim for dim in self.inputs.values()]
+        return not self.mixes_positions and 1 not in (
+            *dims,
+            *(dim % (ndim + self.more_dims) for dim in self.outputs.values()),
+        )
+
     def sizes(self, module: nnx.Module) -> dict[str, int]:
         """Returns the whole size of each letter that an attribute tells."""
         values = ((getattr(module, name), letters) for name, letters in self.attributes.items())
@@ -141,6 +152,7 @@ def _einsum(module: nnx.Einsum, einsum_str: str | None = None) -> Signature | No
         {"kernel_shape": kernel},
         len(result.replace("...", "")) - len(data.replace("...", "")),
         batch_ndim=2 if keeps_rows else None,
+        mixes_positions=data[1:2] != result[1:2],
     )
 
 
@@ -167,6 +179,7 @@ def _conv(module: nnx.Conv) -> Signature:
         "i" if splits else None,
         {} if grouped else attributes,
         batch_ndim=len(space) + 2,
+        mixes_positions=True,
     )
 
 

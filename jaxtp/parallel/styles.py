@@ -101,5 +101,29 @@ class PrepareInputOutput(PrepareInput, PrepareOutput):
     __hash__ = PrepareInput.__hash__
 
 
-Style = Colwise | Rowwise | SequenceParallel | PrepareInput | PrepareOutput | PrepareInputOutput | Replicate
+@dataclass(frozen=True)
+class ContextParallel(PrepareInputOutput):
+    """Divides sequences over cp in a module and in all modules in it; the other arguments are those of preparing.
+
+    The first argument is ids `[B, T]` or an activation `[B, T, ...]`. What works on one position at a time (linear
+    maps, norms, embeddings) runs on `T / cp` tokens of each device, whatever style it has; layouts go on to
+    say how what is left lies along tp. What mixes positions, such as products of attention, is written on global
+    arrays, and the compiler gathers what it needs; `nnx.Conv` gets whole sequences, and so should `jax.lax`'s
+    convolutions, of which the compiler makes wrong gradients. With one device along cp it changes nothing, so that a
+    plan may always have it: `{"": ContextParallel()}`.
+    """
+
+    __hash__ = PrepareInput.__hash__
+
+
+Style = (
+    Colwise
+    | Rowwise
+    | SequenceParallel
+    | PrepareInput
+    | PrepareOutput
+    | PrepareInputOutput
+    | ContextParallel
+    | Replicate
+)
 """Styles that a plan may give a module."""

@@ -15,17 +15,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 from jax.sharding import PartitionSpec
 
-from jaxtp.collectives import axis_size, gather_weight
-from jaxtp.mesh import BATCH, STORAGE, current_mesh
+from jaxtp.collectives import axis_size, check_divides, constrain, gather_weight
+from jaxtp.mesh import BATCH, CONTEXT, CP, STORAGE, current_mesh
 from jaxtp.parallel.calls import original_class, set_class, subclass
-from jaxtp.parallel.converting import constrained, convert, convert_all, prepare
+from jaxtp.parallel.converting import constrained, convert, convert_all, prepare, several
 from jaxtp.parallel.copies import Copies
-from jaxtp.parallel.layouts import Shard, dim_over, gathered, has_batch
-from jaxtp.parallel.running import Run, attend_cut, cut_of
-from jaxtp.parallel.stock import attend_signature, signature
-from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
+from jaxtp.parallel.layouts import Replicate, Shard, activation_spec, dim_over, gathered, leading_axes
+from jaxtp.parallel.running import Run, attend_cut, cut_of, leading_of
+from jaxtp.parallel.stock import Signature, attend_signature, signature
+from jaxtp.parallel.styles import (
+    Colwise,
+    ContextParallel,
+    PrepareInput,
+    PrepareOutput,
+    Rowwise,
+    SequenceParallel,
+    Style,
+)
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
 """Types that only lend their names to the paths of what is in them."""
@@ -36,10 +45,13 @@ class Role:
     """The part that a module has in a parallel model."""
 
     style: Style | None
-    """Style; None: it computes as it did, from parameters that are gathered over fsdp."""
+    """Style; None: it computes as it did, from parameters that are gathered over fsdp and cp."""
 
     fsdp: bool
-    """Whether its parameters are stored split over fsdp."""
+    """Whether its parameters are stored split over fsdp and cp."""
+
+    context: bool
+    """Whether it is in a module whose sequences cp divides."""
 
 
 def role_of(module: nnx.Module) -> Role | None:
@@ -64,15 +76,42 @@ def _run(parallel: Callable[..., Any], written: Callable[..., Any], /, *args: An
 
 
 def _call(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
-    style = role.style
+    style, context = role.style, role.context
+    if isinstance(style, ContextParallel):
+        args, kwargs = _over_context(cls, style, args, kwargs)
     if isinstance(style, PrepareInput):
-        args, kwargs = prepare(cls, style, args, kwargs)
+        args, kwargs = prepare(cls, style, args, kwargs, context=context)
     result = _compute(cls, role, module, *args, **kwargs)
     if isinstance(style, PrepareOutput):
-        return convert_all(result, style.output_layouts, style.desired_output_layouts)
+        return convert_all(result, style.output_layouts, style.desired_output_layouts, context=context)
     if isinstance(style, SequenceParallel):
-        return convert(result, Shard(style.sequence_dim), style.output_layouts)
+        return convert(result, Shard(style.sequence_dim), style.output_layouts, context=context)
     return result
+
+
+def _over_context(
+    cls: type, style: ContextParallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of a call, the first of them split along the sequence over cp.
+
+    Raises:
+      ValueError: it has no sequence, or one that cp does not divide.
+    """
+    name = _first_argument(cls)
+    x: Any = args[0] if args else kwargs.get(name)
+    if axis_size(CP) == 1 or not hasattr(x, "dtype"):
+        return args, kwargs
+    if x.ndim < 2 or (x.ndim == 2 and jnp.issubdtype(x.dtype, jnp.inexact)):
+        raise ValueError(
+            f"{cls.__name__} as ContextParallel takes ids [B, T] or an activation [B, T, ...], whose T is divided over "
+            f"cp={axis_size(CP)}; its first argument is {x.dtype}{list(x.shape)}, which has no sequence: use cp=1"
+        )
+    check_divides(f"{cls.__name__} as ContextParallel", x.shape, PartitionSpec(None, CONTEXT))
+    if isinstance(x, Copies) or not (leading := leading_axes(x.shape, 2, 2, context=True)):
+        return args, kwargs
+    arrives = several(style.input_layouts)[0] or Replicate()
+    x = constrain(jnp.asarray(x), activation_spec(arrives, x.ndim, leading))
+    return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, name: x})
 
 
 def _compute(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
@@ -84,14 +123,14 @@ def _compute(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs:
     splits = isinstance(role.style, Colwise | Rowwise)
     if read is None and splits:
         raise TypeError(f"{cls.__name__} as {role.style} takes one array, and nothing else that is one")
-    if read is None or not (splits or _divides_batch(args[0], read.batch_ndim)):
+    if read is None or not (splits or _divides_rows(args[0], read, role)):
         return _on_global_arrays(cls, role, module, *args, **kwargs)
     cut = cut_of(role.style, read, fsdp=role.fsdp)
 
     def method(local: nnx.Module, x: Any) -> Any:
         return cls.__call__(local, x, *args[1:], **kwargs)  # type: ignore[operator]
 
-    return Run(module, method, read, cut, _name(cls, role.style))(args[0])
+    return Run(module, method, read, cut, _name(cls, role.style), role.context)(args[0])
 
 
 @functools.cache
@@ -102,26 +141,43 @@ def _first_argument(cls: type) -> str:
 
 def _attend(cls: type, role: Role, module: nnx.Embed, /, query: Any, **kwargs: Any) -> Any:
     lookup, read = signature(module), attend_signature()
-    if lookup is None or not (isinstance(role.style, Colwise | Rowwise) or _divides_batch(query, read.batch_ndim)):
+    if lookup is None or not (isinstance(role.style, Colwise | Rowwise) or _divides_rows(query, read, role)):
         with _gathered(module, role):
             return cls.attend(module, jnp.asarray(query), **kwargs)  # type: ignore[attr-defined]
     cut = attend_cut(cut_of(role.style, lookup, fsdp=role.fsdp), read)
     attend = functools.partial(cls.attend, **kwargs)  # type: ignore[attr-defined]
-    return Run(module, attend, read, cut, f"{_name(cls, role.style)}_attend")(query)
+    return Run(module, attend, read, cut, f"{_name(cls, role.style)}_attend", role.context)(query)
 
 
 def _on_global_arrays(cls: type, role: Role, module: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
+    convolves = issubclass(cls, nnx.Conv | nnx.ConvTranspose) and axis_size(CP) > 1 and bool(args)
+    if convolves:
+        args = (_with_whole_sequences(module, args[0]), *args[1:])
     if isinstance(role.style, SequenceParallel):
         layout = Shard(role.style.sequence_dim)
-        args = (constrained(args[0], layout), *args[1:])
+        args = (constrained(args[0], layout, context=role.context), *args[1:])
     with _gathered(module, role):
         result = cls.__call__(module, *args, **kwargs)  # type: ignore[operator]
-    return constrained(result, layout) if isinstance(role.style, SequenceParallel) else result
+    if isinstance(role.style, SequenceParallel):
+        return constrained(result, layout, context=role.context)
+    return _with_whole_sequences(module, result) if convolves else result
+
+
+def _with_whole_sequences(module: Any, x: Any) -> Array:
+    """Returns an input or a result of a convolution with none of the dims split that it runs over.
+
+    Left to itself XLA splits them over cp. The gradient of the kernel then comes out as often too large as there are
+    devices along other axes that hold copies (openxla, of jaxlib 0.10 as of 0.12).
+    """
+    x = jnp.asarray(x)
+    leading = leading_axes(x.shape, len(module.kernel_size) + 2, context=False)
+    divides = bool(leading) and x.shape[0] % axis_size(*BATCH) == 0
+    return constrain(x, activation_spec(Replicate(), x.ndim, leading if divides else ()))
 
 
 @contextmanager
 def _gathered(module: nnx.Module, role: Role) -> Iterator[None]:
-    """Gathers the module's own parameters over fsdp while it lasts, those in containers too."""
+    """Gathers the module's own parameters over fsdp and cp while it lasts, those in containers too."""
     before = dict(vars(module)) if role.fsdp else {}
     whole = {name: _whole(value) for name, value in before.items()}
     changed = {name: value for name, value in whole.items() if value is not before[name]}
@@ -149,10 +205,11 @@ def _spec_here(parameter: nnx.Param[Any]) -> PartitionSpec:
     return PartitionSpec(*spec[max(len(spec) - parameter.ndim, 0) :])
 
 
-def _divides_batch(x: Any, batch_ndim: int | None) -> bool:
+def _divides_rows(x: Any, read: Signature, role: Role) -> bool:
+    """Returns whether each device can compute a part of a module's rows, along cp the same where it has no sequence."""
     shape = jnp.shape(x) if not isinstance(x, Copies) else x.shape
-    rows = axis_size(*BATCH)
-    return batch_ndim is not None and has_batch(shape, batch_ndim) and shape[0] % rows == 0
+    leading = leading_of(shape, read, context=role.context)
+    return bool(leading) and shape[0] % axis_size(*BATCH) == 0
 
 
 def _arrays(tree: Any) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from jaxtp.communication import ALL_GATHER, ALL_REDUCE, Collective, total_sent
-from jaxtp.mesh import TP, batch_parts
+from jaxtp.mesh import TOKENS, TP, parts
 from jaxtp.propose.dataflow import walk
 from jaxtp.propose.flows import Call, Labels, Record
 from jaxtp.propose.marking import Traced
@@ -49,12 +49,12 @@ class Group:
 
     tp: int
     parts: int
-    """Devices among which the batch is divided."""
+    """Devices among which the tokens of a batch are divided."""
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "Group":
         """Returns the group of a mesh of these sizes."""
-        return cls(sizes[TP], batch_parts(sizes))
+        return cls(sizes[TP], parts(sizes, TOKENS))
 
     def columns(self, calls: Iterable[Call]) -> float:
         """Returns the bytes that a device sends to sum the gradients of column layers' inputs, each input once."""

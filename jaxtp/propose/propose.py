@@ -10,10 +10,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxtp.mesh import TP, MeshError, abstract_mesh
+from jaxtp.mesh import CP, TP, MeshError, abstract_mesh
 from jaxtp.parallel.initialisation import abstract_model
 from jaxtp.parallel.parallelize import parallelize
-from jaxtp.parallel.plan import Plan
+from jaxtp.parallel.plan import Plan, spelled
+from jaxtp.parallel.styles import ContextParallel
 from jaxtp.propose.draft import draft_plan
 from jaxtp.propose.flows import ROOT
 from jaxtp.propose.marking import Traced, trace
@@ -31,7 +32,7 @@ def propose_plan(
     call: Callable[..., Any] | None = None,
     report: Callable[[str], None] | None = print,
 ) -> Proposal:
-    """Proposes how to split a model over tp.
+    """Proposes how to split a model over tp; sequences are divided over cp in all of it.
 
     The model is traced abstractly: it is not changed, and no array is made. A trace shows what runs on these inputs, so
     a branch of Python that they do not take is not split.
@@ -86,7 +87,20 @@ def _proposal(traced: Traced, sizes: Mapping[str, int], *, share: bool) -> Propo
     draft = draft_plan(traced, Group.of(sizes))
     share_inputs(draft, share=share)
     plan = {draft.patterns[path]: draft.styles[path] for path in in_order(draft) if path in draft.styles}
-    return Proposal(plan, merge_reasons(reasons(draft)), sizes)
+    found = merge_reasons(reasons(draft))
+    return Proposal(plan, found, sizes) if sizes[CP] == 1 else _over_context(plan, found, sizes)
+
+
+def _over_context(plan: Plan, found: list[Reason], sizes: Mapping[str, int]) -> Proposal:
+    """Returns a proposal in which the model itself is `ContextParallel`."""
+    if "" in plan:
+        raise MeshError(
+            f"the model is a single layer, to be {spelled(plan[''])}, and cannot be ContextParallel() too, as "
+            f"{CP}={sizes[CP]} needs it; propose a plan for a model around it, or for a mesh with {CP}=1"
+        )
+    why = f"sequences are divided over {CP}; what mixes positions is left to the compiler, and is not in these bytes"
+    reason = Reason(ROOT, spelled(ContextParallel()), why, 0)
+    return Proposal({"": ContextParallel(), **plan}, [reason, *found], sizes)
 
 
 def _sizes(mesh: Meant) -> dict[str, int]:

@@ -15,7 +15,7 @@ from flax_parity import assert_same, train_alone, train_on
 from support import sweep_of
 
 import jaxtp
-from jaxtp import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
 
 B = 8
 X = jax.random.normal(jax.random.key(1), (B, T, D))
@@ -117,12 +117,13 @@ CASES = {
     "homemade": Case(models.Homemade, plan={"norm": SequenceParallel(), "out": Rowwise()}),
     "grouped": Case(models.Grouped),
 }
-FIRST = {
-    "llama": (1, 2, 4),
-    "tied_vocabulary": (2, 2, 2),
-    "stacked": (2, 2, 2),
-    "homemade": (2, 2, 2),
-}
+FIRST = [
+    ("llama", (1, 2, 4)),
+    ("tied_vocabulary", (2, 2, 2)),
+    ("stacked", (2, 2, 2)),
+    ("homemade", (2, 2, 2)),
+    ("llama", (1, 2, 2, 2)),
+]
 """The models and meshes of the default suite."""
 
 
@@ -132,12 +133,15 @@ def on_one_device(name):
 
 
 MESHES = [(1, 1, 1), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
+OVER_CP = [(1, 2, 2, 2)]
+"""Devices along dp, fsdp, cp and tp."""
 
 
-@pytest.mark.parametrize(("name", "mesh"), sweep_of([CASES, MESHES], *FIRST.items()), ids=str)
+@pytest.mark.parametrize(("name", "mesh"), sweep_of([CASES, MESHES + OVER_CP], *FIRST), ids=str)
 def test_parallel_equals_one_device(name, mesh):
     case = CASES[name]
-    actual = train_on(mesh, lambda: case.build(nnx.Rngs(0)), case.plan, case.inputs, sharded=mesh != (2, 2, 2))
+    plan = {"": ContextParallel(), **case.plan} if mesh in OVER_CP else case.plan
+    actual = train_on(mesh, lambda: case.build(nnx.Rngs(0)), plan, case.inputs, sharded=mesh != (2, 2, 2))
     assert_same(actual, on_one_device(name))
 
 

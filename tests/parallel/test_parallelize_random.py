@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import jaxtp
 from jaxtp import Colwise, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp.mesh import abstract_mesh, sized
 
 B = 8
 MESHES = [(1, 1, 4), (1, 2, 4), (2, 2, 2), (2, 1, 4), (1, 1, 8), (1, 4, 2)]
@@ -159,7 +160,7 @@ def test_an_invalid_plan_is_refused(kinds, fault, pick, tp):
     ]
     path = linear[pick % len(linear)]
     with pytest.raises(PlanError, match=r"nearest|a style is|is a class; write|match the same|the batch|cannot be"):
-        jaxtp.parallelize(model, FAULTS[fault](path), mesh=jax.sharding.AbstractMesh((1, 1, 2), ("dp", "fsdp", "tp")))
-    mesh = jax.sharding.AbstractMesh((1, 1, tp), ("dp", "fsdp", "tp"))
+        jaxtp.parallelize(model, FAULTS[fault](path), mesh=abstract_mesh(sized(tp=2)))
+    mesh = abstract_mesh(sized(tp=tp))
     with pytest.raises(PlanError, match=rf"{path}.* not divisible by tp={tp}"):
         jaxtp.parallelize(model, {path: Colwise()}, mesh=mesh)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import jaxtp
 from jaxtp import Colwise, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp.mesh import STORAGE
 from jaxtp.parallel.plan import expand_braces, matches
 
 MESH = (1, 2, 4)
@@ -205,7 +206,7 @@ def test_random_numbers_from_outside_are_drawn_as_without_a_trace():
         for _ in range(2):  # the second draws go on from the first
             made = jaxtp.parallelize(builds(ours)[kind], {"": Colwise()}, mesh=jaxtp.make_mesh(*MESH))
             np.testing.assert_allclose(made.kernel[...], linear(theirs).kernel[...], rtol=1e-6)
-        assert made.kernel[...].sharding.spec == jax.sharding.PartitionSpec("fsdp", "tp")
+        assert made.kernel[...].sharding.spec == jax.P(STORAGE, "tp")
 
 
 def test_what_else_is_drawn_from_outside_is_refused():
@@ -255,7 +256,7 @@ def test_what_makes_no_model(build, message):
 
 
 CALLS = {
-    "batch": ((3, T, D), r"dim 0 of shape \(3, 8, 16\) is 3, not divisible by dp=1 x fsdp=2; nearest: 2 or 4"),
+    "batch": ((3, T, D), r"dim 0 of shape \(3, 8, 16\) is 3, not divisible by fsdp=2; nearest: 2 or 4"),
     "sequence": ((4, 6, D), r"dim 1 of shape \(4, 6, 16\) is 6, not divisible by tp=4"),
 }
 
@@ -282,7 +283,7 @@ def test_a_layout_that_does_not_divide_is_not_ignored(style):
 def test_a_module_that_is_never_called_keeps_its_class():
     table = parallelize(Table, {})
     assert type(table) is Table
-    assert table.rows.sharding.spec == jax.P("fsdp", None)
+    assert table.rows.sharding.spec == jax.P(STORAGE, None)
 
 
 def test_an_argument_by_keyword():
@@ -343,5 +344,5 @@ def test_patterns_of_a_path_match_it(names, data):
 
 def test_heads_are_what_is_split():
     attention = parallelize(lambda: models.Encoder(nnx.Rngs(0)), {"attention.query": Colwise()})
-    assert attention.attention.query.kernel.get_metadata()["out_sharding"] == jax.P("fsdp", "tp", None)
+    assert attention.attention.query.kernel.get_metadata()["out_sharding"] == jax.P(STORAGE, "tp", None)
     assert attention.attention.query.kernel.shape == (D, N, 4)

@@ -4,16 +4,17 @@ import math
 
 import flax_models as models
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
 from flax_models import D, F, H, N, T
+from moves import assert_weights_alone_move, audit_gradients, sent
 from support import sweep_of
 
 import jaxtp
 from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
 from jaxtp.audit.audit import audit
+from jaxtp.mesh import AXES, STORAGE
 from jaxtp.parallel.initialisation import Creation
 
 B = 8
@@ -36,19 +37,7 @@ ALL_REDUCE = {
 }
 
 
-def audit_gradients(mesh, build):
-    """Of the gradients of a block, of weights and input."""
-    mesh = jaxtp.make_mesh(*mesh)
-    with jax.set_mesh(mesh):
-        graph, state = nnx.split(build())
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    loss = lambda state, x: jnp.sum(jnp.square(nnx.merge(graph, state)(x)))
-    step = jax.jit(jax.grad(loss, argnums=(0, 1)))
-    return audit(step, abstract, jax.ShapeDtypeStruct((B, T, D), jnp.float32), mesh=mesh)
-
-
-def sent(found, axis):
-    return sum(times * c.bytes_sent for c, times in found.realised.items() if axis in c.axes)
+GIVEN = (B, T, D)
 
 
 def arrays_added(found):
@@ -65,8 +54,10 @@ def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_
         d_model=D, num_heads=N, num_kv_heads=kv_heads, head_dim=H, d_ff=F, sequence_parallel=sequence
     )
     plan = SEQUENCE if sequence else ALL_REDUCE
-    ours = audit_gradients(mesh, lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
-    stock = audit_gradients(mesh, lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0), kv_heads=kv_heads), plan))
+    ours = audit_gradients(mesh, lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)), GIVEN)
+    stock = audit_gradients(
+        mesh, lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0), kv_heads=kv_heads), plan), GIVEN
+    )
     if kv_heads == N:
         assert sent(stock, "tp") == sent(ours, "tp")
         assert not arrays_added(stock)
@@ -77,7 +68,9 @@ def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_
 def test_without_a_shared_input_each_projection_reduces_for_itself():
     plan = {pattern: style for pattern, style in ALL_REDUCE.items() if "w" in pattern}
     found = {
-        name: audit_gradients((1, 1, 4), lambda plan=plan: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0)), plan))
+        name: audit_gradients(
+            (1, 1, 4), lambda plan=plan: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0)), plan), GIVEN
+        )
         for name, plan in {"shared": ALL_REDUCE, "alone": plan}.items()
     }
     assert sent(found["shared"], "tp") == 4 * 2 * 3 / 4 * B * T * D * 4
@@ -85,16 +78,12 @@ def test_without_a_shared_input_each_projection_reduces_for_itself():
 
 
 def test_fsdp_gathers_weights_and_scatters_gradients_and_moves_nothing_else():
-    found = audit_gradients((1, 4, 1), lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0))))
-    weights = sum(h.bytes for h in found.holdings)
-    assert not found.added
-    assert {c.kind for c in found.realised} == {"all-gather", "reduce-scatter"}
-    assert sent(found, "fsdp") == 2 * 3 / 4 * weights
-    assert all(h.bytes_per_device * 4 == h.bytes for h in found.holdings)
+    found = audit_gradients((1, 4, 1), lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0))), GIVEN)
+    assert_weights_alone_move(found, "fsdp")
 
 
 def test_a_module_of_ones_own_gathers_too():
-    found = audit_gradients((1, 4, 1), lambda: jaxtp.parallelize(models.Homemade(nnx.Rngs(0))))
+    found = audit_gradients((1, 4, 1), lambda: jaxtp.parallelize(models.Homemade(nnx.Rngs(0))), GIVEN)
     assert {c.kind for c in found.realised if len(c.shape) == 3} == set(), "an activation moves"
     listed = jax.tree.leaves(found.compiled.output_shardings[0]["kernels"])
     assert [grad.spec for grad in listed] == [jax.P("fsdp")] * 2, "a gradient is split as its parameter in a list is"
@@ -117,7 +106,7 @@ def test_the_optimizer_moves_nothing():
     assert not found.realised
     kernels = [v for path, v in moments if path[-2:] == ("wq", "kernel")]
     assert len(kernels) == 2
-    assert all(v[...].sharding.spec == jax.P("fsdp", "tp") for v in kernels)
+    assert all(v[...].sharding.spec == jax.P(STORAGE, "tp") for v in kernels)
 
 
 def test_initialised_sharded():
@@ -140,9 +129,9 @@ def test_initialised_sharded():
 
 
 def test_a_mesh_that_is_not_there():
-    mesh = jax.sharding.AbstractMesh((2, 4, 64), ("dp", "fsdp", "tp"))
+    mesh = jax.sharding.AbstractMesh((2, 4, 1, 64), AXES)
     model = jaxtp.parallelize(
         nnx.eval_shape(lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0))), {"": Colwise()}, mesh=mesh
     )
-    assert model.kernel.sharding.spec == jax.P("fsdp", "tp")
+    assert model.kernel.sharding.spec == jax.P(STORAGE, "tp")
     assert model.kernel.sharding.shard_shape(model.kernel.shape) == (128, 16)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from jaxtp.mesh import MeshError
+from jaxtp.mesh import MeshError, sized
 from jaxtp.parallel.layouts import Replicate
 from jaxtp.parallel.plan import PlanError
-from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise
+from jaxtp.parallel.styles import Colwise, ContextParallel, PrepareInput, PrepareOutput, Rowwise
 from jaxtp.propose.propose import propose_plan
 
 X = jax.ShapeDtypeStruct((8, 6, 16), jnp.float32)
@@ -207,7 +207,7 @@ def test_what_cannot_be_improved_is_said(make, inputs, module, why):
     assert proposal == {}
     assert proposal.bytes == 0
     assert why in reason(proposal, module).why
-    assert str(proposal).startswith("no plan for mesh dp 1 x fsdp 1 x tp 4: nothing in this model is worth")
+    assert str(proposal).startswith("no plan for mesh dp 1 x fsdp 1 x cp 1 x tp 4: nothing in this model is worth")
 
 
 def test_layers_that_move_more_together_are_left():
@@ -314,7 +314,7 @@ def test_it_prints_and_takes_a_mesh_in_context(capsys):
     with jax.set_mesh(mesh):
         proposal = propose_plan(Mlp(nnx.Rngs(0)), X)
     assert capsys.readouterr().out == f"{proposal}\n"
-    assert proposal.sizes == {"dp": 1, "fsdp": 2, "tp": 4}
+    assert proposal.sizes == sized(fsdp=2, tp=4)
     assert propose_plan(Mlp(nnx.Rngs(0)), X, mesh=mesh, report=None) == proposal
     abstract = jax.sharding.AbstractMesh((2, 16), ("fsdp", "tp"))
     assert propose_plan(Mlp(nnx.Rngs(0)), X, mesh=abstract, report=None) == proposal
@@ -335,6 +335,20 @@ def test_it_prints_and_takes_a_mesh_in_context(capsys):
 def test_a_mesh_without_tp_is_refused(mesh, message):
     with pytest.raises(MeshError, match=message):
         propose_plan(Mlp(nnx.Rngs(0)), X, mesh=mesh)
+
+
+def test_over_cp_the_model_itself_takes_the_sequences():
+    """Each device sends over tp what its tokens need."""
+    alone, over_cp = (propose_plan(lambda: Mlp(nnx.Rngs(0)), X, mesh={"cp": cp, "tp": 4}, report=None) for cp in (1, 2))
+    assert over_cp == alone | {"": ContextParallel()}
+    assert over_cp.bytes == alone.bytes / 2
+    assert "sequences are divided over cp" in reason(over_cp, "the model itself").why
+    with pytest.raises(ValueError, match="has no sequence: use cp=1"):
+        propose_plan(lambda: Mlp(nnx.Rngs(0)), jax.ShapeDtypeStruct((8, 16), jnp.float32), mesh={"cp": 2, "tp": 4})
+    with pytest.raises(
+        MeshError, match=r"a single layer, to be Rowwise\(\), and cannot be ContextParallel\(\) too, as cp=2"
+    ):
+        propose_plan(lambda: nnx.Embed(4096, 16, rngs=nnx.Rngs(0)), IDS, mesh={"cp": 2, "tp": 4})
 
 
 @pytest.mark.parametrize("model", [{}, lambda: 3, None])
