@@ -30,6 +30,10 @@ class MeshConfig:
     fsdp: int = 1
     """Shards of each parameter, gathered for every token: for models that tp alone does not fit."""
 
+    cp: int = 1
+    """Parts of each sequence in training. A text is written one token at a time from a cache that is not divided so:
+    only 1 works here, whatever the model was trained with."""
+
     tp: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Shards of each matrix product and of the cache's heads; by default as many GPUs as the model's heads allow, and 1
     on a CPU."""
@@ -142,5 +146,7 @@ def _contradictions(config: GenerateConfig) -> Iterator[str]:
         yield "--chat takes what you enter, and prints text; leave --prompt, --prompt-file and --json out"
     if not config.chat and (config.system is not None or config.template is not None):
         yield "--system and --template are of a chat; give --chat too"
+    if (cp := config.mesh.cp) != 1:
+        yield f"--mesh.cp {cp}: a cache is not divided over cp; leave it out; its devices can be tp's: --mesh.tp {cp}"
     if config.field != FIELD and not (config.prompt_file is not None and is_jsonl(config.prompt_file)):
         yield f"--field {config.field} is of JSONL, and there is no --prompt-file FILE.jsonl"

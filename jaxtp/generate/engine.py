@@ -15,7 +15,7 @@ from jaxtp.entry import UserError
 from jaxtp.generate.programs import Choice, Programs, Read, Shape, cache_bytes, mesh_of
 from jaxtp.generate.request import Piece, Request, Result
 from jaxtp.generate.settings import GenerationSettings, check
-from jaxtp.mesh import TP, batch_parts, memory_per_device, mesh_sizes
+from jaxtp.mesh import CP, TP, batch_parts, memory_per_device, mesh_sizes
 from jaxtp.models.decoder import Decoder
 
 Prompt = str | Sequence[int]
@@ -95,6 +95,11 @@ class Generator:
         progress: Callable[[int, int], None] = lambda read, longest: None,
     ):
         sizes = mesh_sizes(mesh_of(model))
+        if sizes[CP] > 1:
+            raise GenerationError(
+                f"the model was built on a mesh with cp={sizes[CP]}, and a cache is not divided over cp; build it on "
+                "one with cp=1 and more tp"
+            )
         if model.config.sequence_parallel and sizes[TP] > 1:
             raise GenerationError(
                 "the model was built with sequence_parallel=True, and a single token cannot be split over tp; "

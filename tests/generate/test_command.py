@@ -35,7 +35,16 @@ def places(tmp_path_factory):
     (folder / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT.splitlines()))
     dataset = ["--train-bpe", "300", "--held-out", "0.1", "--out", str(folder / "data")]
     assert prepare([str(folder / "lines.jsonl"), *dataset]) == 0
-    model = ["--model.vocab-size", "301", "--model.num-kv-heads", "2", *mesh(1, 2, 2)]  # one, to be compiled once
+    model = [
+        "--model.vocab-size",
+        "301",
+        "--model.num-kv-heads",
+        "2",
+        "--mesh.cp",
+        "2",
+        "--mesh.tp",
+        "2",
+    ]  # one, to be compiled once
     for run, data in {"bytes": "text.txt", "tokens": "data"}.items():
         flags = ["--data.path", str(folder / data), "--run.dir", str(folder / run), "--train.steps", "10"]
         assert train([*SMALL, *model, *flags, "--optimizer.learning-rate", "0.02"]) == 0
@@ -69,7 +78,7 @@ def test_a_run_goes_on_with_a_text(places, run, capsys):
     with jax.set_mesh(jaxtp.make_mesh()):
         assert found.out == uncached(places / run, "line 12: the quick", 10) + "\n"
     assert f"model   {places / run}, step 10: " in found.err
-    assert "mesh    dp 1 x fsdp 1 x tp 1 = 1 CPU device\n" in found.err
+    assert "mesh    dp 1 x fsdp 1 x cp 1 x tp 1 = 1 CPU device\n" in found.err
     assert "prefill " in found.err
     assert "decode  9 tokens in " in found.err
     for sizes in (mesh(1, 1, 4), mesh(2, 2, 2)):
@@ -177,6 +186,10 @@ REFUSED = {
     "width": (
         ["--model", "{runs}/bytes", *PROMPT, "--mesh.fsdp", "3"],
         "not divisible by mesh.fsdp=3; fsdp can be 1, 2",
+    ),
+    "cp": (
+        ["--model", "{runs}/nowhere", *PROMPT, "--mesh.cp", "2"],
+        "--mesh.cp 2: a cache is not divided over cp; leave it out; its devices can be tp's: --mesh.tp 2",
     ),
     "devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "8", "--mesh.dp", "4"], "needs 32 devices"),
     "many devices": (["--model", "{runs}/bytes", *PROMPT, "--mesh.tp", "1000000000"], "at most 1024 are made"),

@@ -19,7 +19,7 @@ from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate import programs as programs_module
 from jaxtp.generate.engine import GenerationError
 from jaxtp.generate.programs import Programs, Shape, cache_bytes
-from jaxtp.mesh import mesh_sizes
+from jaxtp.mesh import mesh_sizes, sized
 
 CONFIG = jaxtp.ModelConfig(
     vocab_size=259, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3
@@ -222,9 +222,16 @@ def test_logits_that_are_not_finite_are_said():
         generator.generate(["a"], SETTINGS)
 
 
+def test_a_mesh_with_cp_is_refused():
+    with pytest.raises(
+        GenerationError, match="built on a mesh with cp=2, and a cache is not divided over cp; build it on"
+    ):
+        jaxtp.Generator(nnx.merge(*state_on_mesh(build, weights(), jaxtp.make_mesh(cp=2))), ByteTokenizer())
+
+
 def test_programs_are_of_the_mesh_of_the_model():
     assert programs_module.mesh_of(model_on(None)) is None
-    assert mesh_sizes(programs_module.mesh_of(model_on((2, 2, 2)))) == {"dp": 2, "fsdp": 2, "tp": 2}
+    assert mesh_sizes(programs_module.mesh_of(model_on((2, 2, 2)))) == sized(dp=2, fsdp=2, tp=2)
 
 
 def test_a_text_ends_with_the_context_and_a_prompt_beyond_it_is_refused():
