@@ -8,11 +8,15 @@
    queries, keys).
 2. Every width and dtype of the kernels, with documents, a window and a softcap: shared memory of each, which a program
    must have to itself. An H100 has 227 KB of it, an A100 163, an L40S 99.
+3. The same attention where the sequence is split over 8 devices, two chunks in zigzag order on each: queries of a part,
+   keys of all. Which device it is is known at run time only.
 
-Nothing is run. Needs the extra estimate-gpu.
+In 1 and 3 a kernel that spilled registers would fail to compile; in float32 the widest spills a few. Nothing is run.
+Needs the extra estimate-gpu.
 """
 
 import argparse
+import itertools
 import math
 import os
 import re
@@ -25,6 +29,7 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"  # else the plugin looks for a GPU
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
@@ -33,13 +38,15 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.audit.tables import columns
 from jaxtp.estimate.topology import topology
 from jaxtp.estimate.worker import ABSENT_GPU
-from jaxtp.layers.activations import segment_mask
+from jaxtp.layers.activations import Part, segment_mask
 from jaxtp.layers.fused_attention import DTYPES, MOST_HEAD_DIM, fused_attention
 from jaxtp.mesh import mesh_of, sized
 
 LENGTHS = (4096, 8192, 32768)
+PARTS, DEVICES = (32768, 131072), 8
 HEADS, KV_HEADS, HEAD_DIM = 4, 1, 128
 KERNELS = ("attention_forward", "attention_queries", "attention_keys")
+_NO_SPILLS = "xla_gpu_fail_ptx_compilation_on_register_spilling"
 _DUMP = {"xla_dump_hlo_as_text": True, "xla_gpu_dump_llvmir": True, "xla_dump_emitter_re": "ptx"}
 _SHARED = re.compile(r"(attention_\w+) grid.*?shared_memory: (\d+) bytes")
 _TENSOR_CORE = re.compile(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)\b")
@@ -71,6 +78,12 @@ def xla(q: Array, k: Array, v: Array, segments: Array | None, *, scale: float) -
     return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, implementation="xla")
 
 
+def zigzag(place: Array, size: int, devices: int) -> Part:
+    """Returns the two chunks of so many queries that the device at this place has, beside all keys."""
+    chunk = jnp.arange(size, dtype=jnp.int32)
+    return Part(jnp.concatenate([place * size + chunk, (2 * devices - 1 - place) * size + chunk]), 0)
+
+
 def h100() -> Mesh:
     target = topology("h100", 1, 1)
     described = topologies.get_topology_desc(
@@ -80,21 +93,32 @@ def h100() -> Mesh:
 
 
 def compile_with_gradients(
-    attend: Callable[..., Array], length: int, head_dim: int, dtype: str, *, packed: bool
+    attend: Callable[..., Array],
+    length: int,
+    head_dim: int,
+    dtype: str,
+    *,
+    packed: bool,
+    devices: int = 1,
+    may_spill: bool = False,
 ) -> Program:
-    """Compiles it forward and backward, inside of `shard_map` as a layer has it."""
+    """Compiles it forward and backward, inside of `shard_map` as a layer has it; for one of the devices of a split."""
 
-    def step(q: Array, k: Array, v: Array, do: Array, segments: Array | None) -> tuple[Array, ...]:
-        o, backward = jax.vjp(lambda q, k, v: attend(q, k, v, segments, scale=head_dim**-0.5), q, k, v)
+    def step(q: Array, k: Array, v: Array, do: Array, segments: Array | None, place: Array) -> tuple[Array, ...]:
+        part = {} if devices == 1 else {"part": zigzag(place, q.shape[1] // 2, devices)}
+        o, backward = jax.vjp(lambda q, k, v: attend(q, k, v, segments, scale=head_dim**-0.5, **part), q, k, v)
         return o, *backward(do)
 
     mesh = h100()
     array = partial(jax.ShapeDtypeStruct, sharding=NamedSharding(mesh, P()))
-    q, k = (array((1, length, heads, head_dim), dtype) for heads in (HEADS, KV_HEADS))
+    shapes = ((1, length // devices, HEADS, head_dim), (1, length, KV_HEADS, head_dim))
+    q, k = (array(shape, dtype) for shape in shapes)
     segments = array((1, length), "int32") if packed else None
     with jax.set_mesh(mesh), tempfile.TemporaryDirectory() as folder:
-        lowered = jax.jit(jax.shard_map(step, in_specs=P(), out_specs=P())).lower(q, k, k, q, segments)
-        compiled = lowered.compile(compiler_options={**ABSENT_GPU, **_DUMP, "xla_dump_to": folder})
+        program = jax.jit(jax.shard_map(step, in_specs=P(), out_specs=P()))
+        lowered = program.lower(q, k, k, q, segments, array((), "int32"))
+        options = {**ABSENT_GPU, **_DUMP, _NO_SPILLS: not may_spill, "xla_dump_to": folder}
+        compiled = lowered.compile(compiler_options=options)
         (thunks,) = (path.read_text() for path in Path(folder).glob("*thunk_sequence.txt"))
         ptx = "".join(path.read_text() for path in Path(folder).glob("*.ptx"))
     entries = {part.split("(", 1)[0]: part for part in ptx.split(".entry ")[1:]}
@@ -108,17 +132,16 @@ def compile_with_gradients(
     )
 
 
-def over_lengths() -> str:
-    """The first table."""
+def over_lengths(lengths: tuple[int, ...], attentions: dict[str, Callable[..., Array]], devices: int = 1) -> str:
+    """The first table, and the third; T is the length of a sequence."""
     rows = []
-    for length in LENGTHS:
-        for packed in (False, True):
-            for name, attend in (("fused", fused_attention), ("xla", xla)):
-                one = compile_with_gradients(attend, length, HEAD_DIM, "bfloat16", packed=packed)
-                cells = (f"{one.temporaries:,}", f"{one.largest / length**2:.4f}", str(one.calls))
-                in_ptx = " ".join(str(count) for count in one.tensor_core.values()) or "-"
-                rows.append((f"{length:,}", "yes" if packed else "no", name, *cells, in_ptx))
-                print(*rows[-1], flush=True)
+    for length, packed in itertools.product(lengths, (False, True)):
+        for name, attend in attentions.items():
+            one = compile_with_gradients(attend, length, HEAD_DIM, "bfloat16", packed=packed, devices=devices)
+            cells = (f"{one.temporaries:,}", f"{one.largest / length**2:.4f}", str(one.calls))
+            in_ptx = " ".join(str(count) for count in one.tensor_core.values()) or "-"
+            rows.append((f"{length:,}", "yes" if packed else "no", name, *cells, in_ptx))
+            print(*rows[-1], flush=True)
     header = ("tokens", "packed", "attention", "temporaries, bytes", "largest / T x T", "calls", "tensor-core")
     return columns(header, rows)
 
@@ -129,7 +152,7 @@ def over_widths() -> str:
     for dtype in DTYPES:
         for head_dim in (16, 32, 64, 80, 128, MOST_HEAD_DIM):
             attend = partial(fused_attention, window=1000, softcap=50.0)
-            one = compile_with_gradients(attend, 2048, head_dim, dtype, packed=True)
+            one = compile_with_gradients(attend, 2048, head_dim, dtype, packed=True, may_spill=True)
             rows.append((dtype, str(head_dim), *(f"{one.shared[kernel] / 1024:.1f}" for kernel in KERNELS)))
             print(*rows[-1], flush=True)
     return columns(("dtype", "head_dim", "forward, KB", "queries, KB", "keys, KB"), rows)
@@ -138,7 +161,12 @@ def over_widths() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
-    tables = [f"jax {jax.__version__}, for {h100().devices.flat[0].device_kind}", over_lengths(), over_widths()]
+    tables = [
+        f"jax {jax.__version__}, for {h100().devices.flat[0].device_kind}",
+        over_lengths(LENGTHS, {"fused": fused_attention, "xla": xla}),
+        over_widths(),
+        f"parts of {DEVICES} devices\n" + over_lengths(PARTS, {"fused": fused_attention}, DEVICES),
+    ]
     print("\n" + "\n\n".join(tables))
 
 

@@ -32,7 +32,7 @@ from jaxtp.audit.tables import columns
 from jaxtp.check.shrink import Case
 from jaxtp.collectives import batch_spec
 from jaxtp.data.loader import abstract_batch
-from jaxtp.mesh import TP, mesh_sizes, sized
+from jaxtp.mesh import TP, mesh_sizes
 from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig, TrainConfig
@@ -179,7 +179,7 @@ def compile_times(model: jaxtp.ModelConfig, rows: int, length: int, repeats: int
 
 def describe(mesh: tuple[int, int, int]) -> str:
     """`fsdp 2 x tp 4`."""
-    return str(Case(sized(*mesh), sequence_parallel=False))
+    return str(Case(mesh_sizes(jaxtp.make_mesh(*mesh)), sequence_parallel=False))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -14,6 +14,7 @@ it stayed within 3 kB (but for 0.5 GB of 42 at dp 2 x fsdp 2 x tp 2).
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from jaxtp.audit.tables import columns
 from jaxtp.estimate.target import compile_for
 from jaxtp.estimate.topology import TargetError
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import sized
+from jaxtp.mesh import DP, FSDP, TP, sized
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 
@@ -37,6 +38,8 @@ SHAPES = {
 
 POLICIES = ("none", "save_dots", "save_gathered", "full", "offload")
 SEQUENCES = (2048, 4096, 8192)
+_FIRST_FIELDS = 7
+"""Fields of a point that are always in its key."""
 MESHES = [
     (1, f, t) for f, t in [(1, 1), (8, 1), (1, 8), (2, 2), (4, 1), (1, 2), (8, 8), (2, 4), (4, 8), (1, 4), (8, 2)]
 ]
@@ -56,6 +59,7 @@ class Point:
     lora: int = 0
     """Rank of adapters on every projection; 0 trains the whole model."""
     optimizer: str = "adamw"
+    cp: int = 1
 
     def config(self) -> TrainConfig:
         model = jaxtp.ModelConfig(
@@ -64,7 +68,7 @@ class Point:
             rope_theta=500000.0,
             remat=self.remat,
             loss_chunk=512 * self.micro,  # as the points that are there were compiled, in tokens
-            attention="xla",
+            attention="xla" if self.cp == 1 else "auto",  # scores of long sequences are too large to be held
             precision=jaxtp.Precision(compute="bfloat16"),
             lora=LoraConfig(rank=self.lora),
             **SHAPES[self.shape],
@@ -76,22 +80,19 @@ class Point:
         return TrainConfig(model=model, data=data, optimizer=OptimizerConfig(name=self.optimizer), train=loop)
 
     def cells(self) -> tuple[str, ...]:
-        mesh = " ".join(map(str, self.mesh))
+        mesh = " ".join(map(str, self.sizes.values()))
         rows = f"{self.micro} x {self.accumulation}"
         return self.shape, self.optimizer, str(self.lora or "-"), str(self.sequence), self.remat, mesh, rows
 
     @property
     def sizes(self) -> dict[str, int]:
-        return sized(*self.mesh)
+        return sized(**dict(zip((DP, FSDP, TP), self.mesh, strict=True)), cp=self.cp)
 
     @property
     def key(self) -> str:
-        *values, lora, optimizer = dataclasses.astuple(self)
-        if optimizer != "adamw":
-            values += [lora, optimizer]
-        elif lora:
-            values += [lora]
-        return json.dumps(values)  # as it was before there were adapters, and before there were optimizers
+        values, defaults = dataclasses.astuple(self), [field.default for field in dataclasses.fields(self)]
+        given = max(i for i, (value, default) in enumerate(zip(values, defaults, strict=True)) if value != default)
+        return json.dumps(values[: max(given + 1, _FIRST_FIELDS)])  # as it was before there were the others
 
     @classmethod
     def from_key(cls, key: str) -> "Point":
@@ -132,6 +133,14 @@ def points() -> list[Point]:
         Point("1b", 2048, "save_dots", (2, 2, 2), optimizer="muon"),
         Point("8b", 2048, "full", (1, 8, 1), optimizer="muon"),
         Point("8b", 2048, "save_gathered", (1, 2, 4), optimizer="muon"),
+        Point("8b", 131072, "full", (1, 1, 1), cp=8),
+        Point("8b", 131072, "full", (1, 2, 1), cp=4),
+        Point("8b", 131072, "full", (1, 1, 2), cp=4),
+        Point("8b", 131072, "save_dots", (1, 1, 1), cp=16),
+        Point("8b", 32768, "save_gathered", (2, 1, 2), cp=2),
+        Point("1b", 65536, "none", (1, 1, 2), cp=4),
+        Point("8b", 1048576, "full", (1, 1, 2), cp=16),
+        Point("70b", 131072, "full", (1, 8, 2), cp=4),
     ]
 
 
@@ -151,7 +160,7 @@ def compile_missing() -> None:
     for point in points():
         if point.key in done:
             continue
-        devices = point.mesh[0] * point.mesh[1] * point.mesh[2]
+        devices = math.prod(point.sizes.values())
         hosts = max(1, devices // 8)
         try:
             compiled = compile_for(
@@ -180,7 +189,7 @@ def table(rows: dict[str, dict]) -> str:
         "rank",
         "sequence",
         "remat",
-        "dp fsdp tp",
+        "dp fsdp cp tp",
         "rows x acc",
         "state",
         "compiled",
@@ -190,7 +199,7 @@ def table(rows: dict[str, dict]) -> str:
     cells, errors, alone = [], [], []
     for point in points():
         if row := rows.get(point.key):
-            modelled = memory_per_device(point.config(), point.sizes)
+            modelled = memory_per_device(point.config(), point.sizes, platform="cuda")
             errors.append(modelled.total / row["peak_bytes"] - 1)
             alone.append((modelled.total - row["argument_bytes"]) / row["temp_bytes"] - 1)
             cells.append(

@@ -36,7 +36,7 @@ SHIPPED = [
 
 def compile_on(hardware: str, config: TrainConfig, sizes: dict[str, int]) -> tuple[Compiled, float]:
     """Returns the compiled step, and the seconds that it took in all, a process of its own included."""
-    devices = sizes["dp"] * sizes["fsdp"] * sizes["tp"]
+    devices = math.prod(sizes.values())
     hosts = max(1, devices // 8)
     started = time.perf_counter()
     compiled = compile_for(config, sizes, hardware, hosts=hosts, devices_per_host=devices // hosts, timeout_s=900)

@@ -141,9 +141,14 @@ def attention(machine: Machine, out: Path, log: Path) -> Result:
     found: Result = {}
     length = 64 if machine.is_small else 1024
     dtypes, heads = (("float32", "bfloat16"), ((64, 4, 1), (128, 8, 2)))
-    masks = ((False, None, None), (True, None, None), (True, length // 5, 30.0))
+    masks = (
+        (False, None, None, False),
+        (True, None, None, False),
+        (True, length // 5, 30.0, False),
+        (True, None, None, True),
+    )
     cases = itertools.product(dtypes[: 1 if machine.is_small else 2], heads[: 1 if machine.is_small else 2], masks)
-    for dtype, (head_dim, queries, keys), (packed, window, softcap) in cases:
+    for dtype, (head_dim, queries, keys), (packed, window, softcap, part) in cases:
         use = Use(
             head_dim=head_dim,
             window=window,
@@ -151,13 +156,15 @@ def attention(machine: Machine, out: Path, log: Path) -> Result:
             dtype=dtype,
             length=length,
             packed=packed,
+            part=part,
             platform=platform_of(jax.devices()[0]),
         )
         for kernel in (kernel for kernel in KERNELS.values() if not any(kernel.problems(use))):
             errors = relative_errors(kernel.run, use, queries, keys)
             arrays, settings = problem(use, queries, keys)
             program = partial(jax.jit(partial(results, kernel.run, settings)), *arrays)
-            key = f"{kernel.name} {dtype} {queries}x{head_dim} {'packed' if packed else 'one text'} {window}"
+            what = f"{'packed' if packed else 'one text'} {window}{' part' if part else ''}"
+            key = f"{kernel.name} {dtype} {queries}x{head_dim} {what}"
             seconds = medians({key: program}, 3)[key]
             found[key] = {"errors": errors, "right": max(errors) <= TOLERANCE[dtype], "milliseconds": 1e3 * seconds}
     return {"right": all(one["right"] for one in found.values()), "kernels": found}

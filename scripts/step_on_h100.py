@@ -73,6 +73,11 @@ with open(asked["out"], "w") as file:
 """Compiles a step with the jaxtp that Python finds first; what it uses is there in every checkout."""
 
 
+def sizes_of(mesh: tuple[int, int, int]) -> dict[str, int]:
+    """Returns the sizes of every axis, of those along dp, fsdp and tp."""
+    return sized(**dict(zip(("dp", "fsdp", "tp"), mesh, strict=True)))
+
+
 def compiled(
     checkout: Path, name: str, mesh: tuple[int, int, int], length: int, sequences: int, remat: str, *overlap: str
 ) -> dict[str, Any]:
@@ -90,7 +95,7 @@ def compiled(
         command = [sys.executable, "-c", COMPILE]
         done = subprocess.run(command, input=json.dumps(asked), env=environment, capture_output=True, text=True)
         if done.returncode:
-            sys.exit(f"{name}, {describe_mesh(sized(*mesh))}, {remat}:\n{done.stderr[-2000:]}")
+            sys.exit(f"{name}, {describe_mesh(sizes_of(mesh))}, {remat}:\n{done.stderr[-2000:]}")
         found: dict[str, Any] = json.loads(out.read_text())
     return found
 
@@ -99,7 +104,7 @@ def row(
     checkout: Path, name: str, mesh: tuple[int, int, int], length: int, sequences: int, *how: str
 ) -> tuple[str, ...]:
     """Returns a line of the table."""
-    sizes = sized(*mesh)
+    sizes = sizes_of(mesh)
     opening = (name, describe_mesh(sizes), f"{length:,}", ", ".join(how))
     found = compiled(checkout, name, mesh, length, sequences, *how)
     moved = [

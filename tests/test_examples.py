@@ -117,7 +117,7 @@ def test_an_example_takes_the_proposed_plan(capsys):
     module, plan = example("mixer")
     main = importlib.import_module("train").main
     main(module.build, module.loss, module.batch, plan, ["--mesh", "tp=4", "--steps", "10", "--propose"])
-    assert "proposed for mesh dp 1 x fsdp 1 x tp 4" in capsys.readouterr().out
+    assert "proposed for mesh dp 1 x fsdp 1 x cp 1 x tp 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mesh", ["tp=3", "tp=four", "tpp=4", "tp", "tp=0", "tp=-1,dp=-1"])

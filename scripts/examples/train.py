@@ -44,7 +44,7 @@ def train(
 def main(build: Any, loss: Any, batch: Any, plan: Any, argv: list[str] | None = None) -> None:
     """The command of an example."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--mesh", default="fsdp=2,tp=4", help="devices along dp, fsdp, tp; virtual ones on a CPU")
+    parser.add_argument("--mesh", default="fsdp=2,tp=4", help="devices along dp, fsdp, cp, tp; virtual ones on a CPU")
     parser.add_argument("--steps", type=int, default=60, help="1 or more")
     parser.add_argument("--propose", action="store_true", help="print and use the plan that jaxtp proposes")
     arguments = parser.parse_args(argv)

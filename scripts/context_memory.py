@@ -1,0 +1,85 @@
+"""Memory of a device over cp, from the compiler for H100s that need not be there.
+
+    python scripts/context_memory.py --out scripts/results/context_memory.txt
+
+The training step of Llama 3.1 8B (`configs/llama31_8b_128k.yaml`) with sequences of 131,072 tokens, packed, on 16 H100:
+cp 1 to 16, and fsdp so that every mesh stores the same share of the weights; one sequence for each cp group. For each
+mesh and method of attention: tokens on a device; temporaries of the step; the part of them that grows with the tokens,
+which is what activations take (temporaries less those of a sequence a 32nd as long, times 32/31); and the arrays of the
+program that have two dims of positions (T, T/cp or T/(2cp)), as scores `[T, T]` or any part of them would.
+
+Nothing is run. Needs the extra estimate-gpu.
+"""
+
+import argparse
+import os
+import re
+from pathlib import Path
+
+os.environ["JAX_PLATFORMS"] = "cpu"  # else the plugin looks for a GPU
+
+import jax
+from jax.experimental import topologies
+
+from jaxtp.audit.tables import columns
+from jaxtp.config import changed, from_yaml
+from jaxtp.estimate.topology import topology
+from jaxtp.estimate.worker import ABSENT_GPU
+from jaxtp.mesh import mesh_of, sized
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.state import plan_state
+from jaxtp.train.step import trace_step
+
+CONFIG = Path(__file__).parents[1] / "configs" / "llama31_8b_128k.yaml"
+DEVICES, HOSTS, SHORTER = 16, 2, 32
+_ARRAY = re.compile(r"\b(?:f64|f32|bf16|f16|s32|u32|s8|u8|pred)\[([\d,]+)\]")
+
+
+def compiled(sizes: dict[str, int], context: str, length: int) -> tuple[int, int]:
+    """Returns the bytes of temporaries of the step on a mesh, and the number of its arrays of pairs of positions."""
+    config = from_yaml(TrainConfig, CONFIG)
+    values = {"mesh": config.mesh.of_sizes(sizes), "mesh.context": context, "data.sequence_length": length}
+    rows = sizes["fsdp"] * sizes["dp"]
+    run = changed(config, {**values, "data.global_batch_size": rows, "train.accumulation": 1, "model.remat": "full"})
+    target = topology("h100", HOSTS, DEVICES // HOSTS)
+    described = topologies.get_topology_desc(
+        target.name, target.platform, topology=target.name, target_config=target.target_config
+    )
+    mesh = mesh_of(sizes, described.devices)
+    blueprint = plan_state(run.model, optimizers.build(run.optimizer, run.train.steps), mesh)
+    with jax.set_mesh(mesh):
+        program = trace_step(run, blueprint).lower().compile(compiler_options=ABSENT_GPU)
+    positions = {length, length // sizes["cp"], length // (2 * sizes["cp"])} - {run.model.d_model}
+    shapes = {tuple(map(int, dims.split(","))) for dims in _ARRAY.findall(program.as_text())}
+    pairs = sum(sum(dim in positions for dim in shape) > 1 for shape in shapes)
+    return program.memory_analysis().temp_size_in_bytes, pairs
+
+
+def row(cp: int, context: str, length: int) -> tuple[str, ...]:
+    """Returns a line of the table."""
+    sizes = sized(fsdp=DEVICES // cp, cp=cp)
+    temporaries, pairs = compiled(sizes, context, length)
+    shorter, _ = compiled(sizes, context, length // SHORTER)
+    growing = (temporaries - shorter) * SHORTER / (SHORTER - 1)
+    cells = f"{length // cp:,}", f"{temporaries / 1e9:.2f}", f"{growing / 1e9:.2f}", str(pairs)
+    return str(cp), context if cp > 1 else "", *cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--length", type=int, default=131072)
+    parser.add_argument("--cp", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    asked = parser.parse_args()
+    header = "cp", "attention", "tokens on a device", "temporaries, GB", "activations, GB", "arrays of pairs"
+    cases = [(cp, context) for cp in asked.cp for context in (("gather", "ulysses") if cp > 1 else ("auto",))]
+    rows = [row(cp, context, asked.length) for cp, context in cases]
+    text = f"jax {jax.__version__}, T = {asked.length:,}\n\n" + columns(header, rows)
+    print(text)
+    if asked.out is not None:
+        asked.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
