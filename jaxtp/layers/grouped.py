@@ -1,8 +1,8 @@
 """Products of rows with one kernel for each group of them, as a mixture of experts makes: rows are sorted by expert.
 
 Rows are `[M, K]`, kernels `[E, K, N]`. The first `sizes[0]` rows are multiplied with the first kernel, the next
-`sizes[1]` with the second, and so on; any number of rows may be in a group, none too. What is beyond all groups gives 0,
-whatever it holds, and has no gradient. Where experts are split over devices, these rows are most of them.
+`sizes[1]` with the second, and so on; a group may have no rows. Those beyond all groups give
+0, whatever they hold, and their gradient is 0: most of them, where experts are split over devices.
 
     method    what it computes                                                          runs on
     xla       `jax.lax.ragged_dot`; but on a TPU, XLA makes of it products of all       everything

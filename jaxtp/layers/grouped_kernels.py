@@ -1,0 +1,254 @@
+"""Grouped products as fused kernels for NVIDIA GPUs, which multiply each row with the kernel of its group alone.
+
+Pallas kernels that Triton compiles. Groups begin and end anywhere: no row is padded, and none is moved.
+
+    kernel      one program for each                        sums over              writes
+    product     block of columns of a tile of rows          the rows' width        outputs, or the rows' gradients
+    gradient    block of a group's kernel                   the rows of a group    the kernels' gradients
+
+A tile is a block of rows of one group: of its last tile, only the rows that are in the group are written. Their number
+is known at run time only; there are programs for the most there can be, `M / block + E + 1`, and those left over write
+nothing. Rows beyond all groups are one more group, whose tiles read nothing and write 0.
+
+Sums are made in float32 in one order: no atomics, so the same input gives the same bits. Products of float32 follow
+`jax.default_matmul_precision`, and are TF32 by default, as XLA's are. Jax 0.12 warns that Pallas will drop Triton.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of rows and kernels."""
+
+_LEAST = 16
+"""Narrowest product that Triton computes."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of a program's blocks, powers of two of at least 16 on a GPU, and how Triton compiles it."""
+
+    rows: int
+    """Rows of the output: of a tile, or of a group's kernel."""
+
+    columns: int
+    """Columns of the output."""
+
+    summed: int
+    """What is multiplied and summed at a time."""
+
+    warps: int
+    """Groups of 32 threads that share a program."""
+
+    stages: int
+    """Blocks that are loaded ahead, and the one that is computed."""
+
+
+def product_blocks(num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike) -> Blocks:
+    """Returns the blocks of products; tiles are smaller where groups are, whose last tiles are half empty."""
+    rows, warps = (128, 8) if num_rows >= 512 * groups else (64, 4)
+    return Blocks(rows, _fitting(columns, 128), _fitting(summed, _depth(dtype)), warps, 3)
+
+
+def gradient_blocks(rows: int, columns: int, dtype: DTypeLike) -> Blocks:
+    """Returns the blocks of the kernels' gradient, `[rows, columns]` of each group."""
+    return Blocks(_fitting(rows, 128), _fitting(columns, 128), _depth(dtype), 8, 3)
+
+
+def _depth(dtype: DTypeLike) -> int:
+    return 128 // jnp.dtype(dtype).itemsize
+
+
+def _fitting(width: int, most: int) -> int:
+    """Returns the largest block of which no more than an eighth is left empty, or the smallest."""
+    block = most
+    while block > _LEAST and -width % block > width // 8:
+        block //= 2
+    return block
+
+
+def product(
+    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False, interpret: bool = False
+) -> Array:
+    """Returns each row multiplied with the kernel of its group, `[M, N]`; 0 beyond the groups.
+
+    Args:
+      rows_MK: rows, sorted by group.
+      kernels_EKN: a kernel for each group; `[E, N, K]` if `transposed`.
+      sizes_E: number of rows in each group.
+      transposed: multiply with the transposed kernels.
+      interpret: run on any device.
+    """
+    num_rows, summed = rows_MK.shape
+    columns = kernels_EKN.shape[1 if transposed else 2]
+    blocks = product_blocks(num_rows, len(sizes_E), columns, summed, rows_MK.dtype)
+    tiles = _tiles(sizes_E, num_rows, blocks.rows)
+    return _run(
+        partial(_product_kernel, blocks, transposed),
+        blocks,
+        (pl.cdiv(columns, blocks.columns), len(tiles[0])),  # columns first: programs side by side share their rows
+        (*tiles, rows_MK, kernels_EKN),
+        (num_rows, columns),
+        "transposed_product" if transposed else "product",
+        interpret=interpret,
+    )
+
+
+def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
+    """Returns the sum over the rows of each group of their outer products with the output's gradient, `[E, K, N]`."""
+    shape = len(sizes_E), rows_MK.shape[1], grad_MN.shape[1]
+    blocks = gradient_blocks(*shape[1:], rows_MK.dtype)
+    begins, ends = _ranges(sizes_E, len(rows_MK))
+    return _run(
+        partial(_gradient_kernel, blocks),
+        blocks,
+        (pl.cdiv(shape[2], blocks.columns), pl.cdiv(shape[1], blocks.rows), shape[0]),
+        (begins[:-1], ends[:-1], rows_MK, grad_MN),
+        shape,
+        "kernels_gradient",
+        interpret=interpret,
+    )
+
+
+def _ranges(sizes: Array, num_rows: int) -> tuple[Array, Array]:
+    """Returns the first row of each group and the one after its last; the rows beyond them are one more group."""
+    ends = jnp.minimum(jnp.cumsum(sizes), num_rows)
+    ends = jnp.pad(ends, (0, 1), constant_values=num_rows)
+    return jnp.pad(ends[:-1], (1, 0)), ends
+
+
+def _tiles(sizes: Array, num_rows: int, size: int) -> tuple[Array, Array, Array]:
+    """Returns the group of each tile, its first row, and the one after the group's last; of no tile both are M."""
+    begins, ends = _ranges(sizes, num_rows)
+    number = (ends - begins + size - 1) // size
+    upto = jnp.cumsum(number)
+    tile = jnp.arange(num_rows // size + len(ends))
+    group = jnp.minimum(jnp.sum(tile[:, None] >= upto, axis=1, dtype=jnp.int32), len(sizes))
+    begin = begins[group] + (tile - (upto - number)[group]) * size
+    return group, jnp.minimum(begin, num_rows), ends[group]
+
+
+def _run(
+    kernel: Callable[..., None],
+    blocks: Blocks,
+    grid: tuple[int, ...],
+    inputs: tuple[Array, ...],
+    shape: tuple[int, ...],
+    name: str,
+    *,
+    interpret: bool,
+) -> Array:
+    """Runs a program for each element of the grid; each can read all inputs, and write all of the output."""
+    *_, x, y = inputs
+    if x.dtype != y.dtype or x.dtype.name not in DTYPES:
+        raise ValueError(f"the operands are {x.dtype} and {y.dtype}: grouped kernels take one of {', '.join(DTYPES)}")
+    varying = jax.typeof(x).manual_axis_type  # as that of all inputs
+
+    def program(*refs: Any) -> None:
+        # The interpreter evaluates operations one by one inside of shard_map, which refuses those of an array that
+        # varies over the mesh with a constant of the kernel; what is jitted it leaves whole.
+        jax.jit(kernel)(tuple(pl.program_id(axis) for axis in range(len(grid))), *refs)
+
+    return pl.pallas_call(
+        program,
+        grid=grid,
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=varying),
+        compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name=f"grouped_{name}",
+    )(*inputs)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A part of a dim that a program reads or writes: `size` from `begin` on, those before `end` alone."""
+
+    begin: Array
+    size: int
+    end: Array | None = None
+    """None where it is known that all are before it."""
+
+    @property
+    def slice(self) -> Any:
+        """Returns its indices, for a reference."""
+        return pl.ds(self.begin, self.size)
+
+
+def _block(index: Array, size: int, width: int) -> _Span:
+    """Returns one of the blocks of a dim of this width, which may not fill the last one."""
+    return _Span(index * size, size, jnp.int32(width) if width % size else None)
+
+
+def _mask(rows: _Span, columns: _Span) -> Array | None:
+    """Returns which elements of a block there are, None for all."""
+    mask = None
+    for dim, span in enumerate((rows, columns)):
+        if span.end is not None:
+            here = lax.broadcasted_iota(jnp.int32, (rows.size, columns.size), dim) < span.end - span.begin
+            mask = here if mask is None else mask & here
+    return mask
+
+
+def _load(ref: Any, *place: Any) -> Array:
+    """Returns a block of a reference, 0 where there is none; its last two dims are spans."""
+    rows, columns = place[-2:]
+    mask = _mask(rows, columns)
+    at = ref.at[(*place[:-2], rows.slice, columns.slice)]
+    return triton.load(at, mask=mask, other=None if mask is None else 0)
+
+
+def _store(ref: Any, block: Array, *place: Any) -> None:
+    """Writes a block of a reference as far as it is there."""
+    rows, columns = place[-2:]
+    at = ref.at[(*place[:-2], rows.slice, columns.slice)]
+    triton.store(at, block.astype(ref.dtype), mask=_mask(rows, columns))
+
+
+def _product_kernel(blocks: Blocks, transposed: bool, program: tuple[Array, Array], *refs: Any) -> None:
+    """Computes a block of columns of a tile."""
+    group_ref, begin_ref, end_ref, x_ref, w_ref, y_ref = refs
+    column, tile = program
+    group, begin, end, summed = group_ref[tile], begin_ref[tile], end_ref[tile], x_ref.shape[1]
+    rows = _Span(begin, blocks.rows, end)
+    columns = _block(column, blocks.columns, y_ref.shape[1])
+
+    def visit(i: Array, y: Array) -> Array:
+        inner = _block(i, blocks.summed, summed)
+        x = _load(x_ref, rows, inner)
+        w = _load(w_ref, group, columns, inner) if transposed else _load(w_ref, group, inner, columns)
+        return y + triton.dot(x, w, trans_b=transposed)
+
+    works = (group < w_ref.shape[0]) & (begin < end)
+    y = lax.fori_loop(
+        0,
+        works.astype(jnp.int32) * pl.cdiv(summed, blocks.summed),
+        visit,
+        jnp.zeros((blocks.rows, blocks.columns), jnp.float32),
+    )
+    _store(y_ref, y, rows, columns)
+
+
+def _gradient_kernel(blocks: Blocks, program: tuple[Array, Array, Array], *refs: Any) -> None:
+    """Computes a block of a group's kernel's gradient."""
+    begin_ref, end_ref, x_ref, dy_ref, dw_ref = refs
+    column, row, group = program
+    begin, end = begin_ref[group], end_ref[group]
+    rows = _block(row, blocks.rows, x_ref.shape[1])
+    columns = _block(column, blocks.columns, dy_ref.shape[1])
+
+    def visit(i: Array, dw: Array) -> Array:
+        inner = _Span(begin + i * blocks.summed, blocks.summed, end)
+        return dw + triton.dot(_load(x_ref, inner, rows), _load(dy_ref, inner, columns), trans_a=True)
+
+    dw = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+    dw = lax.fori_loop(0, lax.div(end - begin + blocks.summed - 1, blocks.summed), visit, dw)
+    _store(dw_ref, dw, group, rows, columns)
