@@ -304,3 +304,59 @@ def test_what_rings_move_is_hidden_behind_products(remat, tmp_path, monkeypatch)
     sent = {m.collective.kind: m.collective.bytes_sent for m in over_tp}
     hidden = sum(m.hidden_bytes / m.collective.bytes * m.collective.bytes_sent for m in over_tp)
     assert hidden > 0.9 * sum(sent.values()), sent
+
+
+GROUPED = """
+import json, math, re, sys
+from functools import partial
+import jax
+from jax.experimental import topologies
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtp.estimate.topology import topology
+from jaxtp.estimate.worker import ABSENT_GPU
+from jaxtp.layers.grouped import grouped_matmul
+from jaxtp.mesh import mesh_of, sized
+
+def step(method, rows, kernels, sizes, grad):
+    y, backward = jax.vjp(lambda rows, kernels: grouped_matmul(rows, kernels, sizes, method), rows, kernels)
+    return y, *backward(grad)
+
+target = topology("h100", 1, 1)
+described = topologies.get_topology_desc(
+    target.name, target.platform, topology=target.name, target_config=target.target_config
+)
+mesh = mesh_of(sized(), described.devices)
+rows, width, columns, groups = json.load(sys.stdin)
+shapes = ((rows, width), "bfloat16"), ((groups, width, columns), "bfloat16"), ((groups,), "int32"), \
+    ((rows, columns), "bfloat16")
+arrays = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, PartitionSpec())) for shape in shapes]
+for method in ("pallas", "xla"):
+    with jax.set_mesh(mesh):
+        program = jax.shard_map(partial(step, method), in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        options = ABSENT_GPU | {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+        compiled = jax.jit(program).lower(*arrays).compile(compiler_options=options)
+    text = compiled.as_text()
+    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\\bbf16\\[([\\d,]+)\\]", text)]
+    print(json.dumps({
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "kernels": text.count('custom_call_target="__gpu$xla.gpu.triton"'),
+        "products": len(re.findall(r" dot\\(", text)),
+        "largest": max(sizes),
+    }))
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_each_row_is_multiplied_with_its_own_expert_alone(monkeypatch):
+    """By Pallas' kernels, which spill no registers; XLA lays the rows out for each of the experts, in memory."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    rows, width, columns, groups = shape = 4096 * 8, 2048, 768, 128
+    done = subprocess.run([sys.executable, "-c", GROUPED], input=json.dumps(shape), capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    pallas, xla = map(json.loads, done.stdout.splitlines())
+    assert (pallas["kernels"], pallas["products"]) == (3, 0)
+    assert pallas["largest"] == groups * width * columns
+    assert pallas["temporaries"] < 2**20
+    assert (xla["kernels"], xla["products"]) == (0, 3)
+    assert xla["largest"] == groups * rows * width
+    assert xla["temporaries"] >= groups * rows * width * 2
