@@ -46,6 +46,9 @@ adapters' parts included, and `x @ A` of every adapter."""
 ATTENDED = "attended"
 """`checkpoint_name` of what the backward pass reads of a kernel of attention: its result, and the log-sum-exp."""
 
+CHOSEN = "chosen"
+"""`checkpoint_name` of the experts that a router has chosen, which every remat policy keeps."""
+
 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """Runs `body` once per device of the mesh in context, on shards; with no mesh, as it is.

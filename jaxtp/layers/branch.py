@@ -5,7 +5,7 @@ can be shrunk to walks over them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -28,7 +28,10 @@ class Branch(nnx.Module):
     them on other devices (`Sequences.attend`). A model with a branch that does not say so is refused there."""
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
-        """Transforms `[B, T, D]`; sequences say which tokens see others, and where these are (`layers/context.py`)."""
+        """Transforms `[B, T, D]`; sequences say which tokens see others, and where these are (`layers/context.py`).
+
+        One that routes tokens to experts returns its `Routing` too (`layers/balance.py`).
+        """
         raise NotImplementedError
 
     def memory(self, num_rows: int, num_slots: int) -> Memory:
@@ -110,6 +113,10 @@ class BranchConfig:
 
     def context_problems(self, share: Share) -> Iterator[Problem]:
         """Yields why the branch cannot run on sequences that are divided over cp."""
+        yield from ()
+
+    def adapter_problems(self, targets: Collection[str]) -> Iterator[Problem]:
+        """Yields why the branch cannot have adapters of those projections."""
         yield from ()
 
     def zigzag(self, share: Share) -> bool:

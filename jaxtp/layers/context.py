@@ -63,6 +63,12 @@ class Sequences:
     zigzag: bool = field(default=False, metadata=_STATIC)
     """Whether devices hold tokens in the order zigzag."""
 
+    experts: Array | None = None
+    """Experts to use instead of a router's choice, `[B, T, k]` in natural order."""
+
+    record: bool = field(default=False, metadata=_STATIC)
+    """Whether routers give their choices too (`layers/balance.py`)."""
+
     def own(self, x_BT: Array) -> Array:
         """Returns an array of whole rows `[B, T]` in the order in which devices hold tokens, split over cp.
 

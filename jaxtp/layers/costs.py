@@ -162,6 +162,8 @@ class Weight:
     """It is never trained."""
     tied: bool = False
     """Another layer has it too, which declares what is done once for both."""
+    active: float = 1.0
+    """Share of its elements that a token uses."""
     transposed: bool = False
     """It is gathered along its last dim, which XLA then brings to the front, for all layers at once."""
 

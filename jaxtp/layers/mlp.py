@@ -15,13 +15,16 @@ from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, Small
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import Cost, Kept, Share, Streamed, Working, itemsize
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.lora import LoraConfig, Target
 from jaxtp.layers.parameter import Precision, Split
 from jaxtp.layers.rings import Overlap
 
 _MIN_FEATURES = 48
+MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
+"""Projections of an MLP that can have adapters."""
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-_ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
+ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "gelu": partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": jax.nn.gelu,
@@ -97,7 +100,7 @@ class MLP(PositionwiseBranch):
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Transforms each position of `[B, T, D]`."""
-        activate = _ACTIVATIONS[self.config.activation]
+        activate = ACTIVATIONS[self.config.activation]
         if self.config.mlp == "plain":
             (hidden_BTF,) = self.up(x_BTD)
             return self.down(activate(hidden_BTF))

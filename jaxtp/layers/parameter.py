@@ -94,9 +94,9 @@ def parameter(
     value: Array,
     spec: PartitionSpec,
     *,
-    kind: type[nnx.Param[Any]] = nnx.Param,
+    kind: type[nnx.Variable[Any]] = nnx.Param,
     padding: Padding = (),
-) -> nnx.Param[Array]:
+) -> Any:
     """Returns a parameter that is initialised sharded by `spec` over the mesh in context; whole if there is none.
 
     Args:

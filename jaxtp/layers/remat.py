@@ -25,6 +25,8 @@ differentiate it is one primitive, whose result is the gathered weight.
 
 A kernel of attention (`layers/kernels.py`) that holds no scores is then run once; xla's scores are made again.
 
+The experts that a router has chosen are kept under every policy, a few integers for each token.
+
 Of a projection with an adapter, `x @ W + s * (x @ A) @ B`, `save_dots` keeps the sum and `x @ A`, not its summands.
 """
 
@@ -33,7 +35,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxtp.collectives import ATTENDED, GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
+from jaxtp.collectives import ATTENDED, CHOSEN, GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
 from jaxtp.entry import UserError
 
 RematPolicy = Literal["none", "save_dots", "save_gathered", "save_reduced", "full", "offload"]
@@ -62,7 +64,7 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
         "save_dots": _keep_dots,
         "save_gathered": _keep_gathered,
         "save_reduced": _keep_reduced,
-        "full": _keep_nothing,
+        "full": _keep_chosen,
     }[name]
 
 
@@ -71,19 +73,19 @@ def _keep_all(primitive: Any, *_: Any, **params: Any) -> bool:
 
 
 def _keep_dots(primitive: Any, *_: Any, **params: Any) -> bool:
-    return _is_named(primitive, params, PROJECTED, REDUCED, ATTENDED) or is_tp_reduction(primitive, params)
+    return _is_named(primitive, params, PROJECTED, REDUCED, ATTENDED, CHOSEN) or is_tp_reduction(primitive, params)
 
 
 def _keep_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
-    return _is_named(primitive, params, GATHERED, REDUCED)
+    return _is_named(primitive, params, GATHERED, REDUCED, CHOSEN)
 
 
 def _keep_reduced(primitive: Any, *_: Any, **params: Any) -> bool:
-    return _is_named(primitive, params, REDUCED) or is_tp_reduction(primitive, params)
+    return _is_named(primitive, params, REDUCED, CHOSEN) or is_tp_reduction(primitive, params)
 
 
-def _keep_nothing(*_: Any, **__: Any) -> bool:
-    return False
+def _keep_chosen(primitive: Any, *_: Any, **params: Any) -> bool:
+    return _is_named(primitive, params, CHOSEN)
 
 
 def _is_named(primitive: Any, params: dict[str, Any], *names: str) -> bool:
@@ -98,7 +100,7 @@ def _offload() -> Callable[..., Any]:
             f"{', '.join(kinds)}; use full"
         )
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
+        names_which_can_be_saved=[CHOSEN],
         names_which_can_be_offloaded=[BLOCK_INPUT],
         offload_src="device",
         offload_dst="pinned_host",

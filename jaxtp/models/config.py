@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import count, groupby, islice
+from itertools import chain, count, groupby, islice
 from typing import Annotated, Any
 
 import tyro
@@ -16,9 +16,10 @@ from jaxtp.hints import Problem, explained, not_divisible
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, Small, like
 from jaxtp.layers.costs import Share
+from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.loss import CHUNK_SIZE
-from jaxtp.layers.mlp import MLP, MLPConfig
+from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.parameter import Precision
 from jaxtp.layers.remat import RematPolicy
@@ -54,17 +55,29 @@ BLOCKS = "blocks"
 
 _MAX_UNFIT = 4
 """Kinds of blocks whose problems are told: those of the others are seen when these are gone."""
+_OF_ALL_BLOCKS = {"attention", "grouped"}
+"""Kernels: chosen for all blocks."""
 _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 _NOT_ARCHITECTURE = {
-    *("from_hf", "ignore_config", "attention", "dropout", "remat", "scan_layers", "sequence_parallel", "overlap"),
+    *(
+        "from_hf",
+        "ignore_config",
+        "attention",
+        "grouped",
+        "dropout",
+        "remat",
+        "scan_layers",
+        "sequence_parallel",
+        "overlap",
+    ),
     "loss_chunk",
     "precision",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockConfig(NormConfig, MLPConfig, AttentionConfig):
-    """One kind of decoder block: attention and an MLP, each a residual branch with its norms."""
+class BlockConfig(NormConfig, ExpertsConfig, AttentionConfig):
+    """One kind of decoder block: attention and an MLP, or experts in its place, each a branch with its norms."""
 
 
 @dataclass(frozen=True)
@@ -193,16 +206,19 @@ class ModelConfig(BlockConfig, DecoderSizes):
         """Returns the residual branches of a block, in the order in which they are added."""
         shared: dict[str, Any] = {
             "sequence_parallel": self.sequence_parallel,
-            "overlap": self.overlap,
-            "lora": self.lora,
             "precision": self.precision,
             "rngs": rngs,
         }
+        projections: dict[str, Any] = {"overlap": self.overlap, "lora": self.lora, **shared}
         plus_one = block.norm == "rms_plus_one"
         attention = partial(CausalSelfAttention, norm_eps=block.norm_eps, norm_plus_one=plus_one)
         return {
-            "attention": attention(self.d_model, block, **shared),
-            "mlp": MLP(self.d_model, block, **shared),
+            "attention": attention(self.d_model, block, **projections),
+            "mlp": (
+                MixtureOfExperts(self.d_model, block, **shared)
+                if block.num_experts
+                else MLP(self.d_model, block, **projections)
+            ),
         }
 
     def zigzag(self, share: Share) -> bool:
@@ -214,7 +230,10 @@ class ModelConfig(BlockConfig, DecoderSizes):
         heads = f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
         others = len(self.block_kinds()) - 1
         differing = f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
-        return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{differing}"
+        experts = (
+            f" in each of {self.num_experts} experts, {self.experts_per_token} a token" if self.num_experts else ""
+        )
+        return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{experts}{differing}"
 
     def described(self) -> Mapping[str, BlockConfig]:
         """Returns the settings of the blocks that differ from the model's, by their places: `model.pattern[0]`.
@@ -238,7 +257,7 @@ def _described(config: ModelConfig) -> Mapping[str, BlockConfig]:
 
 def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> BlockConfig:
     block = config.block()
-    own = {field.name for field in dataclasses.fields(block)} - {"attention"}  # a kernel is chosen for all blocks
+    own = {field.name for field in dataclasses.fields(block)} - _OF_ALL_BLOCKS
     if shared := [name for name in changes if name in vars(config) and name not in own]:
         instead = ", ".join(f"model.{name}" for name in shared)
         raise ConfigError(f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for all of them")
@@ -348,6 +367,9 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     unfit = list(islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT))
     for place, found in unfit:
         yield from (replace(problem, text=place + problem.text) for problem in found)
+    if config.lora.rank:
+        unadapted = chain(*(block.adapter_problems(config.lora.targets) for block in config.block_kinds()))
+        yield from {problem.text: problem for problem in unadapted}.values()
     axes = [axis for axis in STORAGE if mesh[axis] > 1]
     shards, among = parts(mesh, axes), dict.fromkeys(settings_of(axes), config.d_model)
     yield from not_divisible("model.d_model", config.d_model, product_of(STORAGE, mesh), shards, among)

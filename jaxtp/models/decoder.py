@@ -1,6 +1,7 @@
 """The decoder: embedding, stacks of blocks under scans, final norm, head."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
@@ -14,11 +15,13 @@ from jaxtp.collectives import axis_size, batch_spec, check_divides, constrain, t
 from jaxtp.config import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.activations import Context, activation_spec, dropout, segment_positions, sequence_dim
+from jaxtp.layers.balance import Balance, Routing, balance, balance_costs, moved_bias, no_balance
 from jaxtp.layers.branch import Branch, Memory
 from jaxtp.layers.cache import STACK_SPEC, Cache
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import GATHERS_AGAIN, Cost, Kept, Share, Streamed, itemsize, within
 from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
+from jaxtp.layers.experts import MixtureOfExperts
 from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy
 from jaxtp.layers.norm import Norm
 from jaxtp.layers.parameter import spec_of
@@ -27,6 +30,30 @@ from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
 
 BlockMemory = Mapping[str, Memory]
 """The memory of a block, by branch."""
+
+Routings = list[Routing | None]
+"""What the router of each kind of block measured, stacked over its layers; None of a block without experts."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossTerms:
+    """The terms of a training loss, of a batch or a part of one: sums, which add up."""
+
+    loss: Array
+    """Cross-entropy in nats, with the z-loss of the logits."""
+
+    count: Array
+    """Number of labels that count."""
+
+    balance: Balance | None
+    """The balance of experts; None of a model that has none."""
+
+    def objective(self, balance_loss: float, router_z_loss: float) -> Array:
+        """Returns the sum that training lowers, with the weights of what experts add to it."""
+        if self.balance is None:
+            return self.loss
+        return self.loss + balance_loss * self.balance.balance_loss + router_z_loss * self.balance.router_z_loss
 
 
 class DecoderBlock(nnx.Module):
@@ -50,16 +77,23 @@ class DecoderBlock(nnx.Module):
             setattr(self, name, branch)
             setattr(self, f"{name}_after_norm", None if block.norm_placement == "before" else norm())
 
-    def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()) -> Array:
-        """Runs the block on `[B, T, D]`; keys, one for each row, turn dropout on."""
-        count = len(self.names)
+    def __call__(
+        self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()
+    ) -> tuple[Array, Routing | None]:
+        """Runs the block on `[B, T, D]`; keys, one for each row, turn dropout on.
+
+        Returns what its router measured, too; None without one.
+        """
+        count, routing = len(self.names), None
         keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
         for i, (name, branch, before, after) in enumerate(self._branches()):
             with jax.named_scope(name):
                 y_BTD = branch(x_BTD if before is None else before(x_BTD), sequences)
+                if isinstance(y_BTD, tuple):
+                    y_BTD, routing = y_BTD
                 x_BTD = x_BTD + self._dropout(y_BTD if after is None else after(y_BTD), keys[i], sequences)
-        return x_BTD
+        return x_BTD, routing
 
     def memory(self, num_rows: int, num_slots: int) -> BlockMemory:
         """Returns the empty memory of each branch; see `Branch.memory`."""
@@ -194,10 +228,52 @@ class Decoder(nnx.Module):
           dropout_keys: one for each row, `[B]`, turn dropout on, for training.
           context: method of attention over cp (`layers/context.py`).
         """
-        sequences = self.sequences(ids_BT, segments_BT, context)
-        return self.loss_of_hidden(
-            self.hidden(ids_BT, dropout_keys, sequences), sequences.own(labels_BT), z_loss=z_loss
-        )
+        shared: dict[str, Any] = {"z_loss": z_loss, "dropout_keys": dropout_keys}
+        terms = self.loss_terms(ids_BT, labels_BT, self.sequences(ids_BT, segments_BT, context), **shared)[0]
+        return terms.loss, terms.count
+
+    def loss_terms(
+        self,
+        ids_BT: Array,
+        labels_BT: Array,
+        sequences: Sequences,
+        *,
+        z_loss: float = 0.0,
+        dropout_keys: Array | None = None,
+        experts: Sequence[Array | None] | None = None,
+    ) -> tuple[LossTerms, Routings]:
+        """Returns the terms of the loss, and what routers measured; arguments as of `loss`, and
+
+        Args:
+          ids_BT: ids.
+          labels_BT: labels.
+          sequences: facts about the rows.
+          z_loss: weight.
+          dropout_keys: for each row.
+          experts: for each kind of block the experts of each token, `[B, layers, T, k]`, in place of a choice.
+        """
+        x_BTD, routings = self.routed(ids_BT, dropout_keys, sequences, experts)
+        loss, count = self.loss_of_hidden(x_BTD, sequences.own(labels_BT), z_loss=z_loss)
+        with_experts = [routing for routing in routings if routing is not None]
+        if not with_experts:
+            return LossTerms(loss, count, None), routings
+        per_token = [block.experts_per_token for _, _, block in self.config.kinds() if block.num_experts]
+        return LossTerms(loss, count, balance(with_experts, labels_BT, per_token)), routings
+
+    def no_terms(self) -> LossTerms:
+        """Returns the terms of no tokens."""
+        zero = jnp.zeros((), jnp.float32)
+        kinds = [(len(layers), block.num_experts) for _, layers, block in self.config.kinds() if block.num_experts]
+        return LossTerms(zero, zero, no_balance(kinds) if kinds else None)
+
+    def move_selection_biases(self, balance: Balance, rate: float) -> None:
+        """Moves each expert's bias against its load, once per update, where a router has one; see `moved_bias`."""
+        branches = (vars(block).get("mlp") for _, blocks in self.stacked() for block in blocks)
+        routers = [branch for branch in branches if isinstance(branch, MixtureOfExperts)]
+        for router, times_chosen in zip(routers, balance.times_chosen, strict=True):
+            if router.config.selection_bias:
+                bias = router.selection_bias
+                bias[...] = moved_bias(bias[...], times_chosen, rate)
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
         """Returns what `loss` does, from the final hidden states `[B, T, D]` and labels in the same order."""
@@ -215,16 +291,29 @@ class Decoder(nnx.Module):
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`, in the order in which devices hold tokens."""
-        sequences = sequences or self.sequences(ids_BT)
+        return self.routed(ids_BT, dropout_keys, sequences or self.sequences(ids_BT))[0]
+
+    def routed(
+        self,
+        ids_BT: Array,
+        dropout_keys: Array | None,
+        sequences: Sequences,
+        experts: Sequence[Array | None] | None = None,
+    ) -> tuple[Array, Routings]:
+        """Returns the hidden states, and what routers measured on the way; see `loss_terms`."""
         config = self.config
         keys = None if dropout_keys is None else split_keys(dropout_keys, config.num_layers)
         x_BTD, done = self.embed(ids_BT, sequences), 0
+        routings: Routings = []
         for stack, blocks in self.stacked():
             count = stack.repeats * len(blocks)
             own = None if keys is None else keys[done : done + count]
-            x_BTD = _run(config, stack, blocks, x_BTD, own, sequences)
+            given = [None] * len(blocks) if experts is None else experts[len(routings) : len(routings) + len(blocks)]
+            by_layer = [None if each is None else jnp.swapaxes(each, 0, 1) for each in given]
+            x_BTD, found = _run(config, stack, blocks, x_BTD, own, sequences, by_layer)
+            routings += found
             done += count
-        return self.norm(x_BTD)
+        return self.norm(x_BTD), routings
 
     def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
         """Returns the residual stream `[B, T, D]` before the first block; positions count within a document."""
@@ -295,6 +384,7 @@ class Decoder(nnx.Module):
         sizes = config.vocab_size, config.d_model, config.loss_chunk
         tied = config.tie_embeddings
         yield from loss_costs(share, *sizes, config.precision, config.sequence_parallel, tied=tied)
+        yield from balance_costs(share, [block.num_experts for block in config.layers() if block.num_experts])
 
     @property
     def _head_table(self) -> nnx.Param[Array]:
@@ -324,27 +414,42 @@ def _run(
     x_BTD: Array,
     keys: Array | None,
     sequences: Sequences,
-) -> Array:
+    experts: list[Array | None],
+) -> tuple[Array, Routings]:
     """Runs a stack by one scan over its turns, or written out; each block keeps what the policy of remat says."""
 
     @nnx.remat(policy=remat.policy(config.remat), prevent_cse=not config.scan_layers)
-    def run(x_BTD: Array, block: DecoderBlock, keys: Array | None, sequences: Sequences) -> Array:
+    def run(
+        x_BTD: Array, block: DecoderBlock, keys: Array | None, sequences: Sequences
+    ) -> tuple[Array, Routing | None]:
         return block(x_BTD, keys, sequences)
 
     if not config.scan_layers:
+        found: list[list[Any]] = [[] for _ in blocks]
         for index in range(stack.repeats * len(blocks)):
             number, place = divmod(index, len(blocks))
-            x_BTD = run(x_BTD, layer(blocks[place], number), None if keys is None else keys[index], sequences)
-        return x_BTD
+            given = replace(sequences, experts=None if (each := experts[place]) is None else each[number])
+            x_BTD, routing = run(x_BTD, layer(blocks[place], number), None if keys is None else keys[index], given)
+            found[place].append(routing)
+        return x_BTD, [None if each[0] is None else jax.tree.map(lambda *a: jnp.stack(a), *each) for each in found]
 
-    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None), out_axes=nnx.Carry)
-    def turn(x_BTD: Array, blocks: list[DecoderBlock], keys: Array | None, sequences: Sequences) -> Array:
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, 0), out_axes=(nnx.Carry, 0))
+    def turn(
+        x_BTD: Array,
+        blocks: list[DecoderBlock],
+        keys: Array | None,
+        sequences: Sequences,
+        experts: list[Array | None],
+    ) -> tuple[Array, Routings]:
+        routings: Routings = []
         for i, block in enumerate(blocks):
-            x_BTD = run(x_BTD, block, None if keys is None else keys[i], sequences)
-        return x_BTD
+            given = replace(sequences, experts=experts[i])
+            x_BTD, routing = run(x_BTD, block, None if keys is None else keys[i], given)
+            routings.append(routing)
+        return x_BTD, routings
 
     by_turn = None if keys is None else keys.reshape(stack.repeats, len(blocks), *keys.shape[1:])
-    result: Array = turn(x_BTD, blocks, by_turn, sequences)
+    result: tuple[Array, Routings] = turn(x_BTD, blocks, by_turn, sequences, experts)
     return result
 
 

@@ -200,6 +200,15 @@ class LoopConfig:
     z_loss: NonNegative = 0.0
     """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0 is off."""
 
+    balance_loss: NonNegative = 1e-3
+    """Weight of the loss that evens the load of a model's experts, averaged over layers."""
+
+    router_z_loss: NonNegative = 0.0
+    """Weight of the squared log-normaliser of the routers' softmax, averaged over layers; 1e-3 is usual, 0 is off."""
+
+    selection_bias_rate: NonNegative = 1e-3
+    """Step by which an update moves each expert's bias against its load, where model.selection_bias is on."""
+
     log_every: Count = 10
     """Steps between lines of metrics.jsonl; the last step is always logged."""
 

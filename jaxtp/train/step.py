@@ -2,7 +2,7 @@
 
 import fnmatch
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,13 @@ from jaxtp.collectives import batch_spec, constrain
 from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.activations import Context
+from jaxtp.layers.balance import Routing
+from jaxtp.layers.context import Sequences
 from jaxtp.layers.gradients import keep_apart, sum_copies
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import AXES, batch_parts, mesh_sizes
-from jaxtp.models.decoder import Decoder
+from jaxtp.models.decoder import Decoder, LossTerms
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, TrainConfig
 from jaxtp.train.optimizer_state import OPTIMIZER_SCOPE
@@ -58,8 +60,9 @@ JittedTrainStep = Any
 """`jax.jit`'s result has no public type; it is a `TrainStep` that can also be lowered."""
 
 
-_ZERO_SUMS = 0.0, 0.0
-"""Sums of losses and of valid tokens."""
+EXPERTS = "experts"
+"""Key of a batch: for each kind of block the experts of each token `[B, layers, T, k]`, in place of a router's choice;
+only a check of parity has it."""
 
 
 def trace_step(
@@ -82,12 +85,18 @@ def trace_step(
 
 
 def make_train_step(
-    config: TrainConfig, blueprint: Blueprint, *, with_checksums: bool = False, with_grads: bool = False
+    config: TrainConfig,
+    blueprint: Blueprint,
+    *,
+    with_checksums: bool = False,
+    with_choices: bool = False,
+    with_grads: bool = False,
 ) -> JittedTrainStep:
     """Returns the training step of a run, not traced yet.
 
     It makes of `state, batch` the new state and the scalars `loss, learning_rate, grad_norm, param_norm, skipped`, with
-    a norm more of each kind, such as `grad_norm/blocks.mlp.*`, for each of `metrics.norm_groups`.
+    a norm more of each kind, such as `grad_norm/blocks.mlp.*`, for each of `metrics.norm_groups`, and the balance of
+    experts (`layers/balance.py`), if there are any.
 
     The state is donated: its memory becomes that of the new one. `loss` is the mean over the valid tokens of the
     whole batch, `grad_norm` the global L2 norm before clipping, both of the parameters before the update; if one of the
@@ -99,6 +108,8 @@ def make_train_step(
       blueprint: the description of its state.
       with_checksums: returns too, as the next result, the `device_checksums` of the gradients after their sums and
         before clipping, in the order of `trained_parameters`.
+      with_choices: returns too, as the next result, for each kind of block with experts, which ones each token would
+        choose, `[B, layers, T, k]`, and by what margin, `[B, layers, T]`; None for the others.
       with_grads: returns the gradients too, as the last result, in the parameters' shardings.
     """
     kind, groups = trained(blueprint.config.lora), config.metrics.norm_groups
@@ -109,20 +120,29 @@ def make_train_step(
         updates = train_state.optimizer.step[...]
         key = dropout_key(config.run.seed, updates)
         rows = {name: array for name, array in batch.items() if name != STOP}
-        loss, grads = mean_loss_and_grads(train_state.model, rows, config.train, key, config.mesh.context)
+        terms, choices, grads = loss_and_grads(
+            train_state.model, rows, config.train, key, config.mesh.context, record=with_choices
+        )
+        loss = terms.loss / terms.count
         summed = [_checksums(grads)] if with_checksums else []
         norms = _norms("grad_norm", grads, groups)
         with jax.named_scope(OPTIMIZER_SCOPE):
             train_state.optimizer.update(train_state.model, grads)
+        if terms.balance is not None and kind is nnx.Param:
+            train_state.model.move_selection_biases(terms.balance, config.train.selection_bias_rate)
         finite = jnp.isfinite(loss) & jnp.isfinite(norms["grad_norm"])
         new, skipped = _guarded(nnx.state(train_state), state, finite, config.train.skips_allowed)
         norms |= _norms("param_norm", nnx.filter_state(new["model"], kind), groups)
         scalars = {"loss": loss, "learning_rate": jnp.asarray(schedule(updates)), **norms, "skipped": skipped}
-        return new, Scalars.of(scalars | asked(batch)), *summed, *([grads] if with_grads else [])
+        if terms.balance is not None:
+            scalars |= terms.balance.scalars(terms.count)
+        others = (*summed, *([choices] if with_choices else []), *([grads] if with_grads else []))
+        return new, Scalars.of(scalars | asked(batch)), *others
 
     of_checksums = [NamedSharding(blueprint.mesh, PartitionSpec(None, AXES))] if with_checksums else []
     of_grads = [nnx.filter_state(blueprint.shardings["model"], kind)] if with_grads else []
-    shardings = (blueprint.shardings, _replicated(blueprint), *of_checksums, *of_grads)
+    of_choices = [None] if with_choices else []
+    shardings = (blueprint.shardings, _replicated(blueprint), *of_checksums, *of_choices, *of_grads)
     return jax.jit(step, donate_argnums=0, out_shardings=shardings)
 
 
@@ -171,61 +191,88 @@ def make_eval_step(blueprint: Blueprint, micro_batches: int = 1, context: Contex
             segments = micro.get(SEGMENTS)
             return model.loss(micro["inputs"], micro["labels"], segments_BT=segments, context=context)
 
-        sums: tuple[Array, Array] = _sum_over_micro_batches(loss_sum, batch, micro_batches, _ZERO_SUMS)
+        sums: tuple[Array, Array]
+        sums, _ = _sum_over_micro_batches(lambda micro: (loss_sum(micro), None), batch, micro_batches, (0.0, 0.0))
         return sums
 
     return jax.jit(step, out_shardings=_replicated(blueprint))
 
 
-def mean_loss_and_grads(
-    model: Decoder, batch: Batch, loop: LoopConfig, key: Array, context: Context = "auto"
-) -> tuple[Array, nnx.State]:
-    """Returns the mean loss over the valid tokens of a batch, and its gradient in each parameter that is trained.
+def loss_and_grads(
+    model: Decoder, batch: Batch, loop: LoopConfig, key: Array, context: Context = "auto", *, record: bool = False
+) -> tuple[LossTerms, Any, nnx.State]:
+    """Returns the terms of the loss of a batch, and the gradient of its mean in each parameter that is trained.
 
-    With accumulation, sums of losses and gradients are added up over the micro-batches and divided once: it is the
-    mean over all tokens, however the masked ones are spread, not the mean of the micro-batches' means. The sums are
-    in the reduction dtype, or the parameter's own if that is the wider. Devices that hold copies of a parameter add up
-    gradients of their own, which are summed over them once.
+    The mean is that over the valid tokens, of which `count` is at least 1. With accumulation, sums of losses and
+    gradients are added up over the micro-batches and divided once: it is the mean over all tokens, however the masked
+    ones are spread, not the mean of the micro-batches' means. The sums are in the reduction dtype, or the parameter's
+    own if that is the wider. Devices that hold copies of a parameter add up gradients of their own, which are summed
+    over them once.
+
+    The second result is what `make_train_step` describes as `with_choices`, if `record`.
     """
     graph, stored, frozen = nnx.split(model, trained(model.config.lora), ...)  # type: ignore[misc]
     params = keep_apart(stored) if loop.accumulation > 1 else stored
 
-    def loss_sum(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, Array]:
+    def objective(params: nnx.State, micro: Batch, rows: Array) -> tuple[Array, tuple[LossTerms, Any]]:
         merged: Decoder = nnx.merge(graph, params, frozen, copy=True)  # the frozen are of the trace outside
-        keys = row_keys(key, rows) if merged.config.dropout else None
-        arrays = micro["inputs"], micro["labels"]
-        shared: dict[str, Any] = {"segments_BT": micro.get(SEGMENTS), "context": context}
-        return merged.loss(*arrays, **shared, z_loss=loop.z_loss, dropout_keys=keys)
+        sequences = replace(merged.sequences(micro["inputs"], micro.get(SEGMENTS), context), record=record)
+        terms, routings = merged.loss_terms(
+            micro["inputs"],
+            micro["labels"],
+            sequences,
+            z_loss=loop.z_loss,
+            dropout_keys=row_keys(key, rows) if merged.config.dropout else None,
+            experts=micro.get(EXPERTS),  # type: ignore[arg-type]  # a pytree
+        )
+        choices = [_choices(routing, sequences) for routing in routings] if record else None
+        return terms.objective(loop.balance_loss, loop.router_z_loss), (terms, choices)
 
-    grads_of_sum = jax.value_and_grad(loss_sum, has_aux=True)
+    def of_micro(micro: tuple[Batch, Array]) -> tuple[Any, Any]:
+        (_, (terms, choices)), grads = jax.value_and_grad(objective, has_aux=True)(params, *micro)
+        return (terms, grads), choices
+
     # In a dtype that loses no digits of gradients that are added up, as a 16-bit parameter's own would.
     precision = model.config.precision
     zeros = (
-        _ZERO_SUMS,
+        model.no_terms(),
         jax.tree.map(lambda param: jnp.zeros_like(param, dtype=precision.sum_dtype(param.dtype)), params),
     )
-    (total, count), grads = _sum_over_micro_batches(
-        lambda micro: grads_of_sum(params, *micro),
-        (batch, jnp.arange(len(batch["inputs"]))),
-        loop.accumulation,
-        zeros,
-    )
+    rows = jnp.arange(len(batch["inputs"]))
+    (terms, grads), choices = _sum_over_micro_batches(of_micro, (batch, rows), loop.accumulation, zeros)
     if loop.accumulation > 1:
         grads = sum_copies(grads, stored, precision.reduce)
-    count = jnp.maximum(count, 1)  # a batch may be all prompts or padding: then nothing is learnt from it
-    return total / count, jax.tree.map(lambda g, p: (g / count).astype(p.dtype), grads, stored)
+    # A batch may be all prompts or padding: then nothing is learnt from it.
+    terms = replace(terms, count=jnp.maximum(terms.count, 1))
+    return terms, choices, jax.tree.map(lambda g, p: (g / terms.count).astype(p.dtype), grads, stored)
 
 
-def _sum_over_micro_batches(of_micro: Callable[[Any], Any], inputs: Any, count: int, zeros: Any) -> Any:
-    """Returns the sums, in the dtypes of `zeros`, of what a function gives for `count` micro-batches of `[B, ...]`."""
+def _choices(routing: Routing | None, sequences: Sequences) -> tuple[Array, Array] | None:
+    """Returns the experts that tokens would choose and their margin, in natural order, rows first."""
+    if routing is None or routing.experts is None or routing.margin is None:
+        return None
+    experts, margin = (sequences.natural(found, dim=2).swapaxes(0, 1) for found in (routing.experts, routing.margin))
+    return experts, margin
+
+
+def _sum_over_micro_batches(of_micro: Callable[[Any], tuple[Any, Any]], inputs: Any, count: int, zeros: Any) -> Any:
+    """Returns what a function gives for `count` micro-batches of `[B, ...]`: sums, and what it has of each row.
+
+    Args:
+      of_micro: returns what is to be summed, in the dtypes of `zeros` then, and arrays of its rows.
+      inputs: arrays `[B, ...]`.
+      count: number of micro-batches.
+      zeros: of the sums.
+    """
     if count == 1:
         return of_micro(inputs)
 
-    def add(sums: Any, micro: Any) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, sums, of_micro(micro)), None
+    def add(sums: Any, micro: Any) -> tuple[Any, Any]:
+        more, of_rows = of_micro(micro)
+        return jax.tree.map(jnp.add, sums, more), of_rows
 
-    sums, _ = jax.lax.scan(add, zeros, jax.tree.map(lambda array: _split_rows(array, count), inputs))
-    return sums
+    sums, of_rows = jax.lax.scan(add, zeros, jax.tree.map(lambda array: _split_rows(array, count), inputs))
+    return sums, jax.tree.map(_join_rows, of_rows)
 
 
 def dropout_key(seed: int, updates: Array | int) -> Array:
@@ -245,6 +292,12 @@ def _split_rows(array: Array, steps: int) -> Array:
     rest = array.shape[1:]
     micro = array.reshape(devices, steps, -1, *rest).swapaxes(0, 1)
     return constrain(micro.reshape(steps, -1, *rest), PartitionSpec(None, *batch_spec()))
+
+
+def _join_rows(micro: Array) -> Array:
+    """Returns `[B, ...]` of `[steps, B / steps, ...]`, in the order that `_split_rows` takes them from."""
+    devices, rest = batch_parts(mesh_sizes(jax.sharding.get_abstract_mesh())), micro.shape[2:]
+    return micro.reshape(micro.shape[0], devices, -1, *rest).swapaxes(0, 1).reshape(-1, *rest)
 
 
 def _replicated(blueprint: Blueprint) -> NamedSharding:

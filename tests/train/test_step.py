@@ -17,7 +17,7 @@ from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import TrainState, bytes_per_device, plan_state
-from jaxtp.train.step import Scalars, _norms, make_eval_step, make_train_step, mean_loss_and_grads
+from jaxtp.train.step import Scalars, _norms, loss_and_grads, make_eval_step, make_train_step
 
 B, T, STEPS = 8, 5, 3
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1)
@@ -86,7 +86,7 @@ def test_micro_batches_of_bfloat16_parameters_add_up_in_the_reduction_dtype():
         @partial(jax.jit, static_argnums=0)
         def gradients(accumulation):
             model, loop = nnx.merge(graph, params, copy=True), LoopConfig(accumulation=accumulation)
-            return mean_loss_and_grads(model, batch, loop, jax.random.key(0))[1]
+            return loss_and_grads(model, batch, loop, jax.random.key(0))[2]
 
         whole, added = (by_name(gradients(accumulation), jax.sharding.get_mesh()) for accumulation in (1, 256))
     assert {array.dtype for array in added.values()} == {np.dtype("bfloat16")}

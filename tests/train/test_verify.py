@@ -115,16 +115,16 @@ MESHES = [(2, 2, 2), (4, 1, 2), (1, 4, 1), (2, 1, 2, 2)]
 
 @pytest.fixture(scope="module", params=sweep(MESHES, MESHES[0]), ids=str)
 def rig(request, tmp_path_factory):
-    original = steps.mean_loss_and_grads
+    original = steps.loss_and_grads
 
-    def wrapped(model, batch, *args):
+    def wrapped(model, batch, *args, **kwargs):
         batch = dict(batch)
         bits = batch.pop(WRONG)
-        loss, grads = original(model, batch, *args)
-        return loss, add_wrong_bits(grads, bits)
+        terms, choices, grads = original(model, batch, *args, **kwargs)
+        return terms, choices, add_wrong_bits(grads, bits)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(steps, "mean_loss_and_grads", wrapped)
+        patch.setattr(steps, "loss_and_grads", wrapped)
         rig = Rig(request.param, tmp_path_factory.mktemp("run"))
         with jax.set_mesh(rig.mesh):
             rig.compute()(rig.state())
