@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
+from jax.lax import dynamic_slice_in_dim
 from jax.sharding import PartitionSpec as P
 from pydantic import Field
 
@@ -37,6 +38,7 @@ from jaxtp.collectives import (
     device_view,
     enter_parallel,
     leave_parallel,
+    token_spec,
 )
 from jaxtp.config import Count, allowed
 from jaxtp.hints import Problem, nearest_multiples
@@ -198,7 +200,8 @@ class MixtureOfExperts(PositionwiseBranch):
             of_tokens["segments"] = sequences.own(sequences.segments)
         if sequences.experts is not None:
             of_tokens["experts"] = sequences.own(sequences.experts)
-        token_specs = {name: P(*activation[:2]) for name in of_tokens}
+        # Whole over tp, as attention has them: else the compiler may divide them for both, and gather them for it.
+        token_specs = dict.fromkeys(of_tokens, token_spec())
         sums = batch_spec(SEQUENCE)
         recorded = P(*activation[:2]) if sequences.record else None
         transform = device_view(
@@ -219,6 +222,12 @@ class MixtureOfExperts(PositionwiseBranch):
     ) -> tuple[Array, Routing]:
         config, tp = self.config, axis_size(TP)
         over_tp = config.over_tp(tp)
+        if sequence is not None:
+            length = x.shape[sequence]
+            of_tokens = {
+                name: dynamic_slice_in_dim(each, axis_index(TP) * length, length, sequence)
+                for name, each in of_tokens.items()
+            }
         segments = of_tokens.get("segments")
         counts = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         experts, shares, routing = self._route(sequence, record, x, weights, counts, of_tokens.get("experts"))

@@ -374,9 +374,7 @@ def multiplications(dot):
 
 
 MIXTURE = jaxtp.ModelConfig(d_model=16, num_experts=E, d_ff=F)
-DIVIDES_NEITHER = (
-    "mesh.tp=5 divides neither model.num_experts=6 nor their width model.d_ff=8; tp can be 1, 2, 3, 4"
-)
+DIVIDES_NEITHER = "mesh.tp=5 divides neither model.num_experts=6 nor their width model.d_ff=8; tp can be 1, 2, 3, 4"
 TOO_MANY = "model.experts_per_token=7 is more than model.num_experts=6; at most 6 works"
 GATED = "the 6 experts of model.num_experts are gated, without biases"
 ADAPTED = (
