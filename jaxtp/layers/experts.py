@@ -37,6 +37,7 @@ from jaxtp.collectives import (
     device_view,
     enter_parallel,
     leave_parallel,
+    token_spec,
 )
 from jaxtp.config import Count, allowed
 from jaxtp.hints import Problem, nearest_multiples
@@ -198,7 +199,8 @@ class MixtureOfExperts(PositionwiseBranch):
             of_tokens["segments"] = sequences.own(sequences.segments)
         if sequences.experts is not None:
             of_tokens["experts"] = sequences.own(sequences.experts)
-        token_specs = {name: P(*activation[:2]) for name in of_tokens}
+        # Each device takes its part of them: if they came in split over tp, XLA would split whatever else reads them.
+        token_specs = {name: token_spec() for name in of_tokens}
         sums = batch_spec(SEQUENCE)
         recorded = P(*activation[:2]) if sequences.record else None
         transform = device_view(
@@ -219,6 +221,9 @@ class MixtureOfExperts(PositionwiseBranch):
     ) -> tuple[Array, Routing]:
         config, tp = self.config, axis_size(TP)
         over_tp = config.over_tp(tp)
+        if sequence is not None:
+            part = partial(jax.lax.dynamic_slice_in_dim, slice_size=x.shape[1], axis=1)
+            of_tokens = {name: part(array, axis_index(TP) * x.shape[1]) for name, array in of_tokens.items()}
         segments = of_tokens.get("segments")
         counts = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         experts, shares, routing = self._route(sequence, record, x, weights, counts, of_tokens.get("experts"))

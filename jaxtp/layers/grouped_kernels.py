@@ -44,7 +44,7 @@ class Blocks:
     """Columns of the output."""
 
     summed: int
-    """What is multiplied and summed at a time."""
+    """Elements of a sum that are multiplied at a time."""
 
     warps: int
     """Groups of 32 threads that share a program."""
@@ -95,7 +95,7 @@ def product(
     return _run(
         partial(_product_kernel, blocks, transposed),
         blocks,
-        (pl.cdiv(columns, blocks.columns), len(tiles[0])),  # columns first: programs side by side share their rows
+        (pl.cdiv(columns, blocks.columns), len(tiles[0])),  # neighbours share rows, which stay in the cache
         (*tiles, rows_MK, kernels_EKN),
         (num_rows, columns),
         "transposed_product" if transposed else "product",
