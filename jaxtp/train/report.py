@@ -17,7 +17,7 @@ from jaxtp.layers.parameter import logical_shape, spec_of
 from jaxtp.mesh import BATCH, axes_of, batch_parts, describe_mesh, mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import describe_padding
-from jaxtp.train.config import TrainConfig, describe_context, describe_kernels, describe_overlap
+from jaxtp.train.config import TrainConfig, describe_context, describe_experts, describe_kernels, describe_overlap
 from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.metrics import describe_peak
 from jaxtp.train.optimizer import warmup_steps
@@ -62,6 +62,7 @@ def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
         "context": describe_context(config, mesh_sizes(mesh)),
+        "experts": describe_experts(config, mesh_sizes(mesh), platform_of(device)),
         "kernels": describe_kernels(config, mesh_sizes(mesh), platform_of(device)),
         "data": _describe_data(data.corpus),
         "rows": _describe_rows(data),

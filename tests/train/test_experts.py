@@ -9,6 +9,7 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from runs import SMALL, TEXT, finish, mesh, records
 from support import sweep, sweep_of
 
@@ -19,12 +20,20 @@ from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.communication import ALL_TO_ALL
+from jaxtp.config import ConfigError
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of, sized
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import (
+    DataConfig,
+    LoopConfig,
+    OptimizerConfig,
+    TrainConfig,
+    check_platform,
+    describe_experts,
+)
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.report import Report
 from jaxtp.train.state import plan_state, trained_parameters
@@ -74,6 +83,14 @@ def test_a_checkpoint_of_adapters_holds_nothing_of_the_experts_beside_them():
     stored = [name for name in named_variables(plan.stored(plan.abstract)) if name.startswith("model.")]
     assert stored
     assert {name.rpartition(".")[2] for name in stored} == {"a", "b"}
+
+
+def test_merged_adapters_leave_the_bias_where_it_is():
+    lora = LoraConfig(rank=2, targets=("q_proj", "v_proj"))
+    model = jaxtp.Decoder(dataclasses.replace(MODEL, lora=lora), rngs=nnx.Rngs(0))
+    bias = model.blocks.mlp.selection_bias
+    bias[...] = jax.random.normal(jax.random.key(0), bias.shape)
+    np.testing.assert_array_equal(jaxtp.merge_adapters(model).blocks.mlp.selection_bias[...], bias[...])
 
 
 def updated(sizes, **train):
@@ -147,6 +164,40 @@ def test_the_lines_of_a_run_say_the_balance(capsys):
     plain, mixture = capsys.readouterr().out.splitlines()
     assert plain == "step 3/10  loss 2.5000  640 tokens/s  0:07 left"
     assert mixture == "step 3/10  loss 2.5000  balance 1.02  640 tokens/s  0:07 left"
+
+
+@pytest.mark.parametrize(
+    ("tp", "platform", "grouped", "said"),
+    [
+        (1, "cuda", "auto", "6 on each device; products by pallas (it multiplies each row with its own expert alone)"),
+        (
+            *(2, "cpu", "auto"),
+            "over tp 2, 3 whole on each device; products by xla (pallas: it runs on cuda, not on cpu); it "
+            "multiplies every row with all 3 on the device, 3 x the work",
+        ),
+        (
+            *(4, "cuda", "xla"),
+            "inside over tp 4, 2 of the width 8 on each device; products by xla (as configured); WARNING: it "
+            "multiplies every row with all 6 on the device, 6 x the work",
+        ),
+        (6, "rocm", "xla", "over tp 6, 1 whole on each device; products by xla (as configured)"),
+    ],
+)
+def test_the_summary_says_how_experts_are_divided_and_multiplied(tp, platform, grouped, said):
+    config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, grouped=grouped))
+    assert describe_experts(config, sized(tp=tp), platform) == said
+
+
+def test_models_without_experts_have_no_such_line_and_refuse_no_kernel():
+    config = TrainConfig(model=jaxtp.ModelConfig(grouped="pallas"))
+    assert describe_experts(config, ONE_DEVICE.sizes, "cpu") is None
+    check_platform(config, ONE_DEVICE.sizes, "cpu")
+
+
+def test_a_kernel_that_the_devices_lack_is_one_message():
+    config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, grouped="pallas"))
+    with pytest.raises(ConfigError, match=r"model.grouped=pallas: it runs on cuda, not on cpu; use auto \(xla\)"):
+        check_platform(config, ONE_DEVICE.sizes, "cpu")
 
 
 @pytest.fixture
