@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, UserPath, allowed, changed
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.hints import Problem, explained, not_divisible
-from jaxtp.layers import remat
+from jaxtp.layers import grouped, remat
 from jaxtp.layers.activations import Context, is_split
 from jaxtp.layers.costs import Share
 from jaxtp.layers.kernels import KernelName, Use, chosen, refused
@@ -376,16 +376,18 @@ def kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> dict
 
 
 def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str | None = None) -> Iterator[str]:
-    """Yields why the kernel of attention that is asked for cannot do the run, on a kind of device if one is given."""
+    """Yields why a kernel that is asked for cannot do the run, on a kind of device if one is given."""
     found = (refused(config.model.attention, use) for use in run_uses(config, mesh, platform))
     yield from dict.fromkeys(problem for problems in found for problem in problems)
+    if any(block.num_experts for block in config.model.block_kinds()):
+        yield from grouped.refused(config.model.grouped, platform)
 
 
 def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
-    """Checks that the kernel of attention that is asked for can do the run on a kind of device.
+    """Checks that the kernels that are asked for can do the run on a kind of device.
 
     Raises:
-      ConfigError: it cannot.
+      ConfigError: one cannot.
     """
     for problem in kernel_problems(config, mesh, platform):
         raise ConfigError(problem)
@@ -394,6 +396,28 @@ def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -
 def describe_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str:
     """Returns a line on the kernels of attention that a run takes on a mesh of a kind of device."""
     return " and ".join(f"{name} attention ({why})" for name, why in kernels(config, mesh, platform).items())
+
+
+def describe_experts(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str | None:
+    """Returns a line on how experts are divided over tp, and what multiplies with them; None where there are none."""
+    blocks = [block for block in config.model.block_kinds() if block.num_experts]
+    if not blocks:
+        return None
+    tp, divided = mesh[TP], {}
+    for block in blocks:
+        count = block.num_experts // tp if block.over_tp(tp) else block.num_experts
+        if tp == 1:
+            divided[f"{count} on each device"] = count
+        elif block.over_tp(tp):
+            divided[f"over tp {tp}, {count} whole on each device"] = count
+        else:
+            divided[f"inside over tp {tp}, {block.d_ff // tp} of the width {block.d_ff} on each device"] = count
+    method, why = grouped.method_of(config.model.grouped, platform)
+    products = f"products by {method} ({why})"
+    if grouped.dense(method, platform) and (most := max(divided.values())) > 1:
+        warning = "" if platform == "cpu" else "WARNING: "
+        products += f"; {warning}it multiplies every row with all {most} on the device, {most} x the work"
+    return f"{' and '.join(divided)}; {products}"
 
 
 def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> Share:
