@@ -54,9 +54,6 @@ class Kind:
     axes: tuple[Axes, Axes]
     """Mesh axes that divide them."""
 
-    over: Axes
-    """Mesh axes over which whole matrices are split, as experts are: those on a device are dealt out from there."""
-
     padding: Padding
 
     dtype: jnp.dtype
@@ -137,8 +134,7 @@ def _kind(variable: nnx.Variable[Any], axes: tuple[Axes, ...]) -> tuple[Kind, bo
     if transposed:
         shape, axes, padding = shape[::-1], axes[::-1], tuple((-3 - dim, split) for dim, split in padding)
     (rows, columns), (over_rows, over_columns) = shape, axes
-    over = tuple(axis for axes in split_dims(variable)[:-2] for axis in axes)
-    return Kind((rows, columns), (over_rows, over_columns), over, padding, jnp.dtype(variable.dtype)), transposed
+    return Kind((rows, columns), (over_rows, over_columns), padding, jnp.dtype(variable.dtype)), transposed
 
 
 def _orthogonalised(matrices: Arrays, variables: Mapping[str, nnx.Variable[Any]]) -> Arrays:
@@ -159,8 +155,7 @@ def _of_kind(kind: Kind, members: Sequence[Member], shards: Sequence[Array]) -> 
     stack = jnp.concatenate([x.reshape(-1, *x.shape[-2:]) for x in turned])  # [n, rows/parts, columns/parts]
     whole = cut(_deal(stack, kind.axes), kind.padding, tp)
     scaled = pad(kind.scale * _newton_schulz(whole), kind.padding, tp)
-    counts = [x.size // math.prod(x.shape[-2:]) for x in turned]
-    made = jnp.split(_give_back(scaled, kind.axes), list(accumulate(counts)))
+    made = jnp.split(_give_back(scaled, kind.axes), list(accumulate(member.count for member in members)))
     results = [part.reshape(x.shape) for part, x in zip(made, turned, strict=False)]  # what is left is padding
     return [x.mT if member.transposed else x for member, x in zip(members, results, strict=True)]
 
@@ -239,7 +234,6 @@ def owned(variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) 
     found = []
     for kind, members in kinds(variables, sizes).items():
         devices = parts(sizes, (*kind.axes[0], *kind.axes[1]))
-        here = sum(member.count for member in members) // parts(sizes, kind.over)
-        count = -(-here // devices)
+        count = -(-sum(member.count for member in members) // devices)
         found.append(Owned(kind, count, devices, sizes[TP]))
     return found
