@@ -25,7 +25,6 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
-from jax.lax import dynamic_slice_in_dim
 from jax.sharding import PartitionSpec as P
 from pydantic import Field
 
@@ -201,8 +200,8 @@ class MixtureOfExperts(PositionwiseBranch):
             of_tokens["segments"] = sequences.own(sequences.segments)
         if sequences.experts is not None:
             of_tokens["experts"] = sequences.own(sequences.experts)
-        # Whole over tp, as attention has them: else the compiler may divide them for both, and gather them for it.
-        token_specs = dict.fromkeys(of_tokens, token_spec())
+        # Each device takes its part of them: if they came in split over tp, XLA would split whatever else reads them.
+        token_specs = {name: token_spec() for name in of_tokens}
         sums = batch_spec(SEQUENCE)
         recorded = P(*activation[:2]) if sequences.record else None
         transform = device_view(
@@ -224,11 +223,8 @@ class MixtureOfExperts(PositionwiseBranch):
         config, tp = self.config, axis_size(TP)
         over_tp = config.over_tp(tp)
         if sequence is not None:
-            length = x.shape[sequence]
-            of_tokens = {
-                name: dynamic_slice_in_dim(each, axis_index(TP) * length, length, sequence)
-                for name, each in of_tokens.items()
-            }
+            part = partial(jax.lax.dynamic_slice_in_dim, slice_size=x.shape[1], axis=1)
+            of_tokens = {name: part(array, axis_index(TP) * x.shape[1]) for name, array in of_tokens.items()}
         segments = of_tokens.get("segments")
         counts = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         experts, shares, routing = self._route(sequence, record, x, weights, counts, of_tokens.get("experts"))

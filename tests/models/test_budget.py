@@ -32,7 +32,7 @@ def block_collectives(mesh, policy, **config):
     with jax.set_mesh(mesh):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
         graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
-        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(policy))
+        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x)[0], policy=remat.policy(policy))
         x = jax.ShapeDtypeStruct((B, T, config.d_model), jnp.float32)
         jaxpr = jax.make_jaxpr(jax.grad(lambda *args: block(*args).sum(), argnums=(0, 1)))(x, params, frozen)
     return count_collectives(jaxpr, mesh_sizes(mesh))
