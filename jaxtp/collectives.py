@@ -301,8 +301,8 @@ def load_weight(
     return load(shard)
 
 
-# XLA gathers along the first dim. To gather along another it would bring that to the front in the shards of all layers at
-# once, before they run: as much memory again as all kernels of experts take. So those are brought in order one by one.
+# XLA gathers along the first dim. To gather along another it would bring that to the front in the shards of all layers
+# at once, before they run: as much memory again as all kernels of experts take. So those are put in order one by one.
 
 
 def _gather_parts(w: Array, dim: int) -> Array:

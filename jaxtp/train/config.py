@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field
 from jaxtp.config import ConfigError, Count, CountOrZero, NonNegative, Positive, UserPath, allowed, changed
 from jaxtp.data.samples import LongDocuments, Packing
 from jaxtp.hints import Problem, explained, not_divisible
-from jaxtp.layers import remat
+from jaxtp.layers import grouped, remat
 from jaxtp.layers.activations import Context, is_split
 from jaxtp.layers.costs import Share
 from jaxtp.layers.kernels import KernelName, Use, chosen, refused
@@ -376,13 +376,15 @@ def kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> dict
 
 
 def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str | None = None) -> Iterator[str]:
-    """Yields why the kernel of attention that is asked for cannot do the run, on a kind of device if one is given."""
+    """Yields why a kernel that is asked for cannot do the run, on a kind of device if one is given."""
     found = (refused(config.model.attention, use) for use in run_uses(config, mesh, platform))
     yield from dict.fromkeys(problem for problems in found for problem in problems)
+    if config.model.most_experts:
+        yield from grouped.refused(config.model.grouped, platform)
 
 
 def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
-    """Checks that the kernel of attention that is asked for can do the run on a kind of device.
+    """Checks that the kernels that are asked for can do the run on a kind of device.
 
     Raises:
       ConfigError: it cannot.
@@ -392,8 +394,20 @@ def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -
 
 
 def describe_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str:
-    """Returns a line on the kernels of attention that a run takes on a mesh of a kind of device."""
-    return " and ".join(f"{name} attention ({why})" for name, why in kernels(config, mesh, platform).items())
+    """Returns a line on the kernels that a run takes on a mesh of a kind of device: of attention, and of experts."""
+    attention = [f"{name} attention ({why})" for name, why in kernels(config, mesh, platform).items()]
+    return "; ".join([" and ".join(attention), *describe_grouped(config.model, platform)])
+
+
+def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
+    """Yields how experts multiply on a kind of device, where there are any; a warning where an accelerator multiplies
+    every row with every expert."""
+    if not (experts := model.most_experts):
+        return
+    method, why = grouped.method_of(model.grouped, platform)
+    yield f"{method} products of experts ({why})"
+    if platform != "cpu" and grouped.dense(method, platform):
+        yield f"WARNING: that multiplies every row with every expert, {experts} times the work and the memory of rows"
 
 
 def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> Share:
