@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
@@ -284,13 +285,13 @@ def load_weight(
         w = vary(shard.astype(compute), *summed)
         if tp_group > 1:
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
-        w = w if fsdp_dim is None else lax.all_gather(w, STORAGE, axis=fsdp_dim, tiled=True)
+        w = w if fsdp_dim is None else _gather_parts(w, fsdp_dim)
         return w.astype(accumulate or compute)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
         grad = grad.astype(reduce)
         if fsdp_dim is not None:
-            grad = lax.psum_scatter(grad, STORAGE, scatter_dimension=fsdp_dim, tiled=True)
+            grad = _sum_parts(grad, fsdp_dim)
         if tp_group > 1:
             grad = lax.psum_scatter(grad, TP, scatter_dimension=tp_dim, axis_index_groups=groups, tiled=True)
         return (lax.psum(grad, summed).astype(shard.dtype),)
@@ -298,6 +299,31 @@ def load_weight(
     load = jax.custom_vjp(gather)
     load.defvjp(lambda shard: (gather(shard), None), backward)  # not `load`: remat must see the gather itself
     return load(shard)
+
+
+# XLA gathers along the first dim. To gather along another it would bring that to the front in the shards of all layers
+# at once, before they run: as much memory again as all kernels of experts take. So those are put in order one by one.
+
+
+def _gather_parts(w: Array, dim: int) -> Array:
+    """Returns the weight whose parts are divided over fsdp along a dim."""
+    if not _is_inside_stack(w, dim):
+        return lax.all_gather(w, STORAGE, axis=dim, tiled=True)
+    whole = jnp.moveaxis(lax.all_gather(w, STORAGE), 0, dim)
+    return whole.reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
+
+
+def _sum_parts(grad: Array, dim: int) -> Array:
+    """Returns this device's part of the sum over fsdp."""
+    if not _is_inside_stack(grad, dim):
+        return lax.psum_scatter(grad, STORAGE, scatter_dimension=dim, tiled=True)
+    parted = grad.reshape(*grad.shape[:dim], axis_size(*STORAGE), -1, *grad.shape[dim + 1 :])
+    return lax.psum_scatter(jnp.moveaxis(parted, dim, 0), STORAGE)
+
+
+def _is_inside_stack(w: Array, dim: int) -> bool:
+    """Returns whether a dim is inside of several kernels; in one a product takes it where it is."""
+    return w.ndim > 2 and dim > 0
 
 
 def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:

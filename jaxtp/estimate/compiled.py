@@ -11,6 +11,7 @@ from jaxtp.estimate.report import unit_of
 from jaxtp.estimate.search import Setting
 from jaxtp.estimate.target import Compiled
 from jaxtp.hardware import GB
+from jaxtp.train.config import describe_grouped
 
 
 def partitioned_lines(setting: Setting, found: Partitioned) -> Iterator[str]:
@@ -65,6 +66,12 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
         ("tier 1 said", f"{setting.memory.total / GB:,.2f}", f"{setting.memory.total / peak - 1:+.0%} of the peak"),
     ]
     yield columns(("on each device", "GB", ""), rows)
+    if setting.config.model.most_experts and found.flops is not None:
+        grouped = " and ".join(describe_grouped(setting.config.model, setting.target.hardware.platform))
+        yield (
+            f"products, without those in kernels: {found.flops / 1e12:,.1f} TFLOP compiled, "
+            f"{setting.costs.flops_of_xla / 1e12:,.1f} of tier 1; {grouped}"
+        )
     header = ("collective", "over", "times", "GB of messages", "beside computing", "operations beside them")
     yield ""
     yield columns(header, [_scheduled(one) for one in found.collectives])

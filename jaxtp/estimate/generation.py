@@ -1,8 +1,9 @@
 """Costs of generating: weights and KV cache on each device, and the time of a token where every row is full.
 
-A token takes reading the weights and the whole cache once, and the collectives of each layer. Left out are prefill (its
-time, and the memory of its activations), sampling, and the time of norms, products and attention's own arithmetic. Each
-token is charged for a full cache: the first ones read less.
+A token takes reading the weights and the whole cache once, and the collectives of each layer. Of E experts those are
+read that a row uses: the share 1 - (1 - k / E) ** n of them, where n rows choose k each, all alike. Left out are
+prefill (its time, and the memory of its activations), sampling, and the time of norms, products and attention's own
+arithmetic. Each token is charged for a full cache: the first ones read less.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from jaxtp.estimate.links import collective_seconds
 from jaxtp.estimate.search import Model, Target
 from jaxtp.hardware import GB
 from jaxtp.layers.costs import Share
+from jaxtp.layers.grouped import dense, method_of
 from jaxtp.mesh import CP, STORAGE, batch_parts, describe_mesh, parts
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.models.costs import costs_of
@@ -87,9 +89,17 @@ def _on(
     weights = sum(array.bytes_per_device(sizes, config.precision.compute) for array in arrays)
     cache = cache_bytes(config, sizes, rows, length)
     hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency
-    reading = (weights * parts(sizes, STORAGE) + cache) / speed
+    # What is gathered is read whole, whichever experts have rows.
+    unread = token.unused * token.itemsize if parts(sizes, STORAGE) == 1 and not reads_all(config, where) else 0
+    reading = (weights * parts(sizes, STORAGE) - unread + cache) / speed
     moving = sum(times * collective_seconds(hardware, sizes, one) for one, times in token.traffic.items())
     return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
+
+
+def reads_all(config: ModelConfig, where: Target) -> bool:
+    """Returns whether products of experts read those without rows too."""
+    platform = where.hardware.platform
+    return dense(method_of(config.grouped, platform)[0], platform)
 
 
 def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:

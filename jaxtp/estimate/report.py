@@ -1,6 +1,7 @@
 """Report of an estimate: the settings, ranked; the best one in detail, each number with where it comes from."""
 
 import dataclasses
+from collections.abc import Iterator
 
 from jaxtp.audit.tables import columns
 from jaxtp.communication import sums
@@ -10,6 +11,7 @@ from jaxtp.hf.attributes import stored_dtype
 from jaxtp.layers.costs import Product
 from jaxtp.mesh import divisors, sized
 from jaxtp.models.config import ModelConfig
+from jaxtp.models.costs import describe_active
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, TrainConfig, describe_kernels
 
@@ -33,8 +35,9 @@ def heading(config: TrainConfig, where: Target, model: Model) -> str:
         "on": f"{where.devices} x {hardware.name}: {hardware.memory / GB:,.1f} GB each, of which JAX takes "
         f"{where.room / GB:,.1f}; {hardware.flops / 1e12:,.0f} TFLOP/s, {hardware.bandwidth / 1e12:,.2f} TB/s; "
         f"{_links(hardware)}, {hardware.network / GB:,.0f} beyond",
-        "model": f"{model.parameters:,} parameters: {sizes.num_layers} layers, d_model {sizes.d_model}, "
-        f"{sizes.precision.compute} compute, {config.optimizer.name}",
+        "model": f"{model.parameters:,} parameters{describe_active(sizes, model.parameters)}: "
+        f"{sizes.num_layers} layers, d_model {sizes.d_model}, {sizes.precision.compute} compute, "
+        f"{config.optimizer.name}",
         "kernels": describe_kernels(config, sized(), hardware.platform),
         "batch": f"{data.global_batch_size:,} sequences of {data.sequence_length:,} tokens = {tokens:,}"
         f"{_assumed_length(data)}",
@@ -93,7 +96,12 @@ def ranking(found: Search) -> str:
         mesh, reason = next(iter(found.refused.items()))
         short = reason.partition(";")[0]
         counts.append(f"{_count(len(found.refused), 'mesh', 'meshes')} cannot run it, such as {mesh}: {short}")
-    return "\n".join([*lines, *counts, *NOTES])
+    return "\n".join([*lines, *counts, *NOTES, *_of_experts(found.settings[0])])
+
+
+def _of_experts(setting: Setting) -> Iterator[str]:
+    if setting.config.model.most_experts:
+        yield "  experts that a token did not choose: 0; all experts are chosen alike, which sets the rows of a device"
 
 
 def _left_out(found: Search) -> list[str]:

@@ -71,6 +71,9 @@ class Compiled:
     seconds: float
     """Time that the compiler took, when it was asked."""
 
+    flops: float | None
+    """Operations of the program's products, without those of kernels that it calls; None where libraries make them."""
+
     notes: tuple[str, ...]
     """Notes on how this differs from the program on real devices, and the compiler's warnings."""
 
@@ -223,7 +226,9 @@ def _compiled(answer: Mapping[str, Any], target: Topology, mesh: Mapping[str, in
         raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
     moved = tuple(_scheduled(**one, mesh=mesh) for one in answer["collectives"])
     notes = (_HERE if target.here else _DIFFERENCES[target.platform], *answer["notes"])
-    sizes = {name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds")}
+    sizes = {
+        name: answer[name] for name in ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds", "flops")
+    }
     return Compiled(**sizes, collectives=moved, notes=notes)
 
 

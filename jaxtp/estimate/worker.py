@@ -18,7 +18,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh
 
 import jaxtp
+from jaxtp.audit.hlo import count_flops_in_hlo
 from jaxtp.audit.schedule import read_schedule
+from jaxtp.audit.text import HloError
 from jaxtp.config import validate
 from jaxtp.mesh import mesh_of
 from jaxtp.train import optimizer as optimizers
@@ -29,7 +31,7 @@ from jaxtp.train.step import trace_step
 ABSENT_GPU = {"xla_gpu_autotune_level": 0}
 """There is none to time kernels on."""
 
-_FORMAT = "4"
+_FORMAT = "5"
 """Version of the format of an answer, for those that are kept."""
 
 
@@ -78,11 +80,23 @@ def _compile(lowered: Any, target: dict[str, Any], sizes: dict[str, int]) -> dic
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         return {"error": f"the compiler says that it does not fit: {str(error).splitlines()[0][:300]}", "fits": False}
+    seconds, text = time.perf_counter() - started, compiled.as_text()
     return {
-        "seconds": time.perf_counter() - started,
+        "seconds": seconds,
         **_memory(compiled, target["platform"]),
-        "collectives": [one.record() for one in read_schedule(compiled.as_text(), sizes)],
+        "collectives": [one.record() for one in read_schedule(text, sizes)],
+        "flops": _flops(text, target),
     }
+
+
+def _flops(text: str, target: dict[str, Any]) -> int | None:
+    """Returns the operations of products in a program for absent GPUs; None of others, which call libraries."""
+    if target["here"] or target["platform"] != "cuda":
+        return None
+    try:
+        return count_flops_in_hlo(text)
+    except HloError:
+        return None
 
 
 def _memory(compiled: Any, platform: str) -> dict[str, int]:

@@ -167,6 +167,10 @@ class Weight:
     transposed: bool = False
     """It is gathered along its last dim, which XLA then brings to the front, for all layers at once."""
 
+    def used_by(self, tokens: int) -> float:
+        """Returns the share of its elements that at least one of so many tokens uses, if all are chosen alike."""
+        return 1 - (1 - self.active) ** tokens
+
     def is_frozen(self, share: Share) -> bool:
         """Returns whether it has no gradient."""
         return self.fixed or (share.frozen and not self.adapter)
@@ -238,6 +242,9 @@ class Product:
 
     counted: float = 1.0
     """Share of it that model FLOPs count: half of a whole square of causal attention."""
+
+    in_kernel: bool = False
+    """A kernel of its own computes it, so that it is no product of the compiled program."""
 
     @classmethod
     def of(cls, name: str, shape: tuple[int, int, int], itemsize: int, count: int) -> "Product":

@@ -46,6 +46,7 @@ from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import Memory, Padded, PositionwiseBranch, Small
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import (
+    ELEMENTWISE_AGAIN,
     FLOAT32,
     GATHERS_AGAIN,
     INT32,
@@ -63,11 +64,11 @@ from jaxtp.layers.costs import (
     leave,
     sums_over,
 )
-from jaxtp.layers.grouped import Implementation, Method, grouped_matmul, method_of
+from jaxtp.layers.grouped import Implementation, Method, dense, grouped_matmul, method_of
 from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.mlp import ACTIVATIONS, MLP_TARGETS, MLPConfig
 from jaxtp.layers.parameter import Precision, Weights, own, parameter
-from jaxtp.mesh import SEQUENCE, STORAGE, TP, platform_here
+from jaxtp.mesh import SEQUENCE, STORAGE, TP, parts, platform_here
 
 EXPERTS = "mixture_of_experts"
 _SMALL_EXPERTS, _SMALL_CHOICES = 4, 2
@@ -306,7 +307,11 @@ class MixtureOfExperts(PositionwiseBranch):
         return rows.collect(multiply(weighed, down))
 
     def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
-        """Yields what it costs; of rows as many as there are if all experts are chosen alike."""
+        """Yields what it costs; of rows as many as there are if all experts are chosen alike.
+
+        There is a place for every choice of the tokens of a tp group (N * k): products compute those that chose one of
+        the device's experts, elementwise operations all. Dense products compute all places with all experts.
+        """
         config, compute = self.config, itemsize(self.precision.compute)
         experts, k, features = config.num_experts, config.experts_per_token, config.d_ff
         split, over_tp = share.is_split(self.sequence_parallel), config.over_tp(share.tp)
@@ -321,33 +326,45 @@ class MixtureOfExperts(PositionwiseBranch):
             module=EXPERTS,
             precision=replace(self.precision, compute="float32"),
         )
-        for last in (False, False, True):
-            yield Weight(size=size, active=k / experts, transposed=last, **shared)
+        for _ in range(3):
+            yield Weight(size=size, active=k / experts, **shared)
         hidden = share.tokens * self.d_model * compute
-        choices = share.tokens * k
+        choices, tokens = share.tokens * k, share.between(self.sequence_parallel)
         yield from enter(EXPERTS, share, 2 * FLOAT32 * choices, split=split, again=gathers_again)
         yield from enter(EXPERTS, share, hidden, split=split, again=gathers_again)
         yield from leave(EXPERTS, share, hidden, split=split, again=sums_again)
         if not split and share.training:  # gradients of scores and normalisers, which one device of a tp group sums up
             yield sums_over(EXPERTS, (TP,), share.sizes, FLOAT32 * (experts + 1) * share.rows)
-        tokens = share.between(self.sequence_parallel)
-        yield Product.of("router", (tokens, self.d_model, experts), FLOAT32, share.passes(again, share.gradients))
+        routed_again = share.remat in ELEMENTWISE_AGAIN
+        passes = share.passes(routed_again, share.gradients)
+        yield Product.of("router", (tokens, self.d_model, experts), FLOAT32, passes)
         local, width = (experts // share.tp, features) if over_tp else (experts, features // share.tp)
         rows = choices // share.tp if over_tp else choices
-        shapes = {
-            "experts' gate, up": (self.d_model, 2 * width, again),
-            "experts' down": (width, self.d_model, sums_again),
-        }
-        for name, (inner, outer, twice) in shapes.items():
-            moved = (rows * (inner + outer) + local * inner * outer) * compute
-            yield Product(name, rows, inner, outer, share.passes(twice, share.gradients), moved)
-        yield Streamed(compute * (3 * rows * width + 4 * choices * self.d_model))
+        method, _ = method_of(config.grouped, share.platform)
+        for name, inner, outer, twice in (
+            ("experts' gate, up", self.d_model, 2 * width, again),
+            ("experts' down", width, self.d_model, sums_again),
+        ):
+            count = share.passes(twice, share.gradients)
+            if dense(method, share.platform):
+                moved = (local * choices * inner + choices * outer + local * inner * outer) * compute
+                yield Product(name, local * choices, inner, outer, count, moved, counted=rows / (local * choices))
+            else:
+                moved = (rows * inner + choices * outer + local * inner * outer) * compute
+                yield Product(name, rows, inner, outer, count, moved, in_kernel=method == "pallas")
+        yield Streamed(compute * (3 * choices * width + 2 * (choices + rows) * self.d_model))
+        if parts(share.sizes, STORAGE) > 1:  # gathered kernels, brought in order
+            yield Streamed(compute * 2 * 3 * local * self.d_model * width)
         yield Working(compute * choices * (6 * width + 2 * self.d_model))
         yield Kept(INT32 * tokens * k)
         if share.remat == "none":
-            yield Kept(compute * choices * (6 * width + 2 * self.d_model))
+            yield Kept(choices * width * (6 * compute + FLOAT32) + hidden + 4 * FLOAT32 * tokens * experts)
+        if share.remat == "save_gathered":
+            yield Kept(hidden + 2 * FLOAT32 * choices)
         if share.remat == "save_dots":
             yield Kept(compute * choices * 2 * width)
+        if read and share.remat in ("save_dots", "save_gathered", "save_reduced"):
+            yield Kept(tokens * self.d_model * compute)
 
 
 @dataclass(frozen=True)

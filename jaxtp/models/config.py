@@ -1,7 +1,7 @@
 """The settings of a decoder, the blocks that they come to, and the meshes that can hold it."""
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import chain, count, groupby, islice
@@ -17,7 +17,7 @@ from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, Small, like
 from jaxtp.layers.costs import Share
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
-from jaxtp.layers.lora import LoraConfig
+from jaxtp.layers.lora import LoraConfig, Target
 from jaxtp.layers.loss import CHUNK_SIZE
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig
@@ -177,6 +177,11 @@ class ModelConfig(BlockConfig, DecoderSizes):
           ConfigError: a block has a setting that is none, or a value that cannot be.
         """
         return _stacks(self)
+
+    @property
+    def most_experts(self) -> int:
+        """Most experts that a block has; 0 where none has any."""
+        return max(block.num_experts for block in self.block_kinds())
 
     def kinds(self) -> Iterator[tuple[str, range, BlockConfig]]:
         """Yields for blocks that are stacked the path of their parameters, the numbers of their layers, and their
@@ -368,8 +373,7 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     for place, found in unfit:
         yield from (replace(problem, text=place + problem.text) for problem in found)
     if config.lora.rank:
-        unadapted = chain(*(block.adapter_problems(config.lora.targets) for block in config.block_kinds()))
-        yield from {problem.text: problem for problem in unadapted}.values()
+        yield from {problem.text: problem for problem in unadapted(config, config.lora.targets)}.values()
     axes = [axis for axis in STORAGE if mesh[axis] > 1]
     shards, among = parts(mesh, axes), dict.fromkeys(settings_of(axes), config.d_model)
     yield from not_divisible("model.d_model", config.d_model, product_of(STORAGE, mesh), shards, among)
@@ -377,6 +381,11 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     if mesh[CP] > 1 and can_be_built and (unaware := _not_over_cp(config)):
         text = f"mesh.cp={mesh[CP]} divides each sequence, and {' and '.join(unaware)} cannot work on a part of one"
         yield Problem(text, among={f"mesh.{CP}": 1})
+
+
+def unadapted(config: ModelConfig, targets: Collection[Target]) -> Iterator[Problem]:
+    """Yields why blocks can have no adapters of those projections."""
+    return chain.from_iterable(block.adapter_problems(targets) for block in config.block_kinds())
 
 
 @lru_cache(maxsize=32)

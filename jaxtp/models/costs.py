@@ -89,6 +89,9 @@ class StepCosts:
     adapters: int
     """Number of elements of all adapters."""
 
+    unused: float
+    """Number of elements of a device's weights that none of its tokens uses: experts that none chose, on average."""
+
     update: tuple[Product, ...] = ()
     """Matrix products of the optimizer's rule, in the parameters' dtype."""
 
@@ -102,6 +105,13 @@ class StepCosts:
     def flops(self) -> float:
         """Number of operations in all products."""
         return sum(product.flops for product in (*self.products, *self.attention, *self.update))
+
+    @property
+    def flops_of_xla(self) -> float:
+        """Number of operations in those that no kernel of its own computes."""
+        attention = self.attention if self.scores else ()
+        every = (*self.products, *attention, *self.update)
+        return sum(product.flops for product in every if not product.in_kernel)
 
     @property
     def budget(self) -> dict[Place, float]:
@@ -175,8 +185,25 @@ def costs_of(config: ModelConfig, share: Share) -> StepCosts:
         loss=int(_bytes(_of(Working, outside))),
         cached=int(_bytes(_of(Cached, every))),
         adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
+        unused=sum(n * w.over_tp(share.sizes) * (1 - w.used_by(share.tokens)) for n, w in weights),
         padding=sum(n * w.padded(share.tp) for n, w in weights) / sum(n * w.size for n, w in weights) - 1,
     )
+
+
+def active_parameters(config: ModelConfig, parameters: int) -> int:
+    """Returns the number of parameters that a token uses: all, but those of experts that it did not choose.
+
+    Args:
+      config: the model.
+      parameters: how many it has, without padding.
+    """
+    return parameters - round(costs_of(config, Share(sizes=sized(), rows=1, length=1, training=False)).unused)
+
+
+def describe_active(config: ModelConfig, parameters: int) -> str:
+    """Returns the number of parameters that a token uses, as it goes on after that of all; nothing where it is that."""
+    active = active_parameters(config, parameters)
+    return "" if active == parameters else f", {active:,} of them for each token"
 
 
 def _of(kind: type[C], costs: Iterable[tuple[int, Cost]]) -> list[tuple[int, C]]:

@@ -379,7 +379,7 @@ def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str 
     """Yields why a kernel that is asked for cannot do the run, on a kind of device if one is given."""
     found = (refused(config.model.attention, use) for use in run_uses(config, mesh, platform))
     yield from dict.fromkeys(problem for problems in found for problem in problems)
-    if any(block.num_experts for block in config.model.block_kinds()):
+    if config.model.most_experts:
         yield from grouped.refused(config.model.grouped, platform)
 
 
@@ -394,30 +394,32 @@ def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -
 
 
 def describe_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str:
-    """Returns a line on the kernels of attention that a run takes on a mesh of a kind of device."""
-    return " and ".join(f"{name} attention ({why})" for name, why in kernels(config, mesh, platform).items())
+    """Returns a line on the kernels that a run takes on a mesh of a kind of device: of attention, and of experts."""
+    attention = [f"{name} attention ({why})" for name, why in kernels(config, mesh, platform).items()]
+    return "; ".join([" and ".join(attention), *describe_grouped(config.model, platform)])
 
 
-def describe_experts(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str | None:
-    """Returns a line on how experts are divided over tp, and what multiplies with them; None where there are none."""
-    blocks = [block for block in config.model.block_kinds() if block.num_experts]
-    if not blocks:
-        return None
-    tp, divided = mesh[TP], {}
-    for block in blocks:
-        count = block.num_experts // tp if block.over_tp(tp) else block.num_experts
-        if tp == 1:
-            divided[f"{count} on each device"] = count
-        elif block.over_tp(tp):
-            divided[f"over tp {tp}, {count} whole on each device"] = count
-        else:
-            divided[f"inside over tp {tp}, {block.d_ff // tp} of the width {block.d_ff} on each device"] = count
-    method, why = grouped.method_of(config.model.grouped, platform)
-    products = f"products by {method} ({why})"
-    if grouped.dense(method, platform) and (most := max(divided.values())) > 1:
-        warning = "" if platform == "cpu" else "WARNING: "
-        products += f"; {warning}it multiplies every row with all {most} on the device, {most} x the work"
-    return f"{' and '.join(divided)}; {products}"
+def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
+    """Yields how experts multiply on a kind of device, where there are any; a warning where an accelerator multiplies
+    every row with every expert."""
+    if not (experts := model.most_experts):
+        return
+    method, why = grouped.method_of(model.grouped, platform)
+    yield f"{method} products of experts ({why})"
+    if platform != "cpu" and grouped.dense(method, platform):
+        yield f"WARNING: that multiplies every row with every expert, {experts} times the work and the memory of rows"
+
+
+def describe_experts(model: ModelConfig, tp: int) -> str | None:
+    """Returns a line on how experts are divided over tp; None where there are none."""
+    blocks = [block for block in model.block_kinds() if block.num_experts]
+    divided = dict.fromkeys(
+        f"{block.num_experts // tp} of {block.num_experts} whole on each device"
+        if block.over_tp(tp)
+        else f"{block.d_ff // tp} of the width {block.d_ff} of all {block.num_experts} on each device"
+        for block in blocks
+    )
+    return f"over tp {tp}: {' and '.join(divided)}" if divided else None
 
 
 def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> Share:

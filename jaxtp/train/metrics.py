@@ -13,7 +13,7 @@ from jaxtp.hardware import of_kind
 from jaxtp.layers.costs import Share
 from jaxtp.mesh import sized
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.costs import costs_of
+from jaxtp.models.costs import active_parameters, costs_of
 
 
 class Timing:
@@ -87,9 +87,10 @@ class Timing:
 def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) -> float:
     """Returns `6 (N - V D) + 6 L S (heads * head_dim)`: the one definition that every utilization is computed by.
 
-    Attention is causal; the embedding's lookup and recomputation do not count. Parameters that adapters leave frozen
-    count 4 instead of 6, because they have no gradient. A tied table counts as the head's product. Kaplan et al.,
-    arXiv 2001.08361; attention as in Megatron-LM, arXiv 2104.04473, halved for causality.
+    Attention is causal; the embedding's lookup, recomputation, and experts that a token did not choose do not count.
+    Parameters that adapters leave frozen count 4 instead of 6, because they have no gradient. A tied table counts as
+    the head's product. Kaplan et al., arXiv 2001.08361; attention as in Megatron-LM, arXiv 2104.04473, halved for
+    causality.
 
     Args:
       config: the model.
@@ -101,8 +102,9 @@ def flops_per_token(config: ModelConfig, parameters: int, sequence_length: int) 
     share = Share(sizes=sized(), rows=1, length=max(1, sequence_length), training=False)
     costs = costs_of(config, share)
     forward = sum(product.counted * product.flops for product in costs.attention) / share.length
-    trained = costs.adapters if config.lora.rank else parameters - lookup
-    return 6.0 * trained + 4.0 * (parameters - lookup - trained) + (3.0 * forward if sequence_length else 0.0)
+    used = active_parameters(config, parameters) - lookup
+    trained = costs.adapters if config.lora.rank else used
+    return 6.0 * trained + 4.0 * (used - trained) + (3.0 * forward if sequence_length else 0.0)
 
 
 def peak_flops(device: jax.Device) -> float:

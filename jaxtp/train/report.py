@@ -14,9 +14,9 @@ from jaxtp.data.corpus import Corpus
 from jaxtp.data.samples import Data
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import logical_shape, spec_of
-from jaxtp.mesh import BATCH, axes_of, batch_parts, describe_mesh, mesh_sizes, platform_of
+from jaxtp.mesh import BATCH, TP, axes_of, batch_parts, describe_mesh, mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.costs import describe_padding
+from jaxtp.models.costs import describe_active, describe_padding
 from jaxtp.train.config import TrainConfig, describe_context, describe_experts, describe_kernels, describe_overlap
 from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.metrics import describe_peak
@@ -57,12 +57,13 @@ def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
     rows = {
         "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
         "mesh": f"{describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}",
-        "model": f"{parameter_count(blueprint):,} parameters{_describe_trained(blueprint)}: "
+        "model": f"{parameter_count(blueprint):,} parameters"
+        f"{describe_active(config.model, parameter_count(blueprint))}{_describe_trained(blueprint)}: "
         f"{_describe_model(config.model)}",
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
         "context": describe_context(config, mesh_sizes(mesh)),
-        "experts": describe_experts(config, mesh_sizes(mesh), platform_of(device)),
+        "experts": describe_experts(config.model, mesh_sizes(mesh)[TP]),
         "kernels": describe_kernels(config, mesh_sizes(mesh), platform_of(device)),
         "data": _describe_data(data.corpus),
         "rows": _describe_rows(data),

@@ -61,13 +61,16 @@ def test_shipped_configurations_are_answered(config, tmp_path, capsys):
     assert "modelled" in out
 
 
+NINE_TENTHS = "h100x8 --memory-fraction 0.9"
 RECIPES = {
     "finetune_llama31_8b": "h100x8",
     "finetune_qwen3_8b": "h100x8",
     "llama31_8b_128k": "h100x8",
     "llama31_8b_128k_16": "h100x16",
     "lora_llama31_70b": "h100x8",
+    "mixtral_8x7b": NINE_TENTHS,
     "pretrain_1b": "h100x1",
+    "qwen3_30b_a3b": NINE_TENTHS,
 }
 
 
@@ -76,7 +79,7 @@ def test_a_recipe_is_the_best_setting_and_surely_fits(config, tmp_path):
     path, written, record = ROOT / f"configs/{config}.yaml", tmp_path / "new" / "best.yaml", tmp_path / "estimate.json"
     hardware = RECIPES[config]
     assert f"estimate --config configs/{config}.yaml --hardware {hardware}" in path.read_text()
-    flags = ["--config", str(path), "--hardware", hardware, "--write", str(written), "--json", str(record)]
+    flags = ["--config", str(path), "--hardware", *hardware.split(), "--write", str(written), "--json", str(record)]
     assert main(flags) == 0
     assert from_yaml(TrainConfig, written) == from_yaml(TrainConfig, path)
     assert json.loads(record.read_text())["meshes"][0]["fits_surely"]
@@ -161,7 +164,7 @@ def test_tier_3_beside_tier_1(peak, verdict, tmp_path, monkeypatch, capsys):
         asked.append((*args[1:], kwargs))
         sizes = {"argument_bytes": 1, "temp_bytes": 2, "alive_bytes": 2, "peak_bytes": int(peak)}
         moved = Scheduled(Collective("all-gather", ("tp",), 4, 4 * 10**9), count=3, overlapped=2, computing=7)
-        return Compiled(**sizes, collectives=(moved,), seconds=5.0, notes=("a note",))
+        return Compiled(**sizes, collectives=(moved,), seconds=5.0, notes=("a note",), flops=2e12)
 
     monkeypatch.setattr(command, "compile_for", compiled)
     file = tmp_path / "estimate.json"

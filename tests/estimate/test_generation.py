@@ -62,6 +62,23 @@ def test_weights_are_split_by_fsdp_and_tp():
     assert {tuple(one.sizes.values()): 2 * one.weights for one in half} == by_mesh
 
 
+def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
+    """1 - (1 - k / E) ** n of them are expected; gathered over fsdp they are read whole."""
+    model = dataclasses.replace(MODEL, d_model=128, d_ff=512, num_experts=8, experts_per_token=2)
+    facts, where = describe_model(TrainConfig(model=model)), Target(find("h100"), 8, 1e12)
+
+    def seconds(rows, **changes):
+        (one,) = generations(dataclasses.replace(model, **changes), where, facts, [sized(tp=8)], rows, LENGTH)
+        return one.seconds - cache_bytes(model, one.sizes, rows, LENGTH) / speed, one
+
+    speed = where.hardware.bandwidth * where.hardware.bandwidth_efficiency
+    experts = 4 * model.num_layers * 3 * 128 * 512  # bytes: one of eight on each device
+    for rows, share in ((1, 0.25), (2, 0.4375), (256, 1.0)):
+        (own, _), (every, one) = seconds(rows), seconds(rows, grouped="xla")
+        assert (every - own) * speed == pytest.approx((1 - share) * experts, abs=1)
+        assert one.weights > experts
+
+
 def test_meshes_with_cp_alone():
     with pytest.raises(
         ConfigError, match="--generate 8: a cache is not divided over cp; name a mesh with cp=1 beside dp 4"

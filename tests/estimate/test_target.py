@@ -42,6 +42,7 @@ ANSWER = {
     "alive_bytes": 6,
     "peak_bytes": 7,
     "seconds": 1.5,
+    "flops": 10,
     "notes": ["a warning"],
     "collectives": [
         {"kind": "all-gather", "axes": ["tp"], "count": 2, "bytes": 8, "overlapped": 1, "computing": 3},

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from accounts import B, T, compiled_flops
+from support import sizes_of, sweep_of
 
 import jaxtp
 from jaxtp.layers.lora import LoraConfig
@@ -44,6 +45,53 @@ def test_with_adapters_too(remat):
     config = dataclasses.replace(MODEL, remat=remat, lora=LoraConfig(rank=4))
     work = step_costs(config, mesh_sizes(jaxtp.make_mesh(*mesh)), **SHAPE)
     assert work.flops == compiled_flops(config, mesh, 1)
+
+
+EXPERTS = dataclasses.replace(MODEL, attention="xla", num_experts=4, experts_per_token=2)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "changes"),
+    sweep_of(
+        [
+            [(1, 2, 4), (1, 1, 8), (2, 2, 2)],
+            [
+                {"remat": "none"},
+                {"remat": "save_dots"},
+                {"remat": "save_gathered"},
+                {"remat": "save_reduced", "norm_placement": "after"},
+                {"remat": "full", "sequence_parallel": False},
+            ],
+        ],
+        ((1, 2, 4), {"remat": "save_dots"}),
+    ),
+    ids=str,
+)
+def test_flops_of_experts_over_tp_and_inside_are_those_of_the_compiled_program(mesh, changes):
+    """XLA's products on a CPU are of all places with all experts of a device: 4 over tp 8 are inside."""
+    config = dataclasses.replace(EXPERTS, **changes)
+    work = step_costs(config, sizes_of(mesh), **SHAPE)
+    assert work.flops == compiled_flops(config, mesh, 1)
+
+
+@pytest.mark.parametrize("mesh", [(1, 2, 4), (1, 1, 8)], ids=str)
+def test_a_kernel_computes_what_the_tokens_chose_alone(mesh):
+    """As many rows as a device has tokens to a tp, times k; dense products have a row for each place and expert."""
+    sizes = sizes_of(mesh)
+    own, dense = (
+        {p.name: p for p in step_costs(EXPERTS, sizes, **SHAPE, platform=platform).products if "experts" in p.name}
+        for platform in ("cuda", "cpu")
+    )
+    tokens, tp, k = B * T // (mesh[0] * mesh[1]), mesh[2], EXPERTS.experts_per_token
+    width = EXPERTS.d_ff // (1 if EXPERTS.num_experts % tp == 0 else tp)
+    rows = tokens * k // (tp if EXPERTS.num_experts % tp == 0 else 1)
+    assert {(p.m, p.k, p.n) for p in own.values()} == {(rows, 32, 2 * width), (rows, width, 32)}
+    assert all(dense[name].flops == EXPERTS.num_experts * one.flops for name, one in own.items())
+    assert all(p.counted * p.flops == own[name].flops for name, p in dense.items())
+    xla = dataclasses.replace(EXPERTS, grouped="xla")
+    assert step_costs(xla, sizes, **SHAPE, platform="cuda").products == tuple(
+        p for p in step_costs(EXPERTS, sizes, **SHAPE, platform="rocm").products
+    )
 
 
 def test_micro_batches_change_no_flops_but_how_often_weights_are_read():

@@ -1,5 +1,6 @@
 """What a run measures of itself, and where it writes it."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -11,11 +12,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 from runs import SMALL, TEXT, full_disk, mesh, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxtp
+from jaxtp.config import from_yaml
 from jaxtp.layers.lora import LoraConfig
+from jaxtp.models.costs import active_parameters, described
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
 from jaxtp.train.folder import RunFolderError
@@ -180,6 +184,27 @@ def test_flops_per_token_are_those_of_the_published_tables():
     )
     flops = flops_per_token(model, parameters=8_030_261_248, sequence_length=8192)
     assert 14451 * flops / 1e12 == pytest.approx(743.8, abs=0.1)
+
+
+def test_experts_that_a_token_does_not_choose_do_not_count():
+    model = jaxtp.ModelConfig(d_model=64, num_layers=3, d_ff=48, num_experts=8, experts_per_token=2)
+    head, experts = model.vocab_size * model.d_model, 3 * 3 * 64 * 48
+    found = flops_per_token(model, 10**6 + head + 8 * experts, sequence_length=0)
+    assert found == 6 * (10**6 + 2 * experts)
+    frozen = dataclasses.replace(model, lora=LoraConfig(rank=2, targets=("q_proj",)))
+    adapters = 3 * 2 * (64 + model.num_heads * model.head_dim)
+    found = flops_per_token(frozen, 10**6 + head + adapters + 8 * experts, sequence_length=0)
+    assert found == 4 * (10**6 + 2 * experts) + 6 * adapters
+
+
+@pytest.mark.parametrize(
+    ("name", "every", "active"), [("qwen3_30b_a3b", 30.5, 3.35), ("mixtral_8x7b", 46.7, 12.9)], ids=str
+)
+def test_active_parameters_are_those_that_are_published(name, every, active):
+    model = from_yaml(TrainConfig, Path(__file__).parents[2] / f"configs/{name}.yaml").model
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(described(model), nnx.Param)))
+    assert parameters / 1e9 == pytest.approx(every, abs=0.05)
+    assert active_parameters(model, parameters) / 1e9 == pytest.approx(active, abs=0.05)
 
 
 def test_frozen_weights_have_no_gradient_to_compute():
