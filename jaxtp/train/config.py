@@ -403,21 +403,20 @@ def describe_experts(config: TrainConfig, mesh: Mapping[str, int], platform: str
     blocks = [block for block in config.model.block_kinds() if block.num_experts]
     if not blocks:
         return None
-    tp, divided = mesh[TP], {}
+    tp, divided = mesh[TP], []
     for block in blocks:
-        count = block.num_experts // tp if block.over_tp(tp) else block.num_experts
         if tp == 1:
-            divided[f"{count} on each device"] = count
+            divided.append("whole on every device")
         elif block.over_tp(tp):
-            divided[f"over tp {tp}, {count} whole on each device"] = count
+            divided.append(f"over tp {tp}, {block.num_experts // tp} whole on each device")
         else:
-            divided[f"inside over tp {tp}, {block.d_ff // tp} of the width {block.d_ff} on each device"] = count
+            divided.append(f"inside over tp {tp}, {block.d_ff // tp} of the width {block.d_ff} on each device")
     method, why = grouped.method_of(config.model.grouped, platform)
     products = f"products by {method} ({why})"
-    if grouped.dense(method, platform) and (most := max(divided.values())) > 1:
+    if grouped.dense(method, platform) and (most := max(block.num_experts for block in blocks)) > 1:
         warning = "" if platform == "cpu" else "WARNING: "
-        products += f"; {warning}it multiplies every row with all {most} on the device, {most} x the work"
-    return f"{' and '.join(divided)}; {products}"
+        products += f"; {warning}it multiplies every row with every expert, {most} x the work"
+    return f"{' and '.join(dict.fromkeys(divided))}; {products}"
 
 
 def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> Share:

@@ -169,18 +169,22 @@ def test_the_lines_of_a_run_say_the_balance(capsys):
 @pytest.mark.parametrize(
     ("tp", "platform", "grouped", "said"),
     [
-        (1, "cuda", "auto", "6 on each device; products by pallas (it multiplies each row with its own expert alone)"),
+        (
+            1,
+            "cuda",
+            "auto",
+            "whole on every device; products by pallas (it multiplies each row with its own expert alone)",
+        ),
         (
             *(2, "cpu", "auto"),
             "over tp 2, 3 whole on each device; products by xla (pallas: it runs on cuda, not on cpu); it "
-            "multiplies every row with all 3 on the device, 3 x the work",
+            "multiplies every row with every expert, 6 x the work",
         ),
         (
             *(4, "cuda", "xla"),
             "inside over tp 4, 2 of the width 8 on each device; products by xla (as configured); WARNING: it "
-            "multiplies every row with all 6 on the device, 6 x the work",
+            "multiplies every row with every expert, 6 x the work",
         ),
-        (6, "rocm", "xla", "over tp 6, 1 whole on each device; products by xla (as configured)"),
     ],
 )
 def test_the_summary_says_how_experts_are_divided_and_multiplied(tp, platform, grouped, said):
