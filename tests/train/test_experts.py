@@ -223,7 +223,7 @@ def test_killed_and_resumed_where_experts_are_divided_otherwise(tmp_path, comman
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.005)
     process.kill()
-    process.communicate()
+    process.wait()
     there = [*command, *mesh(2, 1, 4), "--run.dir", str(killed), "--train.accumulation", "2"]
     resumed = finish(start([*there, "--train.verify-every", "30"]))
     assert re.search(r"resumed from the checkpoint at step \d+", resumed)
