@@ -61,6 +61,7 @@ from jaxtp.layers.costs import (
     enter,
     itemsize,
     leave,
+    sums_over,
 )
 from jaxtp.layers.grouped import Implementation, Method, grouped_matmul, method_of
 from jaxtp.layers.linear import default_kernel_init
@@ -282,7 +283,7 @@ class MixtureOfExperts(PositionwiseBranch):
             jnp.sum(jax.nn.one_hot(experts, config.num_experts).sum(2) * valid[..., None], axis=1),
             jnp.sum(scores * valid[..., None], axis=1),
             jnp.sum(jnp.square(normaliser) * valid, axis=1),
-            jnp.sum(-jnp.sum(scores * log_scores, axis=-1) * valid, axis=1),
+            jax.lax.stop_gradient(jnp.sum(-jnp.sum(scores * log_scores, axis=-1) * valid, axis=1)),
         ]
         if sequence is None:  # every device of a tp group has the same tokens
             sums = [_once(each) for each in sums]
@@ -327,6 +328,8 @@ class MixtureOfExperts(PositionwiseBranch):
         yield from enter(EXPERTS, share, 2 * FLOAT32 * choices, split=split, again=gathers_again)
         yield from enter(EXPERTS, share, hidden, split=split, again=gathers_again)
         yield from leave(EXPERTS, share, hidden, split=split, again=sums_again)
+        if not split and share.training:  # gradients of scores and normalisers, which one device of a tp group sums up
+            yield sums_over(EXPERTS, (TP,), share.sizes, FLOAT32 * (experts + 1) * share.rows)
         tokens = share.between(self.sequence_parallel)
         yield Product.of("router", (tokens, self.d_model, experts), FLOAT32, share.passes(again, share.gradients))
         local, width = (experts // share.tp, features) if over_tp else (experts, features // share.tp)
