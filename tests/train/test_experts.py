@@ -20,8 +20,9 @@ from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.communication import ALL_TO_ALL
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, to_plain
 from jaxtp.generate.__main__ import main as generate
+from jaxtp.generate.loading import _inference_config
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of, sized
 from jaxtp.train import optimizer as optimizers
@@ -36,6 +37,7 @@ from jaxtp.train.config import (
 )
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.report import Report
+from jaxtp.train.resume import check_resumable
 from jaxtp.train.state import plan_state, trained_parameters
 from jaxtp.train.step import make_train_step, trace_step
 
@@ -202,6 +204,15 @@ def test_a_kernel_that_the_devices_lack_is_one_message():
     config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, grouped="pallas"))
     with pytest.raises(ConfigError, match=r"model.grouped=pallas: it runs on cuda, not on cpu; use auto \(xla\)"):
         check_platform(config, ONE_DEVICE.sizes, "cpu")
+
+
+def test_a_run_generates_and_goes_on_where_its_kernel_is_not(tmp_path):
+    """Trained on GPUs by a kernel of theirs, and opened on a CPU."""
+    model = dataclasses.replace(MODEL, grouped="pallas")
+    assert _inference_config(model, None).grouped == "auto"
+    stored = {"config": to_plain(dataclasses.replace(RUN, model=model)), "corpus": {}}
+    (changed,) = check_resumable(RUN, {}, stored)
+    assert changed == "changed since, without effect on the numbers: model.grouped: pallas -> auto"
 
 
 @pytest.fixture
