@@ -20,8 +20,9 @@ from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.communication import ALL_TO_ALL
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, to_plain
 from jaxtp.generate.__main__ import main as generate
+from jaxtp.generate.loading import _inference_config
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of, sized
 from jaxtp.train import optimizer as optimizers
@@ -33,9 +34,11 @@ from jaxtp.train.config import (
     TrainConfig,
     check_platform,
     describe_experts,
+    describe_grouped,
 )
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.report import Report
+from jaxtp.train.resume import check_resumable
 from jaxtp.train.state import plan_state, trained_parameters
 from jaxtp.train.step import make_train_step, trace_step
 
@@ -167,37 +170,49 @@ def test_the_lines_of_a_run_say_the_balance(capsys):
 
 
 @pytest.mark.parametrize(
-    ("tp", "platform", "grouped", "said"),
+    ("tp", "said"),
+    [(1, "6 of 6 whole"), (2, "3 of 6 whole"), (4, "2 of the width 8 of all 6")],
+)
+def test_the_summary_says_how_experts_are_divided(tp, said):
+    assert describe_experts(MODEL, tp) == f"over tp {tp}: {said} on each device"
+    assert describe_experts(dataclasses.replace(MODEL, num_experts=0), tp) is None
+
+
+@pytest.mark.parametrize(
+    ("platform", "grouped", "said"),
     [
-        (1, "cuda", "auto", "6 on each device; products by pallas (it multiplies each row with its own expert alone)"),
+        ("cuda", "auto", ["pallas products of experts (it multiplies each row with its own expert alone)"]),
+        ("cpu", "auto", ["xla products of experts (pallas: it runs on cuda, not on cpu)"]),
         (
-            *(2, "cpu", "auto"),
-            "over tp 2, 3 whole on each device; products by xla (pallas: it runs on cuda, not on cpu); it "
-            "multiplies every row with all 3 on the device, 3 x the work",
+            *("cuda", "xla"),
+            [
+                "xla products of experts (as configured)",
+                "WARNING: that multiplies every row with every expert, 6 times the work and the memory of rows",
+            ],
         ),
-        (
-            *(4, "cuda", "xla"),
-            "inside over tp 4, 2 of the width 8 on each device; products by xla (as configured); WARNING: it "
-            "multiplies every row with all 6 on the device, 6 x the work",
-        ),
-        (6, "rocm", "xla", "over tp 6, 1 whole on each device; products by xla (as configured)"),
     ],
 )
-def test_the_summary_says_how_experts_are_divided_and_multiplied(tp, platform, grouped, said):
-    config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, grouped=grouped))
-    assert describe_experts(config, sized(tp=tp), platform) == said
+def test_the_summary_says_what_multiplies_with_experts(platform, grouped, said):
+    assert list(describe_grouped(dataclasses.replace(MODEL, grouped=grouped), platform)) == said
 
 
-def test_models_without_experts_have_no_such_line_and_refuse_no_kernel():
-    config = TrainConfig(model=jaxtp.ModelConfig(grouped="pallas"))
-    assert describe_experts(config, ONE_DEVICE.sizes, "cpu") is None
-    check_platform(config, ONE_DEVICE.sizes, "cpu")
+def test_models_without_experts_refuse_no_kernel():
+    check_platform(TrainConfig(model=jaxtp.ModelConfig(grouped="pallas")), ONE_DEVICE.sizes, "cpu")
 
 
 def test_a_kernel_that_the_devices_lack_is_one_message():
     config = dataclasses.replace(RUN, model=dataclasses.replace(MODEL, grouped="pallas"))
     with pytest.raises(ConfigError, match=r"model.grouped=pallas: it runs on cuda, not on cpu; use auto \(xla\)"):
         check_platform(config, ONE_DEVICE.sizes, "cpu")
+
+
+def test_a_run_generates_and_goes_on_where_its_kernel_is_not(tmp_path):
+    """Trained on GPUs by a kernel of theirs, and opened on a CPU."""
+    model = dataclasses.replace(MODEL, grouped="pallas")
+    assert _inference_config(model, None).grouped == "auto"
+    stored = {"config": to_plain(dataclasses.replace(RUN, model=model)), "corpus": {}}
+    (changed,) = check_resumable(RUN, {}, stored)
+    assert changed == "changed since, without effect on the numbers: model.grouped: pallas -> auto"
 
 
 @pytest.fixture
@@ -219,7 +234,7 @@ def test_killed_and_resumed_where_experts_are_divided_otherwise(tmp_path, comman
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.005)
     process.kill()
-    process.communicate()
+    process.wait()
     there = [*command, *mesh(2, 1, 4), "--run.dir", str(killed), "--train.accumulation", "2"]
     resumed = finish(start([*there, "--train.verify-every", "30"]))
     assert re.search(r"resumed from the checkpoint at step \d+", resumed)
