@@ -1,4 +1,5 @@
-"""What we export, read by transformers: the logits of every reference model, and of it with adapters that were merged.
+"""What we export, read by transformers: the logits of every reference model, and of it with adapters that were merged;
+of a mixture of experts, in both layouts.
 
     python scripts/export_to_transformers.py write FOLDER
     python scripts/export_to_transformers.py read FOLDER > scripts/results/export_to_transformers.txt
@@ -27,7 +28,7 @@ def write(folder: Path) -> None:
     from flax import nnx
 
     import jaxtp
-    from jaxtp.layers.lora import LoraConfig, LoraParam
+    from jaxtp.layers.lora import TARGETS, LoraConfig, LoraParam
 
     jax.config.update("jax_num_cpu_devices", 4)
     for source in sorted(path.parent for path in REFERENCES.glob("*/config.json")):
@@ -36,10 +37,14 @@ def write(folder: Path) -> None:
             ids = reference["input_ids"].astype(np.int32)
         with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
             model = jaxtp.load_hf(source)
-            adapted = jaxtp.add_adapters(model, LoraConfig(rank=2))
+            experts = any(block.num_experts for block in model.config.block_kinds())
+            targets = TARGETS[:4] if experts else TARGETS  # experts have no adapters
+            adapted = jaxtp.add_adapters(model, LoraConfig(rank=2, targets=targets))
             nnx.update(adapted, jax.tree.map(lambda array: array + 0.02, nnx.state(adapted, LoraParam)))
-            for name, exported in ((source.name, model), (f"{source.name}, merged", jaxtp.merge_adapters(adapted))):
-                jaxtp.save_hf(exported, folder / name, family=family)
+            exports = [("", model, "separate"), (", merged", jaxtp.merge_adapters(adapted), "separate")]
+            for suffix, exported, layout in [*exports, *([(", stacked", model, "stacked")] if experts else [])]:
+                name = source.name + suffix
+                jaxtp.save_hf(exported, folder / name, family=family, experts=layout)
                 graph, state = nnx.split(exported)
                 logits = jax.jit(lambda state, ids, graph=graph: nnx.merge(graph, state)(ids))(state, ids)
                 np.savez(folder / name / LOGITS, ids=ids, logits=np.asarray(logits))

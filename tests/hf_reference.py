@@ -14,7 +14,8 @@ SIZE = 512
 COPIED = ["llama_gqa", "llama_kv2", "llama31_rope", "llama_tied_bias", "qwen2", "qwen3"]
 TRAINED = ["gemma2", "gemma3", "olmo2", "phi3", "gpt2"]
 MADE = ["mistral", "llama_linear", "llama_yarn", "qwen2_window", "qwen3_bias", *TRAINED]
-MADE += ["gpt2_scaled", "gpt2_unscaled", "phi3_long"]
+EXPERTS = ["mixtral", "qwen3_moe", "qwen3_moe_dense"]
+MADE += ["gpt2_scaled", "gpt2_unscaled", "phi3_long", *EXPERTS]
 """Those of `TRAINED` have updates too."""
 LOGITS, LOSS, GRAD_NORM, GRADIENT = 5e-5, 5e-6, 2e-6, 1e-5
 """Tolerances: largest difference; the same; relative; relative L2 norm of each tensor."""

@@ -233,7 +233,7 @@ def test_set_up_commands_are_what_ci_runs():
     install, test = (line for line in COMMANDS if "pip install" in line)
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
-    assert 'pip" install --quiet -e ".[dev]"' in (ROOT / ".ci/run").read_text()
+    assert 'pip" install -qq -e ".[dev]"' in (ROOT / ".ci/run").read_text()
     kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EXPLAIN, BENCH, LAUNCH)
     assert len(COMMANDS) == sum(map(len, kinds)) + 2
 

@@ -106,9 +106,9 @@ def _product(m: int, k: int, n: int, dtype: str) -> Program:
 
 
 def hidden_width(model: ModelConfig) -> int:
-    """Returns the number of features that the last row layer of a block takes."""
+    """Returns the number of features that the last row layer of a block takes of a token, or its experts together."""
     costs = step_costs(model, sized(), batch_size=1, sequence_length=1)
-    return [product.k for product in costs.products if product.name == "down"][-1]
+    return [product.m * product.k for product in costs.products if product.name.endswith("down")][-1]
 
 
 def pair_program(model: ModelConfig, width: int, rows: int, length: int) -> partial[Any]:

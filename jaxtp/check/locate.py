@@ -143,7 +143,7 @@ def _run(model: Decoder, batch: dict[str, Any], run: TrainConfig, watch: _Watch)
     x_BTD = model.embed(jnp.asarray(batch["inputs"]), sequences)
     for index, block in enumerate(model.in_order()):
         layer_keys = None if keys is None else keys[index]
-        x_BTD, _ = watch.on(block, f"blocks.{index}")(x_BTD, layer_keys, sequences)
+        x_BTD = watch.on(block, f"blocks.{index}")(x_BTD, layer_keys, sequences)
     x_BTD = watch.on(model.norm, "norm")(x_BTD)
     total, count = model.loss_of_hidden(x_BTD, sequences.own(jnp.asarray(batch["labels"])))
     mean: Array = watch.record(LOSS, total / count)

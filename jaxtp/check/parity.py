@@ -1,8 +1,14 @@
-"""Three updates of one model on a mesh, and how far they are from those of another mesh."""
+"""Three updates of one model on a mesh, and how far they are from those of another mesh.
+
+A router's choice jumps: where two experts have almost the same score, rounding decides, and all after it differs. So
+choices are compared by themselves. Where one is another than on one device, the scores must have been as close as
+rounding is large; and whatever a mesh would choose, it computes with the choices of one device.
+"""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,14 +22,15 @@ from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
 from jaxtp.collectives import batch_spec
 from jaxtp.config import changed
 from jaxtp.data.rows import SEGMENTS
+from jaxtp.layers.context import to_natural
 from jaxtp.layers.loss import IGNORE
-from jaxtp.mesh import make_mesh, mesh_of, mesh_sizes
+from jaxtp.mesh import CP, make_mesh, mesh_of, mesh_sizes
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import TrainConfig, share_of
 from jaxtp.train.memory import costs_of_step
 from jaxtp.train.optimizer_state import OPTIMIZER_SCOPE
 from jaxtp.train.state import Blueprint, plan_state
-from jaxtp.train.step import make_train_step
+from jaxtp.train.step import EXPERTS, make_train_step
 
 NOISE = 0.1
 """Added to every weight: initial values are special (zero biases, equal scales), and hide mistakes."""
@@ -56,6 +63,10 @@ TOLERANCES = {
 
 Arrays = Mapping[str, np.ndarray]
 
+Choices = Sequence[tuple[np.ndarray, np.ndarray] | None]
+"""For each kind of block the experts that each token would choose, `[B, layers, T, k]`, and the margin by which,
+`[B, layers, T]`; None of blocks without experts."""
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -76,6 +87,9 @@ class Numbers:
     problems: tuple[str, ...] = ()
     """Problems that the audit of the compiled step found."""
 
+    choices: tuple[Choices, ...] = ()
+    """Choices of the routers before each update."""
+
 
 @dataclass(frozen=True)
 class Errors:
@@ -87,6 +101,12 @@ class Errors:
     """Error of each gradient, by parameter."""
     updates: Mapping[str, float]
     """Error of each array of the updated state, by path."""
+    flips: int = 0
+    """Choices of experts that are others."""
+    margin: float = 0.0
+    """The largest margin, on one device, of a choice that is another."""
+    choices: int = 0
+    """Choices of experts in all."""
     rounding: Mapping[str, float] = field(default_factory=dict)
     """Error of each of both on one device, against float32. A sum in which much cancels, such as the gradient of a
     norm's scale, is off by more than its digits on any device."""
@@ -103,7 +123,8 @@ class Errors:
         """Returns whether all of them are tolerated; a NaN is not."""
         scalars = self.loss <= tolerance.scalar and self.grad_norm <= tolerance.scalar
         arrays = {**self.gradients, **self.updates}
-        return scalars and all(error <= self.allowed(name, tolerance) for name, error in arrays.items())
+        allowed = all(error <= self.allowed(name, tolerance) for name, error in arrays.items())
+        return scalars and allowed and self.margin <= tolerance.tensor
 
 
 def initial_arrays(config: TrainConfig) -> Arrays:
@@ -136,7 +157,9 @@ def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
     return made
 
 
-def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = False) -> Numbers:
+def run(
+    config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = False, replayed: Numbers | None = None
+) -> Numbers:
     """Runs three updates on the mesh of a case.
 
     Args:
@@ -144,13 +167,16 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
       case: mesh, sequence parallelism and method over cp.
       initial: the state to start from.
       audited: also audits the compiled step.
+      replayed: numbers of a run whose experts are used, whichever ones are chosen here.
     """
     config = on_case(config, case)
     mesh = mesh_of(case.sizes)
     blueprint = _plan(config, mesh)
-    step = make_train_step(changed(config, {"metrics.norm_groups": ()}), blueprint, with_grads=True)
+    step = make_train_step(changed(config, {"metrics.norm_groups": ()}), blueprint, with_choices=True, with_grads=True)
     state = place(initial, blueprint.abstract, mesh)
-    placed = [jax.device_put(batch, NamedSharding(mesh, batch_spec(None))) for batch in batches(config)]
+    given = [_given(choices) for choices in replayed.choices] if replayed is not None else [{}] * UPDATES
+    rows = NamedSharding(mesh, batch_spec(None))
+    placed = [jax.device_put({**batch, **own}, rows) for batch, own in zip(batches(config), given, strict=True)]
     problems: list[str] = []
     if audited:
         result = audit(
@@ -168,12 +194,23 @@ def run(config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = Fal
             step = step.lower(state, placed[0]).compile(compiler_options=COMPILER_OPTIONS)
     scalars: list[list[float]] = []
     gradients: Arrays = {}
+    choices: list[Choices] = []
+    zigzag = config.model.zigzag(share_of(config, case.sizes))
     for batch in placed:
-        state, values, grads = step(state, batch)
+        state, values, chosen, grads = step(state, batch)
+        choices.append(
+            jax.tree.map(lambda x: to_natural(np.asarray(x), case.sizes[CP], 2) if zigzag else np.asarray(x), chosen)
+        )
         scalars.append([values.fetch()[name] for name in ("loss", "grad_norm")])
         gradients = gradients or on_host(grads, mesh)
     losses, norms = np.array(scalars).T
-    return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems))
+    return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems), tuple(choices))
+
+
+def _given(choices: Choices) -> dict[str, Any]:
+    """Returns what a batch has of experts to use; nothing for a model that has none."""
+    experts = tuple(None if found is None else found[0] for found in choices)
+    return {} if all(found is None for found in experts) else {EXPERTS: experts}
 
 
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
@@ -185,11 +222,15 @@ def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) ->
       exact: those of one device in float32, where the others are in fewer digits.
     """
     gradients, updates = distances(actual, expected)
+    margins, choices = _flipped(actual, expected)
     return Errors(
         loss=relative_error(actual.losses, expected.losses),
         grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
         gradients=gradients,
         updates=updates,
+        flips=margins.size,
+        margin=float(np.max(margins, initial=0.0)),
+        choices=choices,
         rounding={} if exact is None else {k: e for errors in distances(expected, exact) for k, e in errors.items()},
     )
 
@@ -198,6 +239,20 @@ def distances(actual: Numbers, expected: Numbers) -> tuple[dict[str, float], dic
     """Returns the relative error of each gradient, and of each array of the updated state."""
     gradients = {name: relative_error(actual.gradients[name], g) for name, g in expected.gradients.items()}
     return gradients, {name: relative_error(actual.state[name], a) for name, a in expected.state.items()}
+
+
+def _flipped(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, int]:
+    """Returns the margin of each choice of experts that is another than expected, and the number of all choices."""
+    margins: list[np.ndarray] = [np.zeros(0)]
+    total = 0
+    for ours, theirs in zip(actual.choices, expected.choices, strict=True):
+        for own, other in zip(ours, theirs, strict=True):
+            if own is not None and other is not None:
+                (experts, _), (expected_experts, margin) = own, other
+                differ = np.any(np.sort(experts) != np.sort(expected_experts), axis=-1)
+                margins.append(margin[differ].astype(np.float64))
+                total += differ.size
+    return np.concatenate(margins), total
 
 
 def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:

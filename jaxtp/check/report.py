@@ -39,12 +39,12 @@ class Verdict:
         gradient, update = self._worst(e)
         row = f"{name}{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
         if self.passed:
-            return [row]
+            return [row, *self._flips(e)]
         first = [f"first difference: {self.first_difference}"] if self.first_difference else []
         limits = [f"{name} (up to {e.allowed(name, self.tolerance):.1e} allowed)" for name in (gradient, update)]
         worst = ["worst gradient {}, worst updated array {}".format(*limits)]
         details = ([] if e.within(self.tolerance) else first + worst) + list(self.problems)
-        return [row, *(f"        {detail}" for detail in details)]
+        return [row, *self._flips(e), *(f"        {detail}" for detail in details)]
 
     def as_json(self) -> dict[str, Any]:
         """Returns everything, as plain values."""
@@ -59,9 +59,19 @@ class Verdict:
                 "worst_gradient": gradient,
                 "update": e.updates[update],
                 "worst_update": update,
+                "flips": e.flips,
+                "margin": e.margin,
+                "choices": e.choices,
             }
         names = {"mesh": case["sizes"], "sequence_parallel": case["sequence_parallel"], "context": case["context"]}
         return {**names, **plain, "passed": self.passed}
+
+    def _flips(self, errors: Errors) -> list[str]:
+        """Returns what is said of choices of experts that are others than on one device."""
+        if not errors.flips:
+            return []
+        of_all = f"{errors.flips:,} of {errors.choices:,} choices of experts are others"
+        return [f"        {of_all}, by at most {errors.margin:.1e} of score ({self.tolerance.tensor:.1e} allowed)"]
 
     def _worst(self, errors: Errors) -> tuple[str, str]:
         return errors.worst(errors.gradients, self.tolerance), errors.worst(errors.updates, self.tolerance)

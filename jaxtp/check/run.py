@@ -47,23 +47,25 @@ def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
     for dtype in dtypes(small):
         config = _with_dtype(small, dtype)
         initial = parity.initial_arrays(config)
-        expected = _run(config, ONE_DEVICE, initial, dtype)
+        expected = _run(config, ONE_DEVICE, initial, dtype, exact)
         if isinstance(expected, Verdict):
             yield expected
             continue
         exact = exact or expected  # of float32, which is the first
         for case in cases:
-            actual = _run(config, case, initial, dtype)
+            actual = _run(config, case, initial, dtype, exact)
             if isinstance(actual, Verdict):
                 yield actual
             else:
                 yield _compare(config, case, initial, dtype, parity.compare(actual, expected, exact), actual.problems)
 
 
-def _run(config: TrainConfig, case: Case, initial: parity.Arrays, dtype: str) -> parity.Numbers | Verdict:
-    """Returns the numbers of a case, or why there are none."""
+def _run(
+    config: TrainConfig, case: Case, initial: parity.Arrays, dtype: str, exact: parity.Numbers | None
+) -> parity.Numbers | Verdict:
+    """Returns the numbers of a case, or why there are none; `exact` are those of one device in float32, if known."""
     try:
-        return parity.run(config, case, initial, audited=case != ONE_DEVICE)
+        return parity.run(config, case, initial, audited=case != ONE_DEVICE, replayed=exact)
     except Exception as error:  # a broken layer fails in whatever way it is broken; the verdict says how
         tolerance = parity.TOLERANCES[dtype]
         where = first_difference(config, case, initial, tolerance.tensor)
@@ -87,6 +89,8 @@ def _compare(
 
 def _own(errors: parity.Errors, tolerance: parity.Tolerance) -> str:
     """Returns what is left when every module's output and its gradient agree."""
+    if not errors.margin <= tolerance.tensor:
+        return f"a router: {errors.flips:,} of {errors.choices:,} choices are others, by up to {errors.margin:.1e}"
     gradient, update = (errors.worst(each, tolerance) for each in (errors.gradients, errors.updates))
     if not errors.gradients[gradient] <= errors.allowed(gradient, tolerance):
         return f"{gradient}: its own gradient, where outputs and their gradients agree"

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from jaxtp.config import Keys, Switch
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import mesh_of, sized
+from jaxtp.models.families.family import Layout
 
 Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
 Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
@@ -90,6 +91,10 @@ class Export:
     ] = None
     """Dtype of the tensors in the files that are written: by default the one that an imported model came in, and of any
     other run that of its parameters (model.precision.param)."""
+
+    experts: Layout = "separate"
+    """Tensors of a mixture of experts: one for each expert, as checkpoints on the Hub have, or one in which those of a
+    layer are stacked, as transformers 5 has in memory."""
 
     max_shard_size: str = "5GB"
     """Bytes in a file at most; a tensor is never split."""

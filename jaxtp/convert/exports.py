@@ -50,6 +50,7 @@ def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], confi
         tokenizer_from=_tokenizer(command, checkpoint, info),
         attributes=_attributes(checkpoint, info),
         dtype=command.dtype or info.get(IMPORTED, {}).get("dtype"),
+        experts=command.experts,
         max_shard_size=command.max_shard_size,
         progress=progress("written"),
     )

@@ -21,6 +21,7 @@ _SAME = {
     "colwise": {"colwise", "colwise_rep", "colwise_gather_output", "local_colwise", "packed_colwise"},
     "rowwise": {"rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "packed_rowwise"},
     "embedding_rowwise": {"embedding_rowwise", "rowwise", "rowwise_rep"},
+    "grouped_gemm": {"grouped_gemm"},
     "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local"},
 }
 """Theirs that split what ours splits; they differ in what is gathered afterwards."""
@@ -48,12 +49,12 @@ def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]
 
 def our_plan(parameters: nnx.State, family: Family) -> dict[str, str]:
     """Returns how each module is split over tp, in PyTorch's words, read off the declarations of its parameters."""
-    tensors = {tensor.ours: tensor for tensor in family.tensors}
+    tensors = {tensor.ours: tensor for tensor in family.tensors if tensor.layout != "separate"}
     plan: dict[str, str] = {}
     for path, variable in named_variables(parameters).items():
         tensor = tensors[split_path(path)[1]]
-        module, _, kind = tensor.theirs.removeprefix(family.prefix).rpartition(".")
-        if kind == "weight":
+        if not tensor.theirs.endswith(".bias"):
+            module = tensor.theirs.removeprefix(family.prefix).removesuffix(".weight")
             plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
     return plan
 
@@ -65,6 +66,8 @@ def _style(tensor: Tensor, declared: PartitionSpec) -> str:
         return "replicated"
     if tensor.ours == TABLE:
         return "embedding_rowwise"
+    if tensor.layout is not None and split == [0]:
+        return "grouped_gemm"
     outputs = 0 if tensor.ours == HEAD else len(dims) - 1
     return "colwise" if split == [outputs] else "rowwise"
 

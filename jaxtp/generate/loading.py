@@ -166,7 +166,8 @@ def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
     compute = dtype or config.precision.compute
     return replace(
         config,
-        attention="auto",  # whatever the run was trained with, perhaps elsewhere
+        attention="auto",  # whatever the run was trained with, perhaps elsewhere; and so for experts
+        grouped="auto",
         dropout=0.0,
         remat="none",
         sequence_parallel=None,

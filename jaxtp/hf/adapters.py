@@ -85,8 +85,8 @@ def merge_adapters(model: Decoder) -> Decoder:
 
     The sum is made in the dtype of the parameters, where the adapter adds to the product in the compute dtype.
     """
-    config, found = model.config, nnx.state(model, nnx.Param)
-    arrays = {path: variable[...] for path, variable in named_variables(found).items()}
+    config = model.config
+    arrays = {path: variable[...] for path, variable in named_variables(nnx.state(model)).items()}
     for adapter in adapters(config):
         kernel, a, b = (arrays[path] for path in (adapter.kernel, f"{adapter.lora}.a", f"{adapter.lora}.b"))
         arrays[adapter.kernel] = _add(config.lora.alpha / config.lora.rank, kernel, a, b)

@@ -1,5 +1,6 @@
 """config.json into a `ModelConfig`, and back."""
 
+import dataclasses
 import difflib
 import shlex
 from collections.abc import Collection, Iterator, Mapping
@@ -11,6 +12,8 @@ from jaxtp.hf import layers, rope
 from jaxtp.hf.folder import CONFIG, HFError, open_folder, read_attributes
 from jaxtp.hf.names import dtypes
 from jaxtp.hf.values import READ, choice, said, whole
+from jaxtp.layers.experts import ExpertsConfig
+from jaxtp.layers.mlp import MLPConfig
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.models.families import FAMILIES
 from jaxtp.models.families.family import Attribute, Family, says_nothing
@@ -22,6 +25,10 @@ _TOLD = ("hidden_act", "attention_dropout")
 """Attributes that can have one value, and are written."""
 
 
+_OF_EXPERTS = {
+    field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
+}
+"""The settings of a layer's experts, with their defaults."""
 _MAX_LOST = 4
 """Settings in a message that a family cannot have."""
 
@@ -121,7 +128,10 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
         **layers.write_layers(config, family),
         "torch_dtype": dtype,
     }
-    read = _described(model_config(written, family.model_type))
+    try:
+        read = _described(model_config(written, "config.json"))
+    except HFError as error:
+        raise HFError(f"a {family.model_type} cannot be this model: {error}") from None
     if lost := configuration.differences(_described(config), read, "model."):
         more = f"; and {len(lost) - _MAX_LOST} more" if len(lost) > _MAX_LOST else ""
         found = "; ".join(shown(line) for line in lost[:_MAX_LOST]) + more
@@ -131,6 +141,7 @@ def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[st
 
 def _written(config: ModelConfig, family: Family) -> Iterator[tuple[str, Any]]:
     """Yields the attributes that are read one by one; one that cannot say what the model is says its default."""
+    config = _uniform(config)
     for attribute in reversed(family.attributes):  # the first of a name holds
         value = getattr(config, attribute.fields[0])
         if isinstance(attribute.kind, Mapping):
@@ -143,10 +154,21 @@ def _written(config: ModelConfig, family: Family) -> Iterator[tuple[str, Any]]:
             yield attribute.name, value
 
 
+def _uniform(config: ModelConfig) -> ModelConfig:
+    """Returns the model with the settings that all of its blocks have, and those of experts that some have."""
+    blocks = config.block_kinds()
+    sparse = next((block for block in blocks if block.num_experts), blocks[0])
+    names = [field.name for field in dataclasses.fields(config.block())]
+    agreed = [name for name in names if len({repr(getattr(block, name)) for block in blocks}) == 1]
+    return dataclasses.replace(config, **{name: getattr(sparse, name) for name in {*agreed, *_OF_EXPERTS}})
+
+
 def _described(config: ModelConfig) -> dict[str, Any]:
     """Returns what a model is as plain values: equal for two that list the settings of their blocks in other ways."""
     found = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
     plain = {block: configuration.to_plain(block) for _, _, block in config.kinds()}
+    for block, settings in plain.items():  # those of experts mean nothing where there are none
+        settings |= {} if block.num_experts else _OF_EXPERTS
     own = next(iter(plain.values()))
     if len(plain) > 1:
         every = {name: [plain[block][name] for block in config.layers()] for name in own}
@@ -206,7 +228,8 @@ def _read_attributes(family: Family) -> frozenset[str]:
     """Names of the attributes that a model of a family follows from."""
     own = {attribute.name for attribute in family.attributes} | ({"head_dim"} if family.head_dim else set())
     by_layer = {family.scale_by_layer} if family.scale_by_layer is not None else set()
-    return rope.ATTRIBUTES[family.rope] | layers.ATTRIBUTES[family.window] | own | by_layer | {"model_type"}
+    dense = layers.DENSE_LAYERS if family.dense_layers else frozenset()
+    return rope.ATTRIBUTES[family.rope] | layers.ATTRIBUTES[family.window] | own | by_layer | dense | {"model_type"}
 
 
 def _by_their_names(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
@@ -231,7 +254,17 @@ def _fields(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:
     for attribute in family.attributes:
         fields |= dict.fromkeys(attribute.fields, _read(attributes, attribute))
     fields["head_dim"] = _head_dim(attributes, family, fields)
+    _check_experts(family, fields)
     return fields | layers.read_layers(attributes, family, fields)
+
+
+def _check_experts(family: Family, fields: Mapping[str, Any]) -> None:
+    most, chosen = fields.get("num_experts"), fields.get("experts_per_token", 0)
+    if most is not None and chosen > most:
+        names = {field: attribute.name for attribute in family.attributes for field in attribute.fields}
+        raise HFError(
+            f"{names['experts_per_token']} = {chosen}: should be at most {names['num_experts']}, which is {most}"
+        )
 
 
 def _read(attributes: Mapping[str, Any], attribute: Attribute) -> Any:

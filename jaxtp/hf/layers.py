@@ -1,5 +1,6 @@
-"""Layers that differ as config.json spells it: which have a sliding window, and with it another rotary embedding."""
+"""Layers that differ as config.json spells it: a sliding window, with it another rotary embedding; experts or none."""
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -14,11 +15,14 @@ ATTRIBUTES: Mapping[str, frozenset[str]] = {
     "never": frozenset(),
     "always": frozenset({"sliding_window"}),
     "switched": frozenset({"sliding_window", "use_sliding_window", "max_window_layers", "layer_types"}),
+    "switched_for_all": frozenset({"sliding_window", "use_sliding_window", "max_window_layers"}),
     "alternate": frozenset({"sliding_window", "layer_types"}),
     "periodic": frozenset({"sliding_window", "sliding_window_pattern", "layer_types"}),
 }
 """Read, by the family's kind of window."""
-_DEFAULT, _DEFAULT_LAYERS = 4096, 28
+DENSE_LAYERS = frozenset({"mlp_only_layers", "decoder_sparse_step", "moe_intermediate_size"})
+"""Read of a family that can have layers without experts beside those that have some."""
+_DEFAULT_LAYERS, _DEFAULT_EXPERT_WIDTH = 28, 768
 """Values that transformers assumes where config.json is silent."""
 _PERIODS = {"alternate": 2, "periodic": 6}
 _MOST = 1024
@@ -45,15 +49,19 @@ def read_layers(attributes: Mapping[str, Any], family: Family, fields: Mapping[s
         for windowed in (False, True)
     )
     kinds = _sliding(attributes, family, count)
-    window = whole("sliding_window", attributes.get("sliding_window", _DEFAULT)) if any(kinds) else None
-    settings = [{"sliding_window": None, **full}, {"sliding_window": window, **sliding}]
+    window = whole("sliding_window", _window(attributes, family)) if any(kinds) else None
+    windows = [{"sliding_window": None, **full}, {"sliding_window": window, **sliding}]
     if family.scale_by_layer and switch(family.scale_by_layer, attributes.get(family.scale_by_layer, False)):
         scale = fields["query_scale"] or fields["head_dim"] ** -0.5
-        base = settings[kinds[0]]
+        base = windows[kinds[0]]
         return composed(base, [{**base, "query_scale": scale / i} for i in range(1, _few(count) + 1)])
-    if len(set(kinds)) == 1:
-        return settings[kinds[0]]
-    return composed(settings[False], [settings[kind] for kind in kinds])
+    sparse = _sparse(attributes, count) if family.dense_layers else [False]
+    mlps = _mlps(attributes, fields) if family.dense_layers else [{}]
+    if len(set(kinds)) == len(set(sparse)) == 1:
+        return {**windows[kinds[0]], **mlps[sparse[0]]}
+    each = zip(_for_each(kinds, count), _for_each(sparse, count), strict=True)
+    base = {**windows[all(kinds)], **mlps[any(sparse)]}
+    return composed(base, [{**windows[kind], **mlps[has]} for kind, has in each])
 
 
 def composed(base: Settings, layers: Sequence[Settings]) -> dict[str, Any]:
@@ -77,7 +85,7 @@ def write_layers(config: ModelConfig, family: Family) -> dict[str, Any]:
         first, *others = (layer.query_scale for layer in layers)
         by_layer = bool(others) and first is not None and others[0] == first / 2
         written |= {family.scale_by_layer: by_layer}
-    return written
+    return written | (_write_experts(layers) if family.dense_layers else {})
 
 
 def _runs(changes: Sequence[Settings]) -> int:
@@ -88,12 +96,14 @@ def _sliding(attributes: Mapping[str, Any], family: Family, count: int) -> Seque
     """Returns for each layer whether it has a window; for layers that cannot differ one answer."""
     types = attributes.get("layer_types") if "layer_types" in ATTRIBUTES[family.window] else None
     if family.window in ("never", "always"):
-        return [family.window == "always" and attributes.get("sliding_window", _DEFAULT) is not None]
-    if family.window == "switched" and (
+        return [family.window == "always" and _window(attributes, family) is not None]
+    if family.window.startswith("switched") and (
         not switch("use_sliding_window", attributes.get("use_sliding_window", False))
-        or attributes.get("sliding_window", _DEFAULT) is None
+        or _window(attributes, family) is None
     ):
         return [False]
+    if family.window == "switched_for_all":
+        return [_in_all(attributes)]
     if types is None:
         return _by_number(attributes, family, count)
     if not isinstance(types, list) or len(types) != count or not set(map(str, types)) <= {FULL, SLIDING}:
@@ -103,6 +113,49 @@ def _sliding(attributes: Mapping[str, Any], family: Family, count: int) -> Seque
     if period is not None and kinds != _by_number(attributes, family, count):
         raise HFError(f"layer_types and sliding_window_pattern = {said(period)} contradict each other")
     return [*kinds[:1]] if len(set(kinds)) == 1 else kinds[: _few(count)]
+
+
+def _window(attributes: Mapping[str, Any], family: Family) -> Any:
+    return attributes.get("sliding_window", family.default_window)
+
+
+def _in_all(attributes: Mapping[str, Any]) -> bool:
+    """Returns true.
+
+    Raises:
+      HFError: for older versions of transformers, the first layers have no window.
+    """
+    if first := attributes.get("max_window_layers"):
+        raise HFError(
+            f"max_window_layers = {said(first)} and use_sliding_window = True: some versions of transformers have a "
+            "window in the layers from that one on, others in all; set max_window_layers to 0 for a window in all, or "
+            "use_sliding_window to false for none"
+        )
+    return True
+
+
+def _sparse(attributes: Mapping[str, Any], count: int) -> Sequence[bool]:
+    """Returns for each layer whether it has experts; for layers that do not differ one answer."""
+    step = whole("decoder_sparse_step", attributes.get("decoder_sparse_step", 1))
+    dense = attributes.get("mlp_only_layers")
+    dense = [] if dense is None else dense
+    if not isinstance(dense, list) or not all(type(layer) is int and layer >= 0 for layer in dense):
+        raise HFError(f"mlp_only_layers = {said(dense)}: should be a list of the numbers of layers, the first is 0")
+    if step == 1 and min(dense, default=count) >= count:
+        return [True]
+    without = set(dense)
+    return [i not in without and (i + 1) % step == 0 for i in range(_few(count))]
+
+
+def _mlps(attributes: Mapping[str, Any], fields: Mapping[str, Any]) -> Sequence[Settings]:
+    """Returns the settings of a layer without experts, and of one with them."""
+    width = attributes.get("moe_intermediate_size", _DEFAULT_EXPERT_WIDTH)
+    with_experts = {"num_experts": fields["num_experts"], "d_ff": whole("moe_intermediate_size", width)}
+    return {"num_experts": 0, "d_ff": fields["d_ff"]}, with_experts
+
+
+def _for_each(kinds: Sequence[bool], count: int) -> Sequence[bool]:
+    return kinds if len(kinds) == count else list(kinds) * count
 
 
 def _by_number(attributes: Mapping[str, Any], family: Family, count: int) -> Sequence[bool]:
@@ -138,16 +191,28 @@ def _write_windows(layers: Sequence[BlockConfig], family: Family) -> dict[str, A
     written: dict[str, Any] = {"sliding_window": window}
     if family.window == "always":
         return written
-    if family.window == "switched":
+    if family.window.startswith("switched"):
         first = kinds.index(True) if any(kinds) else 0
         written |= {"use_sliding_window": window is not None, "max_window_layers": first}
     if family.window == "periodic":
         period = kinds.index(False) + 1 if not all(kinds) else len(kinds) + 1
         if kinds == [(i + 1) % period != 0 for i in range(len(kinds))]:
             written |= {"sliding_window_pattern": period}
-    if family.window != "switched" or len(set(kinds)) > 1:
+    if "layer_types" in ATTRIBUTES[family.window] and (family.window != "switched" or len(set(kinds)) > 1):
         written |= {"layer_types": [SLIDING if kind else FULL for kind in kinds]}
     return written
+
+
+def _write_experts(layers: Sequence[BlockConfig]) -> dict[str, Any]:
+    widths = {bool(layer.num_experts): layer.d_ff for layer in reversed(layers)}
+    sparse = [i for i, layer in enumerate(layers) if layer.num_experts]
+    step = math.gcd(*(i + 1 for i in sparse)) or 1
+    return {
+        "moe_intermediate_size": widths.get(True, _DEFAULT_EXPERT_WIDTH),
+        "intermediate_size": widths.get(False, layers[0].d_ff),
+        "decoder_sparse_step": step,
+        "mlp_only_layers": [i for i in range(step - 1, len(layers), step) if i not in set(sparse)],
+    }
 
 
 def _write_ropes(layers: Sequence[BlockConfig], family: Family) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,9 @@ from jaxtp.hf.names import (
     HEAD,
     TABLE,
     Place,
+    as_stored,
     by_tensor,
+    check_experts,
     check_layers,
     check_tensors,
     dtypes,
@@ -60,7 +63,8 @@ def load_hf(
     """Returns a model from a folder in Hugging Face format, on the mesh in context, or on one device without one.
 
     Each parameter is initialised sharded, and each byte of the files is read once, in blocks: beside the model, memory
-    holds one tensor of the files at most. The result is called on ids `[B, T]` and gives logits `[B, T, V]`.
+    holds one tensor of the files at most, or what all experts of a layer have of one kernel. The result is called on
+    ids `[B, T]` and gives logits `[B, T, V]`.
 
     Args:
       path: the folder: config.json and safetensors, in one file or in several with an index.
@@ -116,7 +120,8 @@ def load_folder(folder: Folder, config: ModelConfig, mesh: Mesh | None, progress
         stored = full_names(folder.tensors, family)
         check_layers(stored, config.num_layers, family)
         graph, abstract = abstract_decoder(config)
-        needed = by_tensor(places(named_variables(abstract), config, family))
+        check_experts(stored, config, family)
+        needed = by_tensor(places(named_variables(abstract), config, family, as_stored(stored)))
         check_tensors(stored, needed, family, config.tie_embeddings)
         copies = {name_of(TABLE, family): stored.get(name_of(HEAD, family))} if config.tie_embeddings else {}
         total = sum(stored[name].num_bytes for name in needed)
@@ -169,20 +174,27 @@ def _read(
     """Returns all parameters by path, padded and split as the model declares."""
     arrays: dict[str, Array] = {}
     variables = named_variables(abstract)
+    left = Counter(place.target for found in needed.values() for place in found)
+    parts: dict[tuple[str, int | None], _Part] = {}
     for name, found in needed.items():
-        parts = [_Part(place, variables[place.ours], mesh) for place in found]
-        _fill(source, name, parts)
-        for part in parts:
-            place, variable = part.place, variables[part.place.ours]
-            if place.index is None:
-                arrays[place.ours] = part.placed()
+        for ours, index in (place.target for place in found):
+            if (ours, index) not in parts:
+                parts[ours, index] = _Part(variables[ours], mesh, stacked=index is not None)
+        _fill(source, name, [(place, parts[place.target]) for place in found])
+        for ours, index in (place.target for place in found):
+            left[ours, index] -= 1
+            if left[ours, index]:  # tensors of other experts are to come
                 continue
-            if place.ours not in arrays:
-                arrays[place.ours] = _zeros(
+            placed, variable = parts.pop((ours, index)).placed(), variables[ours]
+            if index is None:
+                arrays[ours] = placed
+                continue
+            if ours not in arrays:
+                arrays[ours] = _zeros(
                     tuple(variable.shape), jnp.dtype(variable.dtype), _sharding(mesh, spec_of(variable))
                 )
-            stacked = _with_layer(arrays[place.ours], part.placed(), np.int32(place.index))
-            arrays[place.ours] = jax.block_until_ready(
+            stacked = _with_layer(arrays[ours], placed, np.int32(index))
+            arrays[ours] = jax.block_until_ready(
                 stacked
             )  # or layers would pile up in memory, each waiting for its turn
     return arrays
@@ -208,17 +220,17 @@ _Bounds = tuple[tuple[int, int], ...]
 
 
 class _Part:
-    """A parameter, or one of its layers, on its way from a tensor of a file to the devices.
+    """A parameter, or one of its layers, on its way from tensors of a file to the devices.
 
     Args:
-      place: where it is in the file.
       variable: the parameter.
       mesh: where it is to be.
+      stacked: it is one of the layers of the parameter.
     """
 
-    def __init__(self, place: Place, variable: nnx.Variable[Any], mesh: Mesh | None):
-        own = slice(0 if place.index is None else 1, None)  # layers are not split
-        self.place, self.padding = place, padding_of(variable)
+    def __init__(self, variable: nnx.Variable[Any], mesh: Mesh | None, *, stacked: bool):
+        own = slice(1 if stacked else 0, None)  # layers are not split
+        self.padding = padding_of(variable)
         self.shape, self.padded = logical_shape(variable)[own], tuple(variable.shape)[own]
         self.stored = _sharding(mesh, PartitionSpec(*tuple(spec_of(variable))[own]))
         self.sharding = _sharding(mesh, PartitionSpec(*tuple(logical_spec(variable, mesh_sizes(mesh)))[own]))
@@ -226,25 +238,25 @@ class _Part:
         self.bounds = {device: _bounds(index, self.shape) for device, index in indices.items()}
         dtype = np.dtype(variable.dtype)
         self.blocks = {where: _aligned_zeros(tuple(b - a for a, b in where), dtype) for where in self.bounds.values()}
-        self.in_file = {where: self._in_file(where) for where in self.blocks}
 
-    def _in_file(self, where: _Bounds) -> _Bounds:
-        """Returns where a device's block is in the file's tensor."""
-        begin, end = where[-1]
-        found = (*where[:-1], (begin + self.place.first, end + self.place.first))
-        return found[::-1] if self.place.transposed else found
-
-    def take(self, row: int, rows: Block) -> None:
-        """Copies what rows of the file's tensor, from `row` on, and each device's block have in common."""
+    def shares(self, place: Place) -> Iterator[tuple[Block, _Bounds]]:
+        """Yields what of each device's block is in a tensor of the file, and where in the tensor it is."""
         for where, block in self.blocks.items():
-            (start, stop), *columns = self.in_file[where]
+            if place.expert is None:
+                yield block, _in_file(place, where)
+            elif 0 <= place.expert - where[0][0] < len(block):
+                yield block[place.expert - where[0][0]], _in_file(place, where[1:])
+
+    def take(self, place: Place, row: int, rows: Block) -> None:
+        """Copies what rows of the file's tensor, from `row` on, and each device's block have in common."""
+        for block, ((start, stop), *columns) in self.shares(place):
             low, high = max(row, start), min(row + len(rows), stop)
             if low >= high:
                 continue
             source = rows[(slice(low - row, high - row), *(slice(*bounds) for bounds in columns))]
             at = (slice(low - start, high - start), *(slice(end - begin) for begin, end in columns))
-            if self.place.transposed:
-                _copy_transposed(block[at[::-1]], source)
+            if place.transposed:
+                _copy_transposed(block[_turned(at)], source)
             else:
                 block[at] = source
 
@@ -255,13 +267,25 @@ class _Part:
         return array if self.shape == self.padded else padded(array, self.padding, self.stored)
 
 
-def _fill(source: _Source, name: str, parts: Sequence[_Part]) -> None:
+def _fill(source: _Source, name: str, parts: Sequence[tuple[Place, _Part]]) -> None:
     """Reads a tensor of a file, each row once, and deals it out to its parts."""
-    needed = [rows for part in parts for rows, *_ in part.in_file.values() if rows[0] < rows[1]]
+    needed = [rows for place, part in parts for _, (rows, *_) in part.shares(place) if rows[0] < rows[1]]
     first, last = min((a for a, _ in needed), default=0), max((b for _, b in needed), default=0)
     for row, rows in source.blocks(name, first, last):
-        for part in parts:
-            part.take(row, rows)
+        for place, part in parts:
+            part.take(place, row, rows)
+
+
+def _in_file(place: Place, where: _Bounds) -> _Bounds:
+    """Returns where a block of a parameter is in the file's tensor."""
+    begin, end = where[-1]
+    found = (*where[:-1], (begin + place.first, end + place.first))
+    return _turned(found) if place.transposed else found
+
+
+def _turned(dims: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns what there is for each dim with the last two the other way round."""
+    return (*dims[:-2], *dims[:-3:-1])
 
 
 def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
@@ -272,6 +296,10 @@ def _bounds(index: tuple[slice, ...] | None, shape: tuple[int, ...]) -> _Bounds:
 
 def _copy_transposed(target: Block, source: Block) -> None:
     """Copies in tiles that stay in a core's cache, which takes a third of the time."""
+    if source.ndim > 2:
+        for one, other in zip(target, source, strict=True):
+            _copy_transposed(one, other)
+        return
     for row in range(0, source.shape[0], _TILE):
         for column in range(0, source.shape[1], _TILE):
             tile = source[row : row + _TILE, column : column + _TILE]

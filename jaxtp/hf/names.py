@@ -1,7 +1,7 @@
-"""Which tensor of a file is which parameter, or which layer of one."""
+"""Which tensor of a file is which parameter, or which layer of one, or which expert of a layer."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,12 @@ from jaxtp.checkpoint.safetensors import DTYPES, StoredTensor
 from jaxtp.hf.folder import HFError
 from jaxtp.layers.parameter import logical_shape
 from jaxtp.models.config import BLOCKS, ModelConfig
-from jaxtp.models.families.family import LAYER, Family, Tensor
+from jaxtp.models.families.family import EXPERT, LAYER, Family, Layout, Tensor
 from jaxtp.reading import shown
 
 HEAD, TABLE = "head.kernel", "embedding.embedding"
+_EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
+"""The number of an expert in the name of a tensor."""
 _LISTED = 3
 
 
@@ -28,36 +30,56 @@ class Place:
     index: int | None
     """Which of the stacked layers it is; None for a parameter of which there is one."""
     transposed: bool
+    """Its last two dims are the other way round."""
     shape: tuple[int, ...]
     """Shape of the tensor in the file, with all its parts."""
     first: int = 0
     """Where the part begins along our last dim."""
+    expert: int | None = None
+    """Which of the experts of the layer it is; None for all of them, and for what has none."""
+
+    @property
+    def target(self) -> tuple[str, int | None]:
+        """The parameter and the layer that it is, or is a part of."""
+        return self.ours, self.index
+
+
+Choose = Callable[[Sequence[Tensor], str], Tensor]
+"""Returns which of the tensors that a parameter can be holds for a layer, of which it is given the number."""
+
+
+def in_layout(layout: Layout) -> Choose:
+    """Returns what chooses the tensors of a layout."""
+    return lambda tensors, layer: next(tensor for tensor in tensors if tensor.layout in (None, layout))
 
 
 Parameters = Mapping[str, nnx.Variable[Any]]
 """By dotted path, abstract or real."""
 
 
-def places(parameters: Parameters, config: ModelConfig, family: Family) -> Iterator[Place]:
+def places(
+    parameters: Parameters, config: ModelConfig, family: Family, choose: Choose = in_layout("separate")
+) -> Iterator[Place]:
     """Yields where every parameter of a model is, in the order of the parameters.
 
     Raises:
       HFError: the family has no name for a parameter.
     """
     layers = {stack: numbers for stack, numbers, _ in config.kinds()}
-    tensors = {tensor.ours: tensor for tensor in family.tensors}
     for path, variable in parameters.items():
         stack, general = split_path(path)
-        if general not in tensors:
+        if not (tensors := [tensor for tensor in family.tensors if tensor.ours == general]):
             raise HFError(f"a {family.model_type} has no {general}")
-        tensor, shape = tensors[general], logical_shape(variable)
-        first, width = _extent(tensor, path, parameters, family)
-        one = (*shape[1 if stack else 0 : -1], width)
-        theirs = one[::-1] if tensor.transposed else one
-        if stack is None:
-            yield Place(path, tensor.theirs, None, tensor.transposed, theirs, first)
-        for index, layer in enumerate(layers[stack] if stack else ()):
-            yield Place(path, tensor.theirs.replace(LAYER, str(layer)), index, tensor.transposed, theirs, first)
+        for index, layer in enumerate(layers[stack]) if stack else [(None, "")]:
+            tensor = choose(tensors, str(layer))
+            experts: Iterable[int | None] = range(logical_shape(variable)[1]) if EXPERT in tensor.theirs else (None,)
+            first, width = _extent(tensor, path, parameters, family)
+            inside = (stack is not None) + (EXPERT in tensor.theirs)
+            shape = (*logical_shape(variable)[inside:-1], width)
+            shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
+            for expert in experts:
+                theirs = tensor.theirs.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+                yield Place(path, theirs, index, tensor.transposed, shape, first, expert)
 
 
 def split_path(path: str) -> tuple[str | None, str]:
@@ -74,6 +96,31 @@ def _extent(tensor: Tensor, path: str, parameters: Parameters, family: Family) -
     widths = [logical_shape(parameters[part])[-1] for part in paths]
     before = parts.index(general)
     return sum(widths[:before]), sum(widths)
+
+
+def as_stored(stored: Mapping[str, StoredTensor]) -> Choose:
+    """Returns what chooses the tensors that a file has, in each layer.
+
+    Raises, when it chooses:
+      HFError: the file has the same parameter of a layer twice.
+    """
+    by_general = {_general(name): name for name in reversed(list(stored))}
+    separate = any(EXPERT in name for name in by_general)
+
+    def choose(tensors: Sequence[Tensor], layer: str) -> Tensor:
+        names = [tensor.theirs.replace(LAYER, layer) for tensor in tensors]
+        there = [tensor for tensor, name in zip(tensors, names, strict=True) if name in by_general]
+        if len(there) > 1:
+            both = " and ".join(shown(by_general[tensor.theirs.replace(LAYER, layer)], 200) for tensor in there)
+            raise HFError(f"there twice: {both} hold the same; remove one of them")
+        return there[0] if there else in_layout("separate" if separate else "stacked")(tensors, layer)
+
+    return choose
+
+
+def _general(name: str) -> str:
+    """Returns the name of an expert's tensor without the expert's number, and any other as it is."""
+    return _EXPERT.sub(EXPERT, name)
 
 
 def by_tensor(found: Iterable[Place]) -> dict[str, list[Place]]:
@@ -110,6 +157,21 @@ def check_layers(stored: Mapping[str, StoredTensor], num_layers: int, family: Fa
         raise HFError(
             f"num_hidden_layers = {num_layers}, and the tensors are those of {len(layers)} layers"
             + (f", the last of them {max(layers)}" if layers else "")
+        )
+
+
+def check_experts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
+    """Checks the number of experts, before anything is made for each; that of those which are stacked is a shape.
+
+    Raises:
+      HFError: it is not that of the tensors.
+    """
+    found = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
+    most = max((block.num_experts for block in config.block_kinds()), default=0)
+    if most and found and most != max(found) + 1:
+        said = next(attribute.name for attribute in family.attributes if "num_experts" in attribute.fields)
+        raise HFError(
+            f"{said} = {most}, and the tensors are those of {len(found)} experts, the last of them {max(found)}"
         )
 
 

@@ -15,9 +15,10 @@ from jaxtp.checkpoint.safetensors import DTYPES, write_file
 from jaxtp.hf.attributes import choose_family, write_attributes
 from jaxtp.hf.folder import CONFIG, INDEX, WEIGHTS, HFError, read_attributes
 from jaxtp.hf.load import Progress
-from jaxtp.hf.names import Place, by_tensor, places
+from jaxtp.hf.names import Place, by_tensor, in_layout, places
 from jaxtp.hf.writing import SPELLED, DType, Gathered, appearing, num_bytes, tokenizer_files, write_json
 from jaxtp.models.decoder import Decoder
+from jaxtp.models.families.family import Layout
 
 _CARRIED = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "initializer_range", "use_cache")
 """Attributes that our models lack, taken from where the tokenizer is from."""
@@ -32,12 +33,14 @@ def save_hf(
     tokenizer_from: str | Path | None = None,
     attributes: Mapping[str, Any] | None = None,
     dtype: DType | None = None,
+    experts: Layout = "separate",
     max_shard_size: int | str = "5GB",
     progress: Progress | None = None,
 ) -> None:
     """Writes a model, from any mesh, as transformers and others read it.
 
-    The folder appears when all of it is on the disk. A tensor at a time is gathered in host memory.
+    The folder appears when all of it is on the disk. A tensor at a time is gathered in host memory, or what one layer's
+    experts have of a kernel.
 
     Args:
       model: the model.
@@ -46,6 +49,8 @@ def save_hf(
       tokenizer_from: a folder whose tokenizer files are copied, with the ids of special tokens in its config.json.
       attributes: others for config.json, such as max_position_embeddings, where nothing else says them.
       dtype: of the tensors; by default that of the parameters. What was loaded in it comes out bit by bit.
+      experts: "separate" has a tensor for each expert, as checkpoints on the Hub do and other programs expect;
+        "stacked" one for all experts of a layer, as transformers 5 has them in memory.
       max_shard_size: bytes in a file, or such as "5GB"; a tensor is never split.
       progress: called as bytes are written.
 
@@ -62,7 +67,7 @@ def save_hf(
     described |= write_attributes(config, chosen, stored_as)
     copied = {} if tokenizer_from is None else tokenizer_files(Path(tokenizer_from))
     variables = named_variables(nnx.state(model, nnx.Param))
-    tensors = by_tensor(places(variables, config, chosen))
+    tensors = by_tensor(places(variables, config, chosen, in_layout(experts)))
     shards = _shards(tensors, SPELLED[stored_as], _parse_size(max_shard_size))
     gather = Gathered(variables, tensors, DTYPES[SPELLED[stored_as]], progress)
     if jax.process_index() != 0:

@@ -33,7 +33,10 @@ SPELLED: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "
 
 
 class Gathered:
-    """Gathers tensors on the host, each as the file has it, when it is asked for."""
+    """Gathers tensors on the host, each as the file has it, when it is asked for.
+
+    All experts of a layer are gathered at once, and held until another parameter or layer is asked for.
+    """
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class Gathered:
         progress: Progress | None,
     ):
         self.variables, self.tensors, self.dtype, self.progress = variables, tensors, dtype, progress
+        self.held: tuple[tuple[str, int | None], Block] | None = None
         self.done, self.total = 0, sum(num_bytes(parts[0], dtype) for parts in tensors.values())
 
     def __call__(self, name: str) -> Block:
@@ -53,9 +57,21 @@ class Gathered:
         self.done += num_bytes(parts[0], self.dtype)
         if self.progress is not None:
             self.progress(self.done, self.total)
-        return host.T if parts[0].transposed else host
+        return host.swapaxes(-2, -1) if parts[0].transposed else host
 
     def _part(self, place: Place) -> Block:
+        if place.expert is None:
+            self.held = None
+            return self._gathered(place)
+        if self.held is None or self.held[0] != place.target:
+            self.held = None  # so that two are never there
+            self.held = place.target, self._gathered(place)
+        experts = self.held[1]
+        expert: Block = experts[place.expert]
+        return expert
+
+    def _gathered(self, place: Place) -> Block:
+        """Returns a parameter, or a layer of it."""
         variable = self.variables[place.ours]
         array = variable[...]
         mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None

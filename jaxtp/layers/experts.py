@@ -37,6 +37,7 @@ from jaxtp.collectives import (
     device_view,
     enter_parallel,
     leave_parallel,
+    token_spec,
 )
 from jaxtp.config import Count, allowed
 from jaxtp.hints import Problem, nearest_multiples
@@ -200,7 +201,8 @@ class MixtureOfExperts(PositionwiseBranch):
             of_tokens["segments"] = sequences.own(sequences.segments)
         if sequences.experts is not None:
             of_tokens["experts"] = sequences.own(sequences.experts)
-        token_specs = {name: P(*activation[:2]) for name in of_tokens}
+        # Each device takes its part of them: if they came in split over tp, XLA would split whatever else reads them.
+        token_specs = {name: token_spec() for name in of_tokens}
         sums = batch_spec(SEQUENCE)
         recorded = P(*activation[:2]) if sequences.record else None
         transform = device_view(
@@ -221,6 +223,9 @@ class MixtureOfExperts(PositionwiseBranch):
     ) -> tuple[Array, Routing]:
         config, tp = self.config, axis_size(TP)
         over_tp = config.over_tp(tp)
+        if sequence is not None:
+            part = partial(jax.lax.dynamic_slice_in_dim, slice_size=x.shape[1], axis=1)
+            of_tokens = {name: part(array, axis_index(TP) * x.shape[1]) for name, array in of_tokens.items()}
         segments = of_tokens.get("segments")
         counts = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         experts, shares, routing = self._route(sequence, record, x, weights, counts, of_tokens.get("experts"))
@@ -279,7 +284,7 @@ class MixtureOfExperts(PositionwiseBranch):
             jnp.sum(jax.nn.one_hot(experts, config.num_experts).sum(2) * valid[..., None], axis=1),
             jnp.sum(scores * valid[..., None], axis=1),
             jnp.sum(jnp.square(normaliser) * valid, axis=1),
-            jnp.sum(-jnp.sum(scores * log_scores, axis=-1) * valid, axis=1),
+            jax.lax.stop_gradient(jnp.sum(-jnp.sum(scores * log_scores, axis=-1) * valid, axis=1)),
         ]
         if sequence is None:  # every device of a tp group has the same tokens
             sums = [_once(each) for each in sums]
@@ -328,8 +333,8 @@ class MixtureOfExperts(PositionwiseBranch):
         yield from enter(EXPERTS, share, 2 * FLOAT32 * choices, split=split, again=gathers_again)
         yield from enter(EXPERTS, share, hidden, split=split, again=gathers_again)
         yield from leave(EXPERTS, share, hidden, split=split, again=sums_again)
-        if not split:  # gradients of the sums that one device of a tp group counts
-            yield sums_over(EXPERTS, (TP,), share.sizes, FLOAT32 * share.rows * (experts + 2), int(share.training))
+        if not split and share.training:  # gradients of scores and normalisers, which one device of a tp group sums up
+            yield sums_over(EXPERTS, (TP,), share.sizes, FLOAT32 * (experts + 1) * share.rows)
         routed_again = share.remat in ELEMENTWISE_AGAIN
         passes = share.passes(routed_again, share.gradients)
         yield Product.of("router", (tokens, self.d_model, experts), FLOAT32, passes)

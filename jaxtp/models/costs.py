@@ -2,10 +2,10 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
@@ -26,7 +26,7 @@ from jaxtp.layers.costs import (
     itemsize,
     moves_of,
 )
-from jaxtp.mesh import TP, batch_parts, mesh_of, sized
+from jaxtp.mesh import TP, abstract_mesh, batch_parts, mesh_of, sized
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -256,14 +256,19 @@ def _merged(products: Iterable[tuple[int, Product]]) -> Iterator[Product]:
         yield replace(product, count=count)
 
 
-def described(config: ModelConfig) -> Decoder:
-    """Returns the model without arrays, as on one device; what its layers declare depends on no mesh."""
-    return _described(replace(config, remat="full"))
+def described(config: ModelConfig, tp: int = 1) -> Decoder:
+    """Returns the model without arrays, as on one device or over so many along tp; what its layers declare depends on
+    no mesh, how its arrays are split may depend on tp."""
+    return _described(replace(config, remat="full"), tp)
 
 
 @lru_cache(maxsize=32)
-def _described(config: ModelConfig) -> Decoder:
-    apart = nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(mesh_of(sized()))
-    with apart:
+def _described(config: ModelConfig, tp: int) -> Decoder:
+    with jax.sharding.use_abstract_mesh(abstract_mesh(sized(tp=tp))) if tp > 1 else _apart():
         model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return model
+
+
+def _apart() -> AbstractContextManager[Any]:
+    """Returns a context of one device, where another mesh is in context."""
+    return nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(mesh_of(sized()))

@@ -32,7 +32,7 @@ BlockMemory = Mapping[str, Memory]
 """The memory of a block, by branch."""
 
 Routings = list[Routing | None]
-"""What the router of each kind of block measured, stacked over its layers; None of a block without experts."""
+"""Measures of the router of each kind of block, stacked over its layers; None of a block without experts."""
 
 
 @jax.tree_util.register_dataclass
@@ -77,13 +77,14 @@ class DecoderBlock(nnx.Module):
             setattr(self, name, branch)
             setattr(self, f"{name}_after_norm", None if block.norm_placement == "before" else norm())
 
-    def __call__(
+    def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()) -> Array:
+        """Runs the block on `[B, T, D]`; keys, one for each row, turn dropout on."""
+        return self.routed(x_BTD, dropout_keys, sequences)[0]
+
+    def routed(
         self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()
     ) -> tuple[Array, Routing | None]:
-        """Runs the block on `[B, T, D]`; keys, one for each row, turn dropout on.
-
-        Returns what its router measured, too; None without one.
-        """
+        """Returns what the block gives, and what its router measured, if it has one."""
         count, routing = len(self.names), None
         keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
@@ -422,7 +423,7 @@ def _run(
     def run(
         x_BTD: Array, block: DecoderBlock, keys: Array | None, sequences: Sequences
     ) -> tuple[Array, Routing | None]:
-        return block(x_BTD, keys, sequences)
+        return block.routed(x_BTD, keys, sequences)
 
     if not config.scan_layers:
         found: list[list[Any]] = [[] for _ in blocks]

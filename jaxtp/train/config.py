@@ -387,7 +387,7 @@ def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -
     """Checks that the kernels that are asked for can do the run on a kind of device.
 
     Raises:
-      ConfigError: it cannot.
+      ConfigError: one cannot.
     """
     for problem in kernel_problems(config, mesh, platform):
         raise ConfigError(problem)
@@ -413,6 +413,18 @@ def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
 def multiplies_all(model: ModelConfig, platform: str) -> bool:
     """Returns whether a kind of device multiplies every row with every expert."""
     return model.most_experts > 0 and grouped.dense(grouped.method_of(model.grouped, platform)[0], platform)
+
+
+def describe_experts(model: ModelConfig, tp: int) -> str | None:
+    """Returns a line on how experts are divided over tp; None where there are none."""
+    blocks = [block for block in model.block_kinds() if block.num_experts]
+    divided = dict.fromkeys(
+        f"{block.num_experts // tp} of {block.num_experts} whole on each device"
+        if block.over_tp(tp)
+        else f"{block.d_ff // tp} of the width {block.d_ff} of all {block.num_experts} on each device"
+        for block in blocks
+    )
+    return f"over tp {tp}: {' and '.join(divided)}" if divided else None
 
 
 def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> Share:

@@ -173,7 +173,7 @@ class Loop:
             raise self._overflown(step, values)
         tokens_per_step = self._config.data.global_batch_size * self._config.data.sequence_length
         total = self._config.train.steps
-        self._report.step(step, values["loss"], tokens_per_step / self._timing.step_seconds)
+        self._report.step(step, values, tokens_per_step / self._timing.step_seconds)
         if step % self._config.train.log_every == 0 or step == total:
             record: dict[str, float | int] = {
                 "step": step,

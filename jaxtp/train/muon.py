@@ -2,7 +2,8 @@
 
 Newton-Schulz multiplies whole matrices, and those of a model are split over fsdp and tp. The devices among which
 matrices of one shape are split deal them out: an all-to-all brings each device its share of them whole, and another one
-brings back the parts of what it has made of them. Momentum, weight decay and the step itself stay on the parts.
+brings back the parts of what it has made of them. Momentum, weight decay and the step itself stay on the parts. Where
+whole matrices are divided already, as experts over tp, each device deals out those that it has.
 
 Devices that hold copies, such as those along dp, do the same work. A share is rounded up, with matrices of zeros: of
 fewer matrices than devices each has one or none.
@@ -14,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jaxtp.collectives import all_to_all, axis_size, device_view
 from jaxtp.communication import ALL_TO_ALL, Axes, Collective
 from jaxtp.layers.costs import Product
 from jaxtp.layers.parameter import Padding, cut, logical_shape, pad, padding_of, spec_of
-from jaxtp.mesh import TP, parts
+from jaxtp.mesh import TP, current_mesh, mesh_sizes, parts
 
 MUON = "muon"
 STEPS = 5
@@ -77,7 +78,7 @@ class Member:
     path: str
     transposed: bool
     count: int
-    """Number of matrices."""
+    """Number of matrices that a device has a part of."""
 
 
 def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
@@ -102,18 +103,33 @@ def scale_by_muon(beta: float) -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(optax.contrib.scale_by_muon(ns_steps=STEPS, beta=beta).init, update)
 
 
-def kinds(variables: Mapping[str, nnx.Variable[Any]]) -> dict[Kind, list[Member]]:
+def kinds(variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) -> dict[Kind, list[Member]]:
     """Returns the matrices of parameters by kind."""
     found: dict[Kind, list[Member]] = {}
     for path, variable in variables.items():
-        kind, transposed = _kind(variable)
-        found.setdefault(kind, []).append(Member(path, transposed, math.prod(variable.shape[:-2])))
+        axes = _axes(variable, sizes)
+        kind, transposed = _kind(variable, axes[-2:])
+        count = math.prod(variable.shape[:-2]) // parts(sizes, chain(*axes[:-2]))
+        found.setdefault(kind, []).append(Member(path, transposed, count))
     return found
 
 
-def _kind(variable: nnx.Variable[Any]) -> tuple[Kind, bool]:
-    """Returns the kind of a parameter's matrices, and whether they are transposed in it."""
-    shape, axes, padding = logical_shape(variable)[-2:], split_dims(variable)[-2:], padding_of(variable)
+def _axes(variable: nnx.Variable[Any], sizes: Mapping[str, int]) -> tuple[Axes, ...]:
+    """Returns the axes of each dim; where they cannot divide the matrices of a stack, they divide each of them inside.
+
+    Experts are declared so for the mesh that they are made on, and may be described on another.
+    """
+    axes = list(split_dims(variable))
+    for dim, size in enumerate(variable.shape[:-2]):
+        if size % parts(sizes, axes[dim]):
+            inside = next(other for other in (-1, -2) if not axes[other])
+            axes[inside], axes[dim] = axes[dim], ()
+    return tuple(axes)
+
+
+def _kind(variable: nnx.Variable[Any], axes: tuple[Axes, ...]) -> tuple[Kind, bool]:
+    """Returns the kind of a parameter's matrices, which are divided so, and whether they are transposed in it."""
+    shape, padding = logical_shape(variable)[-2:], padding_of(variable)
     transposed = (axes[1], shape[1]) < (axes[0], shape[0])
     if transposed:
         shape, axes, padding = shape[::-1], axes[::-1], tuple((-3 - dim, split) for dim, split in padding)
@@ -124,7 +140,7 @@ def _kind(variable: nnx.Variable[Any]) -> tuple[Kind, bool]:
 def _orthogonalised(matrices: Arrays, variables: Mapping[str, nnx.Variable[Any]]) -> Arrays:
     """Returns the scaled orthogonalised matrices of each array `[..., in, out]`."""
     result: Arrays = {}
-    for kind, members in kinds(variables).items():
+    for kind, members in kinds(variables, mesh_sizes(current_mesh())).items():
         specs = [spec_of(variables[member.path]) for member in members]
         view = device_view(partial(_of_kind, kind, members), MUON, in_specs=(specs,), out_specs=specs)
         made = view([matrices[member.path] for member in members])
@@ -216,7 +232,7 @@ class Owned:
 def owned(variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) -> list[Owned]:
     """Returns what each device of a mesh orthogonalises of the matrices of parameters, by kind."""
     found = []
-    for kind, members in kinds(variables).items():
+    for kind, members in kinds(variables, sizes).items():
         devices = parts(sizes, (*kind.axes[0], *kind.axes[1]))
         count = -(-sum(member.count for member in members) // devices)
         found.append(Owned(kind, count, devices, sizes[TP]))

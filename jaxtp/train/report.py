@@ -14,10 +14,10 @@ from jaxtp.data.corpus import Corpus
 from jaxtp.data.samples import Data
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import logical_shape, spec_of
-from jaxtp.mesh import BATCH, axes_of, batch_parts, describe_mesh, mesh_sizes, platform_of
+from jaxtp.mesh import BATCH, TP, axes_of, batch_parts, describe_mesh, mesh_sizes, platform_of
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.costs import describe_active, describe_padding
-from jaxtp.train.config import TrainConfig, describe_context, describe_kernels, describe_overlap
+from jaxtp.train.config import TrainConfig, describe_context, describe_experts, describe_kernels, describe_overlap
 from jaxtp.train.memory_check import describe_memory
 from jaxtp.train.metrics import describe_peak
 from jaxtp.train.optimizer import warmup_steps
@@ -34,9 +34,9 @@ class Report(Display):
     def __init__(self) -> None:
         super().__init__("step {task.completed:.0f}/{task.total:.0f}", quiet=jax.process_index() != 0)
 
-    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+    def step(self, step: int, values: Mapping[str, float], tokens_per_second: float) -> None:
         """Moves the progress bar."""
-        self.move(step, f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s")
+        self.move(step, f"{_losses(values)}  {tokens_per_second:,.0f} tokens/s")
 
     def logged(self, record: dict[str, float | int], total: int) -> None:
         """Prints a plain line for a logged step, where there is no progress bar."""
@@ -44,7 +44,7 @@ class Report(Display):
             return
         left = (total - record["step"]) * record["step_seconds"]
         self.line(
-            f"step {record['step']}/{total}  loss {record['loss']:.4f}  "
+            f"step {record['step']}/{total}  {_losses(record)}  "
             f"{record['tokens_per_second']:,.0f} tokens/s  {_duration(left)} left"
         )
 
@@ -63,6 +63,7 @@ def summary(config: TrainConfig, data: Data, blueprint: Blueprint) -> str:
         "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
         f"of {_mib(total_bytes(blueprint))} in all",
         "context": describe_context(config, mesh_sizes(mesh)),
+        "experts": describe_experts(config.model, mesh_sizes(mesh)[TP]),
         "kernels": describe_kernels(config, mesh_sizes(mesh), platform_of(device)),
         "data": _describe_data(data.corpus),
         "rows": _describe_rows(data),
@@ -127,8 +128,10 @@ def _describe_batch(config: TrainConfig, mesh: Mesh, unit: str) -> str:
 
 def _describe_trained(blueprint: Blueprint) -> str:
     """Returns the number of trained parameters, where it is not that of all."""
+    if not blueprint.config.lora.rank:
+        return ""
     adapters = logical_size(nnx.filter_state(blueprint.abstract["model"], trained(blueprint.config.lora)))
-    return "" if adapters == parameter_count(blueprint) else f", {adapters:,} of them trained"
+    return f", {adapters:,} of them trained"
 
 
 def _describe_model(model: ModelConfig) -> str:
@@ -154,6 +157,12 @@ def _split_by(entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> 
     """Returns the axes that one entry of a `PartitionSpec` names: of several those of more than one device."""
     axes = axes_of(entry)
     return " x ".join([axis for axis in axes if sizes[axis] > 1] or axes[:1]) or None
+
+
+def _losses(values: Mapping[str, float]) -> str:
+    """Returns the loss of a step, and the balance of its experts if there are any."""
+    balance = f"  balance {values['balance_loss']:.2f}" if "balance_loss" in values else ""
+    return f"loss {values['loss']:.4f}{balance}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -20,7 +20,7 @@ from jaxtp.train.state import Blueprint
 _HARMLESS = (
     *("run.*", "mesh.*", "eval.*", "checkpoint.*", "metrics.*", "profile.*", "launch.*"),
     *("model.remat", "model.sequence_parallel", "model.overlap", "model.scan_layers"),
-    *("model.loss_chunk", "model.attention"),
+    *("model.loss_chunk", "model.attention", "model.grouped"),
     *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped"),
     *("train.stall_seconds", "train.stall_abort_seconds", "train.stopped_exit_code", "train.allow_oversize"),
     "train.verify_every",

@@ -71,9 +71,10 @@ class Blueprint:
         return state
 
     def stored(self, state: nnx.State) -> nnx.State:
-        """Returns the part of a state that checkpoints hold: all of it, but for parameters that are never trained."""
-        kind = trained(self.config.lora)
-        return nnx.State({**state, "model": nnx.filter_state(state["model"], kind)})
+        """Returns the part of a state that checkpoints hold: all of it, but for the model beside adapters."""
+        if not self.config.lora.rank:
+            return state  # with what is no parameter and changes too, such as the selection bias of experts
+        return nnx.State({**state, "model": nnx.filter_state(state["model"], trained(self.config.lora))})
 
     @property
     def sharded(self) -> nnx.State:

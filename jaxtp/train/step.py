@@ -21,7 +21,6 @@ from jaxtp.data.loader import Batch, abstract_batch
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.activations import Context
 from jaxtp.layers.balance import Routing
-from jaxtp.layers.context import Sequences
 from jaxtp.layers.gradients import keep_apart, sum_copies
 from jaxtp.layers.lora import trained
 from jaxtp.layers.parameter import spec_of
@@ -109,7 +108,8 @@ def make_train_step(
       with_checksums: returns too, as the next result, the `device_checksums` of the gradients after their sums and
         before clipping, in the order of `trained_parameters`.
       with_choices: returns too, as the next result, for each kind of block with experts, which ones each token would
-        choose, `[B, layers, T, k]`, and by what margin, `[B, layers, T]`; None for the others.
+        choose, `[B, layers, T, k]`, and by what margin, `[B, layers, T]`; None for the others. Tokens are in the order
+        in which devices hold them.
       with_grads: returns the gradients too, as the last result, in the parameters' shardings.
     """
     kind, groups = trained(blueprint.config.lora), config.metrics.norm_groups
@@ -225,7 +225,7 @@ def loss_and_grads(
             dropout_keys=row_keys(key, rows) if merged.config.dropout else None,
             experts=micro.get(EXPERTS),  # type: ignore[arg-type]  # a pytree
         )
-        choices = [_choices(routing, sequences) for routing in routings] if record else None
+        choices = [_choices(routing) for routing in routings] if record else None
         return terms.objective(loop.balance_loss, loop.router_z_loss), (terms, choices)
 
     def of_micro(micro: tuple[Batch, Array]) -> tuple[Any, Any]:
@@ -247,12 +247,11 @@ def loss_and_grads(
     return terms, choices, jax.tree.map(lambda g, p: (g / terms.count).astype(p.dtype), grads, stored)
 
 
-def _choices(routing: Routing | None, sequences: Sequences) -> tuple[Array, Array] | None:
-    """Returns the experts that tokens would choose and their margin, in natural order, rows first."""
+def _choices(routing: Routing | None) -> tuple[Array, Array] | None:
+    """Returns the experts that tokens would choose and their margin, rows first."""
     if routing is None or routing.experts is None or routing.margin is None:
         return None
-    experts, margin = (sequences.natural(found, dim=2).swapaxes(0, 1) for found in (routing.experts, routing.margin))
-    return experts, margin
+    return routing.experts.swapaxes(0, 1), routing.margin.swapaxes(0, 1)
 
 
 def _sum_over_micro_batches(of_micro: Callable[[Any], tuple[Any, Any]], inputs: Any, count: int, zeros: Any) -> Any:

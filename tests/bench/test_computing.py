@@ -5,7 +5,7 @@ import pytest
 
 import jaxtp
 from jaxtp.audit.hlo import count_collectives_in_hlo, count_flops_in_hlo
-from jaxtp.bench.computing import Pair, measure_pairs, measure_products, pair_program
+from jaxtp.bench.computing import Pair, hidden_width, measure_pairs, measure_products, pair_program
 from jaxtp.bench.timing import Repeats
 from jaxtp.mesh import make_mesh, sized
 from jaxtp.models.costs import step_costs
@@ -52,3 +52,8 @@ def test_products_are_those_of_a_block():
         block = [product for product in work.products if product.name != "head"]
         assert {one.name: 3 * one.flops for one in found} == {product.name: product.flops for product in block}
         assert all(one.seconds > 0 for one in found)
+
+
+@pytest.mark.parametrize(("experts", "width"), [(0, 16), (4, 32)])
+def test_the_pair_is_as_wide_as_what_a_token_uses(experts, width):
+    assert hidden_width(jaxtp.ModelConfig(d_model=8, d_ff=16, num_experts=experts)) == width

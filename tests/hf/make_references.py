@@ -210,6 +210,47 @@ FAMILIES = {
         },
         None,
     ),
+    "mixtral": (
+        "Mixtral",
+        {
+            **AWKWARD,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 2,
+            "sliding_window": 7,
+        },
+        {"rope_theta": 1e4, "rope_type": "default"},
+    ),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {
+            **AWKWARD,
+            "num_hidden_layers": 2,
+            "moe_intermediate_size": 20,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+        },
+        {"rope_theta": 1e6, "rope_type": "default"},
+    ),
+    "qwen3_moe_dense": (
+        "Qwen3Moe",
+        {
+            **AWKWARD,
+            "num_hidden_layers": 4,
+            "moe_intermediate_size": 16,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "mlp_only_layers": [1],
+            "attention_bias": True,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+        },
+        {"rope_theta": 1e4, "rope_type": "default"},
+    ),
 }
 BARE = ["gpt2_unscaled"]
 """Stored as OpenAI's are: no prefix in the names, and masks beside the weights."""
@@ -292,7 +333,7 @@ def make(name, seed):
     config = getattr(transformers, f"{kind}Config")(
         **settings, **({} if rope is None else {"rope_parameters": json.loads(json.dumps(rope))})
     )
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
     model = getattr(transformers, kind.removesuffix("Text") + head)(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -316,7 +357,7 @@ def make(name, seed):
 
 
 def scale(kind, path, parameter):
-    if parameter.ndim != 2 or path.split(".")[-2] in ("embed_tokens", "wte", "wpe"):
+    if parameter.ndim < 2 or path.split(".")[-2] in ("embed_tokens", "wte", "wpe"):
         return 0.4
     stored_in_out = kind == "GPT2" and "lm_head" not in path
     return 1.5 * parameter.shape[0 if stored_in_out else -1] ** -0.5
@@ -358,6 +399,8 @@ def older(config, settings):
     config["torch_dtype"] = config.pop("dtype")
     if config["model_type"] == "gemma2":
         config["hidden_act"] = config["hidden_activation"]
+    if config["model_type"] == "qwen3_moe":
+        config["num_experts"], config["max_window_layers"] = config.pop("num_local_experts"), 0
     if config["model_type"].startswith("gemma"):
         config["cache_implementation"] = "hybrid"
     if "layer_types" not in settings:
@@ -370,6 +413,7 @@ def reference(model, generator):
     ids = torch.randint(model.config.vocab_size, (BATCH, LENGTH), generator=generator)
     masked = ids.clone()
     masked[0, 3:9], masked[1, 15:] = -100, -100
+    check_choices(model, ids)
     found = {"input_ids": ids.numpy(), "labels_masked": masked.numpy()}
     for suffix, labels in (("_masked", masked), ("", ids)):
         logits, loss, grads = computed(model, ids, labels)
@@ -377,6 +421,17 @@ def reference(model, generator):
         found[f"grad_norm{suffix}64"] = norm(grads)
     found["logits"] = logits.detach().numpy().astype(np.float32)
     return found | pack(grads, "grad") | greedy(model, ids[:1, :8])
+
+
+def check_choices(model, ids):
+    """Sees to it that rounding does not choose other experts."""
+    if getattr(model.config, "num_local_experts", 0):
+        with InDouble():
+            routers = model(ids, use_cache=False, output_router_logits=True).router_logits
+        for logits in routers:
+            best = logits.softmax(-1).sort(descending=True).values
+            last = model.config.num_experts_per_tok
+            assert (best[:, last - 1] - best[:, last]).min() > 5e-5
 
 
 def computed(model, ids, labels):

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 
-FOLDER = Path(__file__).parent / "references" / "llama31_rope"
+FOLDER, EXPERTS = (Path(__file__).parent / "references" / name for name in ("llama31_rope", "mixtral"))
 PROGRAM = """
 import sys
 from jaxtp.launch.joining import join_processes
@@ -25,6 +25,10 @@ with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
     model = jaxtp.load_hf(sys.argv[1])
     jaxtp.save_hf(model, sys.argv[2])
     results = jaxtp.Generator(model, ByteTokenizer()).generate(["ab", "c"], jaxtp.GenerationSettings(max_tokens=4))
+with jax.set_mesh(jaxtp.make_mesh(tp=4)):
+    jaxtp.save_hf(jaxtp.load_hf(sys.argv[3]), sys.argv[4])
+with jax.set_mesh(jaxtp.make_mesh(fsdp=2, tp=2)):
+    jaxtp.save_hf(jaxtp.load_hf(sys.argv[3]), sys.argv[5], experts="stacked")
 print("ids", [list(result.ids) for result in results])
 """
 
@@ -33,9 +37,10 @@ print("ids", [list(result.ids) for result in results])
 def test_two_processes_equal_one(tmp_path):
     address = free_address()
     shared = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2", "JAX_NUM_CPU_DEVICES": "2"}
+    out, separate, stacked = (tmp_path / name for name in ("out", "separate", "stacked"))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, str(FOLDER), str(tmp_path / "out")],
+            [sys.executable, "-c", PROGRAM, *map(str, (FOLDER, out, EXPERTS, separate, stacked))],
             env={**os.environ, **shared, "JAX_PROCESS_ID": str(process), "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
             text=True,
@@ -48,6 +53,8 @@ def test_two_processes_equal_one(tmp_path):
         results = generator.generate(["ab", "c"], jaxtp.GenerationSettings(max_tokens=4))
     expected = f"ids {[list(result.ids) for result in results]}"
     assert [expected in output for output in outputs] == [True, True]
-    written, original = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", FOLDER))
-    assert written.keys() == original.keys()
-    assert all(np.array_equal(written[name], original[name]) for name in original)
+    jaxtp.save_hf(jaxtp.load_hf(stacked), tmp_path / "again")
+    for folder, source in ((out, FOLDER), (separate, EXPERTS), (tmp_path / "again", EXPERTS)):
+        written, original = (load_file(where / "model.safetensors") for where in (folder, source))
+        assert written.keys() == original.keys()
+        assert all(np.array_equal(written[name], original[name]) for name in original)

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_reference import COPIED, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, TRAINED
+from hf_reference import COPIED, EXPERTS, FOLDER, GRAD_NORM, GRADIENT, LOGITS, LOSS, MADE, TRAINED
 from support import sweep
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.hf.attributes import family_of, model_config
 from jaxtp.hf.folder import read_attributes
-from jaxtp.hf.names import by_tensor, places
+from jaxtp.hf.names import by_tensor, in_layout, places
 from jaxtp.hf.writing import Gathered
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
@@ -25,12 +25,14 @@ MIXED = [((1, 2, 2), True), ((1, 1, 8), False)]
 TP = [((1, 1, 2), True), *(((1, 1, tp), split) for tp in (4, 8) for split in (True, False))]
 EACH = (ONE, TP[0], TP[1], TP[4])  # tp 1, 2, 4 and 8
 CASES = [(name, *case) for name in COPIED for case in EACH] + [(name, *case) for name in MADE for case in MIXED]
-CASES += [(name, *case) for name in TRAINED for case in (ONE, *TP[:3])]
+CASES += [(name, *case) for name in [*TRAINED, *EXPERTS] for case in (ONE, *TP[:3])]
 FIRST = [
     ("llama_tied_bias", *ONE),
     ("qwen3", (1, 1, 8), False),
     ("mistral", (1, 2, 2), True),
     ("gemma2", (1, 1, 4), True),
+    ("mixtral", (1, 2, 2), True),
+    ("qwen3_moe_dense", (1, 1, 4), True),
 ]
 
 
@@ -40,9 +42,9 @@ def shifted(labels):
 
 
 def by_their_names(state, config, name):
-    """Arrays of a state like the model's as a file would have them."""
+    """Arrays of a state like the model's as transformers has them in memory."""
     variables, family = named_variables(state), family_of(read_attributes(FOLDER / name), name)
-    tensors = by_tensor(places(variables, config, family))
+    tensors = by_tensor(places(variables, config, family, in_layout("stacked")))
     gathered = Gathered(variables, tensors, np.dtype(np.float32), None)
     return {theirs: gathered(theirs) for theirs in tensors}
 

@@ -149,6 +149,12 @@ FAMILY_OF = {
         "activation": "relu",
         "pattern": ({"query_scale": 0.5}, {"query_scale": 0.25}),
     },
+    "mixtral": {"num_experts": 3, "rope_theta": 7.0, "pattern": ({"experts_per_token": 2}, {"experts_per_token": 2})},
+    "qwen3_moe": {
+        "qk_norm": "head",
+        "normalize_experts": False,
+        "first_blocks": ({"num_experts": 4, "experts_per_token": 3, "d_ff": 9},),
+    },
 }
 assert FAMILY_OF.keys() | {"phi3"} == FAMILIES.keys(), "what a phi3 can be, a llama or a mistral can be too"
 

@@ -32,7 +32,7 @@ def block_collectives(mesh, policy, **config):
     with jax.set_mesh(mesh):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
         graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
-        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(policy))
+        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x)[0], policy=remat.policy(policy))
         x = jax.ShapeDtypeStruct((B, T, config.d_model), jnp.float32)
         jaxpr = jax.make_jaxpr(jax.grad(lambda *args: block(*args).sum(), argnums=(0, 1)))(x, params, frozen)
     return count_collectives(jaxpr, mesh_sizes(mesh))
@@ -287,3 +287,54 @@ def test_embedding_head_and_loss_move_what_the_design_says(sequence_parallel):
     assert counted["vocab_parallel_embedding", ("tp",)] == 2 * ring * tokens * config.d_model * 4
     head = 2 * ring * tokens * config.d_model * 4
     assert counted["vocab_parallel_cross_entropy", ("tp",)] == head + 3 * 2 * ring * tokens * 4
+
+
+MIXTURE = dataclasses.replace(PLAIN, num_experts=6, experts_per_token=2)
+MIXTURES = {
+    "experts": MIXTURE,
+    "biased": dataclasses.replace(MIXTURE, selection_bias=True, num_kv_heads=2, precision=LOW),
+    "some layers are dense": dataclasses.replace(MIXTURE, pattern=({"num_experts": 4}, {"num_experts": 0})),
+    "written out": dataclasses.replace(MIXTURE, scan_layers=False, tie_embeddings=True),
+}
+MIXTURE_MESHES = [(2, 2, 1, 2), (1, 2, 1, 4), (1, 1, 2, 4), (2, 1, 2, 2), (1, 4, 2, 2), (2, 2, 4, 1)]
+"""Whole experts on each device where tp is 2, and a part of each where it is 4."""
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "policy", "sequence_parallel"),
+    sweep_of(
+        [MIXTURES, MIXTURE_MESHES, ALL_REDUCE, [None, False]],
+        ("experts", (2, 2, 1, 2), "full", None),
+        ("biased", (1, 1, 2, 4), "save_dots", None),
+        ("some layers are dense", (2, 1, 2, 2), "none", False),
+    ),
+    ids=str,
+)
+def test_the_budget_of_experts_is_exact(name, mesh, policy, sequence_parallel):
+    config = dataclasses.replace(MIXTURES[name], remat=policy, sequence_parallel=sequence_parallel)
+    counted, budget = accounts.step_bytes(config, mesh, accumulation=2 if policy == "full" else 1)
+    assert counted == pytest.approx(budget)
+
+
+@pytest.mark.parametrize("experts_per_token", [1, 4])
+@pytest.mark.parametrize("policy", sweep(list(SEQUENCE_PARALLEL), "full", "save_dots"))
+@pytest.mark.parametrize("num_experts", [8, 6])
+def test_experts_move_over_tp_what_a_dense_mlp_does(num_experts, policy, experts_per_token):
+    """Whatever k is, and beside it two floats for each choice."""
+    dense, mixture = (
+        block_collectives((1, 1, 8), policy, num_experts=count, experts_per_token=experts_per_token)
+        for count in (0, num_experts)
+    )
+    activations, of_experts = (
+        {c: times for c, times in found.items() if c.axes == ("tp",) and c.shape[2:] == (CONFIG["d_model"],)}
+        for found in (dense, mixture)
+    )
+    assert bytes_of(of_experts) == bytes_of(activations)
+    of_tokens = {c: times for c, times in mixture.items() if c.axes == ("tp",) and len(c.shape) == 3}
+    others = {c: times for c, times in of_tokens.items() if c not in of_experts}
+    gathers = 2 if policy in {"save_dots", "save_reduced", "full"} else 1
+    assert bytes_of(others) == (gathers + 1) * 7 / 8 * B * T * 2 * experts_per_token * 4
+
+
+def bytes_of(collectives):
+    return sum(collective.bytes_sent * times for collective, times in collectives.items())

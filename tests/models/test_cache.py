@@ -57,9 +57,12 @@ MODELS = {
         SHARED, **BIASES, learned_positions=T, rope_theta=None, norm="layer", mlp="plain", activation="relu"
     ),
     "adapters": dataclasses.replace(SHARED, lora=LoraConfig(rank=2)),
+    "experts": dataclasses.replace(SHARED, num_layers=4, num_experts=6, pattern=({"num_experts": 0}, {})),
+    "biased experts": dataclasses.replace(SHARED, num_experts=8, experts_per_token=3, selection_bias=True),
     "bfloat16": dataclasses.replace(SHARED, precision=jaxtp.Precision(param="bfloat16", compute="bfloat16")),
 }
 CASES = [("shared", mesh) for mesh in [None, *MESHES]] + [(name, (1, 2, 4)) for name in MODELS if name != "shared"]
+CASES += [("experts", (2, 2, 2))]  # whole ones on each device; above a part of each
 DEFAULT = [("shared", (2, 2, 2)), ("learned positions", (1, 2, 4))]
 FIRST = np.array([1, 2, 3, 4, 5, 6, 6, 0])  # tokens of each row in the first chunk, padded to CHUNK
 SECOND = np.array([6, 0, 5, 1, 2, 4, 3, 6])  # in the second, left over by the first

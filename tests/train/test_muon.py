@@ -41,6 +41,10 @@ SHAPES = {
     "lora_b": ((5, 3, 36), PartitionSpec(None, None, "tp"), ((-1, QUERIES),)),
     "table": ((24, 16), PartitionSpec(None, "fsdp"), ()),  # the only one of its kind
     "whole": ((2, 3, 5), PartitionSpec(), ()),
+    "experts": ((2, 8, 16, 12), PartitionSpec(None, "tp", "fsdp"), ()),
+    "experts' down": ((2, 8, 12, 16), PartitionSpec(None, "tp", None, "fsdp"), ()),
+    "beside them": ((3, 16, 12), PartitionSpec(None, "fsdp"), ()),  # of their shape, and not split over tp
+    "experts inside": ((1, 3, 16, 24), PartitionSpec(None, None, "fsdp", "tp"), ()),
 }
 """Weights without padding: 3 + 3 and 3 + 2 matrices are dealt out together, and mostly do not go into the devices."""
 
@@ -162,6 +166,17 @@ def test_what_it_moves_and_computes_is_what_is_declared(case):
     dealt = sum(times for (module, *_), times in declared.items() if module.endswith("muon"))
     assert variant == "adapters" or dealt == 6  # of q and out, of k and v, of the MLP; and back
     assert count_flops_in_hlo(text) == costs.flops
+
+
+@pytest.mark.parametrize("sizes", sweep(MESHES, MESHES[1], MESHES[2]), ids=str)
+def test_experts_are_dealt_out_as_declared(sizes):
+    """Six of them: whole ones over tp 2, and a part of each over tp 4 and 8."""
+    model = dataclasses.replace(MODEL, num_experts=6, d_ff=24)
+    config = dataclasses.replace(RUN, model=model)
+    plan = plan_state(config.model, optimizers.build(config.optimizer, 10), mesh_of(sizes))
+    declared = exchanged(costs_of_step(config, sizes).traffic)
+    assert declared == exchanged(count_collectives(trace_step(config, plan).jaxpr, sizes))
+    assert any(module.endswith("muon") for module, *_ in declared) or sizes == MESHES[5]
 
 
 def test_memory_grows_by_the_largest_kind_alone():

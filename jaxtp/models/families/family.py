@@ -8,8 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-LAYER = "{layer}"
-"""Stands for the number of a layer in the name of a tensor; ours are stacked."""
+LAYER, EXPERT = "{layer}", "{expert}"
+"""Stand for the number of a layer, and of an expert in it, in the name of a tensor; ours are stacked."""
+
+Layout = Literal["separate", "stacked"]
+"""How a file has the experts of a layer: a tensor for each of them, or one in which they are stacked."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,7 @@ class Tensor:
     """A tensor of a checkpoint, and the parameter that it is.
 
     Where several have one name in the file, they are its parts, in the order of the table, joined along their outputs.
+    Where several are one parameter, a file has it as one of them says: which, may differ from layer to layer.
     """
 
     ours: str
@@ -26,7 +30,10 @@ class Tensor:
     """Name in the file."""
 
     transposed: bool = False
-    """The file has `[out, in]`, we have `[in, out]`."""
+    """The file has `[out, in]`, we have `[in, out]`; experts that are stacked come before both."""
+
+    layout: Layout | None = None
+    """The layout of experts that it belongs to, where a parameter has another tensor in the other one."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +85,13 @@ class Family:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of attributes."""
 
-    window: Literal["never", "always", "switched", "alternate", "periodic"] = "never"
+    window: Literal["never", "always", "switched", "switched_for_all", "alternate", "periodic"] = "never"
     """Where sliding_window holds: it is unknown; in all layers; in those that use_sliding_window and max_window_layers
-    say; in every second one; or in all but each one that ends a period of sliding_window_pattern."""
+    say; in all if use_sliding_window says so; in every second one; or in all but each one that ends a period of
+    sliding_window_pattern."""
+
+    default_window: int | None = 4096
+    """sliding_window where config.json lacks it."""
 
     rope: Literal["never", "one", "by_window"] = "one"
     """Whether positions are rotated: not at all, alike in all layers, or otherwise in layers that have a window."""
@@ -100,6 +111,10 @@ class Family:
 
     scale_by_layer: str | None = None
     """An attribute by which, if it is true, the i-th layer divides its scores by i."""
+
+    dense_layers: bool = False
+    """mlp_only_layers and decoder_sparse_step say which layers have an MLP of intermediate_size instead of experts of
+    moe_intermediate_size."""
 
     head_dim: bool = True
     """There is an attribute head_dim; without it, it is hidden_size / num_attention_heads."""
@@ -155,6 +170,28 @@ MLP_BIASES = (
     Tensor("blocks.mlp.gate_up.biases.1", "model.layers.{layer}.mlp.up_proj.bias"),
     Tensor("blocks.mlp.down.bias", "model.layers.{layer}.mlp.down_proj.bias"),
 )
+ROUTER = Tensor("blocks.mlp.router", "model.layers.{layer}.mlp.gate.weight", transposed=True)
+STACKED_EXPERTS = tuple(
+    Tensor(f"blocks.mlp.{ours}", f"model.layers.{{layer}}.mlp.experts.{theirs}", transposed=True, layout="stacked")
+    for ours, theirs in (("gate", "gate_up_proj"), ("up", "gate_up_proj"), ("down", "down_proj"))
+)
+"""As transformers 5 has them in memory."""
+
+
+def separate_experts(module: str, **names: str) -> tuple[Tensor, ...]:
+    """Returns the tensors of experts that are stored one by one.
+
+    Args:
+      module: of the layer, in which they are.
+      **names: theirs of gate, up and down.
+    """
+    before = f"model.layers.{{layer}}.{module}.experts.{{expert}}"
+    return tuple(
+        Tensor(f"blocks.mlp.{ours}", f"{before}.{theirs}.weight", transposed=True, layout="separate")
+        for ours, theirs in names.items()
+    )
+
+
 QK_NORMS = (
     Tensor("blocks.attention.qk_norms.0.scale", "model.layers.{layer}.self_attn.q_norm.weight"),
     Tensor("blocks.attention.qk_norms.1.scale", "model.layers.{layer}.self_attn.k_norm.weight"),
@@ -226,6 +263,12 @@ TP_PLAN: Mapping[str, str] = {
     "lm_head": "colwise_gather_output",
 }
 """Plan of transformers 5."""
+
+EXPERTS_TP_PLAN: Mapping[str, str] = {
+    "layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "layers.*.mlp.experts.down_proj": "rowwise",
+}
+"""Lines of the plan for experts; `layers.*.mlp.experts` beside them splits nothing, but sums what these computed."""
 
 REPLICATED = dict.fromkeys(("layers.*.self_attn.q_norm", "layers.*.self_attn.k_norm"), "replicated_with_grad_allreduce")
 """Lines of the plan for norms of queries and keys by head."""

@@ -15,6 +15,7 @@ PHI3 = Family(
     tensors=OUTER + NORMS + _FUSED + OUT + DOWN,
     attributes=(*sizes(1e-5), kv_heads()),
     window="always",
+    default_window=None,
     rope_kinds=frozenset({"default", "longrope"}),
     rope_aliases={"su": "longrope", "yarn": "longrope"},
     original_length=4096,

@@ -1,0 +1,50 @@
+"""Qwen 3 with a mixture of experts in all or some layers (arXiv 2505.09388)."""
+
+from jaxtp.models.families.family import (
+    ATTENTION_BIAS,
+    BODY,
+    EXPERTS_TP_PLAN,
+    OUT_BIAS,
+    PLAIN,
+    QK_NORMS,
+    QKV_BIASES,
+    REPLICATED,
+    ROUTER,
+    STACKED_EXPERTS,
+    TP_PLAN,
+    UNREAD,
+    Attribute,
+    Family,
+    kv_heads,
+    separate_experts,
+    sizes,
+)
+
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    tensors=(
+        *BODY,
+        *QKV_BIASES,
+        *OUT_BIAS,
+        *QK_NORMS,
+        ROUTER,
+        *separate_experts("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+        *STACKED_EXPERTS,
+    ),
+    attributes=(
+        *sizes(),
+        kv_heads(4),
+        ATTENTION_BIAS,
+        Attribute("num_experts", ("num_experts",), int, 128),
+        Attribute("num_experts_per_tok", ("experts_per_token",), int, 8),
+        Attribute("norm_topk_prob", ("normalize_experts",), bool, False),
+    ),
+    aliases={"num_local_experts": "num_experts"},
+    window="switched_for_all",
+    dense_layers=True,
+    always={"qk_norm": "head"},
+    required={**PLAIN, "mlp_bias": False},
+    harmless=UNREAD | {"output_router_logits", "router_aux_loss_coef"},
+    tp_plan={**TP_PLAN, **REPLICATED, **EXPERTS_TP_PLAN},
+)

@@ -1,0 +1,193 @@
+"""A mixture of experts as plain mathematics in float64, sharing no code with the package, and the layer to compare."""
+
+from functools import cache
+
+import accounts
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from support import by_name, sizes_of, state_on_mesh
+
+from jaxtp.collectives import batch_spec
+from jaxtp.layers.balance import balance
+from jaxtp.layers.context import Sequences
+from jaxtp.layers.experts import MixtureOfExperts
+from jaxtp.mesh import mesh_of
+
+B, T, D, E, F = 8, 8, 16, 6, 8
+NOT_TIED = 1e-5
+"""How far apart the last chosen score and the next are, where they are not equal."""
+
+ROUTING = ("times_chosen", "scores", "squared_normaliser", "entropy", "computed")
+
+
+# The mathematics, without anything of the package.
+def choose(scores, k):
+    """The k experts of the highest score, of equal ones the first: `[N, E] -> [N, k]`."""
+    return np.argsort(-np.asarray(scores), axis=1, kind="stable")[:, :k]
+
+
+def mixture(weights, x, counts, config, experts):
+    """Output `[N, D]` and sums over tokens of `[N, D]` of which `counts` says which are no padding."""
+    logits = x @ weights["router"]
+    normaliser = jnp.log(jnp.sum(jnp.exp(logits), axis=1))
+    scores = jnp.exp(logits - normaliser[:, None])
+    chosen = (np.asarray(experts)[:, :, None] == np.arange(config.num_experts)).any(axis=1) & counts[:, None]
+    shares = jnp.where(chosen, scores, 0.0)
+    if config.normalize_experts:
+        shares = shares / jnp.where(counts, jnp.sum(shares, axis=1), 1.0)[:, None]
+    y = jnp.zeros_like(x)
+    for e in range(config.num_experts):
+        gate, up = x @ weights["gate"][e], x @ weights["up"][e]
+        y += shares[:, e : e + 1] * ((gate / (1 + jnp.exp(-gate)) * up) @ weights["down"][e])
+    sums = {
+        "times_chosen": jnp.asarray(chosen, x.dtype),
+        "scores": jnp.where(counts[:, None], scores, 0.0),
+        "squared_normaliser": jnp.where(counts, normaliser**2, 0.0),
+        "entropy": jnp.where(counts, -jnp.sum(scores * jnp.log(scores), axis=1), 0.0),
+        "computed": jnp.asarray(chosen.sum(axis=1), x.dtype),
+    }
+    return y, sums
+
+
+def probe(y, sums):
+    """A scalar of all of which a loss is made, each with another weight."""
+    random = np.random.default_rng(7)
+    total = jnp.sum(y * random.standard_normal(y.shape).astype(np.float32))
+    for name in ("scores", "squared_normaliser"):
+        total += jnp.sum(sums[name] * random.standard_normal(sums[name].shape).astype(np.float32))
+    return total
+
+
+def expected(weights, x, counts, config):
+    """What the loop over experts gives, in float64."""
+    with jax.enable_x64(True):
+        weights = {name: jnp.asarray(np.asarray(array), jnp.float64) for name, array in weights.items()}
+        flat, counts = jnp.asarray(np.asarray(x), jnp.float64).reshape(-1, D), np.asarray(counts).reshape(-1)
+        logits = flat @ weights["router"]
+        preferred = np.asarray(jax.nn.softmax(logits)) + np.asarray(weights.get("selection_bias", 0.0))
+        experts = choose(preferred, config.experts_per_token)
+        ordered = -np.sort(-preferred, axis=1)
+        apart = np.diff(-ordered)[:, config.experts_per_token - 1 : config.experts_per_token]
+        assert not ((apart > 1e-9) & (apart < NOT_TIED)).any(), "rounding may choose another expert; take another seed"
+
+        def run(weights, flat):
+            y, sums = mixture(weights, flat, counts, config, experts)
+            sums = {name: array.reshape(*x.shape[:2], *array.shape[1:]).sum(axis=1) for name, array in sums.items()}
+            return probe(y.reshape(x.shape), sums), (y, sums)
+
+        trained = {name: weights[name] for name in ("router", "gate", "up", "down")}
+        (_, (y, sums)), (grads, grad_x) = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(trained, flat)
+        parts = {"output": y.reshape(x.shape), "input": grad_x.reshape(x.shape), **sums, **grads}
+        return {name: np.asarray(array) for name, array in parts.items()}
+
+
+# The layer.
+def build(config, sequence_parallel=None):
+    return MixtureOfExperts(D, config, sequence_parallel=sequence_parallel, rngs=nnx.Rngs(0))
+
+
+@cache
+def program(config, mesh, sequence_parallel, packed):
+    """A function of weights, inputs and segments that gives what the layer does, on a mesh."""
+    on = mesh_of(sizes_of(mesh))
+    make = lambda: build(config, sequence_parallel)
+
+    @jax.jit
+    def run(graph, state, x, segments):
+        params, rest = nnx.split_state(state, nnx.Param, ...)
+
+        def scalar(params, x):
+            y, routing = nnx.merge(graph, params, rest)(x, Sequences(segments=segments if packed else None))
+            sums = {name: getattr(routing, name).sum(axis=1) for name in ROUTING}
+            return probe(y, sums), (y, sums)
+
+        return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)(params, x)
+
+    def layer(weights, x, segments):
+        graph, state = state_on_mesh(make, weights, on)
+        with jax.set_mesh(on):
+            x, segments = (jax.device_put(a, jax.NamedSharding(on, batch_spec(None))) for a in (x, segments))
+            (_, (y, sums)), (grads, grad_x) = run(graph, state, x, segments)
+            return {"output": y, "input": grad_x, **sums, **by_name(grads, on)}
+
+    return layer
+
+
+# Balance.
+def balance_of(router, layers, counts, labels, chosen, k):
+    """The auxiliary loss and the z-loss of routers that see `[L, B, T, D]`: for each label that of its sequence."""
+    logits = layers @ router
+    scores = jnp.where(counts[:, :, None], jax.nn.softmax(logits), 0.0)
+    n = np.maximum(counts.sum(axis=1), 1)[:, None]
+    share = scores.shape[-1] / (k * n) * chosen.sum(axis=2)  # [L, B, E]
+    loss = jnp.sum(share * scores.sum(axis=2) / n, axis=2)
+    squared = jnp.sum(jnp.where(counts, jax.nn.logsumexp(logits, axis=3) ** 2, 0.0), axis=2) / n[:, 0]
+    of_labels = (labels != -100).sum(axis=1) / len(layers)
+    return jnp.sum(of_labels * loss), jnp.sum(of_labels * squared)
+
+
+def expected_balance(weights, layers, counts, labels, config):
+    """Losses, and the gradients of a weighted sum of them, in float64."""
+    k, counts = config.experts_per_token, np.asarray(counts)
+    with jax.enable_x64(True):
+        router, layers = (jnp.asarray(np.asarray(a), jnp.float64) for a in (weights["router"], layers))
+        experts = choose(np.asarray(layers @ router).reshape(-1, config.num_experts), k)
+        chosen = (experts[:, :, None] == np.arange(config.num_experts)).any(axis=1)
+        chosen = chosen.reshape(*layers.shape[:3], -1) & counts[:, :, None]
+
+        def run(router, layers):
+            loss, squared = balance_of(router, layers, counts, labels, chosen, k)
+            return loss + 0.3 * squared, (loss, squared)
+
+        (_, sums), grads = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(router, layers)
+        names = ("balance_loss", "router_z_loss", "router", "input")
+        return {name: np.asarray(array) for name, array in zip(names, (*sums, *grads), strict=True)}
+
+
+def balance_program(config, mesh, sequence_parallel=None):
+    """A function that gives the same of the layer on a mesh, and how often each expert was chosen."""
+    on = mesh_of(sizes_of(mesh))
+    make = lambda: build(config, sequence_parallel)
+
+    @jax.jit
+    def run(graph, state, layers, segments, labels):
+        params, rest = nnx.split_state(state, nnx.Param, ...)
+
+        def scalar(params, layers):
+            layer = nnx.merge(graph, params, rest)
+            routings = [layer(x, Sequences(segments=segments))[1] for x in layers]
+            stacked = jax.tree.map(lambda *sums: jnp.stack(sums), *routings)
+            found = balance([stacked], labels, [config.experts_per_token])
+            return found.balance_loss + 0.3 * found.router_z_loss, found
+
+        return jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True)(params, layers)
+
+    def balanced(weights, layers, segments, labels):
+        graph, state = state_on_mesh(make, weights, on)
+        with jax.set_mesh(on):
+            segments, labels = (jax.device_put(a, jax.NamedSharding(on, batch_spec(None))) for a in (segments, labels))
+            (_, found), (grads, grad_x) = run(graph, state, jnp.asarray(layers), segments, labels)
+            losses = {"balance_loss": found.balance_loss, "router_z_loss": found.router_z_loss}
+            result = {**losses, "router": by_name(grads, on)["router"], "input": grad_x}
+            assert float(found.dropped) == 0
+            return {name: np.asarray(a) for name, a in result.items()}, np.asarray(found.times_chosen[0])
+
+    return balanced
+
+
+# Work.
+def work(mesh, config, width=64, batch=32, length=32):
+    """What a device does with its rows, forward and backward: the equations of its program, and the largest array that
+    it makes."""
+    with jax.set_mesh(mesh_of(sizes_of(mesh))):
+        make = lambda: MixtureOfExperts(width, config, sequence_parallel=None, rngs=nnx.Rngs(0))
+        graph, state = nnx.split(nnx.eval_shape(make))
+        x = jax.ShapeDtypeStruct((batch, length, width), jnp.float32)
+        scalar = lambda state, x: nnx.merge(graph, state)(x)[0].sum()
+        jaxpr = jax.make_jaxpr(jax.grad(scalar, argnums=(0, 1)))(state, x)
+    views = [e.params["jaxpr"] for e in accounts.equations(jaxpr.jaxpr) if e.primitive.name == "shard_map"]
+    assert len(views) >= 2, "forward and backward"
+    inside = [equation for view in views for equation in accounts.equations(view)]
+    return inside, max(var.aval.size for equation in inside for var in equation.outvars if hasattr(var.aval, "size"))

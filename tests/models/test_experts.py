@@ -1,0 +1,197 @@
+"""Mixtures of experts: outputs, gradients and three updates of any mesh are those of one device, and so is balance."""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from support import assert_close, by_name, random_weights, sizes_of, state_on_mesh, sweep
+
+import jaxtp
+from jaxtp.check import parity
+from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.data.rows import SEGMENTS
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.mesh import mesh_of
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.step import loss_and_grads
+
+T = 16
+MIXTURE = jaxtp.ModelConfig(
+    vocab_size=29,
+    d_model=16,
+    num_layers=2,
+    num_heads=8,
+    num_kv_heads=8,
+    head_dim=4,
+    d_ff=24,
+    rope_theta=2.0,
+    num_experts=6,
+    experts_per_token=2,
+)
+BASE = TrainConfig(
+    model=MIXTURE,
+    data=DataConfig(sequence_length=T, global_batch_size=8),
+    optimizer=OptimizerConfig(learning_rate=1e-2, warmup_steps=1),
+    train=LoopConfig(steps=10, balance_loss=0.3, router_z_loss=0.1),
+)
+TWICE = dataclasses.replace(BASE.train, accumulation=2, z_loss=1e-3)
+BIASED = {"selection_bias": True, "experts_per_token": 3}
+
+
+def variant(*, optimizer="adamw", packed=True, loop=BASE.train, **model):
+    return dataclasses.replace(
+        BASE,
+        model=dataclasses.replace(MIXTURE, **model),
+        data=dataclasses.replace(BASE.data, packing="documents" if packed else "stream"),
+        optimizer=dataclasses.replace(BASE.optimizer, name=optimizer, weight_decay=0.1),
+        train=loop,
+    )
+
+
+CONFIGS = {
+    "mixture": BASE,
+    "some layers are dense": variant(
+        num_layers=4,
+        num_kv_heads=2,
+        pattern=({"sliding_window": 3, "selection_bias": True}, {"num_experts": 0, "d_ff": 20}),
+        dropout=0.2,
+        loop=TWICE,
+    ),
+    "biased": variant(**BIASED, num_kv_heads=2, remat="none", loop=TWICE),
+    "kinds of experts": variant(
+        num_layers=5,
+        first_blocks=(
+            {"num_experts": 0, "d_ff": 40},
+            {"num_experts": 4, "experts_per_token": 1, "normalize_experts": False},
+        ),
+        pattern=({"selection_bias": True}, {"num_experts": 5, "d_ff": 8}),
+        num_kv_heads=1,
+        tie_embeddings=True,
+        remat="save_dots",
+    ),
+    "written out": variant(scan_layers=False, normalize_experts=False, remat="save_gathered", loop=TWICE),
+    "rings": variant(num_kv_heads=2, overlap="ring", remat="save_reduced", activation="gelu_tanh"),
+    "adapters": variant(
+        lora=LoraConfig(rank=3, targets=("q_proj", "v_proj", "o_proj")), dropout=0.1, remat="save_gathered", loop=TWICE
+    ),
+    "one expert a token": variant(experts_per_token=1, packed=False, remat="save_reduced"),
+    "all experts a token": variant(experts_per_token=6, remat="none", norm_placement="both"),
+    "muon": variant(optimizer="muon", **BIASED),
+    "muon of square kernels": variant(optimizer="muon", d_ff=16, num_experts=4, loop=TWICE),
+    "adafactor": variant(optimizer="adafactor", d_model=128, d_ff=192),
+    "lion": variant(optimizer="lion", loop=TWICE),
+}
+"""Rows are packed: documents cross chunks, the last row is padding alone, and one from its middle on."""
+
+FIRST = [("some layers are dense", (1, 2, 2, 2)), ("some layers are dense", (2, 1, 1, 4))]
+"""Experts over tp, with all kinds of blocks; and inside."""
+
+MESHES = [
+    *((1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 4), (1, 1, 1, 6), (1, 1, 1, 8), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1)),
+    *((2, 2, 1, 2), (1, 2, 1, 4), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 2, 4), (2, 2, 2, 2), (1, 1, 2, 8), (1, 2, 4, 2)),
+]
+SOME = [(1, 2, 1, 4), (2, 1, 2, 2), (1, 1, 2, 3), (1, 2, 2, 4), (2, 2, 1, 2)]
+TRIED = [("mixture", mesh) for mesh in MESHES]
+TRIED += [(name, SOME[(at + i) % len(SOME)]) for i, name in enumerate(CONFIGS) for at in (0, 1, 3)]
+TRIED = list(dict.fromkeys([*FIRST, *TRIED]))
+
+
+@cache
+def on_one_device(name):
+    initial = parity.initial_arrays(CONFIGS[name])
+    return initial, parity.run(CONFIGS[name], ONE_DEVICE, initial)
+
+
+@pytest.mark.parametrize("tried", sweep(TRIED, *FIRST), ids=str)
+def test_a_mesh_equals_one_device(tried):
+    name, mesh = tried
+    initial, expected = on_one_device(name)
+    split = mesh[-1] > 1 and T % (mesh[-1] * mesh[-2]) == 0
+    numbers = parity.run(CONFIGS[name], Case(sizes_of(mesh), split), initial, audited=True)
+    errors = parity.compare(numbers, expected)
+    assert errors.within(parity.TOLERANCES["float32"]), errors
+    assert numbers.problems == ()
+    assert any("mlp.router" in name for name in numbers.gradients) or CONFIGS[name].model.lora.rank
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", [(1, 2, 2, 2), (2, 1, 1, 4)], ids=str)
+@pytest.mark.parametrize("param", ["float32", "bfloat16"])
+def test_bfloat16_is_finite(mesh, param):
+    config = variant(precision=jaxtp.Precision(param=param, compute="bfloat16"), **BIASED)
+    initial = parity.initial_arrays(config)
+    numbers = parity.run(config, Case(sizes_of(mesh), True), initial, audited=True)
+    expected = parity.run(config, ONE_DEVICE, initial)
+    assert numbers.problems == ()
+    assert all(np.isfinite(np.asarray(array, np.float32)).all() for array in numbers.state.values())
+    np.testing.assert_allclose(numbers.losses, expected.losses, rtol=0.05)
+
+
+# What evens out the load, in the gradient of a whole step.
+RATE = 0.125
+HEAVY = LoopConfig(steps=10, balance_loss=300.0, router_z_loss=20.0)
+"""Weights with which the gradient of a router is that of these losses."""
+BALANCED = variant(num_kv_heads=2, selection_bias=True).model
+
+
+@cache
+def stepped(mesh, accumulation, remat, scan_layers=True):
+    """Losses and gradients, counts, the selection biases after an update and what was dropped, of a batch on a mesh."""
+    model = dataclasses.replace(BALANCED, remat=remat, scan_layers=scan_layers)
+    on, loop = mesh_of(sizes_of(mesh)), dataclasses.replace(HEAVY, accumulation=accumulation)
+    build = lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))
+    graph, state = state_on_mesh(build, random_weights(lambda: jaxtp.Decoder(BALANCED, rngs=nnx.Rngs(0))), on)
+    (batch, *_) = parity.batches(BASE)
+
+    @jax.jit
+    def step(state, batch):
+        merged = nnx.merge(graph, state)
+        terms, _, grads = loss_and_grads(merged, batch, loop, jax.random.key(0))
+        merged.move_selection_biases(terms.balance, RATE)
+        return terms, grads, merged.blocks.mlp.selection_bias[...]
+
+    with jax.set_mesh(on):
+        terms, grads, biases = step(state, {name: jnp.asarray(array) for name, array in batch.items()})
+        sums = {name: np.asarray(getattr(terms.balance, name)) for name in ("balance_loss", "router_z_loss", "entropy")}
+        (times,) = terms.balance.times_chosen
+        return (
+            {**sums, **by_name(grads, on)},
+            np.asarray(times),
+            np.asarray(biases),
+            (batch, float(terms.balance.dropped)),
+        )
+
+
+POLICIES = ("none", "save_dots", "save_gathered", "save_reduced", "full")
+STEPS = [
+    *(((1, 1, 1, 1), accumulation, "full") for accumulation in (2, 4, 8)),
+    *((mesh, 1, "full") for mesh in MESHES if mesh[-1] in (1, 2, 4)),
+    *((mesh, 2, policy) for mesh in ((2, 1, 2, 2), (1, 2, 1, 4)) for policy in POLICIES),
+    *(((1, 1, 1, 1), 1, policy) for policy in POLICIES),
+]
+STEPS = list(dict.fromkeys(STEPS))
+
+
+@pytest.mark.parametrize("step", sweep(STEPS, ((2, 1, 2, 2), 2, "full")), ids=str)
+def test_balance_is_that_of_one_device(step):
+    """Losses, their gradients, counts and biases, whatever the mesh, accumulation or policy of remat is: nothing is
+    counted twice because it is computed again."""
+    found, times, biases, dropped = stepped(*step)
+    expected, right, _, _ = stepped((1, 1, 1, 1), 1, "none")
+    assert_close(found, expected)
+    np.testing.assert_array_equal(times, right)
+    tokens = (parity.batches(BASE)[0][SEGMENTS] != 0).sum()
+    np.testing.assert_array_equal(times.sum(axis=1), [tokens * BALANCED.experts_per_token] * BALANCED.num_layers)
+    assert dropped == 0
+    before = random_weights(lambda: jaxtp.Decoder(BALANCED, rngs=nnx.Rngs(0)))["blocks.mlp.selection_bias"]
+    mean = times.mean(axis=1, keepdims=True)
+    np.testing.assert_array_equal(biases, np.asarray(before) + RATE * np.sign(mean - times).astype(np.float32))
+
+
+@pytest.mark.wide
+def test_written_out_layers_have_the_same_balance():
+    assert_close(stepped((1, 2, 1, 2), 1, "full", False)[0], stepped((1, 1, 1, 1), 1, "none")[0])

@@ -1,0 +1,252 @@
+"""Bugs of mixtures of experts in other packages, planted here: what checks a mixture notices each.
+
+Each test is named after the issue that reported it. Without the bug the same check passes.
+"""
+
+import dataclasses
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from mixtures import B, D, E, F, T, balance_program, build, expected, expected_balance, program, work
+from support import random_weights, relative_error
+
+from jaxtp import collectives
+from jaxtp.collectives import MissingReductionError, axis_size
+from jaxtp.layers import balance, experts, parameter
+from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
+from jaxtp.layers.grouped import grouped_matmul
+from jaxtp.mesh import DP, SEQUENCE, TP
+
+CONFIG = ExpertsConfig(num_experts=E, d_ff=F)
+OVER_TP, INSIDE = (1, 2, 1, 2), (2, 1, 1, 4)
+WRONG = 1e-3
+RIGHT = 1e-5
+KERNELS = ("gate", "up", "down")
+
+
+@cache
+def weights():
+    return random_weights(lambda: build(CONFIG), scale=0.3)
+
+
+@cache
+def rows():
+    """Inputs, segments and labels; two rows end in padding, a third is nothing else."""
+    random = np.random.default_rng(1)
+    segments = np.ones((B, T), np.int32)
+    for row, begin in ((2, 5), (4, 1), (7, 0)):
+        segments[row, begin:] = 0
+    labels = np.where((segments == 0) | (random.random((B, T)) < 0.3), -100, 1)
+    return random.standard_normal((B, T, D)).astype(np.float32), segments, labels
+
+
+@cache
+def right():
+    x, segments, _ = rows()
+    return expected(weights(), x, segments != 0, CONFIG)
+
+
+def off(mesh, sequence_parallel=None, given=None):
+    """How far each part of a layer on a mesh is from a loop over experts; a NaN is infinitely far."""
+    x, segments, _ = rows()
+    found = program.__wrapped__(CONFIG, mesh, sequence_parallel, True)(given or weights(), x, segments)
+    return errors(found, right())
+
+
+def balance_off(mesh):
+    """The same of both losses of the balance, and of their gradients."""
+    x, segments, labels = rows()
+    found, _ = balance_program(CONFIG, mesh)(weights(), x[None], segments, labels)
+    return errors(found, expected_balance(weights(), x[None], segments != 0, labels, CONFIG))
+
+
+def errors(found, expected):
+    errors = {part: relative_error(found[part], array) for part, array in expected.items()}
+    return {part: float("inf") if np.isnan(error) else error for part, error in errors.items()}
+
+
+@pytest.mark.parametrize("mesh", [OVER_TP, INSIDE], ids=["over tp", "inside"])
+def test_without_a_bug_everything_is_right(mesh):
+    assert max(off(mesh).values()) < RIGHT
+    assert max(balance_off(mesh).values()) < RIGHT
+
+
+def test_megatron_5047_the_auxiliary_loss_does_not_depend_on_tp(monkeypatch):
+    """Each device makes it of its own part of the sequences, and the mean over devices is taken."""
+    reduce = collectives.all_reduce
+
+    def of_parts(x, *axes):
+        return x if axes == SEQUENCE else reduce(x, *axes, *SEQUENCE) / axis_size(*SEQUENCE)
+
+    monkeypatch.setattr(balance, "all_reduce", of_parts)
+    errors = balance_off(OVER_TP)
+    assert errors["balance_loss"] > WRONG
+    assert errors["router"] > WRONG
+
+
+def test_megatron_5047_and_without_a_mean_it_is_a_type_error(monkeypatch):
+    reduce = collectives.all_reduce
+    monkeypatch.setattr(balance, "all_reduce", lambda x, *axes: x if axes == SEQUENCE else reduce(x, *axes))
+    with pytest.raises(MissingReductionError, match="expert_balance: its result differs between devices"):
+        balance_off(OVER_TP)
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_automodel_1412_the_auxiliary_loss_is_whole_and_has_a_gradient(monkeypatch, detached):
+    """Divided by the devices along dp; or of scores through which nothing goes back."""
+    reduce = collectives.all_reduce
+
+    def planted(x, *axes):
+        return jax.lax.stop_gradient(reduce(x, *axes)) if detached else reduce(x, *axes) / axis_size(DP)
+
+    monkeypatch.setattr(balance, "all_reduce", planted)
+    errors = balance_off(INSIDE)
+    assert (errors["balance_loss"] < RIGHT) == detached
+    assert errors["router"] == pytest.approx(1.0 if detached else 0.5, abs=0.3)
+
+
+def of_the_batch(routing):
+    """What a router did as a loss of batches takes it: for all rows together."""
+    means = lambda sums: jnp.broadcast_to(jnp.mean(sums, axis=1, keepdims=True), sums.shape)
+    return jax.tree.map(means, routing)
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_torchtitan_3000_micro_batches_add_up(monkeypatch, planted):
+    """The loss of a batch is a product of means, which is not the sum of that of its micro-batches."""
+    if planted:
+        without = balance._without_choices
+        monkeypatch.setattr(balance, "_without_choices", lambda routing: of_the_batch(without(routing)))
+    x, segments, labels = rows()
+    run = balance_program(CONFIG, (1, 1, 1, 1))
+    whole, _ = run(weights(), x[None], segments, labels)
+    parts = [run(weights(), x[None, own], segments[own], labels[own])[0] for own in np.split(np.arange(B), 2)]
+    for name in ("balance_loss", "router"):
+        error = relative_error(sum(part[name] for part in parts), whole[name])
+        assert error > WRONG if planted else error < RIGHT
+
+
+@jax.custom_vjp
+def gathered(x):
+    return jax.lax.all_gather(x, TP, axis=1, tiled=True)
+
+
+def own_part_alone(length, grad):
+    return (jax.lax.dynamic_slice_in_dim(grad, jax.lax.axis_index(TP) * length, length, 1),)
+
+
+gathered.defvjp(lambda x: (gathered(x), x.shape[1]), own_part_alone)
+
+
+@pytest.mark.parametrize("mesh", [OVER_TP, INSIDE], ids=["over tp", "inside"])
+def test_torchtitan_1805_gradients_of_tokens_are_summed_over_tp(monkeypatch, mesh):
+    """A token's gradient leaves out the experts, or the parts of them, that other devices have."""
+    monkeypatch.setattr(experts, "enter_parallel", lambda x, _: gathered(x))
+    found = off(mesh)
+    assert found["output"] < RIGHT
+    assert found["input"] > WRONG
+
+
+def test_pytorch_160285_gradients_of_experts_are_not_multiplied(monkeypatch):
+    """By the number of devices over which experts are divided."""
+    load = parameter.load_weight
+
+    @jax.custom_vjp
+    def times(x):
+        return x
+
+    times.defvjp(lambda x: (x, None), lambda _, grad: (grad * axis_size(TP),))
+    monkeypatch.setattr(parameter, "load_weight", lambda shard, *args, **kwargs: load(times(shard), *args, **kwargs))
+    found = off(OVER_TP)
+    assert found["output"] < RIGHT
+    assert [found[kernel] for kernel in KERNELS] == pytest.approx([1.0] * 3, abs=1e-4)
+
+
+def test_transformer_lens_1668_gate_and_up_are_not_swapped():
+    """All meshes agree on it: only what shares no code can see it."""
+    assert off(OVER_TP, given={**weights(), "gate": weights()["up"], "up": weights()["gate"]})["output"] > WRONG
+
+
+def beyond_is_nan(rows, kernels, sizes_E, method):
+    """A product that leaves rows beyond the groups as memory was."""
+    there = jnp.arange(len(rows)) < jnp.sum(sizes_E)
+    return jnp.where(there[:, None], grouped_matmul(rows, kernels, sizes_E, method), jnp.nan)
+
+
+@pytest.mark.parametrize("mesh", [OVER_TP, INSIDE], ids=["over tp", "inside"])
+def test_pytorch_193633_nothing_reads_the_rows_beyond_all_experts(monkeypatch, mesh):
+    monkeypatch.setattr(experts, "grouped_matmul", beyond_is_nan)
+    assert max(off(mesh).values()) < RIGHT
+    of = experts.Rows.of
+
+    def all_there(chosen, count):
+        found = of(chosen, count)
+        return dataclasses.replace(found, places=jnp.minimum(found.places, chosen.size - 1))
+
+    monkeypatch.setattr(experts.Rows, "of", all_there)
+    assert off(mesh)["output"] == float("inf")
+
+
+MANY = ExpertsConfig(num_experts=24, d_ff=48, grouped="pallas")
+
+
+def all_with_all(rows, kernels, sizes_E, method):
+    ends = jnp.cumsum(sizes_E)
+    at = jnp.arange(len(rows))[:, None]
+    own = (at >= ends - sizes_E) & (at < ends)
+    return jnp.einsum("mk,ekn,me->mn", rows, kernels, own.astype(rows.dtype))
+
+
+def test_no_product_of_all_rows_with_all_experts(monkeypatch):
+    """As XLA makes of `ragged_dot`, and everyone who writes it as an einsum."""
+    limit = MANY.num_experts * 32 * 32 * MANY.d_ff
+    for mesh in ((1, 1, 1, 1), (1, 1, 1, 2)):
+        _, largest = work(mesh, MANY)
+        assert largest < limit // axis_size_of(mesh)
+    monkeypatch.setattr(experts, "grouped_matmul", all_with_all)
+    _, largest = work((1, 1, 1, 1), MANY)
+    assert largest >= limit
+    monkeypatch.undo()
+    inside, _ = work((1, 1, 1, 1), dataclasses.replace(MANY, grouped="xla"))
+    assert [e for e in inside if "ragged" in e.primitive.name]
+
+
+def axis_size_of(mesh):
+    return mesh[0] * mesh[1] * mesh[2] * mesh[3]
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_ties_are_broken_alike_everywhere(monkeypatch, planted):
+    """By the lower index: a sort that is not told so takes others."""
+    if planted:
+        top_k = jax.lax.top_k
+
+        def last_first(scores, k):
+            best, index = top_k(scores[..., ::-1], k)
+            return best, scores.shape[-1] - 1 - index
+
+        monkeypatch.setattr(jax.lax, "top_k", last_first)
+    equal = {**weights(), "router": np.zeros_like(weights()["router"])}
+    x, segments, _ = rows()
+    found = program.__wrapped__(CONFIG, (1, 1, 1, 1), None, True)(equal, x, segments)
+    error = relative_error(found["output"], expected(equal, x, segments != 0, CONFIG)["output"])
+    assert error > WRONG if planted else error < RIGHT
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_padding_is_routed_nowhere(monkeypatch, planted):
+    """It would take places among rows, and part in the balance."""
+    if planted:
+        route = MixtureOfExperts._route
+
+        def everyone(self, sequence, record, x, weights, counts, given):
+            return route(self, sequence, record, x, weights, jnp.ones_like(counts), given)
+
+        monkeypatch.setattr(MixtureOfExperts, "_route", everyone)
+    found = off(OVER_TP)
+    assert max(found.values()) < RIGHT or planted
+    if planted:
+        assert min(found["output"], found["times_chosen"], found["computed"]) > WRONG
