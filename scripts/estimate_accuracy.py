@@ -3,12 +3,12 @@
     python scripts/estimate_accuracy.py                  # compile what is not in the results yet, then the table
     python scripts/estimate_accuracy.py --table-only
 
-Each point is a Llama shape, with adapters or without, an optimizer, a sequence length, a remat policy and a mesh; the
-compiler's numbers are appended to scripts/results/estimate_accuracy.jsonl as they come, so that it can be stopped and
-goes on. It needs the extra estimate-gpu. Those that are there are of jax 0.10.2; the constants of the model were
-settled on the first 41 points. When the update came to be made in place, 37 were compiled anew: all with dp or
-accumulation, all whose peak had been in the update. The others were left, for where the peak is in the backward pass
-it stayed within 3 kB (but for 0.5 GB of 42 at dp 2 x fsdp 2 x tp 2).
+Each point is the shape of a Llama, with adapters or without, or of a mixture of experts, with an optimizer, a sequence
+length, a remat policy and a mesh; the compiler's numbers are appended to scripts/results/estimate_accuracy.jsonl as
+they come, so that it can be stopped and goes on. It needs the extra estimate-gpu. Those that are there are of jax
+0.10.2; the constants of the model were settled on the first 41 points. When the update came to be made in place, 37
+were compiled anew: all with dp or accumulation, all whose peak had been in the update. The others were left, for where
+the peak is in the backward pass it stayed within 3 kB (but for 0.5 GB of 42 at dp 2 x fsdp 2 x tp 2).
 """
 
 import argparse
@@ -35,6 +35,18 @@ SHAPES = {
     "70b": {"d_model": 8192, "num_layers": 80, "num_heads": 64, "head_dim": 128, "d_ff": 28672},
 }
 """Llama 3.2 1B, Llama 3 8B and 70B."""
+
+MIXTURES = {
+    "8x7b": {
+        **{"vocab_size": 32000, "d_model": 4096, "num_layers": 32, "num_heads": 32, "head_dim": 128, "d_ff": 14336},
+        **{"num_experts": 8, "experts_per_token": 2},
+    },
+    "30b-a3b": {
+        **{"vocab_size": 151936, "d_model": 2048, "num_layers": 48, "num_heads": 32, "num_kv_heads": 4},
+        **{"head_dim": 128, "d_ff": 768, "num_experts": 128, "experts_per_token": 8, "qk_norm": "head"},
+    },
+}
+"""Mixtral 8x7B and Qwen3-30B-A3B."""
 
 POLICIES = ("none", "save_dots", "save_gathered", "full", "offload")
 SEQUENCES = (2048, 4096, 8192)
@@ -63,15 +75,13 @@ class Point:
 
     def config(self) -> TrainConfig:
         model = jaxtp.ModelConfig(
-            vocab_size=128256,
-            num_kv_heads=8,
             rope_theta=500000.0,
             remat=self.remat,
             loss_chunk=512 * self.micro,  # as the points that are there were compiled, in tokens
             attention="xla" if self.cp == 1 else "auto",  # scores of long sequences are too large to be held
             precision=jaxtp.Precision(compute="bfloat16"),
             lora=LoraConfig(rank=self.lora),
-            **SHAPES[self.shape],
+            **({"vocab_size": 128256, "num_kv_heads": 8} | (SHAPES | MIXTURES)[self.shape]),
         )
         dp, fsdp, _ = self.mesh
         rows = dp * fsdp * self.micro * self.accumulation
@@ -141,6 +151,15 @@ def points() -> list[Point]:
         Point("1b", 65536, "none", (1, 1, 2), cp=4),
         Point("8b", 1048576, "full", (1, 1, 2), cp=16),
         Point("70b", 131072, "full", (1, 8, 2), cp=4),
+        Point("30b-a3b", 4096, "full", (1, 4, 2), micro=4),
+        Point("30b-a3b", 4096, "save_dots", (1, 8, 1), micro=2),
+        Point("30b-a3b", 4096, "save_gathered", (2, 1, 4), micro=4, accumulation=2),
+        Point("30b-a3b", 4096, "none", (1, 2, 4)),
+        Point("8x7b", 4096, "full", (1, 4, 2), micro=8),
+        Point("8x7b", 4096, "save_gathered", (1, 8, 1), micro=2),
+        Point("8x7b", 4096, "save_dots", (1, 1, 8), micro=4),
+        Point("8x7b", 4096, "full", (1, 1, 16), micro=4),
+        Point("8x7b", 32768, "full", (1, 2, 2), cp=2),
     ]
 
 

@@ -24,7 +24,7 @@ from jaxtp.hardware import GB
 from jaxtp.hardware_file import MAX_DEVICES
 from jaxtp.mesh import sized
 from jaxtp.models.config import unadapted
-from jaxtp.train.config import TrainConfig, kernels
+from jaxtp.train.config import TrainConfig, kernels, multiplies_all
 from jaxtp.train.memory import with_attention
 
 ALL_BUT_A_TENTH = 0.9
@@ -39,6 +39,7 @@ CHUNK = 128
 """Tokens of a chunk of the loss that saves memory; products with so few wait for the head to be read."""
 HALF = "--model.precision.compute bfloat16"
 FUSED = "--model.attention auto"
+OWN_EXPERTS = "--model.grouped auto"
 MORE_MEMORY = f"XLA_PYTHON_CLIENT_MEM_FRACTION={ALL_BUT_A_TENTH} (--memory-fraction {ALL_BUT_A_TENTH})"
 
 Run = tuple[TrainConfig, Target]
@@ -161,6 +162,12 @@ def _with_fused_attention(config: TrainConfig, where: Target) -> Run | None:
     return None if now.keys() == then.keys() else (fused, where)
 
 
+def _with_own_experts(config: TrainConfig, where: Target) -> Run | None:
+    own, platform = changed(config, {"model.grouped": "auto"}), where.hardware.platform
+    now, then = (multiplies_all(run.model, platform) for run in (config, own))
+    return (own, where) if now and not then else None
+
+
 def _in_half(config: TrainConfig, where: Target) -> Run | None:
     if config.model.precision.compute != "float32":
         return None
@@ -176,6 +183,7 @@ def _with_smaller_chunk(config: TrainConfig, where: Target) -> Run | None:
 FREE = (
     Change(HALF, "computes in 16 bits", _in_half),
     Change(FUSED, "never holds the scores", _with_fused_attention),
+    Change(OWN_EXPERTS, "multiplies each row with its own expert alone", _with_own_experts),
     Change(MORE_MEMORY, "", _with_more_memory),
 )
 SMALLER = (Change(f"--model.loss-chunk {CHUNK}", "", _with_smaller_chunk),)

@@ -11,7 +11,7 @@ from jaxtp.estimate.report import unit_of
 from jaxtp.estimate.search import Setting
 from jaxtp.estimate.target import Compiled
 from jaxtp.hardware import GB
-from jaxtp.train.config import describe_grouped
+from jaxtp.train.config import multiplies_all
 
 
 def partitioned_lines(setting: Setting, found: Partitioned) -> Iterator[str]:
@@ -66,17 +66,23 @@ def target_lines(setting: Setting, found: Compiled) -> Iterator[str]:
         ("tier 1 said", f"{setting.memory.total / GB:,.2f}", f"{setting.memory.total / peak - 1:+.0%} of the peak"),
     ]
     yield columns(("on each device", "GB", ""), rows)
-    if setting.config.model.most_experts and found.flops is not None:
-        grouped = " and ".join(describe_grouped(setting.config.model, setting.target.hardware.platform))
-        yield (
-            f"products, without those in kernels: {found.flops / 1e12:,.1f} TFLOP compiled, "
-            f"{setting.costs.flops_of_xla / 1e12:,.1f} of tier 1; {grouped}"
-        )
+    yield from _products(setting, found)
     header = ("collective", "over", "times", "GB of messages", "beside computing", "operations beside them")
     yield ""
     yield columns(header, [_scheduled(one) for one in found.collectives])
     yield "(messages are counted whole, as each collective is called; the compiler merges small ones)"
     yield from (f"  ({note})" for note in found.notes)
+
+
+def _products(setting: Setting, found: Compiled) -> Iterator[str]:
+    """Yields a line on the products of a mixture of experts, which may be far more than what is due."""
+    model, platform = setting.config.model, setting.target.hardware.platform
+    if model.most_experts and found.flops is not None:
+        how = "they multiply every row with every expert" if multiplies_all(model, platform) else "in kernels"
+        yield (
+            f"products outside of kernels: {found.flops / 1e12:,.1f} TFLOP, tier 1 said "
+            f"{setting.costs.flops_of_xla / 1e12:,.1f}; those of experts: {how}"
+        )
 
 
 def _scheduled(one: Scheduled) -> tuple[str, ...]:

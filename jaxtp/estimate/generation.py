@@ -16,10 +16,10 @@ from jaxtp.estimate.links import collective_seconds
 from jaxtp.estimate.search import Model, Target
 from jaxtp.hardware import GB
 from jaxtp.layers.costs import Share
-from jaxtp.layers.grouped import dense, method_of
 from jaxtp.mesh import CP, STORAGE, batch_parts, describe_mesh, parts
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.models.costs import costs_of
+from jaxtp.train.config import multiplies_all
 from jaxtp.train.memory import MODEL
 
 MAX_ROWS = 10
@@ -88,18 +88,13 @@ def _on(
     arrays = [array for array in model.arrays if array.name.startswith(MODEL)]
     weights = sum(array.bytes_per_device(sizes, config.precision.compute) for array in arrays)
     cache = cache_bytes(config, sizes, rows, length)
+    reads_all = multiplies_all(config, where.hardware.platform)
     hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency
     # What is gathered is read whole, whichever experts have rows.
-    unread = token.unused * token.itemsize if parts(sizes, STORAGE) == 1 and not reads_all(config, where) else 0
+    unread = token.unused * token.itemsize if parts(sizes, STORAGE) == 1 and not reads_all else 0
     reading = (weights * parts(sizes, STORAGE) - unread + cache) / speed
     moving = sum(times * collective_seconds(hardware, sizes, one) for one, times in token.traffic.items())
     return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
-
-
-def reads_all(config: ModelConfig, where: Target) -> bool:
-    """Returns whether products of experts read those without rows too."""
-    platform = where.hardware.platform
-    return dense(method_of(config.grouped, platform)[0], platform)
 
 
 def cache_bytes(config: ModelConfig, sizes: Mapping[str, int], rows: int, length: int) -> int:

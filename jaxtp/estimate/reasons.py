@@ -10,7 +10,7 @@ from jaxtp.estimate.search import MEMORY_ERROR, NEAR, Search, Setting
 from jaxtp.hardware import GB
 from jaxtp.mesh import TP
 from jaxtp.models.costs import describe_padding
-from jaxtp.train.config import describe_context
+from jaxtp.train.config import describe_context, describe_grouped, multiplies_all
 
 UNITS = (("milliseconds", 1e-3), ("seconds", 1), ("minutes", 60), ("hours", 3600), ("days", 86400))
 """Units of time; devices are paid by the hour, never by the day."""
@@ -34,6 +34,7 @@ def why(found: Search, configured: Setting | None, alternatives: Iterable[Altern
         f"{_share(best)} of a step is left for computing where nothing overlaps.",
         *_doubt(best),
         *_padding(best),
+        *_experts(best),
         *_context(best),
         _run(best),
         _limit(best),
@@ -75,6 +76,16 @@ def _remedy(other: Alternative) -> str:
 def _padding(best: Setting) -> Iterator[str]:
     if (padded := describe_padding(best.config.model, best.sizes)) is not None:
         yield f"Sizes are padded {padded}."
+
+
+def _experts(best: Setting) -> Iterator[str]:
+    model, platform = best.config.model, best.target.hardware.platform
+    if multiplies_all(model, platform):
+        flops = [sum(p.flops * share(p) for p in best.costs.products) for share in (lambda p: 1.0, lambda p: p.counted)]
+        yield (
+            f"Experts: {'; '.join(describe_grouped(model, platform))}; of all products with weights "
+            f"{flops[1] / flops[0]:.0%} would be enough."
+        )
 
 
 def _context(best: Setting) -> Iterator[str]:

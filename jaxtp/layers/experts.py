@@ -356,6 +356,8 @@ class MixtureOfExperts(PositionwiseBranch):
         if parts(share.sizes, STORAGE) > 1:  # gathered kernels, brought in order
             yield Streamed(compute * 2 * 3 * local * self.d_model * width)
         yield Working(compute * choices * (6 * width + 2 * self.d_model))
+        if dense(method, share.platform):  # rows laid out once for each expert, of two products at a time
+            yield Working(compute * 2 * local * choices * max(width, self.d_model))
         yield Kept(INT32 * tokens * k)
         if share.remat == "none":
             yield Kept(choices * width * (6 * compute + FLOAT32) + hidden + 4 * FLOAT32 * tokens * experts)

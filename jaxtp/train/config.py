@@ -406,8 +406,13 @@ def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
         return
     method, why = grouped.method_of(model.grouped, platform)
     yield f"{method} products of experts ({why})"
-    if platform != "cpu" and grouped.dense(method, platform):
+    if platform != "cpu" and multiplies_all(model, platform):
         yield f"WARNING: that multiplies every row with every expert, {experts} times the work and the memory of rows"
+
+
+def multiplies_all(model: ModelConfig, platform: str) -> bool:
+    """Returns whether a kind of device multiplies every row with every expert."""
+    return model.most_experts > 0 and grouped.dense(grouped.method_of(model.grouped, platform)[0], platform)
 
 
 def describe_experts(model: ModelConfig, tp: int) -> str | None:

@@ -28,7 +28,7 @@ from jaxtp.estimate.search import (
 from jaxtp.hardware_file import find
 from jaxtp.mesh import fitting_meshes, make_mesh, sized
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig, check_kernels
 from jaxtp.train.memory import with_attention
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
 
@@ -230,6 +230,58 @@ def test_where_no_single_thing_would_do_all_go_together():
     remedy = next(other for other in remedies(tight, MODEL_FACTS) if "--model.lora.rank 16" in other.change)
     assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON")
     assert remedy.setting.has_margin
+
+
+EXPERTS = dataclasses.replace(MODEL, d_ff=1024, num_experts=6, experts_per_token=2, attention="auto")
+MIXTURE = dataclasses.replace(CONFIG, model=EXPERTS)
+MIXTURE_FACTS = describe_model(MIXTURE)
+
+
+def search_mixture(room=1e12, devices=8, meshes=None, **changes):
+    config = dataclasses.replace(MIXTURE, model=dataclasses.replace(EXPERTS, **changes))
+    return search(config, Target(H100, devices, room), MIXTURE_FACTS, meshes or fitting_meshes(devices))
+
+
+def test_experts_are_over_tp_or_inside_on_every_mesh():
+    """6 experts over tp 2, and a part of each over 4 and 8."""
+    every = search_mixture()
+    assert {tuple(setting.sizes.values()) for setting in every.settings} == {
+        tuple(sizes.values()) for sizes in fitting_meshes(8)
+    }
+    assert not every.refused
+
+
+def test_a_mixture_that_does_not_fit_is_told_of_adapters_that_it_can_have():
+    least = min(search_mixture(devices=1).all, key=lambda setting: setting.memory.total)
+    tight = search_mixture(least.memory.state, devices=1)
+    changes = [other.change for other in remedies(tight, MIXTURE_FACTS)]
+    assert any("--model.lora.rank 16 --model.lora.targets q_proj k_proj v_proj o_proj" in change for change in changes)
+
+
+def test_products_with_all_experts_are_warned_of_and_cost_as_much():
+    meshes = [sized(fsdp=4, tp=2), sized(tp=8)]
+    own, dense = (search_mixture(meshes=meshes, grouped=grouped) for grouped in ("auto", "xla"))
+    assert "pallas products of experts (it multiplies each row" in heading(
+        MIXTURE, own.settings[0].target, MIXTURE_FACTS
+    )
+    told = heading(dense.settings[0].config, dense.settings[0].target, MIXTURE_FACTS)
+    assert "WARNING: that multiplies every row with every expert, 6 times" in told
+    by_mesh = {tuple(s.sizes.values()): s for s in own.settings}
+    for setting in dense.settings:
+        assert setting.time.products > 2 * by_mesh[tuple(setting.sizes.values())].time.products
+    words = " ".join(why(dense, None, faster(dense, MIXTURE_FACTS)))
+    assert "every row with every expert" in words
+    assert "With --model.grouped auto, which multiplies each row with its own expert alone, the best would be" in words
+    assert "every expert" not in " ".join(why(own, None, []))
+
+
+def test_a_grouped_kernel_that_cannot_run_is_refused_before_anything_starts():
+    config = dataclasses.replace(MIXTURE, model=dataclasses.replace(EXPERTS, grouped="pallas"))
+    check_kernels(config, sized(), "cuda")
+    with pytest.raises(ConfigError, match=r"^model.grouped=pallas: it runs on cuda, not on rocm; use auto \(xla\)$"):
+        check_kernels(config, sized(), "rocm")
+    dense = dataclasses.replace(config, model=dataclasses.replace(MODEL, grouped="pallas", attention="auto"))
+    check_kernels(dense, sized(), "rocm")  # no expert, no product of any
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,8 @@ EXACT = {
         PLAIN, norm_placement="both", norm="rms_plus_one", pattern=({"sliding_window": 4}, {})
     ),
 }
+EXACT["experts"] = dataclasses.replace(PLAIN, num_experts=4, experts_per_token=2)
+EXACT["experts inside"] = dataclasses.replace(PLAIN, num_experts=6, experts_per_token=3, sequence_parallel=False)
 EXACT["rings"] = dataclasses.replace(BIASED, num_kv_heads=2, overlap="ring")
 LOW = jaxtp.Precision(compute="bfloat16", reduce="bfloat16")
 EXACT["large vocabulary"] = dataclasses.replace(PLAIN, vocab_size=509, precision=LOW)
