@@ -158,12 +158,7 @@ def stepped(mesh, accumulation, remat, scan_layers=True):
         terms, grads, biases = step(state, {name: jnp.asarray(array) for name, array in batch.items()})
         sums = {name: np.asarray(getattr(terms.balance, name)) for name in ("balance_loss", "router_z_loss", "entropy")}
         (times,) = terms.balance.times_chosen
-        return (
-            {**sums, **by_name(grads, on)},
-            np.asarray(times),
-            np.asarray(biases),
-            (batch, float(terms.balance.dropped)),
-        )
+        return {**sums, **by_name(grads, on)}, np.asarray(times), np.asarray(biases), float(terms.balance.dropped)
 
 
 POLICIES = ("none", "save_dots", "save_gathered", "save_reduced", "full")
