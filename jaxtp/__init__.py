@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from jaxtp.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from jaxtp.layers.embedding import VocabParallelHead as VocabParallelHead
     from jaxtp.layers.embedding import vocab_parallel_logits as vocab_parallel_logits
+    from jaxtp.layers.experts import ExpertsConfig as ExpertsConfig
+    from jaxtp.layers.experts import MixtureOfExperts as MixtureOfExperts
     from jaxtp.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from jaxtp.layers.linear import RowParallelLinear as RowParallelLinear
     from jaxtp.layers.lora import LoraConfig as LoraConfig

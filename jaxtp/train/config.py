@@ -200,8 +200,9 @@ class LoopConfig:
     z_loss: NonNegative = 0.0
     """Weight of the squared log-normaliser of the softmax in the training loss; 1e-4 is usual, 0 is off."""
 
-    balance_loss: NonNegative = 1e-3
-    """Weight of the loss that evens the load of a model's experts, averaged over layers."""
+    balance_loss: NonNegative = 1e-2
+    """Weight of the loss that evens the load of a model's experts, averaged over layers; 1e-3 is usual where a trained
+    model is trained further."""
 
     router_z_loss: NonNegative = 0.0
     """Weight of the squared log-normaliser of the routers' softmax, averaged over layers; 1e-3 is usual, 0 is off."""

@@ -54,6 +54,9 @@ class Kind:
     axes: tuple[Axes, Axes]
     """Mesh axes that divide them."""
 
+    over: Axes
+    """Mesh axes over which whole matrices are divided: a device has others along these, and deals them out apart."""
+
     padding: Padding
 
     dtype: jnp.dtype
@@ -108,7 +111,7 @@ def kinds(variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) 
     found: dict[Kind, list[Member]] = {}
     for path, variable in variables.items():
         axes = _axes(variable, sizes)
-        kind, transposed = _kind(variable, axes[-2:])
+        kind, transposed = _kind(variable, axes)
         count = math.prod(variable.shape[:-2]) // parts(sizes, chain(*axes[:-2]))
         found.setdefault(kind, []).append(Member(path, transposed, count))
     return found
@@ -129,12 +132,13 @@ def _axes(variable: nnx.Variable[Any], sizes: Mapping[str, int]) -> tuple[Axes, 
 
 def _kind(variable: nnx.Variable[Any], axes: tuple[Axes, ...]) -> tuple[Kind, bool]:
     """Returns the kind of a parameter's matrices, which are divided so, and whether they are transposed in it."""
-    shape, padding = logical_shape(variable)[-2:], padding_of(variable)
+    shape, padding, over = logical_shape(variable)[-2:], padding_of(variable), tuple(chain(*axes[:-2]))
+    axes = axes[-2:]
     transposed = (axes[1], shape[1]) < (axes[0], shape[0])
     if transposed:
         shape, axes, padding = shape[::-1], axes[::-1], tuple((-3 - dim, split) for dim, split in padding)
     (rows, columns), (over_rows, over_columns) = shape, axes
-    return Kind((rows, columns), (over_rows, over_columns), padding, jnp.dtype(variable.dtype)), transposed
+    return Kind((rows, columns), (over_rows, over_columns), over, padding, jnp.dtype(variable.dtype)), transposed
 
 
 def _orthogonalised(matrices: Arrays, variables: Mapping[str, nnx.Variable[Any]]) -> Arrays:
