@@ -110,34 +110,21 @@ def kinds(variables: Mapping[str, nnx.Variable[Any]], sizes: Mapping[str, int]) 
     """Returns the matrices of parameters by kind."""
     found: dict[Kind, list[Member]] = {}
     for path, variable in variables.items():
-        axes = _axes(variable, sizes)
-        kind, transposed = _kind(variable, axes)
-        count = math.prod(variable.shape[:-2]) // parts(sizes, chain(*axes[:-2]))
+        kind, transposed = _kind(variable)
+        count = math.prod(variable.shape[:-2]) // parts(sizes, kind.over)
         found.setdefault(kind, []).append(Member(path, transposed, count))
     return found
 
 
-def _axes(variable: nnx.Variable[Any], sizes: Mapping[str, int]) -> tuple[Axes, ...]:
-    """Returns the axes of each dim; where they cannot divide the matrices of a stack, they divide each of them inside.
-
-    Experts are declared so for the mesh that they are made on, and may be described on another.
-    """
-    axes = list(split_dims(variable))
-    for dim, size in enumerate(variable.shape[:-2]):
-        if size % parts(sizes, axes[dim]):
-            inside = next(other for other in (-1, -2) if not axes[other])
-            axes[inside], axes[dim] = axes[dim], ()
-    return tuple(axes)
-
-
-def _kind(variable: nnx.Variable[Any], axes: tuple[Axes, ...]) -> tuple[Kind, bool]:
-    """Returns the kind of a parameter's matrices, which are divided so, and whether they are transposed in it."""
-    shape, padding, over = logical_shape(variable)[-2:], padding_of(variable), tuple(chain(*axes[:-2]))
-    axes = axes[-2:]
+def _kind(variable: nnx.Variable[Any]) -> tuple[Kind, bool]:
+    """Returns the kind of a parameter's matrices, and whether they are transposed in it."""
+    *others, rows_over, columns_over = split_dims(variable)
+    shape, axes, padding = logical_shape(variable)[-2:], (rows_over, columns_over), padding_of(variable)
     transposed = (axes[1], shape[1]) < (axes[0], shape[0])
     if transposed:
         shape, axes, padding = shape[::-1], axes[::-1], tuple((-3 - dim, split) for dim, split in padding)
     (rows, columns), (over_rows, over_columns) = shape, axes
+    over = tuple(chain(*others))
     return Kind((rows, columns), (over_rows, over_columns), over, padding, jnp.dtype(variable.dtype)), transposed
 
 

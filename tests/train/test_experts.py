@@ -144,7 +144,6 @@ def test_optimizers_over_whole_experts_and_parts_of_them(name, sizes):
 
 @pytest.mark.parametrize("sizes", sweep([WHOLE, INSIDE], INSIDE), ids=str)
 def test_what_muon_moves_of_experts_is_what_is_declared(sizes):
-    """The declaration is read off a model on one device, where any number of experts is divided whole."""
     config = dataclasses.replace(RUN, optimizer=OptimizerConfig(name="muon"))
     found: list[Counter] = []
     for traffic in (
