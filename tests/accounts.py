@@ -71,7 +71,7 @@ def kept(config, rows, length, tp=1):
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
         graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
-        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x)[0], policy=remat.policy(config.remat))
+        block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat))
         x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.precision.compute)
         backward = jax.eval_shape(
             lambda x, params, frozen: jax.vjp(lambda x, params: block(x, params, frozen), x, params)[1],
