@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -89,7 +90,7 @@ def model_config(attributes: Mapping[str, Any], source: str, ignore_config: Coll
     Raises:
       HFError: as `read_config`.
     """
-    family = family_of(attributes, source)
+    family, given = family_of(attributes, source), attributes
     try:
         attributes = _by_their_names(attributes, family)
     except HFError as error:
@@ -101,7 +102,7 @@ def model_config(attributes: Mapping[str, Any], source: str, ignore_config: Coll
     try:
         fields = _fields(attributes, family)
     except HFError as error:
-        raise HFError(f"{source}: {error}") from None
+        raise HFError(f"{source}: {_as_spelled(str(error), given, family)}") from None
     try:
         return configuration.validate(ModelConfig, fields, source=f"{source} describes a model that cannot be")
     except configuration.ConfigError as error:
@@ -185,7 +186,8 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
     if name is not None:
         return family_of({"model_type": name}, "--family")
     reasons = []
-    for family in FAMILIES.values():
+    of_experts = [family for family in FAMILIES.values() if _has_experts(family)]
+    for family in of_experts if config.most_experts else FAMILIES.values():
         try:
             write_attributes(config, family, "float32")
         except HFError as error:
@@ -193,6 +195,10 @@ def choose_family(config: ModelConfig, name: str | None) -> Family:
         else:
             return family
     raise HFError("no family can be this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
+
+
+def _has_experts(family: Family) -> bool:
+    return any("num_experts" in attribute.fields for attribute in family.attributes)
 
 
 def _not_understood(attributes: Mapping[str, Any], family: Family, ignored: Collection[str]) -> Iterator[str]:
@@ -246,6 +252,14 @@ def _by_their_names(attributes: Mapping[str, Any], family: Family) -> dict[str, 
                 f"{family.model_type}"
             )
     return found
+
+
+def _as_spelled(message: str, attributes: Mapping[str, Any], family: Family) -> str:
+    """Returns a message with the names that attributes have where they are from."""
+    for alias, name in family.aliases.items():
+        if alias in attributes and name not in attributes:
+            message = re.sub(rf"\b{name}\b", alias, message)
+    return message
 
 
 def _fields(attributes: Mapping[str, Any], family: Family) -> dict[str, Any]:

@@ -168,7 +168,7 @@ def check_experts(stored: Mapping[str, StoredTensor], config: ModelConfig, famil
     """
     found = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
     most = max((block.num_experts for block in config.block_kinds()), default=0)
-    if most and found and most != max(found) + 1:
+    if most and found and (most != max(found) + 1 or most > len(stored)):
         said = next(attribute.name for attribute in family.attributes if "num_experts" in attribute.fields)
         raise HFError(
             f"{said} = {most}, and the tensors are those of {len(found)} experts, the last of them {max(found)}"

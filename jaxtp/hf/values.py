@@ -15,7 +15,7 @@ def whole(name: str, value: Any) -> int:
       HFError: it is something else.
     """
     if type(value) is not int or not 1 <= value < 2**31:
-        raise HFError(f"{name} = {said(value)}: should be a whole number, 1 or more")
+        raise HFError(f"{name} = {said(value)}: should be a whole number from 1 to 2,147,483,647")
     return value
 
 

@@ -111,8 +111,11 @@ class ExpertsConfig(MLPConfig):
                 f"at most {experts} works"
             )
         if self.mlp != "gated" or self.mlp_bias:
-            given = f"model.mlp={self.mlp}" if self.mlp != "gated" else "model.mlp_bias=true"
-            yield Problem(f"{given}: the {experts} experts of model.num_experts are gated, without biases")
+            given = f"model.mlp={self.mlp} and model.mlp_bias={str(self.mlp_bias).lower()}"
+            yield Problem(
+                f"{given}: the {experts} experts of model.num_experts are gated, without biases; use model.mlp=gated "
+                "and model.mlp_bias=false"
+            )
         if not self.over_tp(tp) and self.d_ff % tp:
             sizes_of = {"model.num_experts": experts, "model.d_ff": self.d_ff}
             yield Problem(

@@ -367,6 +367,10 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
             f"{first + pattern} works"
         )
         return
+    if config.selection_bias and not config.most_experts:
+        yield Problem(
+            "model.selection_bias=true is of experts, and there are none; add --model.num-experts, or leave it out"
+        )
     places = {block: f"{place}: " for place, block in reversed([*config.described().items()])} | {config.block(): ""}
     by_kind = ((places[block], list(block.problems(mesh))) for block in config.block_kinds())
     unfit = list(islice((place_found for place_found in by_kind if place_found[1]), _MAX_UNFIT))

@@ -2,13 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from flax import nnx
+from jax.sharding import AbstractMesh
 
 from jaxtp.communication import Collective, Place, bytes_by_place
 from jaxtp.layers.activations import Context
@@ -26,7 +26,7 @@ from jaxtp.layers.costs import (
     itemsize,
     moves_of,
 )
-from jaxtp.mesh import TP, abstract_mesh, batch_parts, mesh_of, sized
+from jaxtp.mesh import TP, abstract_mesh, batch_parts, sized
 from jaxtp.models.config import ModelConfig, padded_sizes
 from jaxtp.models.decoder import Decoder
 
@@ -264,11 +264,7 @@ def described(config: ModelConfig, tp: int = 1) -> Decoder:
 
 @lru_cache(maxsize=32)
 def _described(config: ModelConfig, tp: int) -> Decoder:
-    with jax.sharding.use_abstract_mesh(abstract_mesh(sized(tp=tp))) if tp > 1 else _apart():
+    none, own = AbstractMesh((), ()), abstract_mesh(sized(tp=tp))  # a mesh in context may not change its size at once
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
         model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return model
-
-
-def _apart() -> AbstractContextManager[Any]:
-    """Returns a context of one device, where another mesh is in context."""
-    return nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(mesh_of(sized()))

@@ -207,7 +207,7 @@ class LoopConfig:
     router_z_loss: NonNegative = 0.0
     """Weight of the squared log-normaliser of the routers' softmax, averaged over layers; 1e-3 is usual, 0 is off."""
 
-    selection_bias_rate: NonNegative = 1e-3
+    selection_bias_rate: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 1e-3
     """Step by which an update moves each expert's bias against its load, where model.selection_bias is on."""
 
     log_every: Count = 10

@@ -8,7 +8,7 @@ from typing import TypeVar
 import jax
 
 from jaxtp.checkpoint.stored import newest, newest_info, stored_info
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, differences
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.files import sha256
 from jaxtp.hf.attributes import read_config
@@ -64,6 +64,15 @@ def check_origin(config: TrainConfig) -> None:
             f"model.lora.rank={config.model.lora.rank} trains adapters of a model that stays as it is; name that by "
             "--model.from-hf FOLDER or --run.init-from RUN"
         )
+
+
+def changes_since(config: TrainConfig) -> list[str]:
+    """Returns the settings of the model in which a run differs from the one that it begins with, if it does."""
+    if (run := config.run.init_from) is None:
+        return []
+    begun = newest(run)
+    before, now = (architecture(model) for model in (model_of(begun, stored_info(begun)), config.model))
+    return differences(before | {"lora": now["lora"]}, now, "model.")
 
 
 def _check_stacking(model: ModelConfig, run: Path, before: ModelConfig) -> None:

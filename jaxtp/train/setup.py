@@ -8,6 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jaxtp.checkpoint.damage import CheckpointError
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
@@ -19,7 +20,13 @@ from jaxtp.train import folder
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.attention_check import check_attention
 from jaxtp.train.config import TrainConfig, check_vocabulary
-from jaxtp.train.initialisation import check_origin, check_tokenizer, keep_files_of_origin, with_model
+from jaxtp.train.initialisation import (
+    changes_since,
+    check_origin,
+    check_tokenizer,
+    keep_files_of_origin,
+    with_model,
+)
 from jaxtp.train.memory_check import require_memory
 from jaxtp.train.metrics import Timing
 from jaxtp.train.place import open_mesh
@@ -167,7 +174,11 @@ def _begin(
     origin, base = config.model.from_hf or config.run.init_from, None
     if origin is None:
         return blueprint.create(config.run.seed), None
-    weights, origin = load_base(origin, config.model, blueprint.mesh)
+    changes = changes_since(config)
+    try:
+        weights, origin = load_base(origin, config.model, blueprint.mesh)
+    except CheckpointError as error:
+        raise CheckpointError("; ".join([str(error), *changes])) from None
     if config.model.lora.rank:
         base = describe_base(weights, origin, blueprint.mesh)
         if resumed is not None:
@@ -175,5 +186,5 @@ def _begin(
     state = blueprint.create(config.run.seed, weights)
     with together():
         keep_files_of_origin(config)
-    report.line(f"weights from {origin}")
+    report.line("; ".join([f"weights from {origin}", *changes]))
     return state, base

@@ -230,6 +230,11 @@ BAD = {
         {"num_local_experts": 2**31 - 1},
         f"of another shape: .*{STACKED} is 6x48x40, not 2147483647x48x40",
     ),
+    "one more, a billion on": (
+        with_another("model.layers.0.block_sparse_moe.experts.999999999.w1.weight", (24, 40)),
+        {"num_local_experts": 10**9},
+        "num_local_experts = 1000000000, and the tensors are those of 7 experts, the last of them 999999999$",
+    ),
     "names of Qwen": (
         with_another("model.layers.0.mlp.experts.0.gate_proj.weight", (24, 40)),
         {},
@@ -285,6 +290,11 @@ def test_what_transformers_assumes():
     assert (qwen.num_experts, qwen.experts_per_token, qwen.normalize_experts, qwen.d_ff) == (128, 8, False, 768)
     assert (qwen.rope_theta, qwen.norm_eps, qwen.num_kv_heads, qwen.head_dim) == (1e4, 1e-6, 4, 64)
     assert (qwen.qk_norm, qwen.attention_bias, qwen.sliding_window, qwen.pattern) == ("head", False, None, ())
+
+
+def test_a_message_has_the_name_that_the_folder_has():
+    with pytest.raises(jaxtp.HFError, match="num_local_experts = 0: should be a whole number"):
+        model_config(SIZES | {"model_type": "qwen3_moe", "num_local_experts": 0}, "it")
 
 
 def test_both_names_of_the_number_of_experts():
@@ -355,7 +365,10 @@ def test_which_layers_have_experts(count, step, dense, normalised, window):
         ),
         (MIXTRAL | {"num_experts_per_tok": 9}, "num_experts_per_tok = 9: .* at most num_local_experts, which is 8$"),
         (MIXTRAL | {"router_jitter_noise": 0.01}, "router_jitter_noise = 0.01 is not supported, only 0.0"),
-        (MIXTRAL | {"num_local_experts": 0}, "num_local_experts = 0: should be a whole number, 1 or more$"),
+        (
+            MIXTRAL | {"num_local_experts": 0},
+            "num_local_experts = 0: should be a whole number from 1 to",
+        ),
         (MIXTRAL | {"norm_topk_prob": False}, "norm_topk_prob = False of a mixtral is not understood"),
         (QWEN | {"norm_topk_prob": 1}, "norm_topk_prob = 1: should be true or false$"),
         (QWEN | {"decoder_sparse_step": 0}, "decoder_sparse_step = 0: should be a whole number"),

@@ -270,12 +270,17 @@ def multiplications(dot):
 MIXTURE = jaxtp.ModelConfig(d_model=16, num_experts=E, d_ff=F)
 DIVIDES_NEITHER = "mesh.tp=5 divides neither model.num_experts=6 nor their width model.d_ff=8; tp can be 1, 2, 3, 4"
 TOO_MANY = "model.experts_per_token=7 is more than model.num_experts=6; at most 6 works"
-GATED = "the 6 experts of model.num_experts are gated, without biases"
+GATED = "the 6 experts of model.num_experts are gated, without biases; use model.mlp=gated and model.mlp_bias=false"
 ADAPTED = (
     "model.lora.targets: gate_proj, down_proj are projections of 6 experts, which have no adapters; "
     "use --model.lora.targets "
 )
 CANNOT_BE = {
+    "no experts": (
+        {},
+        {"num_experts": 0, "selection_bias": True},
+        "model.selection_bias=true is of experts, and there are none; add --model.num-experts, or leave it out",
+    ),
     "more than there are": ({}, {"experts_per_token": 7}, TOO_MANY),
     "more in a layer": (
         {},
@@ -283,8 +288,8 @@ CANNOT_BE = {
         f"model.pattern[1]: {TOO_MANY}",
     ),
     "neither divides": ({"tp": 5}, {"num_heads": 5, "num_kv_heads": 5}, DIVIDES_NEITHER),
-    "plain": ({}, {"mlp": "plain"}, f"model.mlp=plain: {GATED}"),
-    "biases": ({}, {"mlp_bias": True}, f"model.mlp_bias=true: {GATED}"),
+    "plain": ({}, {"mlp": "plain"}, f"model.mlp=plain and model.mlp_bias=false: {GATED}"),
+    "biases": ({}, {"mlp_bias": True}, f"model.mlp=gated and model.mlp_bias=true: {GATED}"),
     "adapters": (
         {},
         {"lora": LoraConfig(rank=2, targets=("gate_proj", "o_proj", "down_proj"))},

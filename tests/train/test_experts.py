@@ -19,12 +19,14 @@ from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.checkpoint.reader import open_checkpoint
+from jaxtp.collectives import axis_size
 from jaxtp.communication import ALL_TO_ALL
-from jaxtp.config import ConfigError, to_plain
+from jaxtp.config import ConfigError, to_plain, validate
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.loading import _inference_config
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import mesh_of, sized
+from jaxtp.mesh import TP, mesh_of, sized
+from jaxtp.models import costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import (
@@ -193,6 +195,20 @@ def test_the_summary_says_how_experts_are_divided(tp, said):
 )
 def test_the_summary_says_what_multiplies_with_experts(platform, grouped, said):
     assert list(describe_grouped(dataclasses.replace(MODEL, grouped=grouped), platform)) == said
+
+
+def test_a_bias_moves_by_no_more_than_scores_are():
+    with pytest.raises(ConfigError, match=r"selection_bias_rate = 1e\+39: should be less than or equal to 1"):
+        validate(TrainConfig, {"train": {"selection_bias_rate": 1e39}}, source="it")
+
+
+def test_active_parameters_are_counted_whatever_mesh_is_in_context():
+    """Of several processes, none can make a mesh of one device."""
+    dense = 3 * MODEL.num_layers * MODEL.d_model * MODEL.d_ff * (MODEL.num_experts - MODEL.experts_per_token)
+    with jax.set_mesh(mesh_of(sized(fsdp=2, tp=2))):
+        costs._described.cache_clear()
+        assert costs.active_parameters(MODEL, 10**6) == 10**6 - dense
+        assert axis_size(TP) == 2
 
 
 def test_models_without_experts_refuse_no_kernel():
