@@ -108,7 +108,8 @@ def _product(m: int, k: int, n: int, dtype: str) -> Program:
 def hidden_width(model: ModelConfig) -> int:
     """Returns the number of features that the last row layer of a block takes of a token, or its experts together."""
     costs = step_costs(model, sized(), batch_size=1, sequence_length=1)
-    return [product.m * product.k for product in costs.products if product.name.endswith("down")][-1]
+    down = [product for product in costs.products if product.name.endswith("down")][-1]
+    return round(down.m * down.k * down.counted)
 
 
 def pair_program(model: ModelConfig, width: int, rows: int, length: int) -> partial[Any]:

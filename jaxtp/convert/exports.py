@@ -35,6 +35,8 @@ def export_run(command: Export) -> str:
         raise HFError(f"{checkpoint} has no adapters; leave {'--merged' if command.merged else '--base'} out")
     mesh = command.mesh.make()
     if config.lora.rank and not command.merged:
+        if command.experts != "separate":
+            raise HFError(f"--experts {command.experts} is of a whole model, and adapters are exported; add --merged")
         _export_adapters(command, checkpoint, info, config, mesh)
         return f"the adapters of {checkpoint} are in {command.out}"
     _export_model(command, checkpoint, info, config, mesh)

@@ -219,9 +219,11 @@ def _other_training(config: TrainConfig, where: Target) -> Iterator[Alternative]
             (lora, adapters, "which fine-tunes by adapters alone"),
             (f"{lora} {bits}", changed(adapters, in_half), frozen),
         ]
+    told = [config]
     for change, other, meaning in changes:
-        if other != config and (fits := _fits(other, where, describe_model(other))):
+        if other not in told and (fits := _fits(other, where, describe_model(other))):
             yield Alternative(change, fits, meaning)
+        told.append(other)
 
 
 def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[Alternative]:
@@ -238,7 +240,7 @@ def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[
 def _fits(config: TrainConfig, where: Target, model: Model) -> Setting | None:
     """Returns the best setting that fits with the margin, if any; searches all only where the leanest of one fits."""
     able, _ = runnable(config, meshes_to_try(config, where.devices))
-    if not any(estimate(leanest(on_mesh), where, model).has_margin for on_mesh in able):
+    if not any(estimate(lean, where, model).has_margin for on_mesh in able for lean in leanest(on_mesh)):
         return None
     best = search(config, where, model, [on_mesh.mesh.sizes for on_mesh in able]).settings[0]
     return best if best.has_margin else None

@@ -226,10 +226,12 @@ def runnable(
     return able, refused
 
 
-def leanest(config: TrainConfig) -> TrainConfig:
-    """Returns the run in the setting that takes the least memory on its mesh: one row at a time, and as little kept."""
+def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Yields the run in the settings of which one takes the least memory on its mesh: as little kept, and one row at a
+    time or all at once, which adds up no gradients."""
     remat = "offload" if config.model.remat == "offload" else "full"
-    return changed(config, {"model.remat": remat, "train.accumulation": rows_of(config)})
+    for accumulation in {rows_of(config), 1}:
+        yield changed(config, {"model.remat": remat, "train.accumulation": accumulation})
 
 
 def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:

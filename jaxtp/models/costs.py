@@ -203,7 +203,7 @@ def active_parameters(config: ModelConfig, parameters: int) -> int:
 def describe_active(config: ModelConfig, parameters: int) -> str:
     """Returns the number of parameters that a token uses, as it goes on after that of all; nothing where it is that."""
     active = active_parameters(config, parameters)
-    return "" if active == parameters else f", {active:,} of them for each token"
+    return "" if active == parameters else f", {active:,} active for each token"
 
 
 def _of(kind: type[C], costs: Iterable[tuple[int, Cost]]) -> list[tuple[int, C]]:

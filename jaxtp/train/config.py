@@ -420,9 +420,9 @@ def describe_experts(model: ModelConfig, tp: int) -> str | None:
     """Returns a line on how experts are divided over tp; None where there are none."""
     blocks = [block for block in model.block_kinds() if block.num_experts]
     divided = dict.fromkeys(
-        f"{block.num_experts // tp} of {block.num_experts} whole on each device"
+        f"{block.num_experts // tp} of {block.num_experts} on each device, whole"
         if block.over_tp(tp)
-        else f"{block.d_ff // tp} of the width {block.d_ff} of all {block.num_experts} on each device"
+        else f"all {block.num_experts} on each device, {block.d_ff // tp} of the width {block.d_ff} of each"
         for block in blocks
     )
     return f"over tp {tp}: {' and '.join(divided)}" if divided else None
@@ -551,6 +551,15 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
             "model.overlap=ring overlaps what sequence parallelism moves, and model.sequence_parallel is false: leave "
             "that out, or set model.overlap=none"
         )
+    given, default = config.train, LoopConfig()
+    biased = any(block.selection_bias for block in config.model.block_kinds())
+    for name, used, instead in (
+        ("balance_loss", config.model.most_experts, "model.num_experts"),
+        ("router_z_loss", config.model.most_experts, "model.num_experts"),
+        ("selection_bias_rate", biased, "model.selection_bias"),
+    ):
+        if not used and (value := getattr(given, name)) != getattr(default, name):
+            yield f"train.{name}={value} is of what {instead} switches on, and that is off; set it, or leave this out"
     if config.profile.start > config.train.steps:
         yield f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}"
 

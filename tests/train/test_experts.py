@@ -34,6 +34,7 @@ from jaxtp.train.config import (
     LoopConfig,
     OptimizerConfig,
     TrainConfig,
+    check,
     check_platform,
     describe_experts,
     describe_grouped,
@@ -172,10 +173,14 @@ def test_the_lines_of_a_run_say_the_balance(capsys):
 
 @pytest.mark.parametrize(
     ("tp", "said"),
-    [(1, "6 of 6 whole"), (2, "3 of 6 whole"), (4, "2 of the width 8 of all 6")],
+    [
+        (1, "6 of 6 on each device, whole"),
+        (2, "3 of 6 on each device, whole"),
+        (4, "all 6 on each device, 2 of the width 8 of each"),
+    ],
 )
 def test_the_summary_says_how_experts_are_divided(tp, said):
-    assert describe_experts(MODEL, tp) == f"over tp {tp}: {said} on each device"
+    assert describe_experts(MODEL, tp) == f"over tp {tp}: {said}"
     assert describe_experts(dataclasses.replace(MODEL, num_experts=0), tp) is None
 
 
@@ -200,6 +205,21 @@ def test_the_summary_says_what_multiplies_with_experts(platform, grouped, said):
 def test_a_bias_moves_by_no_more_than_scores_are():
     with pytest.raises(ConfigError, match=r"selection_bias_rate = 1e\+39: should be less than or equal to 1"):
         validate(TrainConfig, {"train": {"selection_bias_rate": 1e39}}, source="it")
+
+
+@pytest.mark.parametrize(
+    ("model", "given"),
+    [
+        (dataclasses.replace(MODEL, num_experts=0, selection_bias=False), "balance_loss"),
+        (dataclasses.replace(MODEL, num_experts=0, selection_bias=False), "router_z_loss"),
+        (dataclasses.replace(MODEL, selection_bias=False), "selection_bias_rate"),
+    ],
+)
+def test_what_would_have_no_effect_is_refused(model, given):
+    run = dataclasses.replace(RUN, model=model, train=LoopConfig(steps=10, **{given: 0.5}))
+    with pytest.raises(ConfigError, match=f"train.{given}=0.5 is of what model"):
+        check(run, ONE_DEVICE.sizes)
+    check(dataclasses.replace(run, train=LoopConfig(steps=10)), ONE_DEVICE.sizes)
 
 
 def test_active_parameters_are_counted_whatever_mesh_is_in_context():
