@@ -87,8 +87,8 @@ CONFIGS = {
 }
 """Rows are packed: documents cross chunks, the last row is padding alone, and one from its middle on."""
 
-FIRST = [("some layers are dense", (1, 2, 2, 2))]
-"""With both kinds of blocks; what is divided inside is in the tests of the layer."""
+FIRST = [("mixture", (1, 2, 2, 2))]
+"""Experts over tp; what is divided inside is in the tests of the layer."""
 
 MESHES = [
     *((1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 4), (1, 1, 1, 6), (1, 1, 1, 8), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1)),
