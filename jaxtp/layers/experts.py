@@ -224,8 +224,7 @@ class MixtureOfExperts(PositionwiseBranch):
     def _transform(
         self, sequence: int | None, record: bool, x: Array, weights: Weights, of_tokens: Weights
     ) -> tuple[Array, Routing]:
-        config, tp = self.config, axis_size(TP)
-        over_tp = config.over_tp(tp)
+        config, over_tp = self.config, self.config.over_tp(axis_size(TP))
         if sequence is not None:
             part = partial(jax.lax.dynamic_slice_in_dim, slice_size=x.shape[1], axis=1)
             of_tokens = {name: part(array, axis_index(TP) * x.shape[1]) for name, array in of_tokens.items()}
@@ -236,8 +235,8 @@ class MixtureOfExperts(PositionwiseBranch):
         told = enter_parallel(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), sequence)
         shares, experts = told[..., : config.experts_per_token], told[..., config.experts_per_token :].astype(jnp.int32)
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [b, T/cp, D]
-        first = axis_index(TP) * (config.num_experts // tp) if over_tp else 0
-        local, count = experts - first, config.num_experts // (tp if over_tp else 1)
+        count, _ = self._on_device(axis_size(TP))
+        local = experts - (axis_index(TP) * count if over_tp else 0)
         mine = (local >= 0) & (local < count)
         rows = Rows.of(jnp.where(mine, local, count).reshape(-1, config.experts_per_token), count)
         y = self._compute(rows, x.reshape(-1, x.shape[-1]), shares.reshape(-1), weights)
@@ -310,66 +309,78 @@ class MixtureOfExperts(PositionwiseBranch):
         return rows.collect(multiply(weighed, down))
 
     def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
-        """Yields what it costs; of rows as many as there are if all experts are chosen alike.
+        """Yields what it costs; of rows as many as there are if all experts are chosen alike."""
+        config, experts = self.config, self.config.num_experts
+        split = share.is_split(self.sequence_parallel)
+        in_float32 = replace(self.precision, compute="float32")
+        yield Weight(module=EXPERTS, size=self.d_model * experts, tp=False, used_by_all_tp=split, precision=in_float32)
+        size, active = experts * self.d_model * config.d_ff, config.experts_per_token / experts
+        for _ in ("gate", "up", "down"):
+            yield Weight(module=EXPERTS, size=size, active=active, precision=self.precision)
+        hidden = share.tokens * self.d_model * itemsize(self.precision.compute)
+        told = 2 * FLOAT32 * share.tokens * config.experts_per_token
+        for moved in (told, hidden):
+            yield from enter(EXPERTS, share, moved, split=split, again=share.remat in GATHERS_AGAIN)
+        yield from leave(EXPERTS, share, hidden, split=split, again=read and share.remat in SUMS_AGAIN)
+        if not split and share.training:  # gradients of scores and normalisers, which one device of a tp group sums up
+            yield sums_over(EXPERTS, (TP,), share.sizes, FLOAT32 * (experts + 1) * share.rows)
+        yield from self._computed(share, read=read)
+        yield from self._kept(share, read=read)
+
+    def _computed(self, share: Share, *, read: bool) -> Iterator[Cost]:
+        """Yields what is computed, and the memory that goes through.
 
         There is a place for every choice of the tokens of a tp group (N * k): products compute those that chose one of
         the device's experts, elementwise operations all. Dense products compute all places with all experts.
         """
         config, compute = self.config, itemsize(self.precision.compute)
-        experts, k, features = config.num_experts, config.experts_per_token, config.d_ff
-        split, over_tp = share.is_split(self.sequence_parallel), config.over_tp(share.tp)
-        again, gathers_again = share.remat in PROJECTIONS_AGAIN, share.remat in GATHERS_AGAIN
-        sums_again = read and share.remat in SUMS_AGAIN
-        shared: dict[str, Any] = {"module": EXPERTS, "precision": self.precision}
-        size = experts * self.d_model * features
-        yield Weight(
-            size=self.d_model * experts,
-            tp=False,
-            used_by_all_tp=split,
-            module=EXPERTS,
-            precision=replace(self.precision, compute="float32"),
-        )
-        for _ in range(3):
-            yield Weight(size=size, active=k / experts, **shared)
-        hidden = share.tokens * self.d_model * compute
-        choices, tokens = share.tokens * k, share.between(self.sequence_parallel)
-        yield from enter(EXPERTS, share, 2 * FLOAT32 * choices, split=split, again=gathers_again)
-        yield from enter(EXPERTS, share, hidden, split=split, again=gathers_again)
-        yield from leave(EXPERTS, share, hidden, split=split, again=sums_again)
-        if not split and share.training:  # gradients of scores and normalisers, which one device of a tp group sums up
-            yield sums_over(EXPERTS, (TP,), share.sizes, FLOAT32 * (experts + 1) * share.rows)
-        routed_again = share.remat in ELEMENTWISE_AGAIN
-        passes = share.passes(routed_again, share.gradients)
-        yield Product.of("router", (tokens, self.d_model, experts), FLOAT32, passes)
-        local, width = (experts // share.tp, features) if over_tp else (experts, features // share.tp)
-        rows = choices // share.tp if over_tp else choices
+        tokens, choices = share.between(self.sequence_parallel), share.tokens * config.experts_per_token
+        routed = share.passes(share.remat in ELEMENTWISE_AGAIN, share.gradients)
+        yield Product.of("router", (tokens, self.d_model, config.num_experts), FLOAT32, routed)
+        local, width = self._on_device(share.tp)
+        rows = choices // share.tp if config.over_tp(share.tp) else choices
         method, _ = method_of(config.grouped, share.platform)
-        for name, inner, outer, twice in (
-            ("experts' gate, up", self.d_model, 2 * width, again),
-            ("experts' down", width, self.d_model, sums_again),
+        for name, inner, outer, again in (
+            ("experts' gate, up", self.d_model, 2 * width, share.remat in PROJECTIONS_AGAIN),
+            ("experts' down", width, self.d_model, read and share.remat in SUMS_AGAIN),
         ):
-            count = share.passes(twice, share.gradients)
+            count, kernels = share.passes(again, share.gradients), local * inner * outer
             if dense(method, share.platform):
-                moved = (local * choices * inner + choices * outer + local * inner * outer) * compute
+                moved = (local * choices * inner + choices * outer + kernels) * compute
                 yield Product(name, local * choices, inner, outer, count, moved, counted=rows / (local * choices))
             else:
-                moved = (rows * inner + choices * outer + local * inner * outer) * compute
+                moved = (rows * inner + choices * outer + kernels) * compute
                 yield Product(name, rows, inner, outer, count, moved, in_kernel=method == "pallas")
         yield Streamed(compute * (3 * choices * width + 2 * (choices + rows) * self.d_model))
         if parts(share.sizes, STORAGE) > 1:  # gathered kernels, brought in order
             yield Streamed(compute * 2 * 3 * local * self.d_model * width)
+
+    def _kept(self, share: Share, *, read: bool) -> Iterator[Cost]:
+        """Yields what is held: by the backward pass of the layer, and of all layers for it."""
+        config, compute = self.config, itemsize(self.precision.compute)
+        tokens, choices = share.between(self.sequence_parallel), share.tokens * config.experts_per_token
+        hidden, (local, width) = share.tokens * self.d_model * compute, self._on_device(share.tp)
         yield Working(compute * choices * (6 * width + 2 * self.d_model))
-        if dense(method, share.platform):  # rows laid out once for each expert, of two products at a time
+        if dense(method_of(config.grouped, share.platform)[0], share.platform):
+            # Rows laid out once for each expert, of two products at a time.
             yield Working(compute * 2 * local * choices * max(width, self.d_model))
-        yield Kept(INT32 * tokens * k)
+        yield Kept(INT32 * tokens * config.experts_per_token)
         if share.remat == "none":
-            yield Kept(choices * width * (6 * compute + FLOAT32) + hidden + 4 * FLOAT32 * tokens * experts)
+            scores = 4 * FLOAT32 * tokens * config.num_experts
+            yield Kept(choices * width * (6 * compute + FLOAT32) + hidden + scores)
         if share.remat == "save_gathered":
             yield Kept(hidden + 2 * FLOAT32 * choices)
         if share.remat == "save_dots":
             yield Kept(compute * choices * 2 * width)
         if read and share.remat in ("save_dots", "save_gathered", "save_reduced"):
             yield Kept(tokens * self.d_model * compute)
+
+    def _on_device(self, tp: int) -> tuple[int, int]:
+        """Returns how many experts each of tp devices has, and the width that it has of each."""
+        config = self.config
+        return (
+            (config.num_experts // tp, config.d_ff) if config.over_tp(tp) else (config.num_experts, config.d_ff // tp)
+        )
 
 
 @dataclass(frozen=True)
