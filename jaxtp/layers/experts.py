@@ -278,7 +278,8 @@ class MixtureOfExperts(PositionwiseBranch):
         experts = own_choice if given is None else given
         shares = jnp.take_along_axis(scores, experts, axis=-1)
         if config.normalize_experts:
-            shares = shares / jnp.sum(shares, axis=-1, keepdims=True)
+            total = jnp.sum(shares, axis=-1, keepdims=True)  # 0 if a bias chose what no score is left of
+            shares = shares / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)
         normaliser = jax.nn.logsumexp(logits, axis=-1)
         log_scores = logits - normaliser[..., None]
         valid = counts.astype(jnp.float32)
