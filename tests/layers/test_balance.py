@@ -57,7 +57,7 @@ def test_it_is_that_of_the_paper(mesh):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh[-1] > 1], ids=str)
 def test_activations_that_are_whole_over_tp(mesh):
     found, _ = balanced(CONFIG, mesh, False)(weights(), *rows())
     assert_close(found, right())
