@@ -170,6 +170,53 @@ def attention(machine: Machine, out: Path, log: Path) -> Result:
     return {"right": all(one["right"] for one in found.values()), "kernels": found}
 
 
+def experts(machine: Machine, out: Path, log: Path) -> Result:
+    """Compares products of experts, and their gradients, with one product after the other in float32; times them."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from jaxtp.bench.timing import medians
+    from jaxtp.check.parity import relative_error
+    from jaxtp.layers.grouped import grouped_matmul, refused
+    from jaxtp.mesh import platform_of
+    from jaxtp.train.attention_check import TOLERANCE
+
+    groups, rows, width, features = (4, 64, 16, 24) if machine.is_small else (32, 8192, 2048, 768)
+    random = np.random.default_rng(0)
+    sizes = random.multinomial(rows - rows // 8, random.dirichlet(np.ones(groups)))  # uneven, and some rows of none
+    ends = np.cumsum(sizes)
+    shapes = ((rows, width), (groups, width, features), (rows, features))
+    arrays = [jnp.asarray(random.standard_normal(shape), jnp.float32) for shape in shapes]
+
+    def one_by_one(x: Any, w: Any) -> Any:
+        parts = [x[end - size : end] @ w[group] for group, (size, end) in enumerate(zip(sizes, ends, strict=True))]
+        return jnp.concatenate([*parts, jnp.zeros((rows - ends[-1], features), x.dtype)])
+
+    def results(multiply: Callable[..., Any], x: Any, w: Any, grad: Any) -> Any:
+        y, back = jax.vjp(multiply, x, w)
+        return y, *back(grad)
+
+    found: Result = {}
+    with jax.default_matmul_precision("highest"):
+        for dtype in ("float32", "bfloat16"):
+            given = [array.astype(dtype) for array in arrays]
+            exact = jax.jit(partial(results, one_by_one))(*(array.astype(jnp.float32) for array in given))
+            for method in ("xla", "pallas"):
+                if any(refused(method, platform_of(jax.devices()[0]))):
+                    continue
+                multiply = partial(grouped_matmul, sizes_E=jnp.asarray(sizes, jnp.int32), method=method)
+                program = partial(jax.jit(partial(results, multiply)), *given)
+                errors = [
+                    relative_error(np.asarray(a, np.float32), np.asarray(b))
+                    for a, b in zip(program(), exact, strict=True)
+                ]
+                key = f"{method} {dtype}"
+                seconds = medians({key: program}, 3)[key]
+                found[key] = {"errors": errors, "right": max(errors) <= TOLERANCE[dtype], "milliseconds": 1e3 * seconds}
+    return {"right": all(one["right"] for one in found.values()), "products": found}
+
+
 def numbers(machine: Machine, out: Path, log: Path) -> Result:
     """Trains a small model on the CPU and here, in float32 with products at the highest precision: losses agree."""
     settings = step_settings(dataclasses.replace(machine, platform="cpu"), TINY, 4)
@@ -337,6 +384,7 @@ def several(machine: Machine, out: Path, log: Path) -> Result:
 
 PARTS: dict[str, Callable[[Machine, Path, Path], Result]] = {
     "attention": attention,
+    "experts": experts,
     "numbers": numbers,
     "step-1b": one_b,
     "step-8b": eight_b,

@@ -21,11 +21,13 @@ def parts(folder):
 
 @pytest.mark.journey
 def test_parts_run_by_themselves_and_are_not_run_twice(tmp_path):
-    done = accept(tmp_path, "attention", "step-1b", "ceiling", "several")
+    done = accept(tmp_path, "attention", "experts", "step-1b", "ceiling", "several")
     assert done.returncode == 0, done.stdout + done.stderr
     results = parts(tmp_path)
     assert results["attention"]["right"]
     assert {name.split()[0] for name in results["attention"]["kernels"]} == {"blockwise", "xla"}
+    assert results["experts"]["right"]
+    assert set(results["experts"]["products"]) == {"xla float32", "xla bfloat16"}
     assert results["step-1b"]["tokens_per_second"] > 0
     assert results["step-1b"]["estimated_bytes"] > 0
     assert results["several"]["left_out"] == "there is one device"
