@@ -63,12 +63,12 @@ CONFIGS = {
     ),
     "biased": variant(**BIASED, num_kv_heads=2, remat="none", loop=TWICE),
     "kinds of experts": variant(
-        num_layers=5,
+        num_layers=3,
         first_blocks=(
             {"num_experts": 0, "d_ff": 40},
             {"num_experts": 4, "experts_per_token": 1, "normalize_experts": False},
         ),
-        pattern=({"selection_bias": True}, {"num_experts": 5, "d_ff": 8}),
+        pattern=({"selection_bias": True, "num_experts": 5, "d_ff": 8},),
         num_kv_heads=1,
         tie_embeddings=True,
         remat="save_dots",
@@ -90,14 +90,25 @@ CONFIGS = {
 FIRST = [("mixture", (1, 2, 2, 2))]
 """Experts over tp; what is divided inside is in the tests of the layer."""
 
-MESHES = [
-    *((1, 1, 1, 2), (1, 1, 1, 3), (1, 1, 1, 4), (1, 1, 1, 6), (1, 1, 1, 8), (8, 1, 1, 1), (1, 8, 1, 1), (1, 1, 8, 1)),
-    *((2, 2, 1, 2), (1, 2, 1, 4), (2, 1, 2, 2), (1, 2, 2, 2), (1, 1, 2, 4), (2, 2, 2, 2), (1, 1, 2, 8), (1, 2, 4, 2)),
+TRIED = [
+    ("mixture", (1, 1, 1, 2)),
+    ("biased", (1, 1, 1, 3)),
+    ("written out", (1, 1, 1, 4)),
+    ("one expert a token", (1, 1, 1, 6)),
+    ("mixture", (1, 1, 1, 8)),
+    ("adafactor", (8, 1, 1, 1)),
+    ("all experts a token", (1, 8, 1, 1)),
+    ("mixture", (1, 1, 8, 1)),
+    ("muon", (2, 2, 1, 2)),
+    ("muon of square kernels", (1, 2, 1, 4)),
+    ("some layers are dense", (2, 1, 2, 2)),
+    *FIRST,
+    ("rings", (1, 1, 2, 4)),
+    ("adapters", (2, 2, 2, 2)),
+    ("kinds of experts", (1, 1, 2, 8)),
+    ("lion", (1, 2, 4, 2)),
 ]
-SOME = [(1, 2, 1, 4), (2, 1, 2, 2), (1, 1, 2, 3), (1, 2, 2, 4), (2, 2, 1, 2)]
-TRIED = [("mixture", mesh) for mesh in MESHES]
-TRIED += [(name, SOME[i % len(SOME)]) for i, name in enumerate(CONFIGS)]
-TRIED = list(dict.fromkeys([*FIRST, *TRIED]))
+"""Sixteen meshes, each with another mixture than the next."""
 
 
 @cache
@@ -119,12 +130,10 @@ def test_a_mesh_equals_one_device(tried):
 
 
 @pytest.mark.wide
-@pytest.mark.parametrize("mesh", [(1, 2, 2, 2), (2, 1, 1, 4)], ids=str)
-@pytest.mark.parametrize("param", ["float32", "bfloat16"])
-def test_bfloat16_is_finite(mesh, param):
-    config = variant(precision=jaxtp.Precision(param=param, compute="bfloat16"), **BIASED)
+def test_bfloat16_is_finite():
+    config = variant(precision=jaxtp.Precision(param="bfloat16", compute="bfloat16"), **BIASED)
     initial = parity.initial_arrays(config)
-    numbers = parity.run(config, Case(sizes_of(mesh), True), initial, audited=True)
+    numbers = parity.run(config, Case(sizes_of((1, 2, 2, 2)), True), initial, audited=True)
     expected = parity.run(config, ONE_DEVICE, initial)
     assert numbers.problems == ()
     assert all(np.isfinite(np.asarray(array, np.float32)).all() for array in numbers.state.values())
