@@ -13,15 +13,15 @@ A device sums over its own tokens of each sequence while it runs the layers. Sum
 sequence are made once, for all layers, and totals of the batch too.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, batch_spec, device_view
@@ -141,7 +141,7 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
         result: Balance = _in_one(lambda sums: all_reduce(sums, *BATCH), sums)
         return result
 
-    measured = [jax.tree.map(lambda sums: sums, _without_choices(routing)) for routing in routings]
+    measured = [replace(routing, experts=None, margin=None) for routing in routings]
     view = device_view(
         total,
         BALANCE,
@@ -169,15 +169,7 @@ def moved_bias(bias: Array, times_chosen: Array, rate: float) -> Array:
     return bias + rate * jnp.sign(mean - times_chosen).astype(bias.dtype)
 
 
-def _without_choices(routing: Routing) -> Routing:
-    fields = routing.times_chosen, routing.scores, routing.squared_normaliser, routing.entropy, routing.computed
-    return Routing(*fields)
-
-
-def _in_one(reduce: Any, tree: Any) -> Any:
+def _in_one(reduce: Callable[[Array], Array], tree: Any) -> Any:
     """Returns a tree of arrays reduced as one array, which is one collective."""
-    leaves, structure = jax.tree.flatten(tree)
-    flat = reduce(jnp.concatenate([leaf.reshape(-1) for leaf in leaves]))
-    ends = [sum(math.prod(leaf.shape) for leaf in leaves[: i + 1]) for i in range(len(leaves))]
-    parts = jnp.split(flat, ends[:-1])
-    return jax.tree.unflatten(structure, [part.reshape(leaf.shape) for part, leaf in zip(parts, leaves, strict=True)])
+    flat, as_tree = ravel_pytree(tree)
+    return as_tree(reduce(flat))

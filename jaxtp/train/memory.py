@@ -199,8 +199,7 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
 
 def _with_muon(costs: StepCosts, model: ModelConfig, sizes: Mapping[str, int]) -> StepCosts:
     """Returns the costs of a step with those of orthogonalising the matrices of a model on a mesh."""
-    mixture = any(block.num_experts for block in model.block_kinds())  # whose kernels tp decides how to split
-    as_split = described(model, sizes[TP] if mixture else 1)
+    as_split = described(model, sizes[TP] if model.most_experts else 1)  # tp decides how experts are split
     variables = named_variables(nnx.state(as_split, trained(model.lora)))
     matrices = {path: variable for path, variable in variables.items() if optimizers.is_orthogonalised(path)}
     kinds = owned(matrices, sizes)

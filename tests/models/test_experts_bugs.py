@@ -121,8 +121,9 @@ def of_the_batch(routing):
 def test_torchtitan_3000_micro_batches_add_up(monkeypatch, planted):
     """The loss of a batch is a product of means, which is not the sum of that of its micro-batches."""
     if planted:
-        without = balance._without_choices
-        monkeypatch.setattr(balance, "_without_choices", lambda routing: of_the_batch(without(routing)))
+        monkeypatch.setattr(
+            balance, "replace", lambda routing, **none: of_the_batch(dataclasses.replace(routing, **none))
+        )
     x, segments, labels = rows()
     run = balance_program(CONFIG, (1, 1, 1, 1))
     whole, _ = run(weights(), x[None], segments, labels)
