@@ -17,6 +17,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 import pydantic
 import tyro
 import yaml
+from pydantic.fields import FieldInfo
 
 from jaxtp.entry import UserError
 from jaxtp.reading import MAX_YAML, parse_yaml, read_bytes, shown
@@ -189,6 +190,7 @@ def flag(schema: Any, keys: Sequence[Any]) -> str:
     """Returns the flag that sets a value of a schema: `--mesh.tp` for `mesh.tp`; without a section that has no name."""
     names = []
     for key in keys:
+        key = _aliases(schema).get(key, key)
         annotated = get_type_hints(schema, include_extras=True).get(key) if dataclasses.is_dataclass(schema) else None
         if annotated is None:
             break  # within the value
@@ -220,7 +222,7 @@ def validate(
         raise ConfigError(f"{source}: expected a mapping of sections such as 'model:', found {shown(repr(values))}")
     problems = list(_unknown_keys(schema, values, ""))
     try:
-        config: T = _adapter(schema).validate_python(values)
+        config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
     except pydantic.ValidationError as error:
         problems += [f"{spelled(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()]
     if problems:
@@ -241,7 +243,7 @@ def changed(config: T, values: Mapping[str, Any]) -> T:
 
 def to_plain(config: Any) -> dict[str, Any]:
     """Returns the configuration as plain dicts, lists, strings and numbers; each section as the class that it is."""
-    plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json")
+    plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
     inner = {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
     return plain | inner
 
@@ -319,9 +321,17 @@ def _complaint(item: Mapping[str, Any]) -> str:
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
+def _aliases(schema: Any) -> dict[str, str]:
+    """Returns the names of the fields whose key is another: one that no field can have, as it is a word of Python."""
+    hints = get_type_hints(schema, include_extras=True) if dataclasses.is_dataclass(schema) else {}
+    extras = ((name, extra) for name, kind in hints.items() for extra in get_args(kind))
+    return {extra.alias: name for name, extra in extras if isinstance(extra, FieldInfo) and extra.alias is not None}
+
+
 def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
-    types = get_type_hints(schema)
+    types, aliases = get_type_hints(schema), _aliases(schema)
     known = {field.name: types[field.name] for field in dataclasses.fields(schema)}
+    known |= {key: types[name] for key, name in aliases.items()}
     for key, value in values.items():
         if key not in known:
             close = difflib.get_close_matches(shown(key), known, n=1)

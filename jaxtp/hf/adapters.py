@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
@@ -83,13 +84,14 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
 def merge_adapters(model: Decoder) -> Decoder:
     """A model without adapters: each kernel with what its adapter adds to it; other arrays are shared with `model`.
 
-    The sum is made in the dtype of the parameters, where the adapter adds to the product in the compute dtype.
+    The sum is made in float32 and rounded once, to the dtype of the kernel; an adapter that is not merged adds to the
+    product, in the compute dtype.
     """
     config = model.config
     arrays = {path: variable[...] for path, variable in named_variables(nnx.state(model)).items()}
     for adapter in adapters(config):
         kernel, a, b = (arrays[path] for path in (adapter.kernel, f"{adapter.lora}.a", f"{adapter.lora}.b"))
-        arrays[adapter.kernel] = _add(config.lora.alpha / config.lora.rank, kernel, a, b)
+        arrays[adapter.kernel] = _add(config.lora.scale, kernel, a, b)
     graph, abstract = abstract_decoder(replace(config, lora=LoraConfig()))
     merged: Decoder = nnx.merge(graph, filled(abstract, arrays))
     return merged
@@ -101,4 +103,5 @@ def _add(scale: float, kernel: Array, a: Array, b: Array) -> Array:
 
 
 def _sum(scale: float, kernel: Array, a: Array, b: Array) -> Array:
-    return (kernel + scale * (a @ b)).astype(kernel.dtype)
+    added = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
+    return (kernel.astype(jnp.float32) + scale * added).astype(kernel.dtype)

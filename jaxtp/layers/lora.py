@@ -1,20 +1,23 @@
 """Low-rank adapters: what fine-tuning trains instead of a kernel (LoRA: Hu et al., arXiv 2106.09685).
 
-A projection `x @ W` becomes `x @ W + alpha / rank * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero:
-it begins as the projection was. W stays as it is; A and B are divided over the mesh like the dims of W that they share.
+A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero: it begins
+as the projection was. W stays as it is; A and B are divided over the mesh like the dims of W that they share. Where A and B
+are both zero, in a column and its row, so are their gradients: what has no adapter keeps having none.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec
 from pydantic import Field
 
-from jaxtp.config import allowed
+from jaxtp.config import UserPath, allowed
 from jaxtp.layers.costs import PROJECTIONS_AGAIN, Cost, Kept, Product, Share, Weight, itemsize
 from jaxtp.layers.parameter import Precision, Split, parameter
 
@@ -26,14 +29,25 @@ TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_pro
 class LoraConfig:
     """Adapters beside frozen kernels."""
 
+    from_peft: Annotated[UserPath | None, Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")] = None
+    """Folder of adapters in PEFT's format, to begin with; rank, alpha, rslora and targets are then theirs."""
+
     rank: Annotated[int, Field(ge=0, lt=2**16), allowed("0 or more")] = 0
     """Inner width of the adapters, 8 to 64 is usual; 0 trains every parameter and has no adapters."""
 
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False), allowed("above 0")] = 16.0
     """Scale: what an adapter adds is multiplied by alpha / rank."""
 
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead, so that what adapters of a high rank add does not shrink (rsLoRA)."""
+
     targets: tuple[Target, ...] = TARGETS
     """The projections that get one, by their names in Hugging Face's Llama."""
+
+    @property
+    def scale(self) -> float:
+        """Multiplies what an adapter adds."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def adapted(self, *projections: Target) -> list[int]:
         """The indices of those projections that have an adapter."""
@@ -58,7 +72,7 @@ class Lora(nnx.Module):
 
     Args:
       features: of the input and the output; a `Split` where tp divides them.
-      config: rank and alpha.
+      config: rank and scale.
       specs: of A and B.
       precision: the dtypes.
       rngs: source of the `params` key.
@@ -74,7 +88,7 @@ class Lora(nnx.Module):
         rngs: nnx.Rngs,
     ):
         self.rank = config.rank
-        self.scale = config.alpha / config.rank
+        self.scale = config.scale
         inner, outer = (f.size if isinstance(f, Split) else f for f in features)
         rows, columns = (((dim, f),) if isinstance(f, Split) else () for dim, f in zip((-2, -1), features, strict=True))
         bound = inner**-0.5  # as PEFT begins: the default of a linear layer of PyTorch

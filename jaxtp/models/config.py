@@ -337,7 +337,13 @@ def shrunk(config: ModelConfig, small: Small) -> ModelConfig:
 def architecture(config: ModelConfig) -> dict[str, Any]:
     """Returns the fields that decide what the parameters are and mean, as plain values: equal for any run that can
     share a checkpoint."""
-    return {name: value for name, value in to_plain(config).items() if name not in _NOT_ARCHITECTURE}
+    return architecture_in(to_plain(config))
+
+
+def architecture_in(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the same of a configuration that is plain values already; where adapters began is no part of it."""
+    found = {name: value for name, value in plain.items() if name not in _NOT_ARCHITECTURE}
+    return found | {"lora": {name: value for name, value in plain["lora"].items() if name != "from"}}
 
 
 def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> Iterator[str]:

@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE
-from jaxtp.models.config import architecture
+from jaxtp.models.config import architecture, architecture_in
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.folder import RunFolderError
 from jaxtp.train.state import Blueprint
@@ -108,8 +108,8 @@ def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[
         section: configuration.merged(defaults.get(section, {}), values) for section, values in info["config"].items()
     }
     now = configuration.to_plain(config)
-    model = architecture(config.model)
-    fatal = configuration.differences({name: stored["model"].get(name) for name in model}, model, "model.")
+    model, was_model = architecture(config.model), architecture_in(stored["model"])
+    fatal = configuration.differences({name: was_model.get(name) for name in model}, model, "model.")
     # Wherever the data lie; their order follows from all that is compared here, and from the packages.
     was, is_now = ({**read, "source": None, ORDER: None} for read in (info["corpus"], data))
     fatal += configuration.differences(was, is_now, "data: ")
