@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from jaxtp.hf.folder import HFError as HFError
     from jaxtp.hf.load import load_hf as load_hf
     from jaxtp.hf.peft import save_peft as save_peft
+    from jaxtp.hf.peft_load import load_peft as load_peft
     from jaxtp.hf.runs import load_run as load_run
     from jaxtp.hf.save import save_hf as save_hf
     from jaxtp.layers.attention import AttentionConfig as AttentionConfig

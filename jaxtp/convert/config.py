@@ -51,7 +51,7 @@ class Import:
     run: Run
     """Folder to make. The tokenizer's files go to its hf/, where export finds them."""
 
-    dtype: DType | None = None
+    dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of the parameters in the run; by default the one that the safetensors have (float16 becomes float32)."""
 
     ignore_config: Keys = ()
@@ -66,10 +66,15 @@ class Export:
     """Writes a checkpoint of ours as a folder in Hugging Face format; of a run that trained adapters, as PEFT has it.
 
     python -m jaxtp.convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1B
+
+    With --adapters, writes a model and such adapters as one model, without adapters:
+
+    python -m jaxtp.convert export models/Llama-3.2-1B models/merged --adapters models/adapters
     """
 
     run: Run
-    """Folder of a run (its newest checkpoint), or of one checkpoint."""
+    """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model in Hugging Face
+    format."""
 
     out: Source
     """Folder to make; it appears when it is complete."""
@@ -83,12 +88,13 @@ class Export:
     merged: Switch = False
     """Writes the whole model of a run that trained adapters, which are added to the kernels that they are beside."""
 
+    adapters: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of adapters in PEFT's format, to add to the kernels that they are beside, in float32."""
+
     base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Model beside the adapters of a run that trained some, where it is not where the run found it."""
 
-    dtype: Annotated[
-        Literal["float32", "bfloat16", "float16"] | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")
-    ] = None
+    dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None
     """Dtype of the tensors in the files that are written: by default the one that an imported model came in, and of any
     other run that of its parameters (model.precision.param)."""
 
@@ -98,6 +104,9 @@ class Export:
 
     max_shard_size: str = "5GB"
     """Bytes in a file at most; a tensor is never split."""
+
+    ignore_config: Keys = ()
+    """Attributes of a config.json to pass over, as in an import. Can be given several times."""
 
     mesh: MeshFlags = MeshFlags()
 

@@ -5,16 +5,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.stored import newest, stored_info
 from jaxtp.config import expand
 from jaxtp.convert.config import Export
-from jaxtp.convert.imports import IMPORTED, progress
+from jaxtp.convert.imports import IMPORTED, dtype_of, progress
 from jaxtp.data.tokenizer_files import LONGEST
-from jaxtp.hf.folder import CONFIG, HFError, read_attributes
+from jaxtp.hf.folder import CONFIG, HFError, open_folder
+from jaxtp.hf.load import import_config, load_folder
 from jaxtp.hf.peft import save_peft
-from jaxtp.hf.runs import BASE, kept_files, load_adapted, load_adapters, load_merged, model_of
+from jaxtp.hf.peft_load import open_peft
+from jaxtp.hf.runs import (
+    BASE,
+    kept_family,
+    kept_files,
+    load_adapted,
+    load_adapters,
+    load_merged,
+    merge_peft,
+    model_of,
+)
 from jaxtp.hf.save import carried, save_hf
 from jaxtp.hf.writing import has_tokenizer
 from jaxtp.layers.lora import LoraConfig
@@ -28,11 +40,17 @@ def export_run(command: Export) -> str:
       HFError: no family can be this model, or the folder cannot be written.
       CheckpointError: there is no checkpoint, or it is damaged.
     """
-    checkpoint = newest(expand(command.run))
+    source = expand(command.run)
+    if (source / CONFIG).is_file():
+        return _export_folder(command, source)
+    checkpoint = newest(source)
     info = stored_info(checkpoint)
     config = model_of(checkpoint, info)
-    if not config.lora.rank and (command.merged or command.base is not None):
+    adapted = config.lora.rank or command.adapters is not None
+    if not adapted and (command.merged or command.base is not None):
         raise HFError(f"{checkpoint} has no adapters; leave {'--merged' if command.merged else '--base'} out")
+    if config.lora.rank and command.adapters is not None:
+        raise HFError(f"{checkpoint} has adapters of its own; export them with --merged, and add others to that")
     mesh = command.mesh.make()
     if config.lora.rank and not command.merged:
         if command.experts != "separate":
@@ -43,12 +61,43 @@ def export_run(command: Export) -> str:
     return f"{checkpoint} is in {command.out}"
 
 
-def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
-    whole = replace(config, lora=LoraConfig())
+def _export_folder(command: Export, source: Path) -> str:
+    """Writes a model in Hugging Face format with adapters in PEFT's added to it."""
+    if command.adapters is None:
+        raise HFError(f"{source} is in Hugging Face format already; --adapters DIR adds adapters to it")
+    if command.base is not None:
+        raise HFError(f"--base is of a run that trained adapters, and {source} is none")
+    folder = open_folder(source)
+    config = import_config(folder, None, {}, command.ignore_config)
+    family = folder.attributes["model_type"]
+    found = open_peft(expand(command.adapters), config, family)
+    mesh = command.mesh.make()
+    with jax.set_mesh(mesh):
+        model = load_folder(folder, config, mesh, progress("read"))
+    given = command.tokenizer_from
     save_hf(
-        load_merged(checkpoint, info, whole, mesh, _base(command)),
+        merge_peft(model, found, config, mesh),
         expand(command.out),
-        family=command.family or _family(checkpoint),
+        family=command.family or family,
+        tokenizer_from=expand(given) if given is not None else source if has_tokenizer(source) else None,
+        attributes=carried(source),
+        dtype=command.dtype or dtype_of(folder),
+        experts=command.experts,
+        max_shard_size=command.max_shard_size,
+        progress=progress("written"),
+    )
+    return f"{source} with {found.path} is in {command.out}"
+
+
+def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
+    whole, found = replace(config, lora=LoraConfig()), None
+    if command.adapters is not None:
+        found = open_peft(expand(command.adapters), whole, kept_family(checkpoint))
+    model = load_merged(checkpoint, info, whole, mesh, _base(command))
+    save_hf(
+        model if found is None else merge_peft(model, found, whole, mesh),
+        expand(command.out),
+        family=command.family or kept_family(checkpoint),
         tokenizer_from=_tokenizer(command, checkpoint, info),
         attributes=_attributes(checkpoint, info),
         dtype=command.dtype or info.get(IMPORTED, {}).get("dtype"),
@@ -64,19 +113,13 @@ def _attributes(checkpoint: Path, info: dict[str, Any]) -> dict[str, Any]:
     return carried(kept) if kept is not None else {LONGEST: info["config"]["data"]["sequence_length"]}
 
 
-def _family(checkpoint: Path) -> str | None:
-    """Returns the family that the model came as, if it was imported."""
-    kept = kept_files(checkpoint)
-    return None if kept is None or not (kept / CONFIG).is_file() else read_attributes(kept).get("model_type")
-
-
 def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
     given = _base(command)
     save_peft(
         load_adapters(checkpoint, config, mesh) if given is None else load_adapted(checkpoint, info, mesh, given),
         expand(command.out),
         base=given or (info[BASE]["from"] if config.from_hf is not None else None),
-        family=command.family or _family(checkpoint),
+        family=command.family or kept_family(checkpoint),
         tokenizer_from=_tokenizer(command, checkpoint, info),
         dtype=command.dtype,
         progress=progress("written"),

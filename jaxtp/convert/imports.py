@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -18,16 +19,15 @@ from jaxtp.hf.load import Progress, import_config, load_folder
 from jaxtp.hf.names import dtypes
 from jaxtp.hf.runs import keep_files
 from jaxtp.hf.writing import appearing
-from jaxtp.layers.parameter import Precision
+from jaxtp.layers.parameter import DType, Precision
 from jaxtp.mesh import mesh_sizes
 from jaxtp.models.decoder import Decoder
-from jaxtp.models.families.family import Family
 from jaxtp.train import folder as run_folder
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig
 
 IMPORTED = "imported"
 """Key of a checkpoint's info: where the model is from, and in which dtype it came."""
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def import_run(command: Import) -> str:
@@ -47,7 +47,7 @@ def import_run(command: Import) -> str:
             model = load_folder(source, model_config, mesh, progress("read"))
         config = TrainConfig(run=RunConfig(dir=target), mesh=MeshConfig(**asdict(command.mesh)), model=model_config)
         family = family_of(source.attributes, str(source.path))
-        _save(partial, config, model, mesh, {"from": str(source.path), "dtype": _dtype(source, family)})
+        _save(partial, config, model, mesh, {"from": str(source.path), "dtype": dtype_of(source)})
         keep_files(source.path, partial)
         (partial / run_folder.CONFIG).write_text(to_yaml(config), encoding="utf-8")
     return f"{source.path} ({family.model_type}) is in {target}, parameters in {model_config.precision.param}"
@@ -61,9 +61,9 @@ def _save(folder: Path, config: TrainConfig, model: Decoder, mesh: Mesh, importe
     checkpoints.close()
 
 
-def _dtype(source: Folder, family: Family) -> str:
+def dtype_of(source: Folder) -> DType:
     """Returns the dtype that all tensors are stored in, or one that holds any of them."""
-    stored = dtypes(source.tensors, family)
+    stored = dtypes(source.tensors, family_of(source.attributes, str(source.path)))
     return _DTYPES[stored.pop()] if len(stored) == 1 else "float32"
 
 

@@ -23,7 +23,7 @@ from jaxtp.estimate.search import (
 from jaxtp.hardware import GB
 from jaxtp.hardware_file import MAX_DEVICES
 from jaxtp.mesh import sized
-from jaxtp.models.config import unadapted
+from jaxtp.models.config import adaptable
 from jaxtp.train.config import TrainConfig, kernels, multiplies_all
 from jaxtp.train.memory import with_attention
 
@@ -205,7 +205,7 @@ def _other_training(config: TrainConfig, where: Target) -> Iterator[Alternative]
     """Yields ways to store less: weights and moments in 16 bits, or few that are trained."""
     in_half = {"model.precision.param": "bfloat16"}
     adapted = config.model.lora.targets
-    can = tuple(target for target in adapted if not any(unadapted(config.model, [target])))
+    can = adaptable(config.model)
     adapters = changed(config, {"model.lora.rank": LORA_RANK, "model.lora.targets": can})
     bits, lora = "--model.precision.param bfloat16", f"--model.lora.rank {LORA_RANK}"
     if can != adapted:

@@ -71,6 +71,9 @@ class GenerateConfig:
     base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """For a run that trained adapters: the model beside them, if it is no longer where the run found it."""
 
+    adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Adapters in PEFT's format, to add to the model's kernels: in float32, before the cast to --dtype."""
+
     ignore_config: Keys = ()
     """Attributes of a config.json to pass over: such as are not understood, and that you know to say nothing of what
     the model computes. Can be given several times."""
@@ -84,7 +87,8 @@ class GenerateConfig:
     config.json), and may make no sense. By default such a prompt is refused, and a text ends there."""
 
     dtype: DType | None = None
-    """Dtype of weights and computation; by default a run's compute dtype, and float32 for a Hugging Face model."""
+    """Dtype of weights and computation; by default a run's compute dtype, and float32 for a Hugging Face model.
+    float16 is for GPUs without bfloat16; values above 65,504 are infinite in it, which some models reach."""
 
     batch_size: Count = 8
     """Prompts that are continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""

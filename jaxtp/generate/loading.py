@@ -37,9 +37,10 @@ from jaxtp.entry import UserError
 from jaxtp.generate.config import GenerateConfig
 from jaxtp.hf import peft
 from jaxtp.hf.attributes import read_config
-from jaxtp.hf.folder import CONFIG
+from jaxtp.hf.folder import CONFIG, read_attributes
 from jaxtp.hf.load import load_hf
-from jaxtp.hf.runs import kept_files, load_merged, model_of
+from jaxtp.hf.peft_load import PeftFolder, open_peft
+from jaxtp.hf.runs import kept_family, kept_files, load_merged, merge_peft, model_of
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
 from jaxtp.models.config import ModelConfig
@@ -86,8 +87,8 @@ def open_source(path: Path, asked: GenerateConfig = GenerateConfig()) -> Source:
 
     Args:
       path: the folder.
-      asked: settings that replace what the model has or says itself: dtype, tokenizer, base, special_tokens and
-        ignore_config.
+      asked: settings that replace what the model has or says itself: dtype, tokenizer, base, adapters, special_tokens
+        and ignore_config.
 
     Raises:
       SourceError: there is no model, or it has no tokenizer.
@@ -103,8 +104,7 @@ def open_source(path: Path, asked: GenerateConfig = GenerateConfig()) -> Source:
         return _open_run(path, asked)
     if (path / peft.CONFIG).is_file():
         raise SourceError(
-            f"--model {path}: adapters in PEFT's format, without their model; give the run that trained them, or "
-            "export it with --merged"
+            f"--model {path}: adapters in PEFT's format, without their model; give that, and these by --adapters {path}"
         )
     raise SourceError(
         f"--model {path}: no run with a finished checkpoint, and no model in Hugging Face's format (config.json)"
@@ -112,17 +112,21 @@ def open_source(path: Path, asked: GenerateConfig = GenerateConfig()) -> Source:
 
 
 def _open_hf(folder: Path, asked: GenerateConfig) -> Source:
-    config = _inference_config(read_config(folder, asked.ignore_config), asked.dtype)
+    stored = read_config(folder, asked.ignore_config)
+    config = _inference_config(stored, asked.dtype)
+    adapters = _adapters(asked, stored, read_attributes(folder).get("model_type"))
     if asked.tokenizer is None and not (folder / TOKENIZER).is_file():
         raise SourceError(f"{folder} has no {TOKENIZER}; name one by --tokenizer PATH")
     tokenizer = open_tokenizer(asked.tokenizer or folder, special_tokens=asked.special_tokens)
 
     def load(mesh: Mesh) -> Decoder:
         with jax.set_mesh(mesh):
-            return load_hf(folder, precision=config.precision, ignore_config=asked.ignore_config)
+            precision = config.precision if adapters is None else None
+            model = load_hf(folder, precision=precision, ignore_config=asked.ignore_config)
+            return model if adapters is None else merge_peft(model, adapters, config, mesh)
 
     return Source(
-        name=str(folder),
+        name=_named(str(folder), adapters),
         config=config,
         tokenizer=tokenizer,
         load=load,
@@ -140,22 +144,44 @@ def _open_run(path: Path, asked: GenerateConfig) -> Source:
         raise SourceError(f"--ignore-config is of a model in Hugging Face's format, and {path} is a run")
     checkpoint = open_checkpoint(path)
     folder, info = checkpoint.folder, checkpoint.info
-    config = _inference_config(model_of(folder, info), asked.dtype)
+    trained = model_of(folder, info)
+    config = _inference_config(trained, asked.dtype)
+    if trained.lora.rank and asked.adapters is not None:
+        raise SourceError(
+            f"--adapters {asked.adapters}: {path} has adapters of its own; make a model of these first, by `python -m "
+            f"jaxtp.convert export {path} DIR --merged`, and give that by --model"
+        )
+    adapters = _adapters(asked, trained, kept_family(folder))
+
+    def load(mesh: Mesh) -> Decoder:
+        if adapters is None:
+            return load_merged(folder, info, config, mesh, asked.base)
+        return merge_peft(load_merged(folder, info, trained, mesh), adapters, config, mesh)
+
     place = _tokenizer_place(checkpoint, asked.tokenizer)
     tokenizer = _tokenizer_of_run(checkpoint, place, asked)
     folders = [found for found in (place, kept_files(folder)) if found is not None and found.is_dir()]
     template, names = _chat(folders)
     return Source(
-        name=f"{path}, step {folder.name}",
+        name=_named(f"{path}, step {folder.name}", adapters),
         config=config,
         tokenizer=tokenizer,
-        load=lambda mesh: load_merged(folder, info, config, mesh, asked.base),
+        load=load,
         end_ids=tokenizer.info.end_ids.union(*map(_end_ids, folders)),
         prefix=tuple(info.get("corpus", {}).get(PREFIX, ())),
         template=template,
         special_tokens=names,
         context=_context(folders, config),
     )
+
+
+def _adapters(asked: GenerateConfig, model: ModelConfig, family: str | None) -> PeftFolder | None:
+    """Returns the adapters that are asked for, compared with the model."""
+    return None if asked.adapters is None else open_peft(asked.adapters, model, family)
+
+
+def _named(model: str, adapters: PeftFolder | None) -> str:
+    return model if adapters is None else f"{model} with {adapters.path}"
 
 
 def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:

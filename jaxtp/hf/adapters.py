@@ -13,7 +13,7 @@ from jaxtp.checkpoint.logical import filled, named_variables
 from jaxtp.config import ConfigError
 from jaxtp.layers.lora import TARGETS, LoraConfig, LoraParam, Target
 from jaxtp.mesh import current_mesh
-from jaxtp.models.config import ModelConfig
+from jaxtp.models.config import BLOCKS, ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
 
 _KERNELS: Mapping[Target, str] = {
@@ -39,6 +39,12 @@ class Adapter:
     """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`."""
     layers: range
     """Numbers of the layers."""
+
+
+def target_of(kernel: str) -> Target | None:
+    """Returns what an adapter beside a kernel is called, by the path that a family's table has; None if none can be."""
+    named = [*_KERNELS.items(), *_PLAIN.items()]
+    return next((target for target, path in named if path and kernel == f"{BLOCKS}.{path}"), None)
 
 
 def adapters(config: ModelConfig) -> Iterator[Adapter]:

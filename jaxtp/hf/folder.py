@@ -65,7 +65,7 @@ def read_attributes(path: Path) -> dict[str, Any]:
         raise HFError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}{nearest_file(path)}")
     if not os.path.lexists(path / CONFIG):
         raise HFError(f"{path}: no {CONFIG}; a folder in Hugging Face format has one, with model_type in it")
-    return _read_json(path, CONFIG)
+    return read_json(path, CONFIG)
 
 
 def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
@@ -84,7 +84,12 @@ def _read(folder: Path, name: str, most: int) -> bytes:
         raise HFError(f"{folder / name}: {error.strerror}") from None
 
 
-def _read_json(folder: Path, name: str) -> dict[str, Any]:
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Returns the object in a file of a folder.
+
+    Raises:
+      HFError: it is a link out of the folder, no regular file, too large, or no JSON.
+    """
     try:
         return parse_json(_read(folder, name, MAX_JSON), str(folder / name))
     except HFError:
@@ -97,20 +102,30 @@ def _tensors(path: Path) -> dict[str, StoredTensor]:
     if os.path.lexists(path / WEIGHTS):
         return read_header(path / WEIGHTS)
     if os.path.lexists(path / INDEX):
-        return _indexed(path, _read_json(path, INDEX).get("weight_map"))
+        return _indexed(path, read_json(path, INDEX).get("weight_map"))
     raise HFError(f"{path}: {_why_no_weights(path)}")
 
 
 def _why_no_weights(path: Path) -> str:
     if any(_SHARD.fullmatch(file.name) for file in path.iterdir()):
         return f"the weights are in several files, and {INDEX}, which says what is where, is missing"
+    return refused_pickle(path, "transformers") or f"neither {WEIGHTS} nor {INDEX} is there"
+
+
+def refused_pickle(path: Path, library: str) -> str | None:
+    """Returns why nothing is loaded from a pickle in a folder, None where there is none.
+
+    Args:
+      path: the folder.
+      library: one whose save_pretrained writes safetensors instead.
+    """
     pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
-    if pickles:
-        return (
-            f"{pickles[0]} is a pickle, which can run any code when it is opened, and is never opened here; convert it "
-            "to safetensors where you trust it: save_pretrained(folder) of transformers does"
-        )
-    return f"neither {WEIGHTS} nor {INDEX} is there"
+    if not pickles:
+        return None
+    return (
+        f"{pickles[0]} is a pickle, which can run any code when it is opened, and is never opened here; convert it to "
+        f"safetensors where you trust it: save_pretrained(folder) of {library} does"
+    )
 
 
 def _indexed(path: Path, weight_map: Any) -> dict[str, StoredTensor]:

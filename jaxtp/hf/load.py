@@ -154,7 +154,7 @@ class _Source:
         tensor, copy = self.tensors[name], self.copies.get(name)
         copied = None if copy is None else iter(copy.blocks(first, last))
         for row, block in tensor.blocks(first, last):
-            _check_finite(tensor, row, block)
+            check_finite(tensor, row, block)
             if copy is not None and copied is not None and not np.array_equal(next(copied)[1], block):
                 raise HFError(
                     f"tie_word_embeddings is true, and {copy.name} is not {tensor.name}; one of them is wrong"
@@ -314,7 +314,12 @@ def _aligned_zeros(shape: tuple[int, ...], dtype: np.dtype) -> Block:
     return raw[begin : begin + num_bytes].view(dtype).reshape(shape)
 
 
-def _check_finite(tensor: StoredTensor, row: int, block: Block) -> None:
+def check_finite(tensor: StoredTensor, row: int, block: Block) -> None:
+    """Checks rows of a tensor.
+
+    Raises:
+      HFError: an element is not finite.
+    """
     unsigned, mask = _EXPONENTS[tensor.dtype]
     if ((block.view(unsigned) & mask) == mask).any():
         raise HFError(f"{tensor.file}: {tensor.name} has elements that are not finite, from row {row} on")

@@ -3,31 +3,35 @@
 https://huggingface.co/docs/peft/developer_guides/checkpoint says what is in one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
+from jax import Array
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.checkpoint.safetensors import DTYPES, write_file
+from jaxtp.checkpoint.safetensors import DTYPES, Block, write_file
 from jaxtp.hf.adapters import Adapter, adapters
 from jaxtp.hf.attributes import choose_family
 from jaxtp.hf.folder import HFError
 from jaxtp.hf.load import Progress
 from jaxtp.hf.names import Place, by_tensor, split_path
-from jaxtp.hf.writing import SPELLED, DType, Gathered, appearing, tokenizer_files, write_json
+from jaxtp.hf.writing import SPELLED, Gathered, appearing, tokenizer_files, write_json
 from jaxtp.layers.lora import LoraConfig, LoraParam
-from jaxtp.layers.parameter import logical_shape
+from jaxtp.layers.parameter import DType, logical_shape
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.families.family import LAYER, Family, Tensor
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX = "base_model.model."
-_FACTORS = {"a": "lora_A", "b": "lora_B"}
+PREFIX = "base_model.model."
+FACTORS = {"a": "lora_A", "b": "lora_B"}
 
 
 def save_peft(
@@ -60,7 +64,8 @@ def save_peft(
     stored_as = SPELLED[dtype or config.precision.param]
     variables = named_variables(nnx.state(model, LoraParam))
     chosen = choose_family(replace(config, lora=LoraConfig()), family)
-    tensors = by_tensor(_places(config, variables, chosen))
+    having = _layers_with(config, variables)
+    tensors = by_tensor(_places(having, variables, chosen))
     copied = {} if tokenizer_from is None else tokenizer_files(Path(tokenizer_from))
     gather = Gathered(variables, tensors, DTYPES[stored_as], progress)
     if jax.process_index() != 0:
@@ -69,16 +74,34 @@ def save_peft(
         return
     with appearing(Path(path)) as folder:
         write_file(folder / WEIGHTS, {name: (stored_as, part.shape) for name, (part, *_) in tensors.items()}, gather)
-        write_json(folder / CONFIG, _described(config, chosen, base))
+        write_json(folder / CONFIG, _described(config, having, chosen, base))
         for file, content in copied.items():
             (folder / file).write_bytes(content)
 
 
-def _places(config: ModelConfig, variables: dict[str, nnx.Variable[Any]], family: Family) -> Iterator[Place]:
-    for adapter in adapters(config):
+_Having = Mapping[Adapter, list[int]]
+"""Which of the layers that are stacked have an adapter; where PEFT's began with some layers, the others are zero."""
+
+
+def _layers_with(config: ModelConfig, variables: dict[str, nnx.Variable[Any]]) -> _Having:
+    some = {adapter: _is_some(variables[f"{adapter.lora}.a"][...]) for adapter in adapters(config)}
+    found = {adapter: np.flatnonzero(layers).tolist() for adapter, layers in some.items()}
+    return found if any(found.values()) else {adapter: [*range(len(adapter.layers))] for adapter in found}
+
+
+def _is_some(stacked: Array) -> Block:
+    """Returns which of the layers are not zero `[L]`, on every process."""
+    sharding = stacked.sharding
+    everywhere = NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    return np.asarray(jax.jit(lambda a: jnp.any(a != 0, axis=(1, 2)), out_shardings=everywhere)(stacked))
+
+
+def _places(having: _Having, variables: dict[str, nnx.Variable[Any]], family: Family) -> Iterator[Place]:
+    for adapter, layers in having.items():
         module = _tensor(adapter, family).theirs.removesuffix(".weight")
-        for factor in _FACTORS:
-            yield from _layers(adapter, module, factor, logical_shape(variables[f"{adapter.lora}.{factor}"]))
+        for factor in FACTORS:
+            shape = logical_shape(variables[f"{adapter.lora}.{factor}"])
+            yield from _places_in(adapter, layers, module, factor, shape)
 
 
 def _tensor(adapter: Adapter, family: Family) -> Tensor:
@@ -97,30 +120,38 @@ def _tensor(adapter: Adapter, family: Family) -> Tensor:
     return tensor
 
 
-def _layers(adapter: Adapter, module: str, factor: str, shape: tuple[int, ...]) -> Iterator[Place]:
+def _places_in(
+    adapter: Adapter, layers: Sequence[int], module: str, factor: str, shape: tuple[int, ...]
+) -> Iterator[Place]:
     """Yields where a factor of an adapter is, layer by layer; PEFT has `[out, in]`, as PyTorch's linear layers."""
-    for index, layer in enumerate(adapter.layers):
-        name = f"{_PREFIX}{module.replace(LAYER, str(layer))}.{_FACTORS[factor]}.weight"
+    for index in layers:
+        name = f"{PREFIX}{module.replace(LAYER, str(adapter.layers[index]))}.{FACTORS[factor]}.weight"
         yield Place(f"{adapter.lora}.{factor}", name, index, transposed=True, shape=shape[:0:-1])
 
 
-def _described(config: ModelConfig, family: Family, base: str | Path | None) -> dict[str, Any]:
+def _described(config: ModelConfig, having: _Having, family: Family, base: str | Path | None) -> dict[str, Any]:
     """Returns what PEFT's `LoraConfig` reads; all else is its default."""
     beside = {adapter.target: _tensor(adapter, family) for adapter in adapters(config)}
     modules = {target: tensor.theirs.removesuffix(".weight") for target, tensor in beside.items()}
-    lora = config.lora
+    lora, names = config.lora, [_short(target, module) for target, module in modules.items()]
+    if any(len(layers) < len(adapter.layers) for adapter, layers in having.items()):
+        places = [(adapter, adapter.layers[index]) for adapter, layers in having.items() for index in layers]
+        names = [modules[adapter.target].replace(LAYER, str(layer)) for adapter, layer in places]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None if base is None else str(base),
         "r": lora.rank,
-        "lora_alpha": lora.alpha,
+        "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
+        "use_rslora": lora.rslora,
         "lora_dropout": 0.0,
-        "target_modules": [
-            target if module.endswith(f".{target}") else module.partition(f"{LAYER}.")[2]
-            for target, module in modules.items()
-        ],
+        "target_modules": names,
         "bias": "none",
         "fan_in_fan_out": not all(tensor.transposed for tensor in beside.values()),
         "inference_mode": True,
     }
+
+
+def _short(target: str, module: str) -> str:
+    """Returns the name that a projection has in every layer."""
+    return target if module.endswith(f".{target}") else module.partition(f"{LAYER}.")[2]

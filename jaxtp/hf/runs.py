@@ -24,8 +24,9 @@ from jaxtp.checkpoint.reader import open_checkpoint
 from jaxtp.checkpoint.stored import agreed_info, newest
 from jaxtp.config import expand, validate
 from jaxtp.hf.adapters import merge_adapters
-from jaxtp.hf.folder import CONFIG, open_folder, read_files
+from jaxtp.hf.folder import CONFIG, open_folder, read_attributes, read_files
 from jaxtp.hf.load import load_folder
+from jaxtp.hf.peft_load import PeftFolder, with_peft
 from jaxtp.hf.writing import TOKENIZER_FILES, appearing
 from jaxtp.launch.agreement import share, together
 from jaxtp.layers.lora import LoraConfig, LoraParam
@@ -78,13 +79,34 @@ def load_merged(
     trained = model_of(checkpoint, info)
     with jax.set_mesh(mesh):
         graph, abstract = abstract_decoder(config)
-    if not trained.lora.rank:
-        weights, _ = load_weights(checkpoint, abstract, mesh)
-    else:  # in the dtypes of training, before anything is cast
-        merged = nnx.state(merge_adapters(load_adapted(checkpoint, info, mesh, base)))
-        weights = jax.tree.map(lambda array: array.astype(config.precision.param), merged)
+    if trained.lora.rank:  # in the dtypes of training, before anything is cast
+        return _in_dtype(merge_adapters(load_adapted(checkpoint, info, mesh, base)), graph, config)
+    weights, _ = load_weights(checkpoint, abstract, mesh)
     model: Decoder = nnx.merge(graph, weights)
     return model
+
+
+def merge_peft(model: Decoder, found: PeftFolder, config: ModelConfig, mesh: Mesh) -> Decoder:
+    """Returns a model with the adapters of a folder in PEFT's format added to its kernels, in float32.
+
+    Args:
+      model: without adapters, in the dtype in which it is stored.
+      found: the folder.
+      config: the configuration to run it with, into whose dtype it is cast at the end.
+      mesh: the mesh that it is on.
+
+    Raises:
+      HFError: what is in the folder cannot be read.
+    """
+    with jax.set_mesh(mesh):
+        merged = merge_adapters(with_peft(model, found, mesh, "float32"))
+        return _in_dtype(merged, abstract_decoder(config)[0], config)
+
+
+def _in_dtype(model: Decoder, graph: nnx.GraphDef[Decoder], config: ModelConfig) -> Decoder:
+    weights = jax.tree.map(lambda array: array.astype(config.precision.param), nnx.state(model))
+    cast: Decoder = nnx.merge(graph, weights)
+    return cast
 
 
 def load_adapted(checkpoint: Path, info: Mapping[str, Any], mesh: Mesh, base: Path | None = None) -> Decoder:
@@ -205,6 +227,12 @@ def keep_files(source: Path, run: Path) -> None:
     with appearing(run / KEPT) as folder:
         for name, content in found.items():
             (folder / name).write_bytes(content)
+
+
+def kept_family(checkpoint: Path) -> str | None:
+    """Returns the `model_type` that came with the model of a checkpoint's run, if its config.json did."""
+    kept = kept_files(checkpoint)
+    return None if kept is None or not (kept / CONFIG).is_file() else read_attributes(kept).get("model_type")
 
 
 def kept_files(checkpoint: Path) -> Path | None:

@@ -16,7 +16,8 @@ from jaxtp.hf.attributes import choose_family, write_attributes
 from jaxtp.hf.folder import CONFIG, INDEX, WEIGHTS, HFError, read_attributes
 from jaxtp.hf.load import Progress
 from jaxtp.hf.names import Place, by_tensor, in_layout, places
-from jaxtp.hf.writing import SPELLED, DType, Gathered, appearing, num_bytes, tokenizer_files, write_json
+from jaxtp.hf.writing import SPELLED, Gathered, appearing, num_bytes, tokenizer_files, write_json
+from jaxtp.layers.parameter import DType
 from jaxtp.models.decoder import Decoder
 from jaxtp.models.families.family import Layout
 

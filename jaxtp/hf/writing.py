@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,16 +20,15 @@ from jaxtp.files import sync_file, sync_folder
 from jaxtp.hf.folder import HFError, read_files
 from jaxtp.hf.load import Progress
 from jaxtp.hf.names import Place
-from jaxtp.layers.parameter import cut, padding_of
+from jaxtp.layers.parameter import DType, cut, padding_of
 from jaxtp.mesh import TP, mesh_sizes
 
-DType = Literal["float32", "bfloat16", "float16"]
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 """Files to copy with a model, if they are there; they also say how it is prompted and sampled from."""
-SPELLED: Mapping[str, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+SPELLED: Mapping[DType, str] = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Gathered:

@@ -1,8 +1,8 @@
 """Low-rank adapters: what fine-tuning trains instead of a kernel (LoRA: Hu et al., arXiv 2106.09685).
 
-A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero: it begins
-as the projection was. W stays as it is; A and B are divided over the mesh like the dims of W that they share. Where A and B
-are both zero, in a column and its row, so are their gradients: what has no adapter keeps having none.
+A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero: it
+begins as the projection was. W stays as it is; A and B are divided over the mesh like the dims of W that they share.
+Where a column of A and its row of B are both zero, so are their gradients: what has no adapter keeps having none.
 """
 
 import math

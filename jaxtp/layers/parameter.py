@@ -24,12 +24,15 @@ Weights = dict[str, Array]
 GRADIENTS = "gradients"
 """Name of the module that sums the gradients of all micro-batches over devices (`layers/gradients.py`)."""
 
-DType = Literal["float32", "bfloat16"]
+DType = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a layer. Norms and softmax are computed in float32 whatever is set here."""
+    """The dtypes of a layer. Norms and softmax are computed in float32 whatever is set here.
+
+    Training refuses float16: gradients below 6e-8 would vanish in it without loss scaling, which there is not.
+    """
 
     param: DType = "float32"
     """Dtype in which parameters and optimizer state are stored, but for adafactor's moments, which are float32."""

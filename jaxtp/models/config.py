@@ -398,6 +398,11 @@ def unadapted(config: ModelConfig, targets: Collection[Target]) -> Iterator[Prob
     return chain.from_iterable(block.adapter_problems(targets) for block in config.block_kinds())
 
 
+def adaptable(config: ModelConfig) -> tuple[Target, ...]:
+    """Returns the targets of a model that every block can have adapters of: projections of experts have none."""
+    return tuple(target for target in config.lora.targets if not any(unadapted(config, [target])))
+
+
 @lru_cache(maxsize=32)
 def _not_over_cp(config: ModelConfig) -> tuple[str, ...]:
     """Returns the kinds of branches that do not declare that they work over cp."""

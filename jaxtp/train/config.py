@@ -560,6 +560,12 @@ def _contradictions(config: TrainConfig) -> Iterator[str]:
     ):
         if not used and (value := getattr(given, name)) != getattr(default, name):
             yield f"train.{name}={value} is of what {instead} switches on, and that is off; set it, or leave this out"
+    halves = (f"{name}=float16" for name, dtype in vars(config.model.precision).items() if dtype == "float16")
+    if given_halves := " and ".join(f"model.precision.{half}" for half in halves):
+        yield (
+            f"{given_halves} cannot be trained in: gradients below 6e-8 vanish without loss scaling, which there is "
+            "not; use bfloat16, or float32 on GPUs without it"
+        )
     if config.profile.start > config.train.steps:
         yield f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}"
 

@@ -5,6 +5,7 @@ models fit, and whose dtype leaves most of a GPU unused. What a flag or a YAML f
 that goes on keeps what it has.
 """
 
+import dataclasses
 import os
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import suppress
@@ -20,7 +21,7 @@ from jaxtp.data.tokenizer_files import LONGEST
 from jaxtp.hf.folder import read_attributes
 from jaxtp.hf.runs import model_of
 from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, fill, sized
-from jaxtp.models.config import architecture
+from jaxtp.models.config import ModelConfig, adaptable, architecture
 from jaxtp.train.config import MeshConfig, TrainConfig, violations_on
 from jaxtp.train.initialisation import AnyConfig, with_model
 from jaxtp.train.place import BATCH_SIZE, Place, fits, fitting_mesh, place_for, with_batch
@@ -53,6 +54,7 @@ class Choice:
     def __str__(self) -> str:
         """Returns a line for people."""
         value = describe_mesh(vars(self.value)) if isinstance(self.value, MeshConfig) else self.value
+        value = " ".join(value) if isinstance(value, tuple) else value
         return f"{self.setting} = {value}: {self.reason}"
 
 
@@ -72,7 +74,7 @@ def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple
       ConfigError, MeshError: settings that contradict it, or sizes that no mesh has.
     """
     check_sizes(config.mesh.sizes)
-    config = with_model(config)
+    config = with_model(config, given)
     config, folder = _with(config, _folder(config), given)
     before = newest_info(config.run.dir) if _has_model(config) or COMPUTE not in given else None
     config, chosen = _with(config, _of_model(config, before), given)
@@ -107,6 +109,9 @@ def _of_model(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterator
     if begun is not None:
         model = model_of(Path(str(config.run.init_from)), begun)
         yield from (Choice(f"model.{name}", getattr(model, name)) for name in architecture(model) if name != "lora")
+        yield from _targets(dataclasses.replace(model, lora=config.model.lora))
+    else:
+        yield from _targets(config.model)
     if not _has_model(config):
         return
     if before is not None:
@@ -119,6 +124,13 @@ def _of_model(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterator
             WARMUP_STEPS, warmup, f"{WARMUP:.0%} of {config.train.steps} steps, rounded; a trained model needs no more"
         )
         yield _sequence_length(config, begun)
+
+
+def _targets(model: ModelConfig) -> Iterator[Choice]:
+    """Yields the projections that get adapters, where some of the default ones can have none."""
+    if model.lora.rank and (can := adaptable(model)) != model.lora.targets and can:
+        others = ", ".join(target for target in model.lora.targets if target not in can)
+        yield Choice("model.lora.targets", can, f"{others} are of experts, which have no adapters")
 
 
 def _begun(config: TrainConfig) -> dict[str, Any] | None:

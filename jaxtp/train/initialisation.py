@@ -1,7 +1,7 @@
 """The weights that a run begins with: random ones, those of another run, or a model in Hugging Face format."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,23 +12,37 @@ from jaxtp.config import ConfigError, differences
 from jaxtp.data.manifest import TOKENIZER, TokenizerInfo
 from jaxtp.files import sha256
 from jaxtp.hf.attributes import read_config
-from jaxtp.hf.runs import keep_files, kept_files, model_of
+from jaxtp.hf.folder import read_attributes
+from jaxtp.hf.peft_load import PeftFolder, open_peft
+from jaxtp.hf.runs import keep_files, kept_family, kept_files, model_of
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.models.config import ModelConfig, architecture
 from jaxtp.train.config import TrainConfig
 
 _OTHER_TOKENIZERS = ("tokenizer.model", "vocab.json", "vocab.txt")
 """Files of a tokenizer without a tokenizer.json."""
 
+_NAME_IT = "name that by --model.from-hf FOLDER or --run.init-from RUN"
+
 AnyConfig = TypeVar("AnyConfig", bound=TrainConfig)
 
 
-def with_model(config: AnyConfig) -> AnyConfig:
-    """Returns the configuration with the sizes of the model that `model.from_hf` names, if it names one.
+def with_model(config: AnyConfig, given: Set[str] = frozenset()) -> AnyConfig:
+    """Returns the configuration with the sizes of the model that `model.from_hf` names, if it names one, and with the
+    adapters that `model.lora.from` names.
+
+    Args:
+      config: the configuration that was asked for.
+      given: the dotted names of settings that were given, even if they have the default's value.
 
     Raises:
-      HFError: the model cannot be read, or is not understood.
-      ConfigError: settings that contradict it.
+      HFError: the model or the adapters cannot be read, or are not understood.
+      ConfigError: settings that contradict them.
     """
+    return _with_adapters(_with_sizes(config), given)
+
+
+def _with_sizes(config: AnyConfig) -> AnyConfig:
     if config.model.from_hf is None and config.model.ignore_config:
         raise ConfigError("--ignore-config is of a model that --model.from-hf names, and there is none")
     if config.model.from_hf is None or _goes_on_without(config):
@@ -40,6 +54,54 @@ def with_model(config: AnyConfig) -> AnyConfig:
         raise ConfigError(f"{config.model.from_hf} is another model: {'; '.join(problems)}; leave these settings out")
     sizes = {name: getattr(found, name) for name in there if name != "lora"}
     return dataclasses.replace(config, model=dataclasses.replace(config.model, **sizes))
+
+
+def _with_adapters(config: AnyConfig, given: Set[str]) -> AnyConfig:
+    lora = config.model.lora
+    if lora.from_peft is None:
+        return config
+    recorded = _recorded_adapters(config)
+    found = open_adapters(config).lora if recorded is None else recorded
+    problems = []
+    for name in ("rank", "alpha", "rslora", "targets"):
+        asked, theirs = getattr(lora, name), getattr(found, name)
+        is_asked = f"model.lora.{name}" in given or asked != getattr(LoraConfig(), name)
+        if is_asked and (set(asked) != set(theirs) if name == "targets" else asked != theirs):
+            problems.append(f"model.lora.{name}={_said(asked)}, where they have {_said(theirs)}")
+    if problems:
+        raise ConfigError(f"{lora.from_peft} has other adapters: {'; '.join(problems)}; leave these settings out")
+    found = dataclasses.replace(found, from_peft=lora.from_peft)
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, lora=found))
+
+
+def _said(value: object) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _recorded_adapters(config: TrainConfig) -> LoraConfig | None:
+    """Returns the adapters of the run that goes on, if it began with these: it needs their folder no more."""
+    info = newest_info(config.run.dir)
+    lora = None if info is None else model_of(config.run.dir, info).lora
+    return lora if lora is not None and lora.rank and lora.from_peft == config.model.lora.from_peft else None
+
+
+def open_adapters(config: TrainConfig) -> PeftFolder:
+    """Returns the adapters that a run begins with, compared with its model.
+
+    Raises:
+      HFError: they cannot be read, are of another model, or cannot be trained.
+      ConfigError: there is no model beside them.
+    """
+    folder = Path(str(config.model.lora.from_peft))
+    if (source := config.model.from_hf) is not None:
+        found = open_peft(folder, config.model, read_attributes(source).get("model_type"))
+    elif config.run.init_from is not None:
+        begun = newest(config.run.init_from)
+        found = open_peft(folder, model_of(begun, stored_info(begun)), kept_family(begun))
+    else:
+        raise ConfigError(f"model.lora.from={folder} are adapters of a model; {_NAME_IT}")
+    found.check_trainable()
+    return found
 
 
 def check_origin(config: TrainConfig) -> None:
@@ -61,8 +123,7 @@ def check_origin(config: TrainConfig) -> None:
         _check_stacking(config.model, run, model_of(begun, stored_info(begun)))
     elif config.model.lora.rank and config.model.from_hf is None:
         raise ConfigError(
-            f"model.lora.rank={config.model.lora.rank} trains adapters of a model that stays as it is; name that by "
-            "--model.from-hf FOLDER or --run.init-from RUN"
+            f"model.lora.rank={config.model.lora.rank} trains adapters of a model that stays as it is; {_NAME_IT}"
         )
 
 

@@ -12,6 +12,7 @@ from jaxtp.checkpoint.damage import CheckpointError
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
+from jaxtp.hf.peft_load import read_peft
 from jaxtp.hf.runs import check_base, describe_base, load_base
 from jaxtp.interrupt import Interrupt
 from jaxtp.launch.agreement import together
@@ -25,6 +26,7 @@ from jaxtp.train.initialisation import (
     check_origin,
     check_tokenizer,
     keep_files_of_origin,
+    open_adapters,
     with_model,
 )
 from jaxtp.train.memory_check import require_memory
@@ -183,8 +185,15 @@ def _begin(
         base = describe_base(weights, origin, blueprint.mesh)
         if resumed is not None:
             check_base(resumed, base, origin)
+    lines = [f"weights from {origin}", *changes]
+    if config.model.lora.from_peft is not None and resumed is None:
+        with together():
+            found = open_adapters(config)
+            begun = read_peft(found, blueprint.abstract["model"], blueprint.mesh)
+        weights = nnx.merge_state(weights, begun)
+        lines += [f"adapters from {found.path}", *found.notes]
     state = blueprint.create(config.run.seed, weights)
     with together():
         keep_files_of_origin(config)
-    report.line("; ".join([f"weights from {origin}", *changes]))
+    report.line("; ".join(lines))
     return state, base
