@@ -170,15 +170,21 @@ def _xla(
     if softcap is None and part is None:
         mask = None if segments_BT is None else segment_mask(segments_BT)
         reach = None if window is None else (window - 1, 0)
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)
+        return _jax_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)
     first, last = (x[:, :, None] for x in seen_keys(q.shape[:2], k.shape[1], window, segments_BT, part))
     at, some = jnp.arange(k.shape[1]), first <= last
     seen = ((first <= at) & (at <= last)) | ~some  # a softmax over nothing would not be a number
     if softcap is None:
-        y = jax.nn.dot_product_attention(q, k, v, mask=seen[:, None], scale=scale)
+        y = _jax_attention(q, k, v, mask=seen[:, None], scale=scale)
     else:
         y = attend_to_blocks(q, ((k.swapaxes(1, 2), v.swapaxes(1, 2)),), (seen,), scale=scale, softcap=softcap)
     return jnp.where(some[..., None], y, 0)
+
+
+def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
+    """Attends as JAX does; in float16 by way of float32, as JAX asks for a product that CPUs do not have in it."""
+    wide = jnp.float32 if q.dtype == jnp.float16 else q.dtype
+    return jax.nn.dot_product_attention(*(x.astype(wide) for x in (q, k, v)), **settings).astype(q.dtype)
 
 
 def attend_to_blocks(

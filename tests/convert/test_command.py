@@ -4,6 +4,7 @@ import errno
 import json
 import shutil
 
+import jax
 import pytest
 from flax import nnx
 from hf_reference import FOLDER
@@ -13,6 +14,7 @@ from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.checkpoint.safetensors import read_header
 from jaxtp.convert import exports, imports
 from jaxtp.convert.__main__ import main
+from jaxtp.layers.lora import LoraParam
 from jaxtp.train.__main__ import main as train
 
 
@@ -42,6 +44,27 @@ def test_in_and_out_bit_by_bit(imported, tmp_path):
         2,
         512,
     )
+
+
+def test_a_model_and_adapters_become_one_model(imported, tmp_path, capsys):
+    """From its folder or its run alike, with the tokenizer; bit by bit as merged here."""
+    source = imported / "source"
+    adapted = jaxtp.add_adapters(jaxtp.load_hf(source), jaxtp.LoraConfig(rank=2, targets=("q_proj",)))
+    nnx.update(adapted, jax.tree.map(lambda a: a + 0.1, nnx.state(adapted, LoraParam)))
+    jaxtp.save_peft(adapted, tmp_path / "adapters")
+    jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", family="qwen3")
+    for place, out in ((source, "a"), (imported / "run", "b")):
+        add = ["export", str(place), str(tmp_path / out), "--adapters", str(tmp_path / "adapters"), "--mesh.tp", "2"]
+        assert main(add) == 0
+        assert weights(tmp_path / out) == weights(tmp_path / "merged")
+        assert json.loads((tmp_path / out / "config.json").read_text())["eos_token_id"] == 2
+        assert (tmp_path / out / "tokenizer.json").exists()
+    capsys.readouterr()
+    assert main(["export", str(source), str(tmp_path / "c")]) == 2
+    assert "is in Hugging Face format already; --adapters DIR adds adapters" in capsys.readouterr().err
+    assert main(["export", str(source), str(tmp_path / "c"), "--adapters", str(tmp_path)]) == 2
+    assert "no adapter_config.json" in capsys.readouterr().err
+    assert not (tmp_path / "c").exists()
 
 
 def test_what_says_nothing_of_the_computation_goes_out_again(imported, tmp_path):

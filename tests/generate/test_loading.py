@@ -3,16 +3,21 @@
 import json
 import sys
 
+import jax
+import numpy as np
 import pytest
 from flax import nnx
 from small_tokenizers import byte_fallback
 
 import jaxtp
+from jaxtp.convert.__main__ import main as convert
 from jaxtp.data.template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import TokenizerError
 from jaxtp.generate.__main__ import main
+from jaxtp.generate.config import GenerateConfig
 from jaxtp.generate.loading import open_source
 from jaxtp.generate.request import Piece
+from jaxtp.layers.lora import LoraParam
 
 CONFIG = jaxtp.ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=16)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
@@ -102,6 +107,28 @@ def test_a_text_and_a_chat(folder, monkeypatch, capsys):
     assert main(["--model", str(folder), "--chat", "--dtype", "bfloat16"]) == 0
     assert dtypes == [jaxtp.Precision(param="bfloat16", compute="bfloat16")]
     assert prompts[0].count(1) == 1, "the template spells the first token, and it is not put there twice"
+
+
+def test_adapters_are_added_before_the_cast(folder, capsys):
+    """In float32 to the stored weights, on a mesh; of a run, they are added to what it trained."""
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        adapted = jaxtp.add_adapters(jaxtp.load_hf(folder), jaxtp.LoraConfig(rank=2))
+        nnx.update(adapted, jax.tree.map(lambda a: a + 0.3, nnx.state(adapted, LoraParam)))
+        jaxtp.save_peft(adapted, folder.parent / "adapters")
+    asked = GenerateConfig(adapters=folder.parent / "adapters", dtype="float16")
+    source = open_source(folder, asked)
+    assert source.name == f"{folder} with {asked.adapters}"
+    loaded = source.load(jaxtp.make_mesh(tp=2))
+    assert loaded.config.precision == jaxtp.Precision(param="float16", compute="float16")
+    merged = nnx.state(jaxtp.merge_adapters(adapted))
+    for one, other in zip(jax.tree.leaves(nnx.state(loaded)), jax.tree.leaves(merged), strict=True):
+        np.testing.assert_array_equal(one, other.astype("float16"))
+    assert convert(["import", str(folder), str(folder.parent / "run")]) == 0
+    flags = ["--model", str(folder.parent / "run"), "--prompt", "to", "--max-tokens", "2", "--dtype", "float16"]
+    assert main([*flags, "--adapters", str(asked.adapters)]) == 0
+    assert f"with {asked.adapters}: " in capsys.readouterr().err
+    assert main(["--model", str(asked.adapters), "--prompt", "to"]) == 2
+    assert f"give that, and these by --adapters {asked.adapters}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 1]), (["--special-tokens"], [2, 3])])

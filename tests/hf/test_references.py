@@ -135,11 +135,15 @@ def test_a_sketch_has_the_norm_of_what_it_is_of():
         assert np.linalg.norm(hf_reference.sketch("a", error)) == pytest.approx(np.linalg.norm(error), rel=0.2)
 
 
-@pytest.mark.wide
-def test_bfloat16_compute_stays_near():
-    reference = hf_reference.load("llama_gqa")
-    precision = jaxtp.Precision(param="bfloat16", compute="bfloat16")
+SIXTEEN = [("float16", "auto", 0.004), ("float16", "blockwise", 0.004), ("bfloat16", "auto", 0.03)]
+
+
+@pytest.mark.parametrize("case", sweep(SIXTEEN, SIXTEEN[0]), ids=str)
+def test_sixteen_bit_compute_stays_near(case):
+    dtype, attention, bound = case
+    reference, precision = hf_reference.load("llama_gqa"), jaxtp.Precision(param=dtype, compute=dtype)
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):
-        logits = jaxtp.load_hf(FOLDER / "llama_gqa", precision=precision)(reference["input_ids"].astype(np.int32))
+        model = jaxtp.load_hf(FOLDER / "llama_gqa", precision=precision, attention=attention)
+        logits = model(reference["input_ids"].astype(np.int32))
     error = np.asarray(logits, np.float64) - reference["logits"]
-    assert np.linalg.norm(error) < 0.03 * np.linalg.norm(reference["logits"])
+    assert np.linalg.norm(error) < bound * np.linalg.norm(reference["logits"])

@@ -16,6 +16,7 @@ from jaxtp.config import ConfigError, from_yaml, load, to_plain
 from jaxtp.convert.__main__ import main as convert
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.hf.attributes import stored_dtype
+from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import sized
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import defaults, initialisation
@@ -45,6 +46,17 @@ def ask(tmp_path, model):
         return load(TrainConfig, argv, prog="x", description="", fit=partial(fit, place=place))
 
     return resolved
+
+
+def test_adapters_of_a_mixture_are_where_they_can_be(tmp_path):
+    model = ModelConfig(num_experts=4, experts_per_token=2, lora=LoraConfig(rank=2))
+    config, notes = fit(TrainConfig(model=model), {"run.dir", "model.precision.compute", "mesh"}, CPU)
+    attention = ("q_proj", "k_proj", "v_proj", "o_proj")
+    assert config.model.lora.targets == attention
+    (note,) = (note for note in notes if note.startswith("model.lora"))
+    assert note.startswith(f"model.lora.targets = {' '.join(attention)}: gate_proj, up_proj, down_proj are of experts")
+    given = {"run.dir", "model.precision.compute", "mesh", "model.lora.targets"}
+    assert fit(TrainConfig(model=model), given, CPU)[0].model.lora == model.lora, "what is given is refused later"
 
 
 def test_a_trained_model_gets_the_defaults_of_fine_tuning(ask, model):

@@ -15,9 +15,11 @@ from runs import SMALL, TEXT, mesh, records
 
 import jaxtp
 from jaxtp.checkpoint.reader import open_checkpoint
+from jaxtp.checkpoint.safetensors import read_header
 from jaxtp.convert.__main__ import main as convert
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.runs import load_merged
+from jaxtp.layers.lora import LoraConfig, LoraParam
 from jaxtp.train.__main__ import main
 
 MODEL = jaxtp.ModelConfig(vocab_size=256, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=64)
@@ -183,6 +185,74 @@ def test_adapters_of_a_run_of_ours(tmp_path, command):
     assert main([*flags, "--run.init-from", str(tmp_path / "base"), *mesh(1, 1, 2), "--train.steps", "4"]) == 0
 
 
+@pytest.fixture
+def adapters(tmp_path, model):
+    """A folder of adapters in PEFT's format: rsLoRA, in the second layer alone."""
+    lora = LoraConfig(rank=2, alpha=4.0, rslora=True, targets=("q_proj", "down_proj"))
+    adapted = jaxtp.add_adapters(jaxtp.load_hf(model), lora)
+    random = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), nnx.state(adapted, LoraParam))
+    nnx.update(adapted, jax.tree.map(lambda a: a.at[0].set(0), random))
+    jaxtp.save_peft(adapted, tmp_path / "adapters", base=model)
+    return tmp_path / "adapters"
+
+
+@pytest.mark.journey
+def test_adapters_are_trained_further(tmp_path, command, model, adapters, capsys):
+    """From PEFT's folder, on another mesh without it, and back into one."""
+    flags = [*command, "--model.lora.from", str(adapters), "--optimizer.learning-rate", "0.01"]
+    begun = stored(adapters)
+    assert main([*flags, *mesh(1, 2, 2)]) == 0
+    printed = capsys.readouterr().out
+    assert f"weights from {model}; adapters from {adapters}; 2 of 4 modules have an adapter" in printed
+    recorded = (tmp_path / "run/config.yaml").read_text()
+    assert f"from: {adapters}\n" in recorded
+    assert "rslora: true\n" in recorded
+    shutil.move(adapters, tmp_path / "moved")
+    assert main([*flags, *mesh(2, 1, 1), "--train.steps", "4"]) == 0
+    assert main(["--config", str(tmp_path / "run/config.yaml"), *mesh(1, 1, 1), "--train.steps", "5"]) == 0
+    losses = records(tmp_path / "run")
+    assert losses[5] < losses[1]
+    assert convert(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    trained, described = stored(tmp_path / "out"), json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert trained.keys() == begun.keys(), "the first layer still has none"
+    assert all(np.abs(trained[name] - array).max() > 1e-3 for name, array in begun.items())
+    assert (described["r"], described["lora_alpha"], described["use_rslora"]) == (2, 4, True)
+    source = shutil.move(tmp_path / "moved", adapters)
+    generated = ["--model", str(tmp_path / "run"), "--adapters", str(source), "--prompt", "a"]
+    assert generate(generated) == 2
+    assert "has adapters of its own; make a model of these first" in capsys.readouterr().err
+    at = command.index("--model.from-hf")
+    whole = [*command[:at], *command[at + 2 :], "--run.init-from", str(tmp_path / "whole")]
+    assert main([*command, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "whole"), "--train.steps", "1"]) == 0
+    begins = ["--model.lora.from", str(source), *mesh(1, 1, 2), "--run.dir", str(tmp_path / "again")]
+    assert main([*whole, *begins]) == 0, "beside the model of a run"
+
+
+def stored(folder):
+    return {name: tensor.read() for name, tensor in read_header(folder / "adapter_model.safetensors").items()}
+
+
+OTHER_ADAPTERS = {
+    "another rank": ("--model.lora.rank 7", "model.lora.rank=7, where they have 2; leave these settings out"),
+    "another scale": ("--model.lora.alpha 16", "model.lora.alpha=16.0, where they have 4.0"),
+    "other targets": ("--model.lora.targets q_proj", "targets=q_proj, where they have q_proj down_proj"),
+    "no folder": ("--model.lora.from {0}x", "no such folder; did you mean {0}?"),
+    "another model": ("--model.from-hf {1}", "q_proj.lora_A.weight is 2x32, and this model needs 2x16"),
+    "float16": ("--model.precision.compute float16", "model.precision.compute=float16 cannot be trained in: gradients"),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_ADAPTERS)
+def test_mistakes_with_adapters(tmp_path, command, adapters, capsys, name):
+    flags, message = OTHER_ADAPTERS[name]
+    jaxtp.save_hf(jaxtp.Decoder(dataclasses.replace(MODEL, d_model=16), rngs=nnx.Rngs(5)), tmp_path / "other")
+    places = str(adapters), str(tmp_path / "other")
+    given = [*command, "--model.lora.from", str(adapters), *mesh(1, 1, 2), *flags.format(*places).split()]
+    assert main(given) == 2
+    assert message.format(*places) in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 MISTAKES = {
     "another size": ("--model.d-model 64", "is another model: model.d_model=64, where it has 32"),
     "two beginnings": ("--run.init-from {run}", "--run.init-from and --model.from-hf are two beginnings"),
@@ -207,6 +277,8 @@ def test_mistakes(tmp_path, command, capsys, name):
 
 def test_adapters_of_nothing_are_refused(tmp_path, capsys):
     assert main(["--model.lora.rank", "8", "--run.dir", str(tmp_path / "run")]) == 2
+    assert "name that by --model.from-hf FOLDER or --run.init-from RUN" in capsys.readouterr().err
+    assert main(["--model.lora.from", str(tmp_path), "--run.dir", str(tmp_path / "run")]) == 2
     assert "name that by --model.from-hf FOLDER or --run.init-from RUN" in capsys.readouterr().err
 
 
