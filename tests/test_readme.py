@@ -190,7 +190,7 @@ def test_the_commands_that_go_on_from_each_other(tmp_path, capsys):
 
 @pytest.mark.journey
 def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypatch, capsys):
-    """The commands as they are, on a tiny model, in a folder of their own."""
+    """The commands as they are, in the order of the pages, on a tiny model, in a folder of their own."""
     sizes = {"vocab_size": 1024, "d_model": 16, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
     model = jaxtp.Decoder(jaxtp.ModelConfig(**sizes, d_ff=16), rngs=nnx.Rngs(0))
     jaxtp.save_hf(model, tmp_path / "models/llama", tokenizer_from=dataset)
@@ -198,14 +198,18 @@ def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypat
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     assert prepare(PREPARE[1]) == 0
-    for flags in TUNING:
-        assert main([*flags, "--train.steps", "2", "--optimizer.warmup-steps", "1", "--eval.batches", "1"]) == 0
-    for flags in GENERATE[1:]:
-        assert generate([*flags, "--max-tokens", "4"]) == 0
-    assert [convert(flags) for flags in CONVERT] == [0, 0, 0]
-    for whole in ("models/tuned", "models/merged"):
+    for flags in (shlex.split(line)[3:] for line in COMMANDS):
+        if flags in TUNING:
+            assert main([*flags, "--train.steps", "2", "--optimizer.warmup-steps", "1", "--eval.batches", "1"]) == 0
+        elif flags in GENERATE[1:]:
+            assert generate([*flags, "--max-tokens", "4"]) == 0
+        elif flags in CONVERT:
+            assert convert(flags) == 0
+    assert "\nweights from models/llama; adapters from models/adapters\n" in capsys.readouterr().out
+    for whole in ("models/tuned", "models/merged", "models/whole"):
         assert jaxtp.read_config(whole) == jaxtp.read_config("models/llama")
-    assert json.loads(Path("models/adapters/adapter_config.json").read_text())["r"] == 8
+    for adapters in ("models/adapters", "models/further"):
+        assert json.loads(Path(f"{adapters}/adapter_config.json").read_text())["r"] == 8
     assert all((folder / "tokenizer.json").exists() for folder in Path("models").iterdir())
 
 

@@ -86,9 +86,9 @@ class PeftFolder:
     parts: Mapping[str, tuple[_Part, ...]]
     """By the dotted path of a factor of the model's adapters."""
     notes: tuple[str, ...]
-    """What is worth knowing before they are trained."""
+    """Lines worth knowing before they are trained."""
     untrainable: str | None
-    """Why they can be added to kernels, and not be trained; None if they can."""
+    """The reason why they can be added to kernels alone, and not be trained; None if they can."""
 
     def check_trainable(self) -> None:
         """Checks that training can go on with them.
