@@ -211,6 +211,10 @@ def _check_attributes(attributes: Mapping[str, Any]) -> None:
             f"init_lora_weights = {said(begun)} is not supported: it changes the kernels as well; PEFT converts them "
             "(path_initial_model_for_weight_conversion)"
         )
+    if not isinstance(attributes.get("rank_pattern") or {}, dict):
+        problems.append(f"rank_pattern = {said(attributes['rank_pattern'])}: should give ranks by names of modules")
+    if dropout := attributes.get("lora_dropout"):
+        positive("lora_dropout", dropout)
     for name, value in attributes.items():
         if name not in _READ | _SAYS_NOTHING and value not in (None, False) and value != {} and value != []:
             problems.append(f"{shown(name)} = {said(value)} is not supported: only LoRA as PEFT has it by default is")
@@ -368,8 +372,8 @@ class _Reader:
         return first
 
     def _scale(self, module: str, rank: int) -> float:
-        names = _ends(module)
-        alpha = next((alpha for name, alpha in self.alphas.items() if name in names), self.alpha)
+        named = [self.alphas[name] for name in _ends(module) if name in self.alphas]
+        alpha = min(named)[1] if named else self.alpha  # the first of the pattern holds
         return LoraConfig(rank=rank, alpha=alpha, rslora=self.rslora).scale
 
     def _parts(
@@ -413,10 +417,12 @@ class _Reader:
             yield f"{len(general)} of {places} modules have an adapter, and the others stay as they are"
 
 
-def _alphas(pattern: Any) -> dict[str, float]:
+def _alphas(pattern: Any) -> dict[str, tuple[int, float]]:
+    """Returns the alphas of modules by their names, each with its place in the pattern."""
     if not isinstance(pattern, dict) or not all(map(_LITERAL.fullmatch, pattern)):
         raise HFError(f"alpha_pattern = {said(pattern)} is not supported: names of modules are, and no expressions")
-    return {name: positive(f"alpha_pattern[{shown(name)}]", alpha) for name, alpha in pattern.items()}
+    alphas = ((name, positive(f"alpha_pattern[{shown(name)}]", alpha)) for name, alpha in pattern.items())
+    return {name: (at, alpha) for at, (name, alpha) in enumerate(alphas)}
 
 
 def _ends(module: str) -> set[str]:

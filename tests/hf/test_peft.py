@@ -254,6 +254,8 @@ REFUSED = {
     "kernels changed": (attributes(init_lora_weights="pissa"), "init_lora_weights = 'pissa' .* changes the kernels"),
     "unknown": (attributes(from_the_future=3), "from_the_future = 3 is not supported"),
     "names of numbers": (attributes(target_modules=[3]), r"target_modules = \[3\]: should be a list of names"),
+    "a rank of nothing": (attributes(rank_pattern=3), "rank_pattern = 3: should give ranks"),
+    "dropout of text": (attributes(lora_dropout="a"), "lora_dropout = .a.: should be a number above 0"),
     "layers of text": (attributes(layers_to_transform=["a"]), "should be numbers of layers"),
     "an expression for alpha": (attributes(alpha_pattern={"(a+)+$": 2}), "names of modules are, and no expressions"),
     "missing": (arrays(**{f"{Q}__lora_B__weight": None}), "missing: .*q_proj.lora_B.weight"),
