@@ -84,7 +84,7 @@ def test_both_spellings_are_the_same_model(name):
 
 
 def read_attributes_of(name, file):
-    return read_attributes(FOLDER / name) if file == "config.json" else jaxtp.hf.folder._read_json(FOLDER / name, file)
+    return read_attributes(FOLDER / name) if file == "config.json" else jaxtp.hf.folder.read_json(FOLDER / name, file)
 
 
 @pytest.mark.parametrize("name", sweep(COPIED + MADE, COPIED[0], MADE[0]))

@@ -116,7 +116,7 @@ def test_initial_weights_are_the_same_on_every_mesh():
         ({"attention": "flash"}, "attention = 'flash'"),
         ({"dropout": 1.5}, "dropout = 1.5"),
         ({"precision": "bfloat16"}, "precision = 'bfloat16'"),
-        ({"precision": jaxtp.Precision(param="float16")}, "precision.param = 'float16'"),
+        ({"precision": jaxtp.Precision(param="float64")}, "precision.param = 'float64'"),
         (
             {"attention": "cudnn", "pattern": ({"attention_softcap": 5.0}, {})},
             "attention=cudnn: it has no .*softcap; use auto .fused on cuda or blockwise or xla",
