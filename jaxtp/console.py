@@ -12,18 +12,19 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 
 class Display:
-    """Lines on standard output, above a progress bar in a terminal.
+    """Lines on standard output or another stream, above a progress bar in a terminal.
 
-    Use as a context manager: the progress bar lives inside it, from `begin` on. Where standard output fails, as a
+    Use as a context manager: the progress bar lives inside it, from `begin` on. Where the stream fails, as a
     terminal does that was closed, the display goes silent, and the command goes on.
 
     Args:
       counter: what the bar counts, in rich's markup, such as `step {task.completed:.0f}`.
       quiet: shows nothing.
+      stream: where it shows it; by default standard output.
     """
 
-    def __init__(self, counter: str, *, quiet: bool = False) -> None:
-        output = cast(IO[str], _Output(sys.stdout))
+    def __init__(self, counter: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
+        output = cast(IO[str], _Output(stream or sys.stdout))
         self._console = Console(file=output, soft_wrap=True, highlight=False, quiet=quiet)
         self._progress = Progress(
             TextColumn(counter),

@@ -28,7 +28,7 @@ LEVELS = [
     {"models", "checkpoint", "propose"},
     {"hf"},
     {"train", "generate", "prepare"},
-    {"check", "estimate", "convert", "explain", "bench"},
+    {"check", "estimate", "convert", "explain", "bench", "evaluate"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(LEVELS) for room in rooms}
 COLLECTIVES = {

@@ -96,7 +96,7 @@ class Packed(Rows):
             drops = long == "drop"
             if drops:
                 documents, lengths = documents[~too_long], lengths[~too_long]
-            pieces, sizes, counts = _pack(*_pieces(documents, lengths, self._length), self._length)
+            pieces, sizes, counts = pack(*_pieces(documents, lengths, self._length), self._length)
             yield Block(pieces, counts, int(sizes.sum()), 0 if drops else count, count if drops else 0)
 
 
@@ -135,7 +135,7 @@ def _pieces(
     return np.stack([documents[owner], start], axis=1), sizes
 
 
-def _pack(
+def pack(
     pieces: NDArray[np.int64], sizes: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """Returns the pieces in the order of their rows, the size of each, and the number of pieces in each row."""

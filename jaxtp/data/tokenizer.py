@@ -54,6 +54,10 @@ class ByteTokenizer:
         """Returns the bytes."""
         return np.asarray(ids).astype(np.uint8).tobytes()
 
+    def num_bytes(self, ids: NDArray[Any]) -> int:
+        """Returns the number of bytes that ids stand for."""
+        return len(ids)
+
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`.
@@ -127,6 +131,19 @@ class HuggingFaceTokenizer:
         except BaseException as error:
             raise understood(error, f"{self.name}: cannot decode") from None
 
+    def num_bytes(self, ids: NDArray[Any]) -> int:
+        """Returns the number of bytes that ids stand for: the length of what `decode` returns.
+
+        Raises:
+          TokenizerError: an id that is not in the vocabulary.
+        """
+        if not self._is_byte_level:
+            return len(self.decode(ids))
+        ids = np.asarray(ids)
+        if len(ids) and int(ids.max()) >= len(self._num_bytes_of):
+            raise TokenizerError(f"{self.name}: no token has the id {int(ids.max())}")
+        return int(self._num_bytes_of[ids].sum())
+
     def spelled(self, token: int) -> str:
         """Returns a token as the vocabulary has it, for messages."""
         return str(self._tokenizer.id_to_token(token))
@@ -156,6 +173,14 @@ class HuggingFaceTokenizer:
             else bytes(byte_of[c] for c in text)
             for text, token in vocabulary.items()
         }
+
+    @cached_property
+    def _num_bytes_of(self) -> NDArray[np.int64]:
+        """Number of bytes of each token of a byte-level tokenizer, by id; 0 of the end token, which `decode` drops."""
+        found = np.zeros(self.info.vocab_size, np.int64)
+        for token, text in self._bytes_of.items():
+            found[token] = len(text) * (token != self.info.eos_id)
+        return found
 
     def _encode(self, texts: list[str]) -> list[NDArray[Any]]:
         try:

@@ -49,7 +49,7 @@ def run(config: GenerateConfig, folder: Path) -> None:
     mesh = open_mesh(config.mesh, source.config)
     keep_programs(mesh.devices.flat[0].platform)
     model = source.load(mesh)
-    _say(_summary(source, model, mesh))
+    say(summary(source, model, mesh))
     generator = Generator(
         model,
         source.tokenizer,
@@ -63,7 +63,7 @@ def run(config: GenerateConfig, folder: Path) -> None:
         converse(generator, listener, config.sampling, config.system)
     else:
         _complete(generator, prompts, config)
-    _say("\n".join(generator.speed.lines()))
+    say("\n".join(generator.speed.lines()))
 
 
 def _listener(config: GenerateConfig, source: Source) -> Listener:
@@ -118,11 +118,12 @@ class Progress:
         """Takes the number of tokens of each prompt read so far, and that of the longest prompt."""
         now = time.monotonic()
         if read < longest and now - self._said >= PROGRESS_SECONDS:
-            _say(f"reading {read:,} of {longest:,} tokens of the longest prompt")
+            say(f"reading {read:,} of {longest:,} tokens of the longest prompt")
             self._said = now
 
 
-def _summary(source: Source, model: Decoder, mesh: Mesh) -> str:
+def summary(source: Source, model: Decoder, mesh: Mesh) -> str:
+    """Returns what is said of a model once it is loaded: its name and size, and the devices that it is on."""
     size = logical_size(nnx.state(model))
     kind = mesh.devices.flat[0].device_kind
     device = "CPU device" if mesh.devices.flat[0].platform == "cpu" else kind
@@ -132,6 +133,7 @@ def _summary(source: Source, model: Decoder, mesh: Mesh) -> str:
     )
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """Prints a line on standard error, in one process of several."""
     if jax.process_index() == 0:
         print(text, file=sys.stderr, flush=True)

@@ -110,7 +110,7 @@ class Programs:
 
         ids, counts = map(self._from_host, self._chunk([], 0))
         chunks, tokens = jax.jit(bound(read_chunk), donate_argnums=(1, 2)), jax.jit(bound(read_token), donate_argnums=1)
-        with _within(self._mesh):
+        with within(self._mesh):
             self._create = jax.jit(bound(self._empty)).lower(self._state).compile()
             start = self._create(self._state)
             self._start = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), start)
@@ -143,7 +143,7 @@ class Programs:
             cache, logits = self._start
             seeds = self._from_host(np.zeros(self.shape.rows, np.uint32))
             function = jax.jit(partial(sample, settings=settings, num_ids=num_ids), donate_argnums=1)
-            with _within(self._mesh):
+            with within(self._mesh):
                 lowered = function.lower(logits, self.seen([]), seeds, cache.lengths)
                 self._samplers[key] = lowered.compile()
         compiled = self._samplers[key]
@@ -181,14 +181,15 @@ class Programs:
 def cache_bytes(model: Decoder, shape: Shape) -> int:
     """Returns the bytes of keys and values on each device."""
     mesh = mesh_of(model)
-    with _within(mesh):
+    with within(mesh):
         cache = jax.eval_shape(lambda: model.empty_cache(shape.rows, shape.slots))
     arrays = jax.tree.leaves(cache.memories)
     shards = (a.shape if mesh is None else NamedSharding(mesh, STACK_SPEC).shard_shape(a.shape) for a in arrays)
     return sum(math.prod(shard) * array.dtype.itemsize for shard, array in zip(shards, arrays, strict=True))
 
 
-def _within(mesh: Mesh | None) -> AbstractContextManager[Any]:
+def within(mesh: Mesh | None) -> AbstractContextManager[Any]:
+    """Returns what has a mesh in context, if there is one."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 

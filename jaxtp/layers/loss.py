@@ -9,6 +9,7 @@ cross-entropy); chunking as in Liger Kernel, arXiv 2410.10989.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import chex
 import jax
@@ -101,6 +102,57 @@ def vocab_parallel_cross_entropy(
     return run(x_BTD, table_VD, labels_BT)
 
 
+def vocab_parallel_token_losses(
+    x_BTD: Array,
+    table_VD: Array,
+    labels_BT: Array,
+    *,
+    vocab_size: int,
+    table_spec: P = TABLE_SPEC,
+    chunk_size: int = CHUNK_SIZE,
+    softcap: float | None = None,
+    sequence_parallel: SequenceParallel = False,
+    precision: Precision = Precision(),
+) -> tuple[Array, Array]:
+    """The cross-entropy of each label in nats, for evaluations: it is made for no gradient.
+
+    Args:
+      x_BTD: as of `vocab_parallel_cross_entropy`, like all others.
+      table_VD: embedding or head.
+      labels_BT: labels.
+      vocab_size: V, without padding.
+      table_spec: how the table is split.
+      chunk_size: tokens projected at a time on each device.
+      softcap: squashes logits.
+      sequence_parallel: the input is split over tp along the sequence.
+      precision: the dtypes.
+
+    Returns:
+      The loss of each label `[B, T]` float32, and whether no other token is likelier `[B, T]`; 0 and False where a
+      label is `IGNORE`.
+    """
+
+    chex.assert_equal_shape_prefix((x_BTD, labels_BT), 2)
+    sequence = sequence_dim(sequence_parallel, x_BTD.shape)
+
+    def each(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
+        x = enter_parallel(x.astype(precision.compute), sequence)
+        table = precision.load(shard, 1)
+        score = partial(_token_score, table=table, vocab_size=vocab_size, softcap=softcap, precision=precision)
+        scores = _map_chunks(score, x.reshape(-1, x.shape[-1]), labels.reshape(-1), chunk_size)
+        loss, likeliest = jnp.moveaxis(scores.reshape(*labels.shape, 2), -1, 0)  # [B/(dp*fsdp), T/cp]
+        valid = labels != IGNORE
+        return jnp.where(valid, loss, 0), valid & (likeliest > 0)
+
+    run = device_view(
+        each,
+        LOSS,
+        in_specs=(activation_spec(sequence), table_spec, token_spec()),
+        out_specs=(token_spec(), token_spec()),
+    )
+    return run(x_BTD, table_VD, labels_BT)
+
+
 def loss_costs(
     share: Share,
     vocab_size: int,
@@ -134,17 +186,25 @@ def loss_costs(
     yield Working((whole * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
 
 
-def _token_loss(
-    x: Array,
-    labels: Array,
-    *,
-    table: Array,
-    vocab_size: int,
-    z_loss: float,
-    softcap: float | None,
-    precision: Precision,
-) -> Array:
-    """Cross-entropy of each token of a chunk `[t, D]`, from this device's part of the vocabulary `[V/tp, D]`."""
+def _token_loss(x: Array, labels: Array, *, z_loss: float, **head: Any) -> Array:
+    """Cross-entropy of each token of a chunk `[t, D]`; arguments as of `_normalised`."""
+    log_normaliser, label_logit, _ = _normalised(x, labels, **head)
+    return log_normaliser - label_logit + z_loss * jnp.square(log_normaliser)
+
+
+def _token_score(x: Array, labels: Array, **head: Any) -> Array:
+    """Cross-entropy of each token of a chunk, and 1 where no other token is likelier, else 0: `[t, 2]` float32."""
+    log_normaliser, label_logit, highest = _normalised(x, labels, **head)
+    return jnp.stack([log_normaliser - label_logit, (label_logit >= highest).astype(jnp.float32)], axis=-1)
+
+
+def _normalised(
+    x: Array, labels: Array, *, table: Array, vocab_size: int, softcap: float | None, precision: Precision
+) -> tuple[Array, Array, Array]:
+    """Log-normaliser, logit of the label and highest logit of each token of a chunk `[t, D]`, each `[t]`.
+
+    They are of the whole vocabulary, of which this device has a part `[V/tp, D]`.
+    """
     logits = jnp.einsum("td,vd->tv", x, table.astype(precision.compute), preferred_element_type=precision.logits)
     logits = softcapped(logits.astype(jnp.float32), softcap)
     start = axis_index(TP) * table.shape[0]
@@ -157,12 +217,11 @@ def _token_loss(
     label_logit = jnp.sum(jnp.where(is_label, logits, 0), axis=-1)
     # In one sum: XLA runs two that do not wait for each other in any order, and on CPUs mistakes one for the other.
     exp_sum, label_logit = checkpoint_name(all_reduce(jnp.stack([exp_sum, label_logit]), TP), _REDUCED)
-    log_normaliser = jnp.log(exp_sum) + highest
-    return log_normaliser - label_logit + z_loss * jnp.square(log_normaliser)
+    return jnp.log(exp_sum) + highest, label_logit, highest
 
 
 def _map_chunks(token_loss: Callable[[Array, Array], Array], x: Array, labels: Array, chunk_size: int) -> Array:
-    """`token_loss` of all tokens, a chunk of them at a time, nothing larger than a float per token kept."""
+    """`token_loss` of all tokens, a chunk of them at a time, nothing larger than a few floats per token kept."""
     token_loss = jax.checkpoint(token_loss, policy=jax.checkpoint_policies.save_only_these_names(_REDUCED))
     num_chunks, rest = divmod(x.shape[0], chunk_size)
 
@@ -172,7 +231,7 @@ def _map_chunks(token_loss: Callable[[Array, Array], Array], x: Array, labels: A
     pieces = []
     if num_chunks:
         losses = jax.lax.map(lambda chunk: token_loss(*chunk), (chunked(x), chunked(labels)))
-        pieces.append(losses.reshape(-1))
+        pieces.append(losses.reshape(-1, *losses.shape[2:]))
     if rest:
         pieces.append(token_loss(x[-rest:], labels[-rest:]))
     return jnp.concatenate(pieces)

@@ -22,7 +22,7 @@ from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import GATHERS_AGAIN, Cost, Kept, Share, Streamed, itemsize, within
 from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.experts import MixtureOfExperts
-from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy
+from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy, vocab_parallel_token_losses
 from jaxtp.layers.norm import Norm
 from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import CP, current_mesh, mesh_sizes
@@ -174,6 +174,15 @@ class Decoder(nnx.Module):
     def _shared(self) -> dict[str, Any]:
         return {"sequence_parallel": self.config.sequence_parallel, "precision": self.config.precision}
 
+    @property
+    def _of_loss(self) -> dict[str, Any]:
+        return self._shared | {
+            "vocab_size": self.config.vocab_size,
+            "table_spec": spec_of(self._head_table),
+            "chunk_size": self.config.loss_chunk,
+            "softcap": self.config.logit_softcap,
+        }
+
     def __call__(self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto") -> Array:
         """Returns logits `[B, T, V]` of the token after each position; `ids_BT` are integers below V.
 
@@ -282,13 +291,25 @@ class Decoder(nnx.Module):
             x_BTD,
             jnp.asarray(self._head_table[...]),
             labels_BT,
-            vocab_size=self.config.vocab_size,
-            table_spec=spec_of(self._head_table),
-            chunk_size=self.config.loss_chunk,
             z_loss=z_loss,
-            softcap=self.config.logit_softcap,
-            **self._shared,
+            **self._of_loss,
         )
+
+    def token_losses(
+        self, ids_BT: Array, labels_BT: Array, *, segments_BT: Array | None = None, context: Context = "auto"
+    ) -> tuple[Array, Array]:
+        """Returns the cross-entropy of each label in nats, and whether no other token is likelier; both `[B, T]`.
+
+        They are 0 and False where a label is -100. For evaluations: made for no gradient; arguments as of `loss`.
+        """
+        sequences = self.sequences(ids_BT, segments_BT, context)
+        found = self.token_losses_of_hidden(self.hidden(ids_BT, sequences=sequences), sequences.own(labels_BT))
+        losses_BT, likeliest_BT = (sequences.natural(each) for each in found)
+        return losses_BT, likeliest_BT
+
+    def token_losses_of_hidden(self, x_BTD: Array, labels_BT: Array) -> tuple[Array, Array]:
+        """Returns what `token_losses` does, from the final hidden states and labels, and in the order of these."""
+        return vocab_parallel_token_losses(x_BTD, jnp.asarray(self._head_table[...]), labels_BT, **self._of_loss)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`, in the order in which devices hold tokens."""

@@ -1,16 +1,20 @@
 """Chunks of the loss: of a device's tokens, however many rows they are in."""
 
+import itertools
 import math
+from functools import partial
 
 import accounts
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from support import relative_error
+from support import relative_error, sweep
 
 import jaxtp
 from jaxtp.layers.costs import Share, Working
-from jaxtp.layers.loss import loss_costs
+from jaxtp.layers.loss import loss_costs, vocab_parallel_token_losses
+from jaxtp.layers.parameter import Split
 from jaxtp.mesh import sized
 
 D, V, CHUNK = 24, 40, 6
@@ -61,3 +65,29 @@ def test_chunks_add_up_their_gradients_in_float32():
     )
     assert relative_error(added, whole) < 2**-8
     assert jnp.linalg.norm(whole) > 1
+
+
+TOKEN_LOSSES = list(
+    itertools.product([(1, 1, 1, 1), (1, 1, 1, 4), (1, 2, 1, 2), (2, 1, 2, 2)], [None, 3.0], [None, True])
+)
+
+
+@pytest.mark.parametrize("case", sweep(TOKEN_LOSSES, *TOKEN_LOSSES[2:15:4]), ids=str)
+def test_the_loss_of_each_token_and_whether_it_is_the_likeliest(case):
+    """Against float64 on whole logits; 37 ids are not divided by tp, and no chunk divides the tokens of a device."""
+    mesh, softcap, split = case
+    vocab_size, (x, table, labels) = 37, given(4, 8)
+    labels = jnp.where(labels < vocab_size, labels, -100)
+    logits = np.einsum("btd,vd->btv", np.float64(x), np.float64(table[:vocab_size]))
+    logits = softcap * np.tanh(logits / softcap) if softcap else logits
+    labels = labels.at[:, :3].set(logits.argmax(-1)[:, :3])
+    label_logits = np.take_along_axis(logits, np.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    expected = np.where(labels >= 0, np.log(np.exp(logits).sum(-1)) - label_logits, 0)
+    settings = {"chunk_size": CHUNK, "softcap": softcap, "sequence_parallel": split}
+    with jax.set_mesh(jaxtp.make_mesh(*mesh[:2], mesh[3], cp=mesh[2])):
+        losses, likeliest = jax.jit(partial(vocab_parallel_token_losses, vocab_size=vocab_size, **settings))(
+            x, table[: Split((vocab_size,)).padded(mesh[3])], labels
+        )
+    assert relative_error(losses, expected) < 1e-6
+    assert np.array_equal(likeliest, (labels >= 0) & (label_logits == logits.max(-1)))
+    assert not np.asarray(losses)[labels < 0].any()

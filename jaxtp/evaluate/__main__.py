@@ -1,0 +1,60 @@
+"""`python -m jaxtp.evaluate`."""
+
+import sys
+import warnings
+from collections.abc import Sequence
+
+from jaxtp import config as configuration
+from jaxtp import entry
+from jaxtp.checkpoint.orbax_logs import quieten
+from jaxtp.evaluate.command import run
+from jaxtp.evaluate.config import EvaluateConfig, check
+from jaxtp.launch.agreement import together
+from jaxtp.launch.joining import join_processes
+from jaxtp.launch.peers import leaving, tell_failure, watch
+
+PROGRAM = "python -m jaxtp.evaluate"
+DESCRIPTION = """Measures a model on text: loss, perplexity and bits per byte, of a run of jaxtp.train or a folder in
+Hugging Face's format, on datasets of jaxtp.prepare or on files.
+
+python -m jaxtp.evaluate --model runs/a --data data/own --text notes.txt --by length
+
+Every token of a document but its first is predicted once, from those before it in the same document. The numbers are
+the same on any mesh (--mesh.*) and with any --batch-size. --tasks NAME runs tasks of lm-evaluation-harness instead
+(pip install 'jaxtp[eval]'). Results go to standard output, as a table or with --json - as JSON; all else goes to
+standard error.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Returns:
+      Its exit code: 0; 2 for a user's mistake; 3 where a loss is not finite; 75 where another process was lost; 130 for
+      Ctrl-C.
+    """
+    quieten()
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|flax")
+    return leaving(lambda: entry.attempt(PROGRAM, lambda: _evaluate(argv)))
+
+
+def _evaluate(argv: Sequence[str]) -> int:
+    join_processes()
+    watch()
+    try:
+        with together():
+            config, _ = configuration.load(EvaluateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+            check(config)
+        try:
+            run(config)
+        except BaseException as error:
+            tell_failure(error)
+            raise
+    except entry.WrongNumbersError as error:
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        return entry.WRONG
+    return 0
+
+
+if __name__ == "__main__":
+    entry.run(PROGRAM, main)

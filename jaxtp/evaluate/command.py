@@ -1,0 +1,81 @@
+"""The work of `python -m jaxtp.evaluate`: it opens model and documents, measures, and gives the numbers."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxtp.checkpoint.stored import finished, newest, stored_info
+from jaxtp.evaluate.config import EvaluateConfig, row_length
+from jaxtp.evaluate.inputs import Input, open_inputs
+from jaxtp.evaluate.measure import Reading, measure
+from jaxtp.evaluate.report import Report, as_record, as_table, give, require_json
+from jaxtp.evaluate.scoring import Scorer
+from jaxtp.generate.command import say, summary
+from jaxtp.generate.config import open_mesh, request_devices
+from jaxtp.generate.loading import Source, open_source
+from jaxtp.launch.agreement import together
+from jaxtp.launch.environment import keep_programs
+from jaxtp.mesh import mesh_sizes
+
+
+def run(config: EvaluateConfig) -> None:
+    """Carries out a configuration that `config.check` has passed.
+
+    Raises:
+      ValueError: a user's mistake, found before the weights are read.
+      WrongNumbersError: a loss is not finite.
+    """
+    assert config.model is not None
+    with together():
+        request_devices(config.mesh)
+        require_json(config.json)
+        source = open_source(config.model, config.of_model)
+        inputs = open_inputs(config, source)
+        reading = reading_of(config, source)
+        mesh = open_mesh(config.mesh, source.config)
+        keep_programs(mesh.devices.flat[0].platform)
+    model = source.load(mesh)
+    say(summary(source, model, mesh))
+    say(_described_inputs(inputs, reading))
+    with Report(sum(each.size for each in inputs)) as report:
+        measured = measure(Scorer(model, config.batch_size), inputs, reading, report.moved)
+    give(as_table(measured, config.by), config.json, as_record(measured, config.by, _about(source, reading, mesh)))
+
+
+def reading_of(config: EvaluateConfig, source: Source) -> Reading:
+    """Returns how documents are read.
+
+    Raises:
+      ConfigError: the model cannot read so.
+    """
+    limits = [limit for limit in (source.context, source.config.learned_positions) if limit is not None]
+    length = row_length(config, min(limits, default=None), trained_length(config.model))
+    return Reading(length, config.stride or length, config.packing, max(config.mesh.cp, 1))
+
+
+def trained_length(path: Path | None) -> int | None:
+    """Returns the number of tokens of a sequence that a run was trained on; None for what is no run."""
+    if path is None or not finished(path):
+        return None
+    length = stored_info(newest(path))["config"].get("data", {}).get("sequence_length")
+    return length if isinstance(length, int) else None
+
+
+def _described_inputs(inputs: list[Input], reading: Reading) -> str:
+    documents, size = (sum(getattr(each, name) for each in inputs) for name in ("num_documents", "size"))
+    windows = "" if reading.stride == reading.length else f" that begin {reading.stride:,} apart"
+    how = {"documents": "packed", "none": "a row each", "concatenated": "one after the other"}[reading.packing]
+    return (
+        f"data    {documents:,} documents, {size:,} bytes of text; windows of {reading.length:,} tokens{windows}, {how}"
+    )
+
+
+def _about(source: Source, reading: Reading, mesh: Mesh) -> dict[str, Any]:
+    return {
+        "model": source.name,
+        "dtype": source.config.precision.compute,
+        "mesh": mesh_sizes(mesh),
+        **{"sequence_length" if name == "length" else name: value for name, value in asdict(reading).items()},
+    }
