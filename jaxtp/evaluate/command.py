@@ -1,21 +1,22 @@
 """The work of `python -m jaxtp.evaluate`: it opens model and documents, measures, and gives the numbers."""
 
 from dataclasses import asdict
-from pathlib import Path
+from importlib.util import find_spec
 from typing import Any
 
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.stored import finished, newest, stored_info
-from jaxtp.evaluate.config import EvaluateConfig, row_length
+from jaxtp.config import ConfigError
+from jaxtp.evaluate.config import EvaluateConfig
 from jaxtp.evaluate.inputs import Input, open_inputs
+from jaxtp.evaluate.lengths import request_length, window_length
 from jaxtp.evaluate.measure import Reading, measure
 from jaxtp.evaluate.report import Report, as_record, as_table, give, require_json
 from jaxtp.evaluate.scoring import Scorer
 from jaxtp.generate.command import say, summary
 from jaxtp.generate.config import open_mesh, request_devices
 from jaxtp.generate.loading import Source, open_source
-from jaxtp.launch.agreement import together
+from jaxtp.launch.agreement import several, together
 from jaxtp.launch.environment import keep_programs
 from jaxtp.mesh import mesh_sizes
 
@@ -28,6 +29,9 @@ def run(config: EvaluateConfig) -> None:
       WrongNumbersError: a loss is not finite.
     """
     assert config.model is not None
+    if config.tasks:
+        _run_tasks(config)
+        return
     with together():
         request_devices(config.mesh)
         require_json(config.json)
@@ -44,23 +48,43 @@ def run(config: EvaluateConfig) -> None:
     give(as_table(measured, config.by), config.json, as_record(measured, config.by, _about(source, reading, mesh)))
 
 
+def _run_tasks(config: EvaluateConfig) -> None:
+    """Runs tasks of lm-evaluation-harness.
+
+    Raises:
+      HarnessError, ConfigError: a user's mistake, found before the weights are read where it can be.
+    """
+    assert config.model is not None
+    if find_spec("lm_eval") is None:
+        raise ConfigError("--tasks needs lm-evaluation-harness: pip install 'jaxtp[eval]'")
+    if several():
+        raise ConfigError("--tasks runs in one process, and there are several; one process drives all GPUs of a host")
+    from jaxtp.evaluate import tasks as harness
+
+    harness.quieten()
+    request_devices(config.mesh)
+    require_json(config.json)
+    source = open_source(config.model, config.of_model)
+    if config.chat and source.template is None:
+        raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
+    length, mesh = request_length(config, source), open_mesh(config.mesh, source.config)
+    tasks = harness.Tasks(config.tasks, config.task_folder)
+    keep_programs(mesh.devices.flat[0].platform)
+    model = source.load(mesh)
+    say(summary(source, model, mesh))
+    results = harness.run(model, source, tasks, config, length)
+    about = {"model": source.name, "dtype": source.config.precision.compute, "mesh": mesh_sizes(mesh)}
+    give(harness.as_table(results), config.json, harness.as_record(results, {**about, "sequence_length": length}))
+
+
 def reading_of(config: EvaluateConfig, source: Source) -> Reading:
     """Returns how documents are read.
 
     Raises:
       ConfigError: the model cannot read so.
     """
-    limits = [limit for limit in (source.context, source.config.learned_positions) if limit is not None]
-    length = row_length(config, min(limits, default=None), trained_length(config.model))
+    length = window_length(config, source)
     return Reading(length, config.stride or length, config.packing, max(config.mesh.cp, 1))
-
-
-def trained_length(path: Path | None) -> int | None:
-    """Returns the number of tokens of a sequence that a run was trained on; None for what is no run."""
-    if path is None or not finished(path):
-        return None
-    length = stored_info(newest(path))["config"].get("data", {}).get("sequence_length")
-    return length if isinstance(length, int) else None
 
 
 def _described_inputs(inputs: list[Input], reading: Reading) -> str:

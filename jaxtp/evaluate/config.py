@@ -18,8 +18,6 @@ from jaxtp.prepare.config import TEXT_FIELD
 LENGTH, SOURCE = "length", "source"
 DOCUMENTS: Literal["documents"] = "documents"
 CONCATENATED: Literal["concatenated"] = "concatenated"
-MOST_BY_DEFAULT = 2048
-"""Tokens of a sequence at most where neither the command nor a run says how many."""
 STDOUT = Path("-")
 
 Paths = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATH")]
@@ -143,37 +141,6 @@ def check(config: EvaluateConfig) -> None:
     problems = [*([] if config.model is not None else ["name the model by --model DIR"]), *of_tasks]
     if problems:
         raise ConfigError("; ".join(problems))
-
-
-def row_length(config: EvaluateConfig, context: int | None, trained: int | None) -> int:
-    """Returns the number of tokens that are read together at most.
-
-    Args:
-      config: the command line.
-      context: the most tokens that the model was made for, None where nothing says so.
-      trained: number of tokens of a sequence that the run was trained on, None if it is no run.
-
-    Raises:
-      ConfigError: it is more than the model was made for, not divided by cp, or less than the stride.
-    """
-    cp, asked = max(config.mesh.cp, 1), config.sequence_length
-    if asked is None:
-        asked = min(length for length in (trained or MOST_BY_DEFAULT, context) if length is not None)
-        asked = max(asked // cp, 1) * cp
-    elif context is not None and asked > context and not config.beyond_context:
-        raise ConfigError(
-            f"--sequence-length {asked}: the model was made for {context:,} tokens (max_position_embeddings in its "
-            f"config.json); give at most {context}, or --beyond-context too"
-        )
-    if asked % cp:
-        nearest = " or ".join(str(near) for near in (asked // cp * cp, (asked // cp + 1) * cp) if near)
-        raise ConfigError(f"--sequence-length {asked} is not divisible by --mesh.{CP} {cp}; nearest: {nearest}")
-    if config.stride is not None and config.stride > asked:
-        raise ConfigError(
-            f"--stride {config.stride} is more than the {asked} tokens of a window (--sequence-length): what lies "
-            "between windows would not be read; give at most that"
-        )
-    return asked
 
 
 def _contradictions_of_data(config: EvaluateConfig) -> Iterator[str]:
