@@ -132,7 +132,9 @@ class _Measurement:
         packed = reading.packing == DOCUMENTS
         made = rows(self._windows(inputs), reading.length, packed=packed, multiple=reading.multiple)
         pending: tuple[Row, Scores] | None = None
-        for batch in batches(made, self._scorer.batch_size):  # which are made while the devices compute
+        for batch in batches(
+            made, self._scorer.batch_size, self._scorer.parts
+        ):  # which are made while the devices compute
             self._count(pending)
             pending = batch, self._scorer(batch)
         self._count(pending)

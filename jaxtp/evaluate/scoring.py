@@ -39,8 +39,8 @@ class Scorer:
 
     def __init__(self, model: Decoder, batch_size: int):
         self._mesh = mesh_of(model)
-        parts = batch_parts(mesh_sizes(self._mesh))
-        self.batch_size = math.ceil(batch_size / parts) * parts
+        self.parts = batch_parts(mesh_sizes(self._mesh))
+        self.batch_size = math.ceil(batch_size / self.parts) * self.parts
         self.config = model.config
         graph, self._state = nnx.split(model)
 

@@ -89,14 +89,17 @@ def rows(windows: Iterable[Window], length: int, *, packed: bool, multiple: int 
       length: T.
       packed: whether windows share rows.
       multiple: divides the length of each row, as it divides T.
+
+    Where there are fewer tokens than T, so few share one row.
     """
     for pool in _pools(windows):
         sizes = np.array([len(window.tokens) - 1 for window in pool], np.int64)
         if packed:
-            order, _, counts = pack(np.arange(len(pool))[:, None], sizes, length)
+            room = row_of(int(sizes.sum()), length, multiple)  # that is T but for a few short texts
+            order, _, counts = pack(np.arange(len(pool))[:, None], sizes, room)
             ends = np.cumsum(counts)
             for first, last in zip(ends - counts, ends, strict=True):
-                yield _shared([pool[index] for index in order[first:last, 0]], length)
+                yield _shared([pool[index] for index in order[first:last, 0]], room)
         else:  # windows of one length come together
             for index in np.argsort(-sizes, kind="stable").tolist():
                 yield _row(pool[index], row_of(int(sizes[index]), length, multiple))
@@ -108,21 +111,25 @@ def row_of(size: int, length: int, multiple: int = 1) -> int:
     return min(-(-power // multiple) * multiple, length)
 
 
-def batches(rows: Iterable[Row], size: int) -> Iterator[Row]:
+def batches(rows: Iterable[Row], size: int, multiple: int = 1) -> Iterator[Row]:
     """Yields `[B, T]` arrays of rows of one length; of the last ones rows beyond the end count nothing.
 
     Args:
       rows: rows.
-      size: B.
+      size: B; where there are fewer rows of a length it is as few, since that is one shape too.
+      multiple: divides B.
     """
     waiting: dict[int, list[Row]] = {}
+    seen: set[int] = set()
     for row in rows:
-        alike = waiting.setdefault(len(row["inputs"]), [])
+        length = len(row["inputs"])
+        alike = waiting.setdefault(length, [])
         alike.append(row)
         if len(alike) == size:
-            yield _stacked(waiting.pop(len(row["inputs"])), size)
-    for alike in waiting.values():
-        yield _stacked(alike, size)
+            seen.add(length)
+            yield _stacked(waiting.pop(length), size)
+    for length, alike in waiting.items():
+        yield _stacked(alike, size if length in seen else -(-len(alike) // multiple) * multiple)
 
 
 def _pools(windows: Iterable[Window]) -> Iterator[list[Window]]:

@@ -1,0 +1,199 @@
+"""`python -m jaxtp.evaluate` on runs, models and files, and what it refuses."""
+
+import errno
+import importlib.util
+import json
+import os
+
+import numpy as np
+import pytest
+from evaluations import TEXTS
+from runs import SMALL, TEXT, full_disk, records
+from small_tokenizers import begins_texts, byte_fallback, byte_level
+
+from jaxtp.data.store import open_dataset
+from jaxtp.data.tokenizer import HuggingFaceTokenizer
+from jaxtp.evaluate.__main__ import main
+from jaxtp.prepare.__main__ import main as prepare
+from jaxtp.train.__main__ import main as train
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """A run on bytes, and its data."""
+    folder = tmp_path_factory.mktemp("runs")
+    lines = [json.dumps({"text": line * (1 + i % 3)}) + "\n" for i, line in enumerate(TEXT.splitlines())]
+    (folder / "a.jsonl").write_text("".join(lines))
+    assert prepare([str(folder / "a.jsonl"), "--held-out", "0.02", "--out", str(folder / "data")]) == 0
+    flags = ["--data.path", str(folder / "data"), "--run.dir", str(folder / "run"), "--train.steps", "3"]
+    assert train([*SMALL, *flags, "--eval.batches", "100", "--eval.every", "3"]) == 0
+    return folder
+
+
+def evaluated(capsys, *flags):
+    capsys.readouterr()
+    assert main([*map(str, flags), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(capsys, *flags):
+    capsys.readouterr()
+    assert main([*map(str, flags)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("python -m jaxtp.evaluate: error: ")
+    assert captured.err.count("error") == 1, "one message"
+    return captured.err
+
+
+def test_a_run_has_the_loss_of_its_own_evaluation(places, capsys):
+    record = evaluated(capsys, "--model", places / "run", "--data", places / "data", "--mesh.fsdp", 2, "--mesh.tp", 2)
+    *_, expected = records(places / "run", "eval_loss").values()
+    assert record["all"]["loss"] == pytest.approx(expected, rel=1e-5)
+    split = open_dataset(places / "data").splits["validation"]
+    assert record["all"]["documents"] == split.num_documents
+    assert record["all"]["tokens"] == record["all"]["bytes"] == split.num_tokens - split.num_documents
+    assert record["all"]["bits_per_byte"] == pytest.approx(record["all"]["loss"] / np.log(2))
+    assert (record["sequence_length"], record["mesh"]["tp"]) == (32, 2)
+
+
+def test_sources_and_lengths(folder, lines, tmp_path, capsys):
+    (tmp_path / "one.txt").write_text(TEXTS[-1])
+    flags = ["--model", folder, "--text", lines, "--text", tmp_path / "one.txt", "--by", "source", "--by", "length"]
+    record = evaluated(capsys, *flags, "--sequence-length", 16)
+    assert [part["source"] for part in record["by_source"]] == [str(lines), str(tmp_path / "one.txt")]
+    tokenizer = HuggingFaceTokenizer(byte_level(), "here", has_eos=False)
+    ids = [found.tolist() for found in tokenizer.encode_batch(TEXTS)]
+    first = record["by_source"][0]
+    assert (first["documents"], first["tokens"]) == (len(TEXTS), sum(len(each) - 1 for each in ids))
+    assert first["bytes"] == sum(len(tokenizer.decode(np.array(each[1:], np.uint32))) for each in ids)
+    assert record["all"]["documents"] == sum(part["documents"] for part in record["by_length"]) == len(TEXTS) + 1
+    for part in record["by_length"]:
+        inside = [each for each in [*ids, ids[-1]] if part["tokens_from"] <= len(each) <= part["tokens_to"]]
+        assert (part["documents"], part["tokens"]) == (len(inside), sum(map(len, inside)) - len(inside))
+    (single,) = (part for part in record["by_length"] if part["tokens_from"] == 1)
+    assert (single["tokens"], single["loss"], single["bits_per_byte"]) == (0, None, None)
+    main([*map(str, flags)])
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["documents", "tokens", "bytes", "loss", "perplexity", "bits/byte", "accuracy"]
+    assert table[-1].startswith("all ")
+    limited = evaluated(capsys, *flags[:6], "--limit", 2)
+    assert limited["all"]["documents"] == 3
+
+
+def test_what_precedes_a_text_counts_no_byte(folder, tmp_path, capsys):
+    """A tokenizer that begins each text: then its first token is predicted too."""
+    model, text = tmp_path / "model", tmp_path / "text.txt"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (model / name).write_bytes((folder / name).read_bytes())
+    text.write_text(TEXTS[-1])
+    for content, special in ((begins_texts(), True), (byte_fallback(), True), (byte_level(), False)):
+        (model / "tokenizer.json").write_bytes(content)
+        size = len(TEXTS[-1].encode())
+        record = evaluated(capsys, "--model", model, "--text", text, "--sequence-length", 16)
+        assert (record["all"]["bytes"] == size) is special
+        tokens = ["--tokenizer", str(model), "--no-eos", "--overwrite"]
+        assert prepare([str(text), "--out", str(tmp_path / "d"), *tokens]) == 0
+        capsys.readouterr()
+        prepared = evaluated(capsys, "--model", model, "--data", tmp_path / "d", "--sequence-length", 16)
+        assert prepared["all"] == record["all"], "a dataset gives what its files do"
+
+
+def test_json_in_a_file_beside_the_table(folder, lines, tmp_path, capsys):
+    path = tmp_path / "new/numbers.json"
+    assert main(["--model", str(folder), "--text", str(lines), "--sequence-length", "64", "--json", str(path)]) == 0
+    captured = capsys.readouterr()
+    assert f"{json.loads(path.read_text())['all']['loss']:.6f}" in captured.out
+    assert "6 parameters" in captured.err or "parameters, float32" in captured.err
+    with full_disk(20):
+        assert main(["--model", str(folder), "--text", str(lines), "--sequence-length", "64", "--json", str(path)]) == 2
+    captured = capsys.readouterr()
+    assert f"--json {path}: {os.strerror(errno.EFBIG)}; name another file; the numbers are above" in captured.err
+    assert captured.out.startswith(" ")
+
+
+def test_contradictions(folder, lines, capsys):
+    given = ["--model", folder, "--text", lines]
+    for flags, message in {
+        (): "name the model by --model DIR; name what to measure it on: --data DIR, --text FILE, or --tasks NAME",
+        (*given, "--by", "length", "--packing", "concatenated"): "--by length is of documents",
+        (*given, "--stride", 8, "--packing", "concatenated"): "--stride is of windows of a document",
+        (*given, "--stride", 65, "--sequence-length", 64): "give at most that",
+        (*given, "--split", "train"): "--split train is of datasets",
+        (*given, "--num-fewshot", 2): "--num-fewshot is of tasks",
+        (*given, "--tasks", "mmlu"): "--text is of text, and --tasks have their own",
+        (*given[:2], "--tasks", "mmlu", "--mesh.cp", 2): "--mesh.tp 2",
+        (*given, "--sequence-length", 63, "--mesh.cp", 2): "is not divisible by --mesh.cp 2; nearest: 62 or 64",
+        (*given, "--mesh.tp", 16): "tp can be 1, 2, 4",
+        (*given, "--limit", 0): "--limit 0: should be greater than or equal to 1",
+    }.items():
+        assert message in refused(capsys, *flags)
+
+
+def test_a_context_is_not_exceeded(folder, lines, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).write_bytes((folder / name).read_bytes())
+    config = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 32}
+    (model / "config.json").write_text(json.dumps(config))
+    given = ["--model", model, "--text", lines]
+    assert evaluated(capsys, *given)["sequence_length"] == 32
+    assert "give at most 32, or --beyond-context too" in refused(capsys, *given, "--sequence-length", 33)
+    assert evaluated(capsys, *given, "--sequence-length", 33, "--beyond-context")["sequence_length"] == 33
+
+
+def test_inputs_that_cannot_be_measured(folder, places, tmp_path, capsys):
+    model = ["--model", folder]
+    for name, content in {
+        "empty.txt": b"",
+        "binary.txt": b"\x00\xff\xfe",
+        "blank.jsonl": b"\n\n",
+        "broken.jsonl": b'{"text": "a"}\n{"text": \n',
+        "other.jsonl": b'{"txt": "a"}\n',
+        "nothing.jsonl": b'{"text": ""}\n',
+        "one.txt": b"x",
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "folder").mkdir()
+    for flags, message in {
+        ("--text", tmp_path / "empty.txt"): "the file is empty",
+        ("--text", tmp_path / "binary.txt"): "not UTF-8 text: byte 0xff",
+        ("--text", tmp_path / "blank.jsonl"): "no document in it that is not empty",
+        ("--text", tmp_path / "broken.jsonl"): "line 2: not JSON",
+        ("--text", tmp_path / "other.jsonl"): "did you mean 'txt'?",
+        ("--text", tmp_path / "nothing.jsonl"): "no document in it that is not empty",
+        ("--text", tmp_path / "empty.tx"): f"did you mean {tmp_path / 'empty.txt'}?",
+        ("--text", tmp_path / "folder"): "no file in this folder",
+        ("--text", places / "data"): f"--data {places / 'data'} reads it",
+        ("--data", tmp_path / "one.txt"): "--text",
+        ("--data", tmp_path / "folders"): f"did you mean {tmp_path / 'folder'}?",
+        ("--data", places / "data"): f"Prepare the documents again with --tokenizer {folder}",
+        ("--data", places / "run"): "dataset",
+    }.items():
+        assert message in refused(capsys, *model, *flags)
+    one = ["--text", str(tmp_path / "one.txt")]
+    assert main([*map(str, model), *one]) == 2
+    assert "no token can be predicted: no document has more than one" in capsys.readouterr().err
+    assert "no such folder" in refused(capsys, "--model", tmp_path / "nowhere", *one)
+    assert "--json /proc/no/file" in refused(capsys, *model, *one, "--json", "/proc/no/file")
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model(folder, lines, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        (model / name).write_bytes((folder / name).read_bytes())
+    tokenizer = json.loads(byte_level())
+    tokenizer["model"]["vocab"]["x"] = 3000
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert main(["--model", str(model), "--text", str(lines)]) == 2
+    assert f"the token 3000 is beyond the 300 of {model}" in capsys.readouterr().err
+
+
+def test_tasks_need_the_harness(folder, monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr("jaxtp.evaluate.command.find_spec", lambda name: None if name == "lm_eval" else find(name))
+    message = refused(capsys, "--model", folder, "--tasks", "mmlu")
+    assert "--tasks needs lm-evaluation-harness: pip install 'jaxtp[eval]'" in message
