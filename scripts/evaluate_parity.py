@@ -8,7 +8,8 @@ torch, transformers and lm-eval; PYTHON is that of an environment with jaxtp[eva
 Losses: of texts, by transformers in float32 without a cache. Unpacked: each window of a document by itself, with and
 without overlap. Packed: documents in one row, with an attention mask of blocks and positions that begin anew; and one
 after the other, each row as if it were one document. Tasks: multiple choice with words and with letters, the perplexity
-of texts, and texts that are generated, from files that are made here; nothing is downloaded.
+of texts, and texts that are generated, from files that are made here; nothing is downloaded. The `hf` model sums its
+softmax in float64 here (softmax_dtype): in float32, as by default, it and transformers' own `labels=` are off by 4e-6.
 """
 
 import argparse
@@ -177,7 +178,7 @@ def compared_tasks(model: Path, folder: Path, python: str) -> Iterator[tuple[str
     flags = [word for name in names for word in ("--tasks", name)]
     found = ours(python, folder, ["--model", str(model), "--task-folder", str(folder), *flags])["results"]
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    given = {"pretrained": str(model), "dtype": "float32"}
+    given = {"pretrained": str(model), "dtype": "float32", "softmax_dtype": "float64"}
     expected = simple_evaluate("hf", given, tasks=names, task_manager=manager, batch_size=8, device="cpu")
     assert expected is not None
     for name in names:

@@ -16,6 +16,7 @@ from jaxtp.check.__main__ import main as check
 from jaxtp.checkpoint.__main__ import main as checkpoint
 from jaxtp.convert.__main__ import main as convert
 from jaxtp.estimate.__main__ import main as estimate
+from jaxtp.evaluate.__main__ import main as evaluate
 from jaxtp.explain.__main__ import main as explain
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.launch.__main__ import main as launch
@@ -42,6 +43,7 @@ GENERATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("pytho
 CHECK = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.check ")]
 ESTIMATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.estimate")]
 CONVERT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.convert")]
+EVALUATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.evaluate")]
 EXPLAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.explain")]
 BENCH = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.bench")]
 LAUNCH = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.launch")]
@@ -90,7 +92,7 @@ def test_training_command(flags, tmp_path, dataset):
 
 
 @pytest.mark.journey
-def test_generating_from_the_run_on_own_data(tmp_path, dataset, capsys):
+def test_generating_from_the_run_on_own_data_and_measuring_it(tmp_path, dataset, capsys):
     (trained,) = (flags for flags in OWN if "runs/own" in flags)
     flags = [str(dataset) if flag == "data/own" else flag for flag in trained]
     assert main(shortened(flags, tmp_path, 2)) == 0
@@ -100,6 +102,14 @@ def test_generating_from_the_run_on_own_data(tmp_path, dataset, capsys):
     captured = capsys.readouterr()
     assert captured.out.startswith('--- 0: "def main("\n')
     assert "decode  126 tokens in " in captured.err
+    here = {"runs/own": tmp_path, "data/own": dataset, "runs/license.json": tmp_path / "license.json"}
+    for command in EVALUATE:
+        assert evaluate([str(here.get(word, word)) for word in command]) == 0
+        table = capsys.readouterr().out.splitlines()
+        shown = next(block for block in PAGES.split("```") if block.lstrip("\n ").startswith("documents"))
+        assert table[0].split() == shown.splitlines()[1].split()
+        assert [line.split()[0] for line in table[1:]][-1] == "all"
+    assert json.loads((tmp_path / "license.json").read_text())["stride"] == 64
 
 
 @pytest.mark.slow
@@ -238,7 +248,7 @@ def test_set_up_commands_are_what_ci_runs():
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert 'pip" install -qq -e ".[dev]"' in (ROOT / ".ci/run").read_text()
-    kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EXPLAIN, BENCH, LAUNCH)
+    kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EVALUATE, EXPLAIN, BENCH, LAUNCH)
     assert len(COMMANDS) == sum(map(len, kinds)) + 2
 
 

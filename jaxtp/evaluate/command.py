@@ -1,6 +1,5 @@
 """The work of `python -m jaxtp.evaluate`: it opens model and documents, measures, and gives the numbers."""
 
-from dataclasses import asdict
 from importlib.util import find_spec
 from typing import Any
 
@@ -45,7 +44,11 @@ def run(config: EvaluateConfig) -> None:
     say(_described_inputs(inputs, reading))
     with Report(sum(each.size for each in inputs)) as report:
         measured = measure(Scorer(model, config.batch_size), inputs, reading, report.moved)
-    give(as_table(measured, config.by), config.json, as_record(measured, config.by, _about(source, reading, mesh)))
+    give(
+        as_table(measured, config.by),
+        config.json,
+        as_record(measured, config.by, _about(source, inputs, reading, mesh)),
+    )
 
 
 def _run_tasks(config: EvaluateConfig) -> None:
@@ -89,17 +92,19 @@ def reading_of(config: EvaluateConfig, source: Source) -> Reading:
 
 def _described_inputs(inputs: list[Input], reading: Reading) -> str:
     documents, size = (sum(getattr(each, name) for each in inputs) for name in ("num_documents", "size"))
-    windows = "" if reading.stride == reading.length else f" that begin {reading.stride:,} apart"
+    apart = "" if reading.stride == reading.length else f" that begin {reading.stride:,} apart"
     how = {"documents": "packed", "none": "a row each", "concatenated": "one after the other"}[reading.packing]
-    return (
-        f"data    {documents:,} documents, {size:,} bytes of text; windows of {reading.length:,} tokens{windows}, {how}"
-    )
+    texts = f"{documents:,} document{'s' * (documents != 1)}, {size:,} bytes of text"
+    return f"data    {texts}; windows of {reading.length:,} tokens{apart}, {how}"
 
 
-def _about(source: Source, reading: Reading, mesh: Mesh) -> dict[str, Any]:
+def _about(source: Source, inputs: list[Input], reading: Reading, mesh: Mesh) -> dict[str, Any]:
     return {
         "model": source.name,
+        "data": [each.name for each in inputs],
         "dtype": source.config.precision.compute,
         "mesh": mesh_sizes(mesh),
-        **{"sequence_length" if name == "length" else name: value for name, value in asdict(reading).items()},
+        "sequence_length": reading.length,
+        "stride": reading.stride,
+        "packing": reading.packing,
     }

@@ -81,7 +81,7 @@ Bucket = tuple[str, int]
 
 @dataclass
 class Measured:
-    """What was measured."""
+    """The sums of what was measured."""
 
     totals: dict[Bucket, Totals] = field(default_factory=dict)
 
