@@ -54,6 +54,9 @@ class EvaluateConfig:
     field: str = TEXT_FIELD
     """Field that has the text in a line of JSONL or a row of Parquet."""
 
+    max_document_bytes: Count = 2**26
+    """A larger document, or line of JSONL, is refused: it is held in memory, with ten times as much for its tokens."""
+
     by: Groupings = ()
     """Shows the numbers by the length of documents in tokens too, or by source: dataset or file. Can be given twice."""
 

@@ -29,6 +29,7 @@ from jaxtp.generate.config import open_mesh, request_devices
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.loading import Source, open_source
 from jaxtp.generate.settings import GenerationSettings
+from jaxtp.interrupt import Interrupt
 from jaxtp.mesh import AXES
 from jaxtp.models.decoder import Decoder
 
@@ -58,17 +59,25 @@ class JaxtpLM(TemplateLM):
       source: what was opened, its tokenizer among it.
       batch_size: number of rows that are read together.
       max_length: the most tokens that are read together.
-      quiet: shows no progress.
+      interrupt: asked after each batch whether to go on.
     """
 
-    def __init__(self, model: Decoder, source: Source, *, batch_size: int, max_length: int, quiet: bool = False):
+    def __init__(
+        self,
+        model: Decoder,
+        source: Source,
+        *,
+        batch_size: int,
+        max_length: int,
+        interrupt: Interrupt | None = None,
+    ):
         super().__init__()
         self.source, self.max_length = source, max_length
         self._scorer = Scorer(model, batch_size)
         self._generator = Generator(
             model, source.tokenizer, end_ids=source.end_ids, prefix=(), batch_size=self._scorer.batch_size
         )
-        self._quiet = quiet
+        self._interrupt = interrupt or Interrupt()
         self._template: ChatTemplate | None = None
 
     @classmethod
@@ -168,6 +177,7 @@ class JaxtpLM(TemplateLM):
                         found[index] = postprocess_generated_text(text, stops, None)
                         self.cache_hook.add_partial("generate_until", (requests[index].args[0], asked), found[index])
                     progress(len(found))
+                    self._interrupt.check()
         return [found[index] for index in range(len(requests))]
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
@@ -236,6 +246,7 @@ class JaxtpLM(TemplateLM):
                         if (pair := requests[index][0]) is not None:
                             self.cache_hook.add_partial("loglikelihood", pair, answer)
                     progress(len(found))
+                    self._interrupt.check()
         return [found[index] for index in range(len(requests))]
 
     def _check(self, context: Sequence[int], continuation: Sequence[int]) -> None:
@@ -302,7 +313,7 @@ class JaxtpLM(TemplateLM):
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def _progress(self, what: str, total: int, disabled: bool) -> "_Progress":
-        return _Progress(what, total, quiet=self._quiet or disabled)
+        return _Progress(what, total, quiet=disabled)
 
 
 def _batched(items: list[T], size: int) -> Iterator[list[T]]:

@@ -206,7 +206,8 @@ def _require_tokenizer(dataset: Dataset, config: EvaluateConfig, model: Model) -
 def _files(name: str, config: EvaluateConfig, model: Model) -> list[Input]:
     if (Path(name) / MANIFEST).is_file():
         raise InputError(f"--text {name} is a dataset of jaxtp.prepare: --data {name} reads it")
-    reading = PrepareConfig(inputs=(name,), field=config.field)
+    most = config.max_document_bytes
+    reading = PrepareConfig(inputs=(name,), field=config.field, max_document_bytes=most, max_window_bytes=2**31)
     files = [TextInput(source, reading.fields, model, config.limit) for source in find_sources(reading)]
     found: list[Input] = [file for file in files if file.num_documents]
     if not found:

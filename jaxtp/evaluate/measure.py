@@ -1,9 +1,11 @@
 """Measures documents: sums of their tokens' losses, in float64 on the host, by source and length of document."""
 
 import math
+import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+import jax
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,6 +15,7 @@ from jaxtp.evaluate.config import CONCATENATED, DOCUMENTS
 from jaxtp.evaluate.inputs import Document, Input, InputError
 from jaxtp.evaluate.scoring import Scorer, Scores
 from jaxtp.evaluate.windows import GROUPS, Window, batches, concatenated, rows, spans
+from jaxtp.interrupt import Interrupt
 
 
 @dataclass
@@ -132,12 +135,16 @@ class _Measurement:
         packed = reading.packing == DOCUMENTS
         made = rows(self._windows(inputs), reading.length, packed=packed, multiple=reading.multiple)
         pending: tuple[Row, Scores] | None = None
-        for batch in batches(
-            made, self._scorer.batch_size, self._scorer.parts
-        ):  # which are made while the devices compute
-            self._count(pending)
-            pending = batch, self._scorer(batch)
-        self._count(pending)
+        # A process that ends while its devices compute may crash: Ctrl-C, and any error, waits for the batch.
+        with Interrupt(signal.SIGINT) as interrupt:
+            try:
+                for batch in batches(made, self._scorer.batch_size, self._scorer.parts):  # made while devices compute
+                    self._count(pending)
+                    interrupt.check()
+                    pending = batch, self._scorer(batch)
+                self._count(pending)
+            finally:
+                jax.block_until_ready(pending)
         measured = Measured(dict(zip(self._buckets, self._totals, strict=True)))
         if not measured.whole().tokens:
             raise InputError("no token can be predicted: no document has more than one")

@@ -3,6 +3,7 @@
 import difflib
 import json
 import logging
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from jaxtp.evaluate.config import EvaluateConfig
 from jaxtp.evaluate.harness import HarnessError, JaxtpLM
 from jaxtp.files import fingerprint
 from jaxtp.generate.loading import Source
+from jaxtp.interrupt import Interrupt
 from jaxtp.models.decoder import Decoder
 
 _NEAREST = 3
@@ -88,17 +90,19 @@ def run(model: Decoder, source: Source, tasks: Tasks, config: EvaluateConfig, le
     Raises:
       HarnessError: a task asks for what the model cannot.
     """
-    found = simple_evaluate(
-        JaxtpLM(model, source, batch_size=config.batch_size, max_length=length),
-        tasks=list(config.tasks),
-        task_manager=tasks,
-        num_fewshot=config.num_fewshot,
-        limit=config.limit,
-        use_cache=None if config.cache is None else str(config.cache / _identity(config, source, length)),
-        apply_chat_template=config.chat,
-        log_samples=False,
-        batch_size=config.batch_size,
-    )
+    cache = None if config.cache is None else str(config.cache / _identity(config, source, length))
+    with Interrupt(signal.SIGINT) as interrupt:  # it waits for the batch, as that of `measure` does
+        found = simple_evaluate(
+            JaxtpLM(model, source, batch_size=config.batch_size, max_length=length, interrupt=interrupt),
+            tasks=list(config.tasks),
+            task_manager=tasks,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            use_cache=cache,
+            apply_chat_template=config.chat,
+            log_samples=False,
+            batch_size=config.batch_size,
+        )
     assert found is not None
     return found
 

@@ -1,5 +1,7 @@
 """Losses of documents against references that transformers made, on meshes, in batches and ways of packing."""
 
+import signal
+
 import hf_reference
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from jaxtp.entry import WrongNumbersError
 from jaxtp.evaluate.inputs import Document, InputError
 from jaxtp.evaluate.measure import Reading, Totals, measure, power_of_two
 from jaxtp.evaluate.scoring import Scorer
+from jaxtp.interrupt import InterruptError
 
 MESHES = [(1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 4), (1, 1, 2, 2), (1, 2, 4, 1)]
 CASES = [
@@ -106,6 +109,19 @@ def test_what_cannot_be_measured():
     made._state = jax.tree.map(lambda array: array * np.nan, made._state)
     with pytest.raises(WrongNumbersError, match="rows: the loss of a token is not finite"):
         measured(made, [Rows(np.zeros((3, 4), np.int32))], 8)
+
+
+def test_an_interrupt_waits_for_the_batch():
+    done = []
+
+    def progress(*_):
+        done.append(1)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(InterruptError):
+        measure(scorer("qwen3", MESHES[0], 1), [Rows(np.ones((3, 9), np.int32))], Reading(8, 8, "documents"), progress)
+    assert len(done) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_totals():
