@@ -174,7 +174,7 @@ def test_inputs_that_cannot_be_measured(folder, places, tmp_path, capsys):
     }.items():
         assert message in refused(capsys, *model, *flags)
     long = refused(capsys, *model, "--text", places / "a.jsonl", "--max-document-bytes", 100)
-    assert "line 3: more than 100 bytes; a larger --max-document-bytes reads it" in long
+    assert "line 2: more than 100 bytes; a larger --max-document-bytes reads it" in long
     one = ["--text", str(tmp_path / "one.txt")]
     assert main([*map(str, model), *one]) == 2
     assert "no token can be predicted: no document has more than one" in capsys.readouterr().err

@@ -106,7 +106,8 @@ def test_what_cannot_be_measured():
     made = scorer("qwen3", MESHES[0])
     with pytest.raises(InputError, match="no document has more than one"):
         measured(made, [Rows(np.zeros((3, 1), np.int32))], 8)
-    made._state = jax.tree.map(lambda array: array * np.nan, made._state)
+    spoilt = lambda array: jax.device_put(np.full(array.shape, np.nan, array.dtype), array.sharding)
+    made._state = jax.tree.map(spoilt, made._state)
     with pytest.raises(WrongNumbersError, match="rows: the loss of a token is not finite"):
         measured(made, [Rows(np.zeros((3, 4), np.int32))], 8)
 
