@@ -102,6 +102,9 @@ class EvaluateConfig:
     base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """For a run that trained adapters: the model beside them, if it is no longer where the run found it."""
 
+    adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Adapters in PEFT's format, to add to the model's kernels: in float32, before the cast to --dtype."""
+
     ignore_config: Keys = ()
     """Attributes of a config.json to pass over: such as are not understood, and that you know to say nothing of what
     the model computes. Can be given several times."""
@@ -111,7 +114,8 @@ class EvaluateConfig:
     is the token, as in the harness's own models."""
 
     dtype: DType | None = None
-    """Dtype of weights and computation; by default a run's compute dtype, and float32 for a Hugging Face model."""
+    """Dtype of weights and computation; by default a run's compute dtype, and float32 for a Hugging Face model.
+    float16 is for GPUs without bfloat16; values above 65,504 are infinite in it, which some models reach."""
 
     batch_size: Count = 8
     """Rows that are read together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
@@ -128,6 +132,7 @@ class EvaluateConfig:
             model=self.model,
             tokenizer=self.tokenizer,
             base=self.base,
+            adapters=self.adapters,
             ignore_config=self.ignore_config,
             special_tokens=self.special_tokens or bool(self.tasks),
             dtype=self.dtype,

@@ -122,7 +122,7 @@ def as_record(results: dict[str, Any], about: dict[str, Any]) -> dict[str, Any]:
 
 def _identity(config: EvaluateConfig, source: Source, length: int) -> str:
     """Returns a name for a model's answers that no other model has: of its files, and of how it is run."""
-    folders = [folder for folder in (config.model, config.base) if folder is not None]
+    folders = [folder for folder in (config.model, config.base, config.adapters) if folder is not None]
     files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
     seen = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
     return fingerprint([source.name, source.tokenizer.info.name, length, to_plain(source.config), seen])[:32]

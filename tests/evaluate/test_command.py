@@ -5,15 +5,19 @@ import importlib.util
 import json
 import os
 
+import jax
 import numpy as np
 import pytest
 from evaluations import TEXTS
+from flax import nnx
 from runs import SMALL, TEXT, full_disk, records
 from small_tokenizers import begins_texts, byte_fallback, byte_level
 
+import jaxtp
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import HuggingFaceTokenizer
 from jaxtp.evaluate.__main__ import main
+from jaxtp.layers.lora import LoraParam
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
 
@@ -98,6 +102,22 @@ def test_what_precedes_a_text_counts_no_byte(folder, tmp_path, capsys):
         capsys.readouterr()
         prepared = evaluated(capsys, "--model", model, "--data", tmp_path / "d", "--sequence-length", 16)
         assert prepared["all"] == record["all"], "a dataset gives what its files do"
+
+
+def test_adapters_are_those_of_the_merged_model(folder, lines, tmp_path, capsys):
+    with jax.set_mesh(jaxtp.make_mesh()):
+        adapted = jaxtp.add_adapters(jaxtp.load_hf(folder), jaxtp.LoraConfig(rank=2))
+        nnx.update(adapted, jax.tree.map(lambda array: array + 0.1, nnx.state(adapted, LoraParam)))
+        jaxtp.save_peft(adapted, tmp_path / "adapters")
+        jaxtp.save_hf(jaxtp.merge_adapters(adapted), tmp_path / "merged", tokenizer_from=folder)
+    given = ["--text", lines, "--sequence-length", 64]
+    plain, merged = (evaluated(capsys, "--model", model, *given)["all"] for model in (folder, tmp_path / "merged"))
+    found = evaluated(capsys, "--model", folder, "--adapters", tmp_path / "adapters", *given)["all"]
+    assert found["loss"] == pytest.approx(merged["loss"], rel=1e-6)
+    assert found["loss"] != pytest.approx(plain["loss"], rel=1e-4)
+    record = json.loads((tmp_path / "adapters/adapter_config.json").read_text())
+    (tmp_path / "adapters/adapter_config.json").write_text(json.dumps(record | {"r": 3}))
+    assert "adapters" in refused(capsys, "--model", folder, "--adapters", tmp_path / "adapters", *given)
 
 
 def test_json_in_a_file_beside_the_table(folder, lines, tmp_path, capsys):
