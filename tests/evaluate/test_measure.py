@@ -53,7 +53,8 @@ def test_the_loss_is_that_of_transformers(case):
     name, mesh, packing = case
     reference = hf_reference.load(name)
     ids = reference["input_ids"]
-    length = -(-ids.shape[1] // mesh[2]) * mesh[2] * (2 if packing == "documents" else 1)
+    several = packing == "documents" and name != "gpt2"  # which has vectors for no more positions
+    length = -(-ids.shape[1] // mesh[2]) * mesh[2] * (1 + several)
     whole = measured(scorer(name, mesh), [Rows(ids)], length, packing, multiple=mesh[2]).whole()
     assert whole.tokens == ids.size - len(ids)
     assert whole.loss == pytest.approx(float(reference["loss64"]), rel=1e-5)
