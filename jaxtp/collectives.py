@@ -14,7 +14,8 @@ below is one line of communication. Autodiff derives the backward pass from them
     all_to_all                     all-to-all
     permute                        permute
 
-With no mesh there is one device, and every function returns its argument. `check_vma` stays on, as it is by
+With no mesh there is one device, and every function returns its argument. Along axes of size 1 nothing is gathered:
+XLA for CPUs would copy what it need not move. `check_vma` stays on, as it is by
 default: a forgotten reduction is then a type error at trace time instead of a wrong gradient.
 
 Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequence-parallel forms.
@@ -185,7 +186,7 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
       sequence_dim: the dim to all-gather: `[B, T/tp, D] -> [B, T, D]`.
     """
     if sequence_dim is not None and current_mesh() is not None:
-        return checkpoint_name(lax.all_gather(x, TP, axis=sequence_dim, tiled=True), GATHERED)
+        return checkpoint_name(all_gather(x, TP, dim=sequence_dim), GATHERED)
     return vary(checkpoint_name(x, GATHERED), TP)
 
 
@@ -217,7 +218,7 @@ def all_reduce_max(x: Array, axis: str) -> Array:
 
 def all_gather(x: Array, *axes: str, dim: int = 0) -> Array:
     """Joins the shards of the devices along `axes` along a dim: `[S, ...] -> [n * S, ...]`."""
-    return x if current_mesh() is None else lax.all_gather(x, axes, axis=dim, tiled=True)
+    return x if axis_size(*axes) == 1 else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
 def reduce_scatter(x: Array, axis: str) -> Array:
@@ -307,8 +308,8 @@ def load_weight(
 
 def _gather_parts(w: Array, dim: int) -> Array:
     """Returns the weight whose parts are divided over fsdp along a dim."""
-    if not _is_inside_stack(w, dim):
-        return lax.all_gather(w, STORAGE, axis=dim, tiled=True)
+    if axis_size(*STORAGE) == 1 or not _is_inside_stack(w, dim):
+        return all_gather(w, *STORAGE, dim=dim)
     whole = jnp.moveaxis(lax.all_gather(w, STORAGE), 0, dim)
     return whole.reshape(*w.shape[:dim], -1, *w.shape[dim + 1 :])
 
