@@ -1,5 +1,8 @@
 """What a step really moves, computes and keeps, to hold against what its layers declare."""
 
+import math
+import re
+
 import jax
 from flax import nnx
 from support import sizes_of
@@ -8,6 +11,7 @@ import jaxtp
 from jaxtp.audit.census import count_collectives
 from jaxtp.audit.compiling import compile_with_spmd_text
 from jaxtp.audit.hlo import count_flops_in_hlo
+from jaxtp.audit.text import parse_module
 from jaxtp.communication import bytes_by_place
 from jaxtp.data.loader import abstract_batch
 from jaxtp.layers import remat
@@ -83,3 +87,53 @@ def kept(config, rows, length, tp=1):
 def kept_activations(config, rows, length, tp=1):
     """Bytes of what is kept of a block on all devices, but for its weights."""
     return sum(array.size * array.dtype.itemsize for array in kept(config, rows, length, tp) if array.ndim > 2)
+
+
+REARRANGES = ("copy", "transpose", "convert", "concatenate", "all-gather", "all-to-all", "pad", "reshape", "slice")
+LOOKS_UP = ("gather", "dynamic-slice", "scatter", "dynamic-update-slice")
+_SIZES = {"f32": 4, "s32": 4, "u32": 4, "bf16": 2, "f16": 2, "pred": 1, "s8": 1, "u8": 1}
+
+
+def bytes_of_a_turn(text, least):
+    """What the outermost loop of a compiled program does in a turn with arrays of at least so many bytes: the bytes
+    that its instructions read, and those instructions that make another such array by rearranging one.
+
+    An array in which an instruction looks places up, or writes some in place, is not read.
+    """
+    module, entry = parse_module(text)
+    (loop,) = [instruction for instruction in module[entry] if instruction.opcode == "while"]
+    body = module[loop.attribute("body")]
+    types = {instruction.name: instruction for instruction in body}
+    read, rearranged = 0, []
+    for instruction in body:
+        if instruction.opcode in ("parameter", "tuple", "get-tuple-element", "bitcast", "constant"):
+            continue
+        inside = [module[callee] for callee in instruction.callees if instruction.opcode in ("fusion", "call")]
+        opcodes = {i.opcode for computation in inside for i in computation} or {instruction.opcode}
+        if not opcodes & {"dot", *LOOKS_UP} and opcodes & {*REARRANGES} and _bytes(instruction.type) >= least:
+            rearranged.append(f"{instruction.opcode} {instruction.type} {sorted(opcodes)}")
+        for index, (name, _) in enumerate(instruction.operands):
+            size = _bytes(types[name].type)
+            if size >= least and not any(_only_looked_up(computation, index) for computation in inside):
+                looked_up = instruction.opcode in LOOKS_UP and index == 0
+                read += 0 if looked_up else size
+    return read, rearranged
+
+
+def _bytes(type):
+    """Bytes of an array; 0 of a tuple."""
+    found = re.match(r"(\w+)\[([\d,]*)\]", type)
+    return _SIZES[found[1]] * math.prod(int(dim) for dim in found[2].split(",") if dim) if found else 0
+
+
+def _only_looked_up(computation, index):
+    """Whether all that a fusion does with an argument is to look places up in it, or write some of it in place."""
+    (parameter,) = [i for i in computation if i.opcode == "parameter" and i.rest.startswith(f"{index})")]
+    names, users = {parameter.name}, []
+    for instruction in computation:
+        if names & {name for name, _ in instruction.operands}:
+            if instruction.opcode == "bitcast":
+                names.add(instruction.name)
+            else:
+                users.append(instruction)
+    return all(user.opcode in LOOKS_UP and user.operands[0][0] in names for user in users)

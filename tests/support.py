@@ -13,6 +13,7 @@ from flax import nnx
 from jaxtp.check.parity import on_host, place
 from jaxtp.checkpoint.logical import named_variables
 from jaxtp.mesh import sized
+from jaxtp.models.reader import Reader
 
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
 TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
@@ -61,8 +62,9 @@ def cached_and_whole(graph, state, ids, cut):
     @jax.jit
     def run(state, first, second):
         model, (rows, length) = nnx.merge(graph, state), ids.shape
-        past, found = model.extend(model.empty_cache(rows, length), first, jnp.full(rows, cut))
-        _, rest = model.extend(past, second, jnp.full(rows, length - cut))
+        reader = Reader(model)
+        found, memories = reader.continue_rows(first, reader.empty(rows, length), jnp.zeros(rows, jnp.int32))
+        rest, _ = reader.continue_rows(second, memories, jnp.full(rows, cut))
         return jnp.concatenate([found, rest], axis=1), model.hidden(jnp.concatenate([first, second], axis=1))
 
     return run(state, ids[:, :cut], ids[:, cut:])

@@ -18,7 +18,7 @@ from jaxtp.config import Count
 from jaxtp.hints import not_divisible
 from jaxtp.layers.activations import segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig
-from jaxtp.layers.cache import LAYER_SPEC, insert
+from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import Cached, Kept, Streamed, Weight, Working, itemsize
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -49,11 +49,6 @@ class ConvolutionConfig(BranchConfig):
         return {"conv_features": small.size(self.conv_features, 16), **super().smaller(small)}
 
 
-def as_memory(values_BTF):
-    """Features as heads of width 1."""
-    return values_BTF.swapaxes(1, 2)[..., None]
-
-
 class CausalConvolution(nnx.Module):
     """Taps `[W, F]`, of which each feature has its own; features are split over tp."""
 
@@ -62,13 +57,19 @@ class CausalConvolution(nnx.Module):
         taps = 0.1 * jax.random.normal(rngs.params(), (config.conv_width, config.conv_features), precision.param)
         self.taps = parameter("taps", taps, P(None, TP))
 
-    def __call__(self, values_BTF, segments_BT=None, memory=None, positions_BT=None):
+    def __call__(self, values_BTF, segments_BT=None):
         weights, specs = own(self)
-        given = [x for x in (segments_BT, memory, positions_BT) if x is not None]
-        inner = [batch_spec(None) if x.ndim == 2 else LAYER_SPEC for x in given]
+        given = [x for x in (segments_BT,) if x is not None]
+        inner, features = [batch_spec(None)] * len(given), token_spec(TP)
+        return device_view(self._convolve, CONVOLUTION, (specs, features, *inner), features)(
+            weights, values_BTF, *given
+        )
+
+    def extend(self, values_BTF, memory, new):
+        weights, specs = own(self)
         features = token_spec(TP)
-        body = self._convolve if memory is None else self._extend
-        return device_view(body, CONVOLUTION, (specs, features, *inner), features)(weights, values_BTF, *given)
+        in_specs, out_specs = (specs, features, LAYER_SPEC, new.specs), (features, LAYER_SPEC)
+        return device_view(self._extend, CONVOLUTION, in_specs, out_specs)(weights, values_BTF, memory, new)
 
     def _convolve(self, weights, values, segments=None):
         length = values.shape[1]
@@ -76,10 +77,11 @@ class CausalConvolution(nnx.Module):
         before = lambda k: jnp.pad(values, ((0, 0), (k, 0), (0, 0)))[:, :length]
         return self._sum(weights, lambda k: jnp.where(positions[..., None] >= k, before(k), 0))
 
-    def _extend(self, weights, values, memory, positions):
-        every = insert(memory, as_memory(values), positions)[..., 0].swapaxes(1, 2)
-        before = lambda k: jnp.take_along_axis(every, (positions - k)[..., None], axis=1, mode="clip")
-        return self._sum(weights, lambda k: jnp.where(positions[..., None] >= k, before(k), 0))
+    def _extend(self, weights, values, memory, new):
+        memory = new.write(memory, values[..., None])
+        rows = jnp.arange(memory.shape[0])[:, None] if new.rows is None else new.rows
+        before = lambda k: memory.at[rows, :, new.positions - k, 0].get(mode="clip")
+        return self._sum(weights, lambda k: jnp.where(new.positions[..., None] >= k, before(k), 0)), memory
 
     def _sum(self, weights, before):
         taps = self.precision.load(weights["taps"], None)
@@ -105,10 +107,10 @@ class GatedConvolution(Branch):
         shape = (num_rows, self.config.conv_features, num_slots, 1)
         return (constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC),)
 
-    def extend(self, x_BTD, memory, positions_BT):
+    def extend(self, x_BTD, memory, new):
         gate_BTF, values_BTF = self.enter(x_BTD)
-        y_BTF = self.convolution(values_BTF, memory=memory[0], positions_BT=positions_BT)
-        return self.out(jax.nn.silu(gate_BTF) * y_BTF), (constrain(as_memory(values_BTF), LAYER_SPEC),)
+        y_BTF, values = self.convolution.extend(values_BTF, memory[0], new)
+        return self.out(jax.nn.silu(gate_BTF) * y_BTF), (values,)
 
     def costs(self, share, *, read):
         config = self.config

@@ -1,9 +1,10 @@
 """Costs of generating: weights and KV cache on each device, and the time of a token where every row is full.
 
-A token takes reading the weights and the whole cache once, and the collectives of each layer. Of E experts those are
-read that a row uses: the share 1 - (1 - k / E) ** n of them, where n rows choose k each, all alike. Left out are
-prefill (its time, and the memory of its activations), sampling, and the time of norms, products and attention's own
-arithmetic. Each token is charged for a full cache: the first ones read less.
+Weights are laid out as `models/reader.py` does it: devices along fsdp divide rows as those along dp do, and are
+counted as such. A token takes reading the weights and the whole cache once, and the collectives of each layer. Of E
+experts those are read that a row uses: the share 1 - (1 - k / E) ** n of them, where n rows choose k each, all alike.
+Left out are prefill (its time, and the memory of its activations), sampling, and the time of norms, products and
+attention's own arithmetic. Each token is charged for a full cache: the first ones read less.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,9 +17,10 @@ from jaxtp.estimate.links import collective_seconds
 from jaxtp.estimate.search import Model, Target
 from jaxtp.hardware import GB
 from jaxtp.layers.costs import Share
-from jaxtp.mesh import CP, STORAGE, batch_parts, describe_mesh, parts
+from jaxtp.mesh import CP, batch_parts, describe_mesh
 from jaxtp.models.config import ModelConfig, violations
 from jaxtp.models.costs import costs_of
+from jaxtp.models.reader import reading_sizes
 from jaxtp.train.config import multiplies_all
 from jaxtp.train.memory import MODEL
 
@@ -54,7 +56,8 @@ class Generation:
 def generations(
     config: ModelConfig, where: Target, model: Model, meshes: Sequence[Mapping[str, int]], rows: int, length: int
 ) -> list[Generation]:
-    """Returns every mesh that can hold the model and divide the rows; those that fit first, the fastest of them first.
+    """Returns the meshes on which the model can be and that divide the rows: those that fit first, and of these the
+    fastest.
 
     Args:
       config: the model.
@@ -76,7 +79,8 @@ def generations(
         raise ConfigError(
             f"--generate {rows}: no mesh of {where.devices} devices holds the model and divides {rows} rows by dp*fsdp"
         )
-    found = [_on(config, where, model, sizes, rows, length) for sizes in able]
+    read_on = {tuple(sizes.values()): sizes for sizes in map(reading_sizes, able)}
+    found = [_on(config, where, model, sizes, rows, length) for sizes in read_on.values()]
     return sorted(found, key=lambda one: (not one.fits, one.seconds if one.fits else one.weights + one.cache))
 
 
@@ -90,9 +94,8 @@ def _on(
     cache = cache_bytes(config, sizes, rows, length)
     reads_all = multiplies_all(config, where.hardware.platform)
     hardware, speed = where.hardware, where.hardware.bandwidth * where.hardware.bandwidth_efficiency
-    # What is gathered is read whole, whichever experts have rows.
-    unread = token.unused * token.itemsize if parts(sizes, STORAGE) == 1 and not reads_all else 0
-    reading = (weights * parts(sizes, STORAGE) - unread + cache) / speed
+    unread = 0 if reads_all else token.unused * token.itemsize
+    reading = (weights - unread + cache) / speed
     moving = sum(times * collective_seconds(hardware, sizes, one) for one, times in token.traffic.items())
     return Generation(dict(sizes), weights, cache, reading + moving, rows, where.room)
 

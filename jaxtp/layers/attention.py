@@ -13,9 +13,9 @@ from pydantic import Field
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
 from jaxtp.config import ConfigError, Count, Positive, allowed
 from jaxtp.hints import Problem
-from jaxtp.layers.activations import SequenceParallel, segment_positions
+from jaxtp.layers.activations import Part, SequenceParallel, segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig, Memory, Padded, Small
-from jaxtp.layers.cache import LAYER_SPEC, visible
+from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import Attended, Sequences
 from jaxtp.layers.costs import (
     ELEMENTWISE_AGAIN,
@@ -293,14 +293,16 @@ class CausalSelfAttention(Branch):
         shape = (num_rows, max(self.config.heads.stored(tp)[0], tp), num_slots, self.config.head_dim)
         return tuple(constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2))
 
-    def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
+    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
         """Attends from new tokens to those of a memory of keys and values, and to each other; see `Branch.extend`."""
-        specs = [LAYER_SPEC, LAYER_SPEC, batch_spec(None)]
-        out_specs = (token_spec(TP), (LAYER_SPEC, LAYER_SPEC))
-        y, new = self._view(self._attend_cached, [*memory, positions_BT], specs, out_specs)(self.qkv(x_BTD))
-        return self.out(y), new
+        memory_specs = (LAYER_SPEC, LAYER_SPEC)
+        attend = self._view(
+            self._attend_cached, [memory, new], [memory_specs, new.specs], (token_spec(TP), memory_specs)
+        )
+        y, memory = attend(self.qkv(x_BTD))
+        return self.out(y), memory
 
-    def _view(self, body: Any, others: list[Array], specs: list[Any], out_specs: Any) -> Any:
+    def _view(self, body: Any, others: list[Any], specs: list[Any], out_specs: Any) -> Any:
         """Returns a function of queries, keys and values that runs `body(weights, q, k, v, *others)` on each device."""
         weights, weight_specs = own(self.qk_norms)
         in_specs = (weight_specs, *[token_spec(TP)] * 3, *specs[: len(others)])
@@ -341,14 +343,29 @@ class CausalSelfAttention(Branch):
         return self._joined(sequences.attend(partial(kernel.run, **settings), method, config.sliding_window, q, k, v))
 
     def _attend_cached(
-        self, weights: Weights, q: Array, k: Array, v: Array, keys: Array, values: Array, positions: Array
+        self, weights: Weights, q: Array, k: Array, v: Array, memory: Memory, new: NewTokens
     ) -> tuple[Array, Memory]:
-        q, k, v = self._heads(weights, q, k, v, positions, keys.shape[2])
-        new = k.swapaxes(1, 2), v.swapaxes(1, 2)  # [B/(dp*fsdp), K/tp, T, H], beside S slots
-        seen = visible(positions, keys.shape[2], self.config.sliding_window)
-        softcap = self.config.attention_softcap
-        y = attend_to_blocks(q, ((keys, values), new), seen, scale=self._scale, softcap=softcap)
-        return self._joined(y), new
+        num_slots, window = memory[0].shape[2], self.config.sliding_window
+        q, k, v = self._heads(weights, q, k, v, new.positions, num_slots)
+        keys, values = new.write(memory[0], k), new.write(memory[1], v)
+        settings: dict[str, Any] = {"scale": self._scale, "softcap": self.config.attention_softcap}
+        if new.rows is None:
+            y = attend_to_blocks(q, ((keys, values),), (visible(new.positions, num_slots, window),), **settings)
+            return self._joined(y), (keys, values)
+        part = None
+        if new.continued:  # one sequence: what comes before the first row's tokens, and then all of them
+            k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(memory, (k, v), strict=True))
+            part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0)
+        use = self.config.use(
+            dtype=self.precision.compute,
+            length=k.shape[1],
+            packed=True,
+            part=new.continued,
+            platform=platform_here(),
+        )
+        kernel, _ = chosen("auto", use)  # one that training was told to use may not do this
+        y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=window, **settings)
+        return self._joined(y), (keys, values)
 
     def _heads(
         self, weights: Weights, q: Array, k: Array, v: Array, positions: Array, length: int

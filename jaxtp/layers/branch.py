@@ -13,6 +13,7 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.hints import Problem
+from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import Cost, Share
 
@@ -38,16 +39,16 @@ class Branch(nnx.Module):
         """Returns an empty memory for rows of up to `num_slots` tokens."""
         raise NotImplementedError(f"{type(self).__name__} has no memory and extend, so nothing is generated with it")
 
-    def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
+    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
         """Transforms tokens that come after those of a memory (`layers/cache.py`).
 
         Args:
           x_BTD: the new tokens.
           memory: what there is of all tokens before them.
-          positions_BT: positions of the new tokens, which are their slots too.
+          new: the places of the new tokens.
 
         Returns:
-          The result `[B, T, D]`, and what to remember of the new tokens: arrays `[B, K, T, H]`.
+          The result `[B, T, D]`, and the memory with the new tokens in it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no memory and extend, so nothing is generated with it")
 
@@ -74,7 +75,7 @@ class PositionwiseBranch(Branch):
         """Returns nothing."""
         return ()
 
-    def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
+    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
         """Transforms new tokens."""
         return self(x_BTD), ()
 

@@ -1,84 +1,86 @@
 """Keys and values of the tokens that were read, so that a decoder reads each token once.
 
-A token's slot is its position in its own row, whatever the other rows hold: prompts of unequal length are padded on the
-right. A query sees the tokens up to its own position, which is all the masking that there is: what padding left in the
-slots after a row's last token is not seen, and is overwritten by the token that comes there. New tokens are attended to
-beside the slots, so that a layer reads the cache as it was, and nothing is written but their own slots. Rotary
-positions and the slots to write follow from the rows' lengths alone, so any row can go on by any number of tokens.
-(With padding on the left each row would have an offset of its own, and rows that went on by unequal numbers of tokens
-would get gaps.)
+A token's slot is its position in its own row, whatever the other rows hold, so any row can go on by any number of
+tokens. New tokens come in one of two ways (`NewTokens`): as rows, where each sequence of the batch continues one row of
+the memory, or packed, where the tokens of several rows lie one after another in one sequence, and none is padding.
+A layer writes them into their slots first, and then attends: what a query sees are the slots up to its own position,
+which is all the masking that there is. What is left in later slots from other texts is not seen, and is overwritten by
+the token that comes there. Only the slots of new tokens are written, so that XLA updates a donated memory in place.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import PartitionSpec as P
 
-from jaxtp.collectives import batch_spec, constrain, device_view
+from jaxtp.collectives import batch_spec
 from jaxtp.mesh import CONTEXT, TP
 
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
 """The split of the memory of one layer, `[B, K, S, H]`: a matrix for each head, which products take as it is. (Along cp
-there is one device: `models/decoder.py`.)"""
+there is one device: `models/reader.py`.)"""
 
-STACK_SPEC = P(None, *LAYER_SPEC)
-"""The split of the memory of stacked layers, `[L, B, K, S, H]`."""
-
-Memories = Mapping[str, Mapping[str, tuple[Array, ...]]]
-"""Arrays by kind of block and branch."""
+Memories = tuple[Mapping[str, tuple[Array, ...]], ...]
+"""Keys and values `[B, K, S, H]` of the tokens of all rows, by layer and branch, in the compute dtype and rotated to
+their positions; split by `LAYER_SPEC`. S is the number of slots: no row can be longer. K is the number of kv heads, or
+tp if that is more: the devices that share a head have a copy each, as its column layer gives it to them."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Cache:
-    """The memory of a decoder: keys and values of the tokens of its rows.
+class NewTokens:
+    """The places of new tokens `[B, T]` in a memory; a device finds its tokens' rows in its own part of it."""
 
-    S is the number of slots: no row can be longer. K is the number of kv heads, or tp if that is more: the devices that
-    share a head have a copy each, as its column layer gives it to them.
-    """
+    positions: Array
+    """Position of each token in its row, `[B, T]` int32, which is its slot; S or more is written nowhere."""
 
-    memories: Memories
-    """Keys and values `[L, B, K, S, H]` in the compute dtype, rotated to their positions; split by `STACK_SPEC`."""
+    rows: Array | None = None
+    """Packed: row of each token among the rows of its device, `[B, T]` int32, equal for neighbours that are of one row;
+    -1 for padding, which stands at the end. None: each sequence is the row of the same index."""
 
-    lengths: Array
-    """`[B]` int32: number of tokens of each row."""
+    continued: bool = field(default=False, metadata={"static": True})
+    """Packed: whether the first row of a sequence may have tokens before these. All others begin at position 0."""
 
-    def positions(self, num_tokens: int) -> Array:
-        """Returns the positions `[B, T]` of the next tokens of each row."""
-        return self.lengths[:, None] + jnp.arange(num_tokens)
+    @property
+    def specs(self) -> "NewTokens":
+        """Returns how the arrays are split, for `device_view`."""
+        spec = batch_spec(None)
+        return NewTokens(spec, None if self.rows is None else spec, self.continued)  # type: ignore[arg-type]
 
-    def extended(self, new: Memories, positions_BT: Array, counts_B: Array) -> "Cache":
-        """Returns the cache with what there is of T more tokens, of which `counts_B` are no padding.
+    def write(self, memory: Array, new: Array) -> Array:
+        """Returns a device's memory `[b, K, S, H]` with new tokens `[b, T, K, H]` in their slots."""
+        rows = jnp.arange(memory.shape[0])[:, None] if self.rows is None else self.rows
+        rows = jnp.where(rows < 0, memory.shape[0], rows)  # a negative index would count from the end
+        positions = self.positions
+        if new.shape[:2] == (1, 1):
+            # XLA would make a dynamic-update-slice of one token, and fuse it with each product that reads the memory,
+            # which copies all of it. So another one is added, which is dropped.
+            rows, positions = (jnp.concatenate([x, jnp.full_like(x, memory.shape[2])]) for x in (rows, positions))
+            new = jnp.concatenate([new, new])
+        return memory.at[rows, :, positions].set(new, mode="drop")
 
-        What has no slot left is dropped.
+    def before(self, memory: Array) -> Array:
+        """Returns what the first row of each packed sequence has before it, its last token last: `[b, S, K, H]`.
+
+        The slots before those tokens hold what means nothing; `segments` tells them apart.
         """
-        write = device_view(
-            jax.vmap(insert, in_axes=(0, 0, None)),
-            "cache",
-            in_specs=(STACK_SPEC, STACK_SPEC, batch_spec(None)),
-            out_specs=STACK_SPEC,
-        )
-        written = jax.tree.map(lambda old, added: write(old, added, positions_BT), self.memories, new)
-        return replace(self, memories=written, lengths=constrain(self.lengths + counts_B, batch_spec()))
+        assert self.rows is not None
+        first = jnp.take(memory, self.rows[:, 0], axis=0, mode="clip").swapaxes(1, 2)
+        return jax.vmap(lambda x, count: jnp.roll(x, -count, axis=0))(first, self.positions[:, 0])
+
+    def segments(self, num_slots: int) -> Array:
+        """Returns integers that tell rows apart: `[b, T]` of packed tokens, `[b, S + T]` with what comes before."""
+        assert self.rows is not None
+        own = self.rows + 1
+        if not self.continued:
+            return own
+        there = jnp.arange(num_slots) >= num_slots - self.positions[:, :1]
+        return jnp.concatenate([jnp.where(there, own[:, :1], 0), own], axis=1)
 
 
-def insert(cache: Array, new: Array, positions: Array) -> Array:
-    """Returns `[b, K, S, H]` with what there is of T tokens, `[b, K, T, H]`, in their slots, if they have any."""
-    rows = jnp.arange(cache.shape[0])[:, None]
-    return cache.at[rows, :, positions].set(new.swapaxes(1, 2), mode="drop")
-
-
-def visible(positions: Array, num_slots: int, window: int | None = None) -> tuple[Array, Array]:
-    """Returns whether a new token sees a slot, `[b, T, S]`, and another new token, `[b, T, T]`.
-
-    It sees the slots that were written before the new tokens of its row, and these up to itself; of all of them the
-    last `window`.
-    """
-    slots = jnp.arange(num_slots)
-    written = slots < positions[:, :1, None]
-    distances = positions[..., None] - slots, positions[..., None] - positions[:, None]
-    old, new = ((far >= 0) if window is None else (far >= 0) & (far < window) for far in distances)
-    return written & old, new
+def visible(positions: Array, num_slots: int, window: int | None = None) -> Array:
+    """Returns whether a token sees a slot of its row, `[b, T, S]`: those up to itself, of these the last `window`."""
+    far = positions[..., None] - jnp.arange(num_slots)
+    return (far >= 0) if window is None else (far >= 0) & (far < window)

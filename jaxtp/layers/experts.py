@@ -44,6 +44,7 @@ from jaxtp.hints import Problem, nearest_multiples
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
 from jaxtp.layers.balance import Routing, SelectionBias
 from jaxtp.layers.branch import Memory, Padded, PositionwiseBranch, Small
+from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import (
     ELEMENTWISE_AGAIN,
@@ -217,7 +218,7 @@ class MixtureOfExperts(PositionwiseBranch):
         result: tuple[Array, Routing] = transform(x_BTD, weights, of_tokens)
         return result
 
-    def extend(self, x_BTD: Array, memory: Memory, positions_BT: Array) -> tuple[Array, Memory]:
+    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
         """Transforms new tokens."""
         return self(x_BTD)[0], ()
 

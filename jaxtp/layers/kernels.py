@@ -216,11 +216,12 @@ def attend_to_blocks(
     highest = jnp.max(jnp.stack([jnp.max(block, axis=-1) for block in scores]), axis=0)[..., None]
     weights = [jnp.exp(block - jax.lax.stop_gradient(highest)) for block in scores]
     total = sum(jnp.sum(block, axis=-1, keepdims=True) for block in weights)
-    y = jnp.zeros_like(groups, dtype=jnp.float32)
+    y = jnp.zeros((rows, *scores[0].shape[1:4], width), jnp.float32)
     for (_, values), block in zip(blocks, weights, strict=True):
         shares = (block / total).astype(values.dtype)
-        y += jnp.einsum("bkgts,bksh->btkgh", shares, values, preferred_element_type=jnp.float32)
-    return y.astype(q_BTNH.dtype).reshape(q_BTNH.shape)
+        # In the order of its operands: of another, XLA for CPUs makes a product that takes the values transposed.
+        y += jnp.einsum("bkgts,bksh->bkgth", shares, values, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype).reshape(q_BTNH.shape)
 
 
 KERNELS: dict[KernelName, Kernel] = {

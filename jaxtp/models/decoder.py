@@ -11,13 +11,13 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp.collectives import axis_size, batch_spec, check_divides, constrain, token_spec
+from jaxtp.collectives import check_divides, token_spec
 from jaxtp.config import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.activations import Context, activation_spec, dropout, segment_positions, sequence_dim
 from jaxtp.layers.balance import Balance, Routing, balance, balance_costs, moved_bias, no_balance
 from jaxtp.layers.branch import Branch, Memory
-from jaxtp.layers.cache import STACK_SPEC, Cache
+from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.costs import GATHERS_AGAIN, Cost, Kept, Share, Streamed, itemsize, within
 from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
@@ -25,7 +25,7 @@ from jaxtp.layers.experts import MixtureOfExperts
 from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy, vocab_parallel_token_losses
 from jaxtp.layers.norm import Norm
 from jaxtp.layers.parameter import spec_of
-from jaxtp.mesh import CP, current_mesh, mesh_sizes
+from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
 
 BlockMemory = Mapping[str, Memory]
@@ -100,15 +100,15 @@ class DecoderBlock(nnx.Module):
         """Returns the empty memory of each branch; see `Branch.memory`."""
         return {name: branch.memory(num_rows, num_slots) for name, branch, *_ in self._branches()}
 
-    def extend(self, x_BTD: Array, memory: BlockMemory, positions_BT: Array) -> tuple[Array, BlockMemory]:
+    def extend(self, x_BTD: Array, memory: BlockMemory, new: NewTokens) -> tuple[Array, BlockMemory]:
         """Runs the block on tokens that come after those of a memory; see `Branch.extend`."""
-        new: dict[str, Memory] = {}
+        memory = dict(memory)
         for name, branch, before, after in self._branches():
             with jax.named_scope(name):
                 y_BTD = x_BTD if before is None else before(x_BTD)
-                y_BTD, new[name] = branch.extend(y_BTD, memory[name], positions_BT)
+                y_BTD, memory[name] = branch.extend(y_BTD, memory[name], new)
                 x_BTD = x_BTD + (y_BTD if after is None else after(y_BTD))
-        return x_BTD, new
+        return x_BTD, memory
 
     def costs(self, share: Share) -> Iterator[Cost]:
         """Yields what the block costs: its branches and norms, a sum for each, and what it keeps of its input."""
@@ -132,7 +132,51 @@ class DecoderBlock(nnx.Module):
         return dropout(y_BTD, self.config.dropout, keys, spec, sequences.positions(y_BTD.shape[1]))
 
 
-class Decoder(nnx.Module):
+class Ends(nnx.Module):
+    """Both ends of a decoder: from ids to the residual stream, and from there to logits."""
+
+    config: ModelConfig
+    embedding: VocabParallelEmbedding
+    positions: LearnedPositions | None
+    norm: Norm
+    head: VocabParallelHead | None
+
+    def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
+        """Returns the residual stream `[B, T, D]` before the first block; positions count within a document."""
+        x_BTD = self.embedding(sequences.own(ids_BT))
+        if self.positions is None:
+            return x_BTD
+        if positions_BT is None:
+            if ids_BT.shape[1] > self.positions.num_positions:
+                raise ConfigError(
+                    f"a sequence of {ids_BT.shape[1]} tokens is longer than the "
+                    f"{self.positions.num_positions} positions of the model (model.learned_positions)"
+                )
+            from_start = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
+            segments_BT = sequences.segments
+            positions_BT = sequences.own(from_start if segments_BT is None else segment_positions(segments_BT))
+        return x_BTD + self.positions(positions_BT)
+
+    def logits_of_hidden(self, x_BTD: Array) -> Array:
+        """Returns logits `[B, T, V]` from final hidden states `[B, T, D]`, of any positions."""
+        return vocab_parallel_logits(
+            x_BTD,
+            jnp.asarray(self._head_table[...]),
+            self.config.vocab_size,
+            softcap=self.config.logit_softcap,
+            **self._shared,
+        )
+
+    @property
+    def _shared(self) -> dict[str, Any]:
+        return {"sequence_parallel": self.config.sequence_parallel, "precision": self.config.precision}
+
+    @property
+    def _head_table(self) -> nnx.Param[Array]:
+        return self.embedding.embedding if self.head is None else self.head.kernel
+
+
+class Decoder(Ends):
     """A causal language model.
 
     Args:
@@ -171,10 +215,6 @@ class Decoder(nnx.Module):
         )
 
     @property
-    def _shared(self) -> dict[str, Any]:
-        return {"sequence_parallel": self.config.sequence_parallel, "precision": self.config.precision}
-
-    @property
     def _of_loss(self) -> dict[str, Any]:
         return self._shared | {
             "vocab_size": self.config.vocab_size,
@@ -205,16 +245,6 @@ class Decoder(nnx.Module):
         rows, length = ids_BT.shape
         share = Share(sizes=mesh_sizes(current_mesh()), rows=rows, length=length, context=context)
         return Sequences(segments=segments_BT, context=context, zigzag=self.config.zigzag(share))
-
-    def logits_of_hidden(self, x_BTD: Array) -> Array:
-        """Returns logits `[B, T, V]` from final hidden states `[B, T, D]`, of any positions."""
-        return vocab_parallel_logits(
-            x_BTD,
-            jnp.asarray(self._head_table[...]),
-            self.config.vocab_size,
-            softcap=self.config.logit_softcap,
-            **self._shared,
-        )
 
     def loss(
         self,
@@ -337,22 +367,6 @@ class Decoder(nnx.Module):
             done += count
         return self.norm(x_BTD), routings
 
-    def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
-        """Returns the residual stream `[B, T, D]` before the first block; positions count within a document."""
-        x_BTD = self.embedding(sequences.own(ids_BT))
-        if self.positions is None:
-            return x_BTD
-        if positions_BT is None:
-            if ids_BT.shape[1] > self.positions.num_positions:
-                raise ConfigError(
-                    f"a sequence of {ids_BT.shape[1]} tokens is longer than the "
-                    f"{self.positions.num_positions} positions of the model (model.learned_positions)"
-                )
-            from_start = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
-            segments_BT = sequences.segments
-            positions_BT = sequences.own(from_start if segments_BT is None else segment_positions(segments_BT))
-        return x_BTD + self.positions(positions_BT)
-
     def stacked(self) -> Iterator[tuple[Stack, list[DecoderBlock]]]:
         """Yields each stack, and its blocks: those at one place of its pattern are stacked."""
         kinds = iter([self.blocks] if isinstance(self.blocks, DecoderBlock) else self.blocks)
@@ -365,38 +379,6 @@ class Decoder(nnx.Module):
             for turn in range(stack.repeats):
                 yield from (layer(block, turn) for block in blocks)
 
-    def empty_cache(self, num_rows: int, num_slots: int) -> Cache:
-        """Returns a cache for rows of up to `num_slots` tokens; call it under `jax.jit`."""
-        memories = {
-            str(kind): jax.tree.map(partial(_empty_stack, stack.repeats), block.memory(num_rows, num_slots))
-            for kind, (stack, block) in enumerate(
-                (stack, block) for stack, blocks in self.stacked() for block in blocks
-            )
-        }
-        return Cache(memories, constrain(jnp.zeros(num_rows, jnp.int32), batch_spec()))
-
-    def extend(self, cache: Cache, ids_BT: Array, counts_B: Array) -> tuple[Cache, Array]:
-        """Reads tokens that come after those of a cache.
-
-        Args:
-          cache: the tokens before.
-          ids_BT: the next tokens of each row, from its first on; padding after them may be any ids below V.
-          counts_B: how many of `ids_BT` are tokens, 0 to T.
-
-        Returns:
-          The cache with the tokens in it, and their final hidden states `[B, T, D]`; those of padding mean nothing.
-        """
-        if (cp := axis_size(CP)) > 1:
-            raise ConfigError(f"a cache is not divided over cp, and the mesh has cp={cp}; use cp=1 and more tp")
-        positions_BT = cache.positions(ids_BT.shape[1])
-        x_BTD = self.embed(ids_BT, positions_BT=positions_BT)
-        new: dict[str, BlockMemory] = {}
-        for _, blocks in self.stacked():
-            kinds = [str(len(new) + i) for i in range(len(blocks))]
-            x_BTD, found = _run_cached(blocks, x_BTD, [cache.memories[kind] for kind in kinds], positions_BT)
-            new |= dict(zip(kinds, found, strict=True))
-        return cache.extended(new, positions_BT, counts_B), self.norm(x_BTD)
-
     def costs(self, share: Share) -> Iterator[Cost]:
         """Yields what is outside of the blocks: embedding, final norm, head and loss."""
         config = self.config
@@ -407,10 +389,6 @@ class Decoder(nnx.Module):
         tied = config.tie_embeddings
         yield from loss_costs(share, *sizes, config.precision, config.sequence_parallel, tied=tied)
         yield from balance_costs(share, [block.num_experts for block in config.layers() if block.num_experts])
-
-    @property
-    def _head_table(self) -> nnx.Param[Array]:
-        return self.embedding.embedding if self.head is None else self.head.kernel
 
 
 def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
@@ -475,25 +453,6 @@ def _run(
     return result
 
 
-def _run_cached(
-    blocks: list[DecoderBlock], x_BTD: Array, memories: list[BlockMemory], positions_BT: Array
-) -> tuple[Array, list[BlockMemory]]:
-    """Reads memories and gives back what is new, stacked: a cache is written once, by whoever has it."""
-
-    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None), out_axes=(nnx.Carry, 0))
-    def turn(
-        x_BTD: Array, blocks: list[DecoderBlock], memories: list[BlockMemory], positions: Array
-    ) -> tuple[Array, list[BlockMemory]]:
-        new = []
-        for block, memory in zip(blocks, memories, strict=True):
-            x_BTD, added = block.extend(x_BTD, memory, positions)
-            new.append(added)
-        return x_BTD, new
-
-    result: tuple[Array, list[BlockMemory]] = turn(x_BTD, blocks, memories, positions_BT)
-    return result
-
-
 def _stacked(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> DecoderBlock:
     """Returns blocks of one kind whose parameters have a leading dim."""
 
@@ -504,10 +463,6 @@ def _stacked(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rn
 
     stacked: DecoderBlock = create(rngs)
     return stacked
-
-
-def _empty_stack(repeats: int, memory: Array) -> Array:
-    return constrain(jnp.zeros((repeats, *memory.shape), memory.dtype), STACK_SPEC)
 
 
 def split_keys(keys_B: Array, count: int) -> Array:

@@ -12,8 +12,9 @@ from jaxtp.config import ConfigError
 from jaxtp.estimate.generation import cache_bytes, generations, table
 from jaxtp.estimate.search import Target, describe_model
 from jaxtp.hardware_file import find
-from jaxtp.layers.cache import STACK_SPEC
+from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.mesh import fitting_meshes, make_mesh, mesh_sizes, sized
+from jaxtp.models.reader import Reader, reading_bytes
 from jaxtp.train.config import TrainConfig
 
 MODEL = jaxtp.ModelConfig(d_model=64, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64)
@@ -26,11 +27,10 @@ ROWS, LENGTH = 8, 40
 def test_the_cache_is_that_of_the_layers(sizes):
     mesh = make_mesh(*sizes)
     with jax.set_mesh(mesh):
-        cache = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)).empty_cache(ROWS, LENGTH))
-    keys, values = jax.tree.leaves(cache.memories)
-    assert keys.shape == values.shape
-    shard = jax.sharding.NamedSharding(mesh, STACK_SPEC).shard_shape(keys.shape)
-    assert cache_bytes(MODEL, mesh_sizes(mesh), ROWS, LENGTH) == 2 * math.prod(shard) * 4
+        memories = nnx.eval_shape(lambda: Reader(jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))).empty(ROWS, LENGTH))
+    (shape,) = {array.shape for array in jax.tree.leaves(memories)}
+    shard = jax.sharding.NamedSharding(mesh, LAYER_SPEC).shard_shape(shape)
+    assert cache_bytes(MODEL, mesh_sizes(mesh), ROWS, LENGTH) == 2 * MODEL.num_layers * math.prod(shard) * 4
 
 
 def found(room=1e12, rows=ROWS):
@@ -53,17 +53,22 @@ def test_meshes_are_ranked_and_divide_the_rows():
     assert lines[-1] == "left out: prefill, its time and its activations; sampling"
 
 
-def test_weights_are_split_by_fsdp_and_tp():
+def test_weights_are_split_by_tp_and_fsdp_is_counted_as_dp():
     by_mesh = {tuple(one.sizes.values()): one.weights for one in found()}
-    assert by_mesh[8, 1, 1, 1] == 8 * by_mesh[1, 8, 1, 1]
+    assert set(by_mesh) == {(8, 1, 1, 1), (4, 1, 1, 2), (2, 1, 1, 4), (1, 1, 1, 8)}
+    for (_, _, _, tp), weights in by_mesh.items():
+        model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
+        assert weights == reading_bytes(model, sized(tp=tp))
     halves = dataclasses.replace(MODEL, precision=jaxtp.Precision(compute="bfloat16"))
     target = Target(find("h100"), 8, 1e12)
     half = generations(halves, target, FACTS, fitting_meshes(8), ROWS, LENGTH)
     assert {tuple(one.sizes.values()): 2 * one.weights for one in half} == by_mesh
+    (one,) = generations(MODEL, target, FACTS, [sized(fsdp=8)], ROWS, LENGTH)
+    assert one.sizes == sized(dp=8)
 
 
 def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
-    """1 - (1 - k / E) ** n of them are expected; gathered over fsdp they are read whole."""
+    """1 - (1 - k / E) ** n of them are expected."""
     model = dataclasses.replace(MODEL, d_model=128, d_ff=512, num_experts=8, experts_per_token=2)
     facts, where = describe_model(TrainConfig(model=model)), Target(find("h100"), 8, 1e12)
 

@@ -20,6 +20,7 @@ from jaxtp.layers.context import Sequences, num_routes, routes
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of, sized
 from jaxtp.models.costs import costs_of
+from jaxtp.models.reader import Reader
 from jaxtp.train.config import (
     DataConfig,
     LoopConfig,
@@ -245,7 +246,7 @@ def test_what_users_ask_of_a_model_is_refused_in_one_sentence():
         with pytest.raises(ConfigError, match=r"mesh.context=ulysses: mesh.cp=8 does not divide the 4 query heads"):
             jax.eval_shape(lambda ids: build()(ids, context="ulysses"), ids)
         with pytest.raises(ConfigError, match=r"a cache is not divided over cp, and the mesh has cp=8; use cp=1"):
-            jax.eval_shape(lambda ids: build().extend(None, ids, np.full(2, 4)), ids)
+            jax.eval_shape(lambda ids: Reader(build()).continue_rows(ids, (), ids[:, 0]), ids)
 
 
 @pytest.mark.parametrize("length", [15, 1])

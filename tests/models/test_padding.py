@@ -23,6 +23,7 @@ from jaxtp.layers.parameter import Split, cut, logical_shape, pad, padding_of
 from jaxtp.mesh import mesh_sizes, sized
 from jaxtp.models.config import padded_sizes
 from jaxtp.models.costs import describe_padding, step_costs
+from jaxtp.models.reader import Reader
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig, check
 from jaxtp.train.state import plan_state
@@ -155,8 +156,9 @@ def test_a_cache_of_padded_heads_generates_what_one_device_does():
 
         def read(state):
             model = nnx.merge(graph, state)
-            cache, first = model.extend(model.empty_cache(4, 6), ids[:, :4], jnp.full(4, 4))
-            _, last = model.extend(cache, ids[:, 4:], jnp.full(4, 2))
+            reader = Reader(model)
+            first, memories = reader.continue_rows(ids[:, :4], reader.empty(4, 6), jnp.zeros(4, jnp.int32))
+            last, _ = reader.continue_rows(ids[:, 4:], memories, jnp.full(4, 4))
             return model.logits_of_hidden(jnp.concatenate([first, last], axis=1)), model(ids)
 
         with jax.set_mesh(mesh):
