@@ -8,6 +8,7 @@ what comes before an empty context are as in the harness's own `hf` model, so th
 import itertools
 import sys
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -73,12 +74,15 @@ class JaxtpLM(TemplateLM):
     ):
         super().__init__()
         self.source, self.max_length = source, max_length
-        self._scorer = Scorer(model, batch_size)
-        self._generator = Generator(
-            model, source.tokenizer, end_ids=source.end_ids, prefix=(), batch_size=self._scorer.batch_size
-        )
+        self._model, self._scorer = model, Scorer(model, batch_size)
         self._interrupt = interrupt or Interrupt()
         self._template: ChatTemplate | None = None
+
+    @cached_property
+    def _generator(self) -> Generator:
+        """The generator, which takes memory for the weights once more: few tasks generate."""
+        source, rows = self.source, self._scorer.batch_size
+        return Generator(self._model, source.tokenizer, end_ids=source.end_ids, prefix=(), batch_size=rows)
 
     @classmethod
     def create_from_arg_obj(
@@ -168,14 +172,13 @@ class JaxtpLM(TemplateLM):
                         "was made for it"
                     )
                 prompts = {index: self.tok_encode(requests[index].args[0])[-room:] for index in indices}
-                order = sorted(indices, key=lambda index: -len(prompts[index]))
-                for some in _batched(order, self._scorer.batch_size):
-                    for index, result in zip(
-                        some, self._generator.generate([prompts[i] for i in some], settings), strict=True
-                    ):
-                        text = self.source.tokenizer.decode(np.array(result.ids, np.int32)).decode(errors="replace")
-                        found[index] = postprocess_generated_text(text, stops, None)
-                        self.cache_hook.add_partial("generate_until", (requests[index].args[0], asked), found[index])
+                for piece in self._generator.stream([prompts[index] for index in indices], settings):
+                    if piece.result is None:
+                        continue
+                    index, ids = indices[piece.index], np.array(piece.result.ids, np.int32)
+                    text = self.source.tokenizer.decode(ids).decode(errors="replace")
+                    found[index] = postprocess_generated_text(text, stops, None)
+                    self.cache_hook.add_partial("generate_until", (requests[index].args[0], asked), found[index])
                     progress(len(found))
                     self._interrupt.check()
         return [found[index] for index in range(len(requests))]

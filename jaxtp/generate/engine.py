@@ -1,32 +1,30 @@
-"""The generator: prompts are read in batches, continued a token at a time, and given out as they come."""
+"""The generator: it lays a model out for reading, checks prompts, and gives out their texts as they come."""
 
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import jax
-import numpy as np
-from numpy.typing import NDArray
 
 from jaxtp.data.tokenizer import Tokenizer
-from jaxtp.entry import UserError
-from jaxtp.generate.programs import Choice, Programs, Read, Shape, cache_bytes, mesh_of
+from jaxtp.generate.programs import Programs, Shape, State, grown, memory_bytes, mesh_of, same_choice
+from jaxtp.generate.prompts import Prompt, encode_prompts, limits_of
 from jaxtp.generate.request import Piece, Request, Result
+from jaxtp.generate.scheduler import GenerationError, Row, Scheduler, Timing
 from jaxtp.generate.settings import GenerationSettings, check
-from jaxtp.mesh import CP, TP, batch_parts, memory_per_device, mesh_sizes
+from jaxtp.layers.costs import Share
+from jaxtp.mesh import CP, TP, batch_parts, memory_per_device, mesh_sizes, platform_here
+from jaxtp.models.costs import costs_of
 from jaxtp.models.decoder import Decoder
+from jaxtp.models.reader import laid_out, reading_bytes, reading_mesh
 
-Prompt = str | Sequence[int]
+MIN_SLOTS, CHAT_SLOTS = 64, 1024
+"""Fewest slots of a memory, and of one that is kept for a conversation: each doubling compiles its programs again."""
 
-MIN_CHUNK = 16
-MIN_SLOTS = 64
-MAX_SEED = 2**32
-
-
-class GenerationError(UserError):
-    """A prompt or a model from which nothing can be generated."""
+LEAST_READ, MOST_READ = 512, 8192
+"""Tokens of prompts that a device reads in a call, at most: the first on a CPU, whose cores such products fill, and
+where little memory is left; elsewhere as many as there is memory for, up to the second."""
 
 
 @dataclass
@@ -34,24 +32,22 @@ class Speed:
     """Number of tokens of a call, and how long they took."""
 
     shape: Shape | None = None
-    """Shape of the programs."""
+    """Shape of the memory."""
     cache_bytes: int = 0
-    """Bytes of the cache on each device."""
+    """Bytes of the memory on each device."""
     compile_seconds: float = 0.0
     """Time to compile, which is in none of the other times."""
-    prefill_tokens: int = 0
-    """Tokens of the prompts."""
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    """Tokens that were chosen, but for the first of each text, which belongs to prefill."""
-    decode_seconds: float = 0.0
+    timing: Timing = field(default_factory=Timing)
+    """Tokens read (prefill) and made (decode); the first of each text belongs to prefill."""
     cut_texts: int = 0
     """Texts that end because the model was made for no more tokens."""
 
     def lines(self) -> Iterator[str]:
         """Yields the lines that the command prints."""
-        yield f"prefill {_rate(self.prefill_tokens, self.prefill_seconds)}"
-        yield f"decode  {_rate(self.decode_tokens, self.decode_seconds)}"
+        timing = self.timing
+        kept = f"; {timing.kept_tokens:,} more were in the cache" if timing.kept_tokens else ""
+        yield f"prefill {_rate(timing.prefill_tokens, timing.prefill_seconds)}{kept}"
+        yield f"decode  {_rate(timing.decode_tokens, timing.decode_seconds)}"
         if self.shape is not None:
             size = (
                 f"{self.shape.rows} x {self.shape.slots:,} tokens, {self.cache_bytes / 2**20:,.1f} MiB on each device"
@@ -68,18 +64,24 @@ def _rate(tokens: int, seconds: float) -> str:
 class Generator:
     """Continues texts with a model on its mesh.
 
+    Its weights are laid out once, for reading token by token: in the compute dtype, layer by layer, and whole on every
+    device but for tp, which takes memory beside the model's own, or instead of it (`donate`). Devices along fsdp divide
+    the rows as those along dp do.
+
     Args:
       model: built with `sequence_parallel=None` (or False), which a single token needs.
       tokenizer: the tokenizer of the model.
       end_ids: tokens that end a text; by default the tokenizer's end token, if it has one.
       prefix: ids to put before each prompt that is text; by default those that the tokenizer's own file asks for.
       batch_size: number of prompts to continue together, rounded up to a multiple of dp * fsdp.
-      chunk: number of tokens of a prompt to read at a time.
+      chunk: most tokens of prompts that a device reads in one call, rounded up to a power of two; by default as many as
+        half of the memory that weights and cache leave has room for (on a CPU 512).
       context: the most tokens of a prompt and its text together; None for any number.
-      progress: called after each chunk with the tokens of each prompt read so far, and those of the longest prompt.
+      donate: deletes the model's arrays as they are laid out.
+      progress: called after each part of prompts with the tokens that have been read, and those that are being read.
 
     Raises:
-      GenerationError: the model cannot read a single token.
+      GenerationError: the model cannot read a single token, or its weights do not fit.
     """
 
     def __init__(
@@ -90,11 +92,13 @@ class Generator:
         end_ids: frozenset[int] | None = None,
         prefix: Sequence[int] | None = None,
         batch_size: int = 8,
-        chunk: int = 512,
+        chunk: int | None = None,
         context: int | None = None,
-        progress: Callable[[int, int], None] = lambda read, longest: None,
+        donate: bool = False,
+        progress: Callable[[int, int], None] = lambda read, total: None,
     ):
-        sizes = mesh_sizes(mesh_of(model))
+        mesh = mesh_of(model)
+        sizes = mesh_sizes(mesh)
         if sizes[CP] > 1:
             raise GenerationError(
                 f"the model was built on a mesh with cp={sizes[CP]}, and a cache is not divided over cp; build it on "
@@ -105,7 +109,10 @@ class Generator:
                 "the model was built with sequence_parallel=True, and a single token cannot be split over tp; "
                 "build it with sequence_parallel=None"
             )
-        self.model = model
+        self._mesh = None if mesh is None else reading_mesh(mesh)
+        self._weight_bytes = reading_bytes(model, sizes)
+        self._require_memory(self._weight_bytes, "the weights take", "give more devices to --mesh.tp")
+        self.config = model.config
         self.tokenizer = tokenizer
         self.end_ids = tokenizer.info.end_ids if end_ids is None else end_ids
         self.prefix = tuple(getattr(tokenizer, "prefix", ()) if prefix is None else prefix)
@@ -115,10 +122,12 @@ class Generator:
         self._batch_parts = batch_parts(sizes)
         self._batch_size = batch_size
         self._chunk = chunk
-        limits = [limit for limit in (context, model.config.learned_positions) if limit is not None]
-        self._context = min(limits, default=None)
+        self.limits = limits_of(model.config, context)
         self._progress = progress
-        self._programs: dict[Shape, Programs] = {}
+        self._reader = laid_out(model, self._mesh, donate=donate)
+        self._programs: dict[tuple[Shape, GenerationSettings], Programs] = {}
+        self._state: State | None = None
+        self._rows: list[Row] = []
 
     def generate(
         self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
@@ -128,13 +137,19 @@ class Generator:
         return sorted(results, key=lambda result: result.index)
 
     def stream(
-        self, prompts: Sequence[Prompt | None], settings: GenerationSettings = GenerationSettings()
+        self,
+        prompts: Sequence[Prompt | None],
+        settings: GenerationSettings = GenerationSettings(),
+        *,
+        keep: bool = False,
     ) -> Iterator[Piece]:
         """Yields the continuations as they come, a piece for each token.
 
         Args:
           prompts: texts, or lists of ids, which are taken as they are; None is counted and left out.
           settings: say how tokens are chosen, and when a text ends.
+          keep: tokens with which a prompt begins are not read again if the last call has left them in the cache: for
+            the turns of a chat.
 
         Raises:
           ConfigError: a setting cannot be.
@@ -144,133 +159,104 @@ class Generator:
         check(settings)
         if isinstance(prompts, str):
             raise GenerationError(f"prompts is one text; for one prompt give [{prompts[:20]!r}]")
+        encoded = encode_prompts(prompts, self.tokenizer, self.prefix, self.limits)
         requests = [
-            Request(index, ids, self.tokenizer, settings, self.end_ids, self._context)
-            for index, ids in self._encode(prompts)
+            Request(index, ids, self.tokenizer, settings, self.end_ids, self.limits.context)
+            for index, ids in enumerate(encoded)
+            if ids is not None
         ]
         self.speed = Speed()
         if requests:
-            programs = self.programs([len(request.prompt) for request in requests], settings)
-            for start in range(0, len(requests), programs.shape.rows):
-                yield from self._continue(programs, requests[start : start + programs.shape.rows], settings)
+            yield from self._serve(requests, settings, keep)
 
-    def programs(self, lengths: Sequence[int], settings: GenerationSettings) -> Programs:
-        """Returns the compiled programs for prompts of some lengths; their sizes are powers of two, to be few."""
+    def _serve(self, requests: Sequence[Request], settings: GenerationSettings, keep: bool) -> Iterator[Piece]:
+        lengths = [len(request.prompt) for request in requests]
+        programs, state = self._prepared(lengths, settings, CHAT_SLOTS if keep else MIN_SLOTS)
+        if not keep:
+            self._rows = [Row() for _ in self._rows]
+        compiled = programs.compile_seconds
+        scheduler = Scheduler(
+            programs,
+            state,
+            self._rows,
+            num_parts=self._batch_parts,
+            most=self._most_read(),
+            seed=settings.seed,
+            progress=self._progress,
+        )
+        self.speed.timing = scheduler.timing
+        try:
+            for piece in scheduler.serve(requests):
+                self.speed.compile_seconds = programs.compile_seconds - compiled
+                self.speed.cut_texts += piece.result is not None and piece.result.finish == "context"
+                yield piece
+        finally:
+            self._state = scheduler.state
+            if self._state is None:  # a call has failed, and what it was given cannot be used again
+                self._rows = []
+
+    def _prepared(self, lengths: Sequence[int], settings: GenerationSettings, least: int) -> tuple[Programs, State]:
+        """Returns the programs for prompts of some lengths, and what the devices hold before them.
+
+        The memory of the last call is used again, with what its rows hold, if it has as many rows; with more slots if
+        they are too few. Slots are powers of two, so that there are few programs.
+        """
         parts = self._batch_parts
         rows = math.ceil(min(self._batch_size, len(lengths)) / parts) * parts
-        longest = min(max(lengths) + settings.max_tokens, self._context or sys.maxsize)
-        shape = Shape(rows, _power_of_two(longest, MIN_SLOTS), min(_power_of_two(max(lengths), MIN_CHUNK), self._chunk))
-        self._require_memory(shape)
-        started = time.perf_counter()
-        if shape not in self._programs:
-            self._programs[shape] = Programs(self.model, shape)
-        self._programs[shape].sampler(settings, self._num_ids)
-        self.speed.compile_seconds += time.perf_counter() - started
-        self.speed.shape, self.speed.cache_bytes = shape, cache_bytes(self.model, shape)
-        return self._programs[shape]
+        longest = min(max(max(lengths) + settings.max_tokens, least), self.limits.context or sys.maxsize)
+        slots = _power_of_two(longest, MIN_SLOTS)
+        held, memories = 0, None
+        if self._state is not None and len(self._rows) == rows:
+            memories = self._state.memories
+            held = jax.tree.leaves(memories)[0].shape[2]
+        shape = Shape(rows, max(slots, held))
+        self.speed.shape, self.speed.cache_bytes = shape, memory_bytes(self._reader, self._mesh, shape)
+        self._require_memory(
+            self._weight_bytes + self.speed.cache_bytes,
+            f"the weights, and a cache for {rows} x {shape.slots:,} tokens, take",
+            "give a smaller --max-tokens or --batch-size, or shorter prompts",
+        )
+        self._state = None  # of two memories only one is there at a time
+        if memories is None:
+            self._rows = [Row() for _ in range(rows)]
+        elif slots > held:
+            memories = grown(memories, slots, self._mesh)
+            if any(block.rope_scaling.kind == "longrope" for block in self.config.block_kinds()):
+                self._rows = [Row() for _ in range(rows)]  # its frequencies depend on the number of slots
+        key = shape, same_choice(settings)
+        if key not in self._programs:
+            self._programs[key] = Programs(self._reader, self._mesh, shape, settings, self._num_ids, self.end_ids)
+        programs = self._programs[key]
+        return programs, programs.state(memories)
 
-    def _encode(self, prompts: Sequence[Prompt | None]) -> Iterator[tuple[int, NDArray[np.int32]]]:
-        """Yields the index and the ids of each prompt that is not left out."""
-        texts = [_valid(index, prompt) for index, prompt in enumerate(prompts) if isinstance(prompt, str)]
-        encoded = iter(self.tokenizer.encode_batch(texts))
-        for index, prompt in enumerate(prompts):
-            if prompt is not None:
-                ids = [*self.prefix, *next(encoded).tolist()] if isinstance(prompt, str) else [int(i) for i in prompt]
-                self._check_prompt(index, ids)
-                yield index, np.array(ids, np.int32)
+    def _most_read(self) -> int:
+        """Returns the most tokens of prompts to read in a call, once it is known how large the cache is."""
+        if self._chunk is not None:
+            return _power_of_two(self._chunk, 1)
+        there = self._memory()
+        if there is None or platform_here() == "cpu":
+            return LEAST_READ
+        sizes, most = mesh_sizes(self._mesh), MOST_READ
+        room = (there - self._weight_bytes - self.speed.cache_bytes) / 2
+        share = Share(sizes=sizes, rows=1, length=most, training=False, packed=True, platform=platform_here())
+        while most > LEAST_READ and costs_of(self.config, replace(share, length=most)).working > room:
+            most //= 2
+        return most
 
-    def _check_prompt(self, index: int, ids: Sequence[int]) -> None:
-        vocab_size = self.model.config.vocab_size
-        if not ids:
-            raise GenerationError(f"prompt {index} is empty; the model needs at least one token to go on from")
-        wrong = next((token for token in ids if not 0 <= token < vocab_size), None)
-        if wrong is not None:
-            raise GenerationError(
-                f"prompt {index} has the token {wrong}, and the model has those from 0 to {vocab_size - 1}: the "
-                "tokenizer is not the model's"
-            )
-        if self._context is not None and len(ids) >= self._context:
-            end = (
-                "shorten it: there are no vectors for later positions (model.learned_positions)"
-                if self._context == self.model.config.learned_positions
-                else "shorten it, or have it read all the same by --beyond-context"
-            )
-            raise GenerationError(
-                f"prompt {index} has {len(ids):,} tokens, and the model was made for {self._context:,}, with the text "
-                f"that follows (max_position_embeddings in its config.json); {end}"
-            )
+    def _memory(self) -> int | None:
+        return memory_per_device(jax.local_devices()[:1] if self._mesh is None else self._mesh.local_devices)
 
-    def _require_memory(self, shape: Shape) -> None:
-        """Checks that the devices have memory for the cache.
+    def _require_memory(self, needed: int, what: str, way_out: str) -> None:
+        """Checks that the devices have so much memory.
 
         Raises:
-          GenerationError: they have less than it takes.
+          GenerationError: they have less.
         """
-        needed, mesh = cache_bytes(self.model, shape), mesh_of(self.model)
-        there = memory_per_device(jax.local_devices()[:1] if mesh is None else mesh.local_devices)
+        there = self._memory()
         if there is not None and needed > there:
             raise GenerationError(
-                f"the cache for {shape.rows} x {shape.slots:,} tokens takes {needed / 2**30:,.1f} GiB on each "
-                f"device, which has {there / 2**30:,.1f}; give a smaller --max-tokens or --batch-size, or shorter "
-                "prompts"
+                f"{what} {needed / 2**30:,.1f} GiB on each device, which has {there / 2**30:,.1f}; {way_out}"
             )
-
-    def _continue(
-        self, programs: Programs, requests: Sequence[Request], settings: GenerationSettings
-    ) -> Iterator[Piece]:
-        """Reads the prompts of a batch, a row for each request, and yields pieces until every text has ended."""
-        prompts = [request.prompt for request in requests]
-        seeds = np.zeros(programs.shape.rows, np.uint32)
-        seeds[: len(requests)] = [(settings.seed + request.index) % MAX_SEED for request in requests]
-        choose = programs.sampler(settings, self._num_ids)
-        read = self._prefill(programs, prompts)
-        started = time.perf_counter()
-        choice = choose(read, programs.seen(prompts), seeds)
-        for left in reversed(range(settings.max_tokens)):
-            current = choice
-            if left:  # the devices are at the next token while the host hands out this one
-                read = programs.decode(read, current.tokens)
-                choice = choose(read, current.seen, seeds)
-            pieces = _pieces(requests, current)
-            self.speed.decode_tokens += len(pieces) if left + 1 < settings.max_tokens else 0
-            self.speed.decode_seconds += time.perf_counter() - started
-            yield from pieces
-            self.speed.cut_texts += sum(
-                piece.result is not None and piece.result.finish == "context" for piece in pieces
-            )
-            if all(request.finish is not None for request in requests):
-                return
-            started = time.perf_counter()
-
-    def _prefill(self, programs: Programs, prompts: Sequence[NDArray[np.int32]]) -> Read:
-        started = time.perf_counter()
-        longest = max(map(len, prompts))
-        read = programs.prefill(prompts, lambda read: self._progress(min(read, longest), longest))
-        self.speed.prefill_seconds += time.perf_counter() - started
-        self.speed.prefill_tokens += sum(map(len, prompts))
-        return read
-
-
-def _valid(index: int, prompt: str) -> str:
-    try:
-        prompt.encode()
-    except UnicodeEncodeError:
-        raise GenerationError(f"prompt {index} is not UTF-8") from None
-    return prompt
-
-
-def _pieces(requests: Sequence[Request], choice: Choice) -> list[Piece]:
-    """Returns a piece for each text that has not ended; waits until the chosen tokens are computed."""
-    tokens, logprobs = np.asarray(choice.tokens), np.asarray(choice.logprobs)
-    pieces = []
-    for request, token, logprob in zip(requests, tokens.tolist(), logprobs.tolist(), strict=False):
-        if request.finish is None:
-            if not math.isfinite(logprob):
-                raise GenerationError(
-                    f"the logits after prompt {request.index} are not finite: the weights are damaged"
-                )
-            pieces.append(request.add(token, logprob))
-    return pieces
 
 
 def _power_of_two(size: int, least: int) -> int:

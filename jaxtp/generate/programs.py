@@ -1,12 +1,16 @@
-"""The compiled programs of a generator: they read a chunk of each prompt, read a token of each row, and choose tokens.
+"""The compiled programs of a generator: one reads tokens of prompts, the other makes tokens, several in one call.
 
-Prompts are read in chunks of one size, so that one program does for any length, and attention scores never exist for
-more than a chunk of queries. The cache is donated to each program, which writes into it in place.
+Both end by choosing tokens, so that logits never leave the devices. The memory is donated to each program, which
+writes into it in place. What the host has to say of the rows (tokens, lengths, seeds) are a few numbers, given with
+each call. A call returns before its tokens are there, with the state: who is interrupted while waiting for them still
+has it. There must be no other call before they are, for virtual CPU devices can hang where many programs are under
+way.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
@@ -24,15 +28,20 @@ from numpy.typing import NDArray
 from jaxtp.collectives import batch_spec, constrain
 from jaxtp.generate.sampling import sample
 from jaxtp.generate.settings import GenerationSettings
-from jaxtp.layers.cache import STACK_SPEC, Cache
-from jaxtp.models.decoder import Decoder
+from jaxtp.layers.cache import LAYER_SPEC, Memories, NewTokens
+from jaxtp.mesh import batch_parts, mesh_sizes
+from jaxtp.models.decoder import Ends
+from jaxtp.models.reader import Reader
 
 Ids = NDArray[np.int32]
+
+MAX_STEPS = 32
+"""Most tokens of a row that one call makes."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes that programs are compiled for."""
+    """The sizes of a memory."""
 
     rows: int
     """Number of sequences on all devices together; divisible by dp * fsdp."""
@@ -40,160 +49,296 @@ class Shape:
     slots: int
     """Number of tokens that a row can have at most."""
 
-    chunk: int
-    """Number of tokens of each prompt to read at a time."""
+
+@dataclass(frozen=True)
+class State:
+    """Arrays that the devices hold between calls."""
+
+    memories: Memories
+
+    seen: Array | None = None
+    """Whether a row has a token, `[rows, V]`; None where no setting asks for it."""
 
 
 @dataclass(frozen=True)
-class Read:
-    """The state of the model after the tokens that have been read."""
+class Packed:
+    """Tokens of prompts to read, in one sequence for each part of the batch, and what the host knows of the rows.
 
-    cache: Cache
+    P is the number of parts, C the length of a sequence, R the rows of a part.
+    """
 
-    logits: Array
-    """Logits `[rows, V]` after the last token of each row."""
+    ids: Ids
+    """`[P, C]`."""
+
+    rows: Ids
+    """Row of each token among those of its part, `[P, C]`; -1 for padding."""
+
+    positions: Ids
+    """Position of each token in its row, `[P, C]`."""
+
+    last: Ids
+    """Where in the sequence the last token of a row's prompt is, `[P, R]`; -1 where it is not in it."""
+
+    continued: bool
+    """Whether a sequence begins with tokens of a row that has others before them."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The next token of each row, perhaps not computed yet."""
+class Rows:
+    """Numbers that the host knows of the rows, `[rows]` each."""
+
+    tokens: Ids
+    """Token of a row that has been chosen last, and is to be read."""
+
+    lengths: Ids
+    """Number of tokens of a row that have been read."""
+
+    left: Ids
+    """Number of tokens that are still to be chosen; 0 for a row that makes none."""
+
+    seeds: NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Tokens that are being chosen, and their log-probabilities, `[steps, rows]` each."""
 
     tokens: Array
-    """Tokens `[rows]` int32."""
-
     logprobs: Array
-    """Log-probabilities `[rows]` float32 of the tokens, under the model as it is."""
+    steps: Array | int
+    """Number of steps that were made; what is in later ones means nothing."""
 
-    seen: Array
-    """Whether a row has a token, `[rows, V]`; these tokens are included."""
-
-
-Sampler = Callable[[Read, Array, NDArray[np.uint32]], Choice]
-"""Chooses tokens from the logits, the tokens that each row has (a donated array), and the seed of each row."""
-
-
-def read_chunk(model: Decoder, cache: Cache, logits: Array, ids_BT: Array, counts_B: Array) -> tuple[Cache, Array]:
-    """Reads the next `counts_B` tokens of each row, of T; returns the cache and the logits after the last of them.
-
-    Rows without a next token keep the logits that they had.
-    """
-    cache, x_BTD = model.extend(cache, ids_BT, counts_B)
-    is_last = jnp.arange(ids_BT.shape[1]) == counts_B[:, None] - 1
-    # A one-hot sum: a look-up along T, which sequence parallelism splits, would gather the whole of x.
-    last_B1D = jnp.sum(jnp.where(is_last[..., None], x_BTD, 0), axis=1, keepdims=True)
-    found = model.logits_of_hidden(last_B1D)[:, 0].astype(logits.dtype)
-    return cache, constrain(jnp.where(counts_B[:, None] > 0, found, logits), batch_spec(None))
-
-
-def read_token(model: Decoder, cache: Cache, tokens_B: Array) -> tuple[Cache, Array]:
-    """Reads a token of each row; returns the cache and the logits `[B, V]` after it."""
-    cache, x_B1D = model.extend(cache, tokens_B[:, None], jnp.ones_like(tokens_B))
-    return cache, constrain(model.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
+    def wait(self) -> tuple[list[list[int]], list[list[float]]]:
+        """Returns them, step by step, once they are computed."""
+        steps = int(self.steps)
+        return np.asarray(self.tokens)[:steps].tolist(), np.asarray(self.logprobs)[:steps].tolist()
 
 
 class Programs:
-    """A model's programs for one shape, each compiled once.
+    """The programs for one shape of memory and one way to choose, each compiled when it is first needed.
 
     Args:
-      model: runs on the mesh that it was built on.
-      shape: the sizes to compile for.
+      reader: the model.
+      mesh: the mesh of it; None without one.
+      shape: the sizes.
+      settings: say how tokens are chosen.
+      num_ids: number of ids that have a meaning.
+      end_ids: tokens that end a text.
     """
 
-    def __init__(self, model: Decoder, shape: Shape):
-        self.shape = shape
-        self._config = model.config
-        self._mesh = mesh_of(model)
-        graph, self._state = nnx.split(model)
+    def __init__(
+        self,
+        reader: Reader,
+        mesh: Mesh | None,
+        shape: Shape,
+        settings: GenerationSettings,
+        num_ids: int,
+        end_ids: frozenset[int],
+    ):
+        self.shape, self.compile_seconds = shape, 0.0
+        self._mesh, self._config = mesh, reader.config
+        self._parts = 1 if mesh is None else batch_parts(mesh_sizes(mesh))
+        self._end_ids = sorted(end_ids)
+        self._penalises = settings.repetition_penalty != 1
+        self._sample = partial(sample, settings=settings, num_ids=num_ids)
+        self._graph, self._weights = nnx.split(reader)
+        self._compiled: dict[Any, Any] = {}
 
-        def bound(function: Any) -> Any:
-            return lambda state, *arguments: function(nnx.merge(graph, state), *arguments)
+    @property
+    def lengths(self) -> list[int]:
+        """Lengths of the sequences for which a program that reads is compiled."""
+        return [key[1] for key in self._compiled if key[0] == "read"]
 
-        ids, counts = map(self._from_host, self._chunk([], 0))
-        chunks, tokens = jax.jit(bound(read_chunk), donate_argnums=(1, 2)), jax.jit(bound(read_token), donate_argnums=1)
+    def state(self, memories: Memories | None = None) -> State:
+        """Returns the state of rows, empty or with a memory."""
+        if memories is None:
+            memories = self._program("empty", self._empty, (), ())(self._weights)
+        if not self._penalises:
+            return State(memories)
+        seen = np.zeros((self.shape.rows, self._config.vocab_size), np.bool_)
+        return State(memories, jax.device_put(seen, self._sharding(batch_spec(None))))
+
+    def note(self, state: State, prompts: dict[int, Ids]) -> State:
+        """Returns the state with the tokens of prompts, by row, where repetition is penalised."""
+        if state.seen is None or not prompts:
+            return state
+        fresh, seen = np.zeros(self.shape.rows, np.bool_), np.zeros(state.seen.shape, np.bool_)
+        for row, ids in prompts.items():
+            fresh[row], seen[row, ids] = True, True
         with within(self._mesh):
-            self._create = jax.jit(bound(self._empty)).lower(self._state).compile()
-            start = self._create(self._state)
-            self._start = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), start)
-            self._read_chunk = chunks.lower(self._state, *self._start, ids, counts).compile()
-            self._read_token = tokens.lower(self._state, self._start[0], counts).compile()
-        self._samplers: dict[tuple[GenerationSettings, int], Any] = {}
+            return State(state.memories, _noted(state.seen, seen, fresh))
 
-    def prefill(self, prompts: Sequence[Ids], progress: Callable[[int], None] = lambda read: None) -> Read:
-        """Reads prompts, at most one for each row, none longer than the slots, and waits until they are read.
+    def read(self, state: State, packed: Packed, rows: Rows) -> tuple[State, Chosen]:
+        """Reads tokens of prompts, and chooses the first token of each row whose prompt ends among them.
 
         Args:
-          prompts: the ids of each prompt.
-          progress: called after each chunk with the number of tokens of each prompt that have been read.
+          state: the state, donated.
+          packed: the tokens; none of a row may be read before those before it.
+          rows: seeds, and the lengths of prompts.
         """
-        read = Read(*self._create(self._state))
-        for start in range(0, max(map(len, prompts)), self.shape.chunk):
-            read = Read(*self._read_chunk(self._state, read.cache, read.logits, *self._chunk(prompts, start)))
-            read.logits.block_until_ready()  # virtual CPU devices can hang where many programs are under way
-            progress(start + self.shape.chunk)
-        return read
+        key = ("read", packed.ids.shape[1], packed.continued)
+        arrays = packed.ids, packed.rows, packed.positions, packed.last, rows.lengths, rows.seeds
+        function = partial(self._read, packed.continued)
+        arguments = *_parts_of(state), *arrays
+        memories, seen, tokens, logprobs = self._program(key, function, arguments, (0, 1))(self._weights, *arguments)
+        return State(memories, seen), Chosen(tokens, logprobs, 1)
 
-    def decode(self, read: Read, tokens: Array) -> Read:
-        """Reads a token of each row; the cache is donated."""
-        return Read(*self._read_token(self._state, read.cache, tokens))
+    def decode(self, state: State, rows: Rows, steps: int, *, waiting: bool) -> tuple[State, Chosen]:
+        """Makes tokens until all rows have ended.
 
-    def sampler(self, settings: GenerationSettings, num_ids: int) -> Sampler:
-        """Returns `sampling.sample` for the filters of some settings, compiled when it is first asked for."""
-        key = dataclasses.replace(settings, max_tokens=1, seed=0, stop=()), num_ids
-        if key not in self._samplers:
-            cache, logits = self._start
-            seeds = self._from_host(np.zeros(self.shape.rows, np.uint32))
-            function = jax.jit(partial(sample, settings=settings, num_ids=num_ids), donate_argnums=1)
-            with within(self._mesh):
-                lowered = function.lower(logits, self.seen([]), seeds, cache.lengths)
-                self._samplers[key] = lowered.compile()
-        compiled = self._samplers[key]
-        return lambda read, seen, seeds: Choice(*compiled(read.logits, seen, seeds, read.cache.lengths))
+        Args:
+          state: the state, donated.
+          rows: the rows.
+          steps: tokens of a row after which it comes back, at most `MAX_STEPS`.
+          waiting: come back as soon as a row has ended, for its place is wanted.
+        """
+        program, arguments = self._decoding(state, rows, steps, waiting)
+        memories, seen, tokens, logprobs, done = program(self._weights, *arguments)
+        return State(memories, seen), Chosen(tokens, logprobs, done)
 
-    def seen(self, prompts: Sequence[Ids]) -> Array:
-        """Returns whether each prompt has a token, `[rows, V]`."""
-        seen = np.zeros((self.shape.rows, self._config.vocab_size), np.bool_)
-        for row, prompt in enumerate(prompts):
-            seen[row, prompt] = True
-        return jax.device_put(seen, self._sharding(batch_spec(None)))
+    def compiled_decode(self, state: State) -> Any:
+        """Returns the compiled program that makes tokens; the state and the model's arrays may be abstract."""
+        none = np.zeros(self.shape.rows, np.int32)
+        return self._decoding(state, Rows(none, none, none, none.astype(np.uint32)), 1, False)[0]
 
-    def _empty(self, model: Decoder) -> tuple[Cache, Array]:
-        """Returns an empty cache, and logits that mean nothing."""
-        logits = jnp.zeros((self.shape.rows, self._config.vocab_size), self._config.precision.logits)
-        return model.empty_cache(self.shape.rows, self.shape.slots), constrain(logits, batch_spec(None))
+    def _decoding(self, state: State, rows: Rows, steps: int, waiting: bool) -> tuple[Any, tuple[Any, ...]]:
+        given = rows.tokens, rows.lengths, rows.left, rows.seeds, np.int32(steps), np.bool_(waiting)
+        arguments = *_parts_of(state), *given
+        return self._program("decode", self._decode, arguments, (0, 1)), arguments
 
-    def _chunk(self, prompts: Sequence[Ids], start: int) -> tuple[Ids, Ids]:
-        """Returns the next ids `[rows, chunk]` of the prompts, padded on the right, and how many each row has."""
-        ids = np.zeros((self.shape.rows, self.shape.chunk), np.int32)
-        counts = np.zeros(self.shape.rows, np.int32)
-        for row, prompt in enumerate(prompts):
-            part = prompt[start : start + self.shape.chunk]
-            ids[row, : len(part)], counts[row] = part, len(part)
-        return ids, counts
+    def _read(
+        self,
+        continued: bool,
+        reader: Reader,
+        memories: Memories,
+        seen: Array | None,
+        ids_PC: Array,
+        rows_PC: Array,
+        positions_PC: Array,
+        last_PR: Array,
+        lengths_B: Array,
+        seeds_B: Array,
+    ) -> tuple[Any, ...]:
+        new = NewTokens(positions_PC, rows_PC, continued)
+        x_PCD, memories = reader(ids_PC, memories, new)
+        # A product with ones: a look-up along C, which sequence parallelism splits, would gather the whole of x.
+        is_last = (last_PR[..., None] == jnp.arange(ids_PC.shape[1])).astype(x_PCD.dtype)
+        last_PRD = jnp.einsum("prc,pcd->prd", is_last, x_PCD, precision="highest")
+        last_B1D = constrain(last_PRD.reshape(self.shape.rows, 1, -1), batch_spec(None, None))
+        logits_BV = constrain(reader.logits_of_hidden(last_B1D)[:, 0], batch_spec(None))
+        tokens_B, logprobs_B, now = self._sample(logits_BV, seen, seeds_B, lengths_B)
+        if seen is not None and now is not None:  # of those whose prompt has ended
+            seen = constrain(jnp.where(last_PR.reshape(-1)[:, None] >= 0, now, seen), batch_spec(None))
+        return memories, seen, tokens_B[None], logprobs_B[None]
 
-    def _from_host(self, array: NDArray[Any]) -> jax.ShapeDtypeStruct:
-        """Returns the type to compile with for an array of the host, which goes to every device."""
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=self._sharding(P()))
+    def _decode(
+        self,
+        reader: Reader,
+        memories: Memories,
+        seen: Array | None,
+        tokens_B: Array,
+        lengths_B: Array,
+        left_B: Array,
+        seeds_B: Array,
+        steps: Array,
+        waiting: Array,
+    ) -> tuple[Any, ...]:
+        active_B, ends = left_B > 0, jnp.array(self._end_ids, jnp.int32)
+
+        def goes_on(carry: tuple[Any, ...]) -> Array:
+            step, *_, left_B, _, _ = carry
+            full = jnp.all((left_B > 0) == active_B)
+            return (step < steps) & jnp.any(left_B > 0) & (full | ~waiting)
+
+        def make(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            step, memories, seen, tokens_B, lengths_B, left_B, made, logprobs = carry
+            going_B = left_B > 0
+            places_B = jnp.where(going_B, lengths_B, self.shape.slots)  # a row that has ended writes nothing
+            new = NewTokens(constrain(places_B[:, None], batch_spec(None)))
+            x_B1D, memories = reader(tokens_B[:, None], memories, new)
+            lengths_B = lengths_B + going_B
+            logits_BV = constrain(reader.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
+            tokens_B, logprobs_B, seen = self._sample(logits_BV, seen, seeds_B, lengths_B)
+            ended_B = jnp.any(tokens_B[:, None] == ends, axis=1)
+            left_B = jnp.where(going_B & ~ended_B, left_B - 1, 0)
+            made, logprobs = made.at[step].set(tokens_B), logprobs.at[step].set(logprobs_B)
+            return step + 1, memories, seen, tokens_B, lengths_B, left_B, made, logprobs
+
+        made = jnp.zeros((MAX_STEPS, self.shape.rows), jnp.int32)
+        begin = (jnp.int32(0), memories, seen, tokens_B, lengths_B, left_B, made, made.astype(jnp.float32))
+        done, memories, seen, *_, made, logprobs = lax.while_loop(goes_on, make, begin)
+        return memories, seen, made, logprobs, done
+
+    def _empty(self, reader: Reader) -> Memories:
+        return reader.empty(self.shape.rows, self.shape.slots)
+
+    def _program(self, key: Any, function: Callable[..., Any], arguments: Any, donate: tuple[int, ...]) -> Any:
+        """Returns the program of a function of the model and some arguments, compiled when it is first asked for."""
+        if key not in self._compiled:
+            started = time.perf_counter()
+            self._compiled[key] = self._compile(function, arguments, donate)
+            self.compile_seconds += time.perf_counter() - started
+        return self._compiled[key]
+
+    def _compile(self, function: Callable[..., Any], arguments: Any, donate: tuple[int, ...]) -> Any:
+        def program(weights: nnx.State, *arguments: Any) -> Any:
+            return function(nnx.merge(self._graph, weights), *arguments)
+
+        types = jax.tree.map(self._type, arguments)
+        with within(self._mesh):
+            jitted = jax.jit(program, donate_argnums=[index + 1 for index in donate])
+            return jitted.lower(self._weights, *types).compile()
+
+    def _type(self, array: Any) -> jax.ShapeDtypeStruct:
+        """Returns the type to compile with; arrays of the host go to every device."""
+        if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
+        return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=self._sharding(P()))
 
     def _sharding(self, spec: P) -> NamedSharding | None:
         return None if self._mesh is None else NamedSharding(self._mesh, spec)
 
 
-def cache_bytes(model: Decoder, shape: Shape) -> int:
+@partial(jax.jit, donate_argnums=0)
+def _noted(seen: Array, given: Array, fresh: Array) -> Array:
+    return constrain(jnp.where(fresh[:, None], given, seen), batch_spec(None))
+
+
+def _parts_of(state: State) -> tuple[Memories, Array | None]:
+    return state.memories, state.seen
+
+
+def same_choice(settings: GenerationSettings) -> GenerationSettings:
+    """Returns what of some settings a program depends on."""
+    return dataclasses.replace(settings, max_tokens=1, seed=0, stop=())
+
+
+def grown(memories: Memories, slots: int, mesh: Mesh | None) -> Memories:
+    """Returns a memory with more slots, donated."""
+    sharding = None if mesh is None else NamedSharding(mesh, LAYER_SPEC)
+
+    def grow(memories: Memories) -> Memories:
+        return jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, slots - x.shape[2]), (0, 0))), memories)
+
+    larger: Memories = jax.jit(grow, out_shardings=sharding)(memories)
+    return larger
+
+
+def memory_bytes(reader: Reader, mesh: Mesh | None, shape: Shape) -> int:
     """Returns the bytes of keys and values on each device."""
-    mesh = mesh_of(model)
     with within(mesh):
-        cache = jax.eval_shape(lambda: model.empty_cache(shape.rows, shape.slots))
-    arrays = jax.tree.leaves(cache.memories)
-    shards = (a.shape if mesh is None else NamedSharding(mesh, STACK_SPEC).shard_shape(a.shape) for a in arrays)
+        memories = jax.eval_shape(lambda: reader.empty(shape.rows, shape.slots))
+    arrays = jax.tree.leaves(memories)
+    shards = (a.shape if mesh is None else NamedSharding(mesh, LAYER_SPEC).shard_shape(a.shape) for a in arrays)
     return sum(math.prod(shard) * array.dtype.itemsize for shard, array in zip(shards, arrays, strict=True))
 
 
 def within(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """Returns what has a mesh in context, if there is one."""
+    """Returns a context in which the mesh is current, if there is one."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
-def mesh_of(model: Decoder) -> Mesh | None:
+def mesh_of(model: Ends) -> Mesh | None:
     """Returns the mesh that a model was built on, or None."""
     sharding = jnp.asarray(model.norm.scale[...]).sharding
     return sharding.mesh if isinstance(sharding, NamedSharding) else None  # type: ignore[return-value]

@@ -88,6 +88,11 @@ class Request:
         self._longest: Finish = "length" if room >= settings.max_tokens else "context"
         self._end_ids = end_ids
 
+    @property
+    def left(self) -> int:
+        """Number of tokens that may still come."""
+        return 0 if self.finish else self._max_tokens - len(self._ids)
+
     def add(self, token: int, logprob: float) -> Piece:
         """Takes the next token and returns its piece of text; if it was the last one, `finish` is then set."""
         text = ""

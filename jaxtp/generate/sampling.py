@@ -19,13 +19,19 @@ _LEAST = float(jnp.finfo(jnp.float32).tiny)
 
 
 def sample(
-    logits_BV: Array, seen_BV: Array, seeds_B: Array, positions_B: Array, *, settings: GenerationSettings, num_ids: int
-) -> tuple[Array, Array, Array]:
+    logits_BV: Array,
+    seen_BV: Array | None,
+    seeds_B: Array,
+    positions_B: Array,
+    *,
+    settings: GenerationSettings,
+    num_ids: int,
+) -> tuple[Array, Array, Array | None]:
     """Chooses the next token of each row; each device does so for its own rows.
 
     Args:
       logits_BV: logits of the model.
-      seen_BV: whether the row has a token already, for the repetition penalty.
+      seen_BV: whether the row has a token already, for the repetition penalty; None where there is none.
       seeds_B: the seed of each row.
       positions_B: number of tokens in each row; with its seed it alone decides the row's random numbers.
       settings: the filters.
@@ -36,19 +42,20 @@ def sample(
       filters; both are on every device; and `seen_BV` with the tokens in it.
     """
     row, rows = batch_spec(), batch_spec(None)
+    seen_spec = None if seen_BV is None else rows
     choose = device_view(
         jax.vmap(partial(_choose, settings=settings, num_ids=num_ids)),
         "sample",
-        in_specs=(rows, rows, row, row),
-        out_specs=(row, row, rows),
+        in_specs=(rows, seen_spec, row, row),
+        out_specs=(row, row, seen_spec),
     )
     tokens, logprobs, seen_BV = choose(logits_BV, seen_BV, seeds_B, positions_B)
-    return constrain(tokens, P()), constrain(logprobs, P()), constrain(seen_BV, rows)
+    return constrain(tokens, P()), constrain(logprobs, P()), None if seen_BV is None else constrain(seen_BV, rows)
 
 
 def _choose(
-    logits: Array, seen: Array, seed: Array, position: Array, *, settings: GenerationSettings, num_ids: int
-) -> tuple[Array, Array, Array]:
+    logits: Array, seen: Array | None, seed: Array, position: Array, *, settings: GenerationSettings, num_ids: int
+) -> tuple[Array, Array, Array | None]:
     """Chooses the next token of one row, from its logits `[V]`."""
     logits = jnp.where(jnp.arange(logits.size) < num_ids, logits.astype(jnp.float32), -jnp.inf)
     filtered = apply_filters(logits, seen, settings)
@@ -56,12 +63,13 @@ def _choose(
         token = jnp.argmax(filtered)
     else:
         token = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), filtered)
-    return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token], seen | (jnp.arange(seen.size) == token)
+    now = None if seen is None else seen | (jnp.arange(seen.size) == token)
+    return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token], now
 
 
-def apply_filters(logits: Array, seen: Array, settings: GenerationSettings) -> Array:
+def apply_filters(logits: Array, seen: Array | None, settings: GenerationSettings) -> Array:
     """Returns the logits `[V]` to draw from; filters that are off cost nothing."""
-    if settings.repetition_penalty != 1:
+    if settings.repetition_penalty != 1 and seen is not None:
         logits = penalise(logits, seen, settings.repetition_penalty)
     if settings.temperature > 0:
         logits = (logits - jnp.max(logits)) / max(settings.temperature, _LEAST)

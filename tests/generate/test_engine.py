@@ -3,6 +3,7 @@
 import dataclasses
 from functools import cache
 
+import accounts
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,14 +13,16 @@ from flax import nnx
 from support import random_weights, state_on_mesh, sweep, without_mesh
 
 import jaxtp
-from jaxtp.audit.hlo import count_collectives_in_hlo
 from jaxtp.config import ConfigError
 from jaxtp.data.manifest import BYTES, TokenizerInfo
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate import programs as programs_module
-from jaxtp.generate.engine import GenerationError
-from jaxtp.generate.programs import Programs, Shape, cache_bytes
+from jaxtp.generate.programs import Chosen, Programs, Shape
+from jaxtp.generate.scheduler import GenerationError
+from jaxtp.layers.costs import Share
 from jaxtp.mesh import mesh_sizes, sized
+from jaxtp.models.costs import costs_of
+from jaxtp.models.reader import reading_bytes
 
 CONFIG = jaxtp.ModelConfig(
     vocab_size=259, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3
@@ -31,6 +34,9 @@ SETTINGS = jaxtp.GenerationSettings(max_tokens=TOKENS)
 SAMPLED = jaxtp.GenerationSettings(
     max_tokens=TOKENS, temperature=1.2, top_k=100, top_p=0.95, min_p=0.001, repetition_penalty=1.2, seed=7
 )
+
+
+SAMPLED_FROM = lambda seed: dataclasses.replace(SAMPLED, seed=seed)
 
 
 def build(config=CONFIG):
@@ -80,10 +86,10 @@ def test_greedy_is_the_argmax_of_the_plain_model(mesh):
         assert result.ids == greedy(prompt)
         assert result.text.encode() == bytes(result.ids).decode(errors="replace").encode()
         assert (result.finish, result.prompt_tokens) == ("length", len(prompt.encode()))
-    speed = generator.speed
-    assert speed.prefill_tokens == sum(len(prompt.encode()) for prompt in PROMPTS)
-    assert speed.decode_tokens == len(PROMPTS) * (TOKENS - 1)
-    assert min(speed.prefill_seconds, speed.decode_seconds, speed.compile_seconds) > 0
+    timing = generator.speed.timing
+    assert timing.prefill_tokens == sum(len(prompt.encode()) for prompt in PROMPTS)
+    assert timing.decode_tokens == len(PROMPTS) * (TOKENS - 1)
+    assert min(timing.prefill_seconds, timing.decode_seconds, generator.speed.compile_seconds) > 0
 
 
 def test_logprobs_are_those_of_the_model():
@@ -107,28 +113,131 @@ def test_a_seed_gives_the_same_text_in_any_batch_and_on_any_mesh(mesh):
     assert one().generate(PROMPTS[:1], dataclasses.replace(SAMPLED, seed=8))[0].ids != together[0].ids
 
 
-def test_each_program_is_compiled_once(monkeypatch):
-    made = []
-    monkeypatch.setattr("jaxtp.generate.engine.Programs", lambda *a: made.append(a[1]) or Programs(*a))
+def test_each_program_is_compiled_once():
     generator = generator_on(None, batch_size=2)
     for prompts in (PROMPTS, [PROMPTS[2]] * 5, PROMPTS):
         assert len(generator.generate(prompts, SETTINGS)) == len(prompts)
-    assert made == [Shape(rows=2, slots=64, chunk=16)]
-    assert generator.speed.shape == made[0]
+        assert generator.speed.shape == Shape(rows=2, slots=64)
+    (programs,) = generator._programs.values()
+    assert set(programs._compiled) == {("read", 16, False), ("read", 16, True), "decode", "empty"}
+    assert generator.speed.compile_seconds == 0, "of the last call"
 
 
-def test_reading_writes_in_place_and_moves_nothing_of_the_cache():
-    """The compiler adds one collective to those that the layers write: the gather of the last logits."""
-    mesh = jaxtp.make_mesh(1, 2, 4)
-    programs = Programs(model_on((1, 2, 4)), Shape(rows=4, slots=64, chunk=16))
-    assert (
-        cache_bytes(model_on((1, 2, 4)), programs.shape) == 2 * 2 * 2 * 64 * 1 * 4 * 4
-    )  # k and v, layers, rows, slots, head, floats
-    for compiled, tokens in ((programs._read_chunk, 16), (programs._read_token, 1)):
-        assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes(model_on((1, 2, 4)), programs.shape)
-        found = count_collectives_in_hlo(compiled.as_text(), mesh_sizes(mesh))
-        largest = max(c.bytes for c in found if "fsdp" not in c.axes)
-        assert largest <= max(2 * tokens * CONFIG.d_model * 4, 2 * 260 * 4), "activations, or logits of two rows"
+def test_rows_that_end_make_room_and_no_prompt_is_padded():
+    """Of many prompts of many lengths, with texts of many lengths: each text is that of the prompt alone, every token
+    is read once, and a row is never empty while prompts wait."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, length).tolist() for length in rng.integers(1, 40, 25)]
+    ends = frozenset(range(0, 256, 9))
+    alone, calls = generator_on(None, end_ids=ends, batch_size=1), []
+    expected = [alone.generate([prompt], SAMPLED_FROM(index))[0] for index, prompt in enumerate(prompts)]
+    assert len({len(result.ids) for result in expected}) > 4
+    for mesh, rows in ((None, 3), ((2, 1, 2), 4)):
+        generator = generator_on(mesh, end_ids=ends, batch_size=rows)
+        found = generator.generate(prompts, SAMPLED_FROM(0))
+        assert [result.ids for result in found] == [result.ids for result in expected]
+        assert [result.finish for result in found] == [result.finish for result in expected]
+        timing = generator.speed.timing
+        assert (timing.prefill_tokens, timing.kept_tokens) == (sum(map(len, prompts)), 0)
+        calls.append(timing)
+
+
+def test_a_conversation_is_read_on_from_what_the_cache_has(monkeypatch):
+    """Also when an answer is given up, when another is asked for, and when the memory has to grow."""
+    monkeypatch.setattr("jaxtp.generate.engine.CHAT_SLOTS", 64)
+    generator, plain = generator_on(None), generator_on(None)
+    first = list(b"what is this?")
+    (answer,) = (piece.result for piece in generator.stream([first], SETTINGS, keep=True) if piece.result)
+    turns = [[*first, *answer.ids, *b" and that?"], [*first, *b" no"], [*first, *b" no", *range(97, 97 + 60)]]
+    known = [[*first, *answer.ids[:-1]]]
+    for turn in turns:
+        pieces = generator.stream([turn], SETTINGS, keep=True)
+        begun = [next(pieces) for _ in range(4)]
+        assert [piece.token for piece in begun] == list(plain.generate([turn], SETTINGS)[0].ids[:4])
+        pieces.close()
+        kept = next(i for i, (a, b) in enumerate(zip(known[-1] + [-1], turn, strict=False)) if a != b)
+        timing = generator.speed.timing
+        assert (timing.kept_tokens, timing.prefill_tokens) == (kept, len(turn) - kept)
+        known.append([*turn, *(piece.token for piece in begun)][: len(generator._rows[0].ids)])
+    assert generator.speed.shape == Shape(rows=1, slots=128)
+    (result,) = generator.generate([turns[-1]], SETTINGS)
+    assert generator.speed.timing.kept_tokens == 0, "nothing is kept unless it is asked for"
+    assert result.ids == plain.generate([turns[-1]], SETTINGS)[0].ids
+
+
+def test_what_failed_is_not_gone_on_from(monkeypatch):
+    generator, decode = generator_on(None), Programs.decode
+    expected = generator.generate(PROMPTS, SETTINGS)
+
+    def fail(*arguments, **options):
+        decode(*arguments, **options)
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Programs, "decode", fail)
+        with pytest.raises(MemoryError):
+            generator.generate(PROMPTS, SETTINGS)
+    assert generator._rows == []
+    assert generator.generate(PROMPTS, SETTINGS) == expected
+
+
+def test_an_interrupt_while_tokens_are_made_loses_none_that_were_read(monkeypatch):
+    generator, wait = generator_on(None), Chosen.wait
+    expected = generator_on(None).generate(PROMPTS[2:3], SETTINGS)
+    calls = iter(range(100))
+
+    def interrupted(chosen):
+        if next(calls) == 5:  # three parts of the prompt, and two tokens
+            raise KeyboardInterrupt
+        return wait(chosen)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxtp.generate.engine.CHAT_SLOTS", 64)
+        patch.setattr(Chosen, "wait", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(generator.stream(PROMPTS[2:3], SETTINGS, keep=True))
+    found = [piece.result for piece in generator.stream(PROMPTS[2:3], SETTINGS, keep=True) if piece.result]
+    assert [result.ids for result in found] == [result.ids for result in expected]
+    assert generator.speed.timing.prefill_tokens == 1
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.0, TOKENS - 1), (1e6, 4)])  # 1, 2, 4, and the rest
+def test_several_tokens_in_a_call_are_those_of_one_in_each(seconds, calls, monkeypatch):
+    expected, made, decode = one().generate(PROMPTS, SAMPLED), [], Programs.decode
+    monkeypatch.setattr("jaxtp.generate.scheduler.SECONDS_PER_CALL", seconds)
+    monkeypatch.setattr(Programs, "decode", lambda *a, **k: made.append(1) or decode(*a, **k))
+    assert one().generate(PROMPTS, SAMPLED) == expected
+    assert len(made) == calls
+
+
+WIDE = dataclasses.replace(
+    CONFIG,
+    d_model=128,
+    d_ff=512,
+    head_dim=32,
+    num_heads=4,
+    tie_embeddings=True,
+    precision=jaxtp.Precision(param="bfloat16"),
+)
+
+
+@pytest.mark.parametrize(("mesh", "rows"), [(None, 1), ((1, 1, 2), 4), ((1, 2, 2), 8)], ids=str)
+def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(mesh, rows):
+    """By the compiled loop: no copy, conversion, transposition or gather of as much as a kernel or a memory, and what
+    its instructions read is at most 1.1 times the weights and the cache."""
+    make = lambda: build(WIDE)
+    given = random_weights(make)
+    pair = without_mesh(make, given) if mesh is None else state_on_mesh(make, given, jaxtp.make_mesh(*mesh))
+    model = nnx.merge(*pair)
+    generator = jaxtp.Generator(model, ByteTokenizer(), batch_size=rows)
+    generator.generate(["a" * 50] * rows, dataclasses.replace(SETTINGS, max_tokens=2))
+    (programs,) = generator._programs.values()
+    compiled = programs.compiled_decode(generator._state)
+    held = reading_bytes(model, mesh_sizes(generator._mesh)) + generator.speed.cache_bytes
+    assert compiled.memory_analysis().alias_size_in_bytes >= generator.speed.cache_bytes
+    read, rearranged = accounts.bytes_of_a_turn(compiled.as_text(), least=2**13)
+    assert rearranged == []
+    assert held - 2**16 < read <= 1.1 * held
 
 
 def test_pieces_add_up_and_come_as_they_are_made():
@@ -270,7 +379,7 @@ def test_no_token_comes_after_the_learned_positions(context):
 
 
 def test_a_cache_beyond_the_memory_is_refused_before_it_is_made():
-    with pytest.raises(GenerationError, match=r"the cache for 1 x 2,147,483,648 tokens takes .* GiB on each device"):
+    with pytest.raises(GenerationError, match=r"a cache for 1 x 2,147,483,648 tokens, take .* GiB on each device"):
         one().generate(["a"], dataclasses.replace(SETTINGS, max_tokens=2**31 - 1))
 
 
@@ -278,3 +387,16 @@ def test_reading_a_long_prompt_is_told():
     told = []
     generator_on(None, progress=lambda *progress: told.append(progress)).generate(["a" * 40], SETTINGS)
     assert told == [(16, 40), (32, 40), (40, 40)]
+
+
+def test_prompts_are_read_in_parts_as_large_as_memory_allows(monkeypatch):
+    """On a GPU by what the layers declare; a CPU's cores are full before its memory is."""
+    generator = jaxtp.Generator(model_on(None), ByteTokenizer())
+    assert generator._most_read() == 512
+    share = Share(sizes=sized(), rows=1, length=2048, training=False, packed=True, platform="cuda")
+    working = costs_of(CONFIG, share).working
+    monkeypatch.setattr("jaxtp.generate.engine.platform_here", lambda: "cuda")
+    for memory, most in ((0, 512), (2 * working, 2048), (2**60, 8192)):
+        there = memory + generator._weight_bytes
+        monkeypatch.setattr("jaxtp.generate.engine.memory_per_device", lambda _, there=there: there)
+        assert generator._most_read() == most
