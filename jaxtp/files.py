@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,10 +47,15 @@ def sync_folder(folder: Path) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file that is there whole or not at all, whatever happens or others write; on disk when this returns."""
     partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
-    with partial.open("wb") as file:
-        file.write(content)
-        sync_file(file)
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            sync_file(file)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
     sync_folder(path.parent)
 
 

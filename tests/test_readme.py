@@ -1,5 +1,6 @@
 """What the README promises runs."""
 
+import io
 import json
 import re
 import runpy
@@ -204,6 +205,9 @@ def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypat
     sizes = {"vocab_size": 1024, "d_model": 16, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
     model = jaxtp.Decoder(jaxtp.ModelConfig(**sizes, d_ff=16), rngs=nnx.Rngs(0))
     jaxtp.save_hf(model, tmp_path / "models/llama", tokenizer_from=dataset)
+    (tmp_path / "models/llama/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
+    (tmp_path / "prompts.txt").write_text("def main(\nimport \n")
+    monkeypatch.setattr("sys.stdin", io.StringIO("well?\n/save chats.jsonl\n"))
     for name in ("jaxtp", "README.md"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
@@ -218,6 +222,7 @@ def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypat
     assert "\nweights from models/llama; adapters from models/adapters\n" in capsys.readouterr().out
     for whole in ("models/tuned", "models/merged", "models/whole"):
         assert jaxtp.read_config(whole) == jaxtp.read_config("models/llama")
+    assert len(json.loads(Path("chats.jsonl").read_text())["messages"]) == 2
     for adapters in ("models/adapters", "models/further"):
         assert json.loads(Path(f"{adapters}/adapter_config.json").read_text())["r"] == 8
     assert all((folder / "tokenizer.json").exists() for folder in Path("models").iterdir())

@@ -19,8 +19,9 @@ same texts, on any mesh and in any batch, but for rounding.
 
 python -m jaxtp.generate --model DIR --chat --temperature 0.7 --max-tokens 1000
 
-talks to a model that has a chat template. --mesh.tp splits the model and its cache over devices, virtual ones on a CPU.
-How fast prompts were read (prefill) and tokens made (decode) is said at the end, on standard error.
+talks to a model that has a chat template; /help there lists commands, such as /save. --mesh.tp splits the model and its
+cache over devices, virtual ones on a CPU. How fast prompts were read (prefill) and tokens made (decode) is said at the
+end, on standard error.
 """
 
 

@@ -1,77 +1,64 @@
-"""A chat: each line of input is answered, with the conversation before it in mind."""
+"""A chat: each text that is entered is answered, with the conversation before it in mind, or is a command."""
 
+import difflib
+import json
+import os
+import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
-import numpy as np
-
-from jaxtp.data.chat_tokenizer import SpecialTokens, rendered_tokenizer, without_noncharacters
-from jaxtp.data.template import ASSISTANT, ChatError, ChatTemplate, Message
-from jaxtp.data.tokenizer import Tokenizer
-from jaxtp.data.tokenizer_files import TokenizerError
-from jaxtp.generate.engine import GenerationError, Generator
-from jaxtp.generate.request import Piece
+from jaxtp.config import expand
+from jaxtp.data.chat_tokenizer import without_noncharacters
+from jaxtp.data.template import ASSISTANT, Message
+from jaxtp.entry import UserError
+from jaxtp.files import write_atomically, writing
+from jaxtp.generate.engine import Generator, Speed
+from jaxtp.generate.lines import Lines
+from jaxtp.generate.listener import Listener
+from jaxtp.generate.prompts import is_jsonl
+from jaxtp.generate.request import Finish
+from jaxtp.generate.scheduler import GenerationError, Timing
 from jaxtp.generate.settings import GenerationSettings
+from jaxtp.interrupt import Interrupt
+from jaxtp.reading import shown
 
-MAX_LINE = 2**24
-"""Number of characters that a line of input must stay below."""
+SEEDS = 2**31
+"""Number of seeds that a setting can have."""
+
+WAYS_OUT = "take the last turn back by /undo, or begin anew by /reset"
+GREETING = "(/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat)"
 
 
-class Listener:
-    """Turns a conversation into ids for the model: the template's special tokens are tokens, and a special token that a
-    message spells, also one of the model's, is text.
+class CommandError(UserError):
+    """A line that begins with a slash, and is no command or none that can be carried out."""
 
-    Earlier answers keep the ids that were generated, for as long as the template writes them as they were given. Where
-    it writes one otherwise, such as without its reasoning, the whole text is encoded anew.
 
-    Args:
-      tokenizer: the tokenizer of the model.
-      template: writes the conversation as one text.
-      special_tokens: special tokens that messages spell become tokens too, but for those of the model's messages.
+@dataclass(frozen=True)
+class Command:
+    """A command of a chat."""
 
-    Raises:
-      TokenizerError: the tokenizer's special tokens cannot be told from text.
-    """
+    help: str
+    """Says what it does."""
 
-    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, special_tokens: bool = False):
-        self._tokenizer, self._template = tokenizer, template
-        self._rendered = rendered_tokenizer(tokenizer)
-        self._entered = SpecialTokens(self._rendered.tokens, keep=special_tokens)
-        self._answered = SpecialTokens(self._rendered.tokens)
-        self._asked: tuple[str, list[int]] = "", []
-        self._known: tuple[str, list[int]] = "", []
+    action: Callable[[str], None]
+    """Does it, with what comes after the name."""
 
-    def ids(self, messages: Sequence[Message]) -> list[int]:
-        """Returns the ids of the conversation, up to where the model answers.
+    argument: str = ""
+    """Name of its argument, if it has one."""
 
-        Raises:
-          ChatError: the template refuses it, or a message holds a code point that is no character.
-        """
-        escaped = [
-            (self._answered if message["role"] == ASSISTANT else self._entered).escape(message) for message in messages
-        ]
-        marked = self._entered.mark(self._template.render(escaped))
-        text, ids = self._known
-        rest = marked.removeprefix(text)
-        if not (marked.startswith(text) and self._rendered.begins_afresh(rest)):
-            ids, rest = [], marked
-        self._asked = marked, [*ids, *self._encode(rest)]
-        return self._asked[1]
 
-    def answered(self, answer: str, ids: Sequence[int]) -> None:
-        """Remembers the ids of the answer to the conversation that `ids` was last called with.
+@dataclass(frozen=True)
+class Answer:
+    """An answer, as far as it came."""
 
-        Args:
-          answer: the text that was given; it may be shorter than the generated one, as before a stop text.
-          ids: the ids that were generated.
-        """
-        whole = self._tokenizer.decode(np.array(ids, np.int64)).decode(errors="replace") if ids else ""
-        text, asked = self._asked
-        self._known = (text + answer, [*asked, *ids]) if whole == answer else ("", [])
+    text: str
+    ids: tuple[int, ...]
 
-    def _encode(self, marked: str) -> list[int]:
-        ((ids, _),) = self._rendered.encode_batch([(marked, "")])
-        return list(ids.tolist())
+    finish: Finish | None
+    """None: it was interrupted."""
 
 
 def opening(system: str | None) -> list[Message]:
@@ -79,70 +66,201 @@ def opening(system: str | None) -> list[Message]:
     return [] if system is None else [{"role": "system", "content": system}]
 
 
-def converse(generator: Generator, listener: Listener, settings: GenerationSettings, system: str | None = None) -> None:
-    """Answers each line of standard input, knowing those before it, until there are no more.
+class Chat:
+    """A conversation on standard input and output; all else that is said goes to standard error.
 
     Args:
       generator: generates the answers.
       listener: turns the conversation into ids.
-      settings: settings for each answer; Ctrl-C stops one, and the conversation goes on with the part there is.
+      settings: settings for each answer.
       system: the system message.
-
-    Raises:
-      ChatError, TokenizerError, GenerationError: a line cannot be answered; a terminal shows the error instead, and the
-        conversation goes on without the line.
     """
-    messages = opening(system)
-    while (line := _read_line()) is not None:
-        asked = [*messages, {"role": "user", "content": line}]
+
+    def __init__(
+        self, generator: Generator, listener: Listener, settings: GenerationSettings, system: str | None = None
+    ):
+        self.speed = Speed()
+        """Speed of all turns together."""
+        self._generator, self._listener, self._settings = generator, listener, settings
+        self._opening = opening(system)
+        self._messages = self._opening
+        self._retries = 0
+        self._interrupt = Interrupt(signal.SIGINT)
+        self._lines = Lines()
+        self._commands = {
+            "/help": Command("lists the commands", self._help),
+            "/reset": Command("begins anew, with the system message if there is one", self._reset),
+            "/undo": Command("takes the last text and its answer back", self._undo),
+            "/retry": Command("answers the last text again, with another seed", self._retry),
+            "/save": Command("writes the conversation into a new file, for jaxtp.prepare", self._save, " FILE.jsonl"),
+        }
+
+    def run(self) -> None:
+        """Answers each text that is entered, and carries out commands, until there are no more.
+
+        Ctrl-C stops an answer, and the conversation goes on with the part there is.
+
+        Raises:
+          UserError: a text cannot be answered, or a command not carried out; a terminal shows the error instead, and
+            the conversation goes on as it was before.
+        """
+        if self._lines.terminal:
+            _say(GREETING)
+        while True:
+            try:
+                text = self._lines.read()
+                if text is None:
+                    return
+                self._take(text)
+            except UserError as error:
+                if not self._lines.terminal:
+                    raise
+                _say(f"{error}")
+
+    def check(self) -> None:
+        """Raises `KeyboardInterrupt` if the answer is to be stopped; to be called after each part of a long prompt."""
+        self._interrupt.check()
+
+    def _take(self, text: str) -> None:
+        """Takes a text; only one line can be a command, so that source code may begin with a slash."""
+        if "\n" in text or not text.startswith("/"):
+            return self._turn([*self._messages, {"role": "user", "content": text}])
+        if text.startswith("//"):
+            return self._turn([*self._messages, {"role": "user", "content": text[1:]}])
+        name, _, argument = text.strip().partition(" ")
+        command = self._commands.get(name)
+        if command is None:
+            close = difflib.get_close_matches(name, self._commands, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(self._commands)}"
+            raise CommandError(f"{shown(name, 40)} is no command; {hint} (//text is the text /text)")
+        if argument and not command.argument:
+            raise CommandError(f"{name} {shown(argument, 40)}: it takes nothing; enter {name} alone")
+        return command.action(argument.strip())
+
+    def _turn(self, asked: list[Message], retries: int = 0) -> None:
+        """Answers a conversation that ends with a text of the user's."""
         try:
-            answer, ids = _print_as_it_comes(generator.stream([listener.ids(asked)], settings))
-        except (ChatError, TokenizerError, GenerationError) as error:
-            if not sys.stdin.isatty():
+            ids = self._listener.ids(asked)
+            if problem := self._generator.limits.problem(ids, WAYS_OUT):
+                raise GenerationError(f"the conversation {problem}")
+            answer = self._answer(ids, retries)
+        except UserError as error:
+            if not self._lines.terminal:
                 raise
-            print(f"not answered, and forgotten: {error}", file=sys.stderr)
-            continue
-        listener.answered(answer, ids)
-        messages = [*asked, {"role": ASSISTANT, "content": without_noncharacters(answer)}]
-
-
-def _read_line() -> str | None:
-    """Returns the next line that is not blank; a terminal shows a prompt, and Ctrl-C discards an unfinished line."""
-    if sys.stdin is None:  # closed by who started this
+            return _say(f"not answered, and forgotten: {error}")
+        if answer.finish is None and not answer.ids:
+            return _say("(interrupted before there was an answer; the text is forgotten)")
+        self._listener.answered(answer.text, answer.ids)
+        self._messages = [*asked, {"role": ASSISTANT, "content": without_noncharacters(answer.text)}]
+        self._tell(len(ids) + len(answer.ids), answer)
         return None
-    terminal = sys.stdin.isatty()
-    while True:
-        if terminal:
-            print("> ", end="", file=sys.stderr, flush=True)
-        try:
-            line = sys.stdin.readline(MAX_LINE)
-        except UnicodeDecodeError:
-            raise ChatError("what was entered is not UTF-8") from None
-        except KeyboardInterrupt:
-            if not terminal:
-                raise
-            print("\n(Ctrl-D ends the chat)", file=sys.stderr)
-            continue
-        except OSError:  # the terminal is gone
-            return None
-        if len(line) == MAX_LINE:
-            raise ChatError(f"a line has {MAX_LINE:,} characters or more, which is too many")
-        if not line:
-            print(end="\n" if terminal else "", file=sys.stderr)
-            return None
-        if line.strip():
-            return line.removesuffix("\n")
+
+    def _answer(self, ids: list[int], retries: int) -> Answer:
+        """Prints an answer as it comes, and returns it."""
+        settings = replace(self._settings, seed=(self._settings.seed + retries) % SEEDS) if retries else self._settings
+        given: list[str] = []
+        made: list[int] = []
+        finish: Finish | None = None
+        pieces = self._generator.stream([ids], settings, keep=True)
+        # The signal is heeded where the generator can go on from its memory; a second one, at once.
+        self._interrupt = Interrupt(signal.SIGINT)
+        with closing(pieces), self._interrupt:  # type: ignore[type-var]  # a generator
+            try:
+                for piece in pieces:
+                    given.append(piece.text)
+                    made += [] if piece.token is None else [piece.token]
+                    finish = None if piece.result is None else piece.result.finish
+                    print(piece.text, end="", flush=True)
+                    if finish is None:
+                        self.check()
+            except KeyboardInterrupt:
+                pass
+        print(flush=True)
+        self.speed = _together(self.speed, self._generator.speed)
+        return Answer("".join(given), tuple(made), finish)
+
+    def _tell(self, used: int, answer: Answer) -> None:
+        """Says what a turn took, and what is left of the context.
+
+        Args:
+          used: number of tokens of the conversation, with the answer.
+          answer: the answer.
+        """
+        context, most = self._generator.limits.context, self._settings.max_tokens
+        if self._lines.terminal:
+            timing = self._generator.speed.timing
+            rate = f", {timing.decode_tokens / timing.decode_seconds:,.0f} tokens/s" if timing.decode_tokens else ""
+            cut = {None: "; interrupted", "length": f"; cut at --max-tokens {most}"}.get(answer.finish, "")
+            _say(
+                f"(read {timing.prefill_tokens:,} tokens, kept {timing.kept_tokens:,}, made {len(answer.ids):,}{rate}; "
+                f"{used:,} {'used' if context is None else f'of {context:,} used'}{cut})"
+            )
+        if context is None:
+            return
+        if answer.finish == "context":
+            _say(f"the answer is cut: the model's context of {context:,} tokens is full; {WAYS_OUT}")
+        elif context - used < min(most, context // 2):  # whoever asks for most of a context wants what there is
+            _say(
+                f"about {max(context - used, 0):,} tokens are left of {context:,}, and an answer may take {most:,} "
+                f"(--max-tokens); {WAYS_OUT}"
+            )
+
+    def _help(self, _: str) -> None:
+        names = {name + command.argument: command.help for name, command in self._commands.items()}
+        names |= {"//text": "is the text /text", "text\\": "goes on in the next line"}
+        width = max(map(len, names))
+        _say("\n".join(f"{name:{width}}  {text}" for name, text in names.items()))
+
+    def _reset(self, _: str) -> None:
+        self._messages = self._opening
+        self._note("the conversation begins anew")
+
+    def _undo(self, _: str) -> None:
+        self._require_turn("/undo")
+        *self._messages, asked, _answer = self._messages
+        self._note(f"taken back: {asked['content'][:60]!r}")
+
+    def _retry(self, _: str) -> None:
+        self._require_turn("/retry")
+        if self._settings.temperature == 0:
+            raise CommandError("/retry: without --temperature the likeliest token is taken, whatever the seed")
+        self._retries += 1  # of the whole chat, so that no seed comes again
+        self._turn(list(self._messages[:-1]), self._retries)
+
+    def _save(self, name: str) -> None:
+        if not name:
+            raise CommandError("/save needs a file: /save FILE.jsonl")
+        path = expand(Path(name))
+        if not is_jsonl(path):
+            near = f"; did you mean {path.with_suffix('.jsonl')}?" if path.name else ""
+            raise CommandError(f"/save {name}: jaxtp.prepare knows conversations by a name that ends in .jsonl{near}")
+        if os.path.lexists(path):
+            raise CommandError(f"/save {path}: is there already; name another file")
+        self._require_turn("/save")
+        line = json.dumps({"messages": self._messages}, ensure_ascii=False) + "\n"
+        with writing("/save", path):
+            write_atomically(path, line.encode())
+        self._note(f"{len(self._messages):,} messages in {path}")
+
+    def _require_turn(self, name: str) -> None:
+        if len(self._messages) == len(self._opening):
+            raise CommandError(f"{name}: there is no answer yet")
+
+    def _note(self, text: str) -> None:
+        if self._lines.terminal:
+            _say(f"({text})")
 
 
-def _print_as_it_comes(pieces: Iterator[Piece]) -> tuple[str, list[int]]:
-    """Prints an answer piece by piece; returns its text and its tokens."""
-    given, ids = [], []
-    try:
-        for piece in pieces:
-            given.append(piece.text)
-            ids += [] if piece.token is None else [piece.token]
-            print(piece.text, end="", flush=True)
-    except KeyboardInterrupt:
-        pass
-    print(flush=True)
-    return "".join(given), ids
+def _together(before: Speed, turn: Speed) -> Speed:
+    """Returns the speed of all turns: their tokens and seconds together, and the cache as it is now."""
+    timing = {name: value + getattr(before.timing, name) for name, value in asdict(turn.timing).items()}
+    return replace(
+        turn,
+        compile_seconds=before.compile_seconds + turn.compile_seconds,
+        timing=Timing(**timing),
+        cut_texts=before.cut_texts + turn.cut_texts,
+    )
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

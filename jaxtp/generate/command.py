@@ -6,8 +6,9 @@ Generated text goes to standard output, everything else to standard error.
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -17,12 +18,14 @@ from jax.sharding import Mesh
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.data.template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
-from jaxtp.generate.chat import Listener, converse, opening
+from jaxtp.generate.chat import Chat, opening
 from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
 from jaxtp.generate.engine import Generator
+from jaxtp.generate.listener import Listener
 from jaxtp.generate.loading import Source, open_source
-from jaxtp.generate.prompts import read_prompts
+from jaxtp.generate.prompts import Ids, Limits, encode_prompts, limits_of, read_prompts
 from jaxtp.generate.request import Piece, Result
+from jaxtp.generate.scheduler import GenerationError
 from jaxtp.launch.environment import keep_programs
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -45,29 +48,44 @@ def run(config: GenerateConfig, folder: Path) -> None:
         prompts += read_prompts(config.prompt_file, config.field)
     request_devices(config.mesh)
     source = open_source(folder, config)
-    listener = _listener(config, source) if config.chat else None
+    context = None if config.beyond_context else source.context
+    limits = limits_of(source.config, context)
+    listener = _listener(config, source, limits) if config.chat else None
+    encoded = encode_prompts(prompts, source.tokenizer, source.prefix, limits, partial(_name, config))
     mesh = open_mesh(config.mesh, source.config)
     keep_programs(mesh.devices.flat[0].platform)
     model = source.load(mesh)
     say(summary(source, model, mesh))
+    progress = Progress()
     generator = Generator(
         model,
         source.tokenizer,
         end_ids=source.end_ids,
         prefix=source.prefix,
         batch_size=config.batch_size,
-        context=None if config.beyond_context else source.context,
-        progress=Progress(),
+        context=context,
+        donate=True,
+        progress=progress.read,
     )
     if listener is not None:
-        converse(generator, listener, config.sampling, config.system)
+        chat = Chat(generator, listener, config.sampling, config.system)
+        progress.check = chat.check
+        chat.run()
+        speed = chat.speed
     else:
-        _complete(generator, prompts, config)
-    say("\n".join(generator.speed.lines()))
+        _complete(generator, prompts, encoded, config, progress)
+        speed = generator.speed
+    say("\n".join(speed.lines()))
 
 
-def _listener(config: GenerateConfig, source: Source) -> Listener:
-    """Returns the listener of a chat; a template that refuses its beginning is found before the weights are read."""
+def _name(config: GenerateConfig, index: int) -> str:
+    """Returns the name of a prompt in messages."""
+    line = index - len(config.prompt) + 1
+    return f"prompt {index}" + (f" ({config.prompt_file}, line {line:,})" if line > 0 else "")
+
+
+def _listener(config: GenerateConfig, source: Source, limits: Limits) -> Listener:
+    """Returns the listener of a chat; a beginning that cannot be answered is found before the weights are read."""
     text, name = source.template, f"the chat template of {source.name}"
     if config.template is not None:
         text, name = read_template(config.template), str(config.template)
@@ -75,24 +93,39 @@ def _listener(config: GenerateConfig, source: Source) -> Listener:
         raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
     template = ChatTemplate(text, name, source.special_tokens)
     listener = Listener(source.tokenizer, template, special_tokens=config.special_tokens)
-    listener.ids([*opening(config.system), {"role": "user", "content": "a"}])
+    begun = listener.ids([*opening(config.system), {"role": "user", "content": "a"}])
+    if problem := limits.problem(begun):
+        raise GenerationError(f"the conversation, before anything is said, {problem}")
     return listener
 
 
-def _complete(generator: Generator, prompts: Sequence[str | None], config: GenerateConfig) -> None:
+def _complete(
+    generator: Generator,
+    prompts: Sequence[str | None],
+    encoded: Sequence[Ids | None],
+    config: GenerateConfig,
+    progress: "Progress",
+) -> None:
     """Prints one text as it comes, several each as a whole and in their order."""
-    pieces = generator.stream(prompts, config.sampling)
+    pieces = generator.stream(encoded, config.sampling)
     if len(prompts) == 1 and not config.json:
         for piece in pieces:
             print(piece.text, end="", flush=True)
         print()
         return
-    for result in in_order(pieces, [index for index, prompt in enumerate(prompts) if prompt is not None]):
+    indices = [index for index, prompt in enumerate(prompts) if prompt is not None]
+    for result in in_order(progress.made(pieces, len(indices)), indices):
         prompt = prompts[result.index]
         if config.json:
-            print(json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False), flush=True)
+            _print_whole(json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
         else:
-            print(f"--- {result.index}: {json.dumps(prompt, ensure_ascii=False)}\n{result.text}", flush=True)
+            _print_whole(f"--- {result.index}: {json.dumps(prompt, ensure_ascii=False)}\n{result.text}")
+
+
+def _print_whole(text: str) -> None:
+    """Prints text and the end of its line by one write, so that a process that is killed leaves no part of them."""
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 def in_order(pieces: Iterable[Piece], indices: Iterable[int]) -> Iterator[Result]:
@@ -109,17 +142,35 @@ def in_order(pieces: Iterable[Piece], indices: Iterable[int]) -> Iterator[Result
 
 
 class Progress:
-    """Prints every few seconds how far long prompts have been read."""
+    """Prints every few seconds how far prompts have been read and texts made, where that takes long."""
 
     def __init__(self) -> None:
+        self.check: Callable[[], None] = lambda: None
+        """Called after each part of prompts; may raise an error that ends the reading."""
         self._said = time.monotonic()
 
-    def __call__(self, read: int, longest: int) -> None:
-        """Takes the number of tokens of each prompt read so far, and that of the longest prompt."""
+    def read(self, read: int, total: int) -> None:
+        """Takes the number of tokens that have been read, and of all those that are being read."""
+        self.check()
+        if read < total and self._is_time():
+            say(f"read {read:,} of {total:,} tokens of prompts")
+
+    def made(self, pieces: Iterable[Piece], total: int) -> Iterator[Piece]:
+        """Yields the pieces of so many texts; of these it tells where no terminal shows them on standard output."""
+        done, tokens, since = 0, 0, time.monotonic()
+        for piece in pieces:
+            yield piece
+            done, tokens = done + (piece.result is not None), tokens + 1
+            if not sys.stdout.isatty() and self._is_time():
+                say(f"{done:,} of {total:,} texts, {tokens / (self._said - since):,.0f} tokens/s")
+                tokens, since = 0, self._said
+
+    def _is_time(self) -> bool:
         now = time.monotonic()
-        if read < longest and now - self._said >= PROGRESS_SECONDS:
-            say(f"reading {read:,} of {longest:,} tokens of the longest prompt")
-            self._said = now
+        if now - self._said < PROGRESS_SECONDS:
+            return False
+        self._said = now
+        return True
 
 
 def summary(source: Source, model: Decoder, mesh: Mesh) -> str:

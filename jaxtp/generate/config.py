@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import jax
 import tyro
@@ -28,7 +28,8 @@ class MeshConfig:
     """Copies of the model; they and fsdp divide the batch."""
 
     fsdp: int = 1
-    """Shards of each parameter, gathered for every token: for models that tp alone does not fit."""
+    """Shards of each parameter of a model that is built; for reading they are gathered once, so that each device needs
+    the memory of tp alone, and fsdp divides the batch as dp does."""
 
     cp: int = 1
     """Parts of each sequence in training. A text is written one token at a time from a cache that is not divided so:
@@ -57,7 +58,8 @@ class GenerateConfig:
     """Field that has the text in a line of JSONL."""
 
     chat: Switch = False
-    """Talk to the model: each line that you enter is answered, Ctrl-C stops an answer, Ctrl-D ends."""
+    """Talk to the model: each line that you enter is answered, /help lists commands, Ctrl-C stops an answer, Ctrl-D
+    ends."""
 
     system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
     """System message, which the model reads before a chat."""
@@ -87,8 +89,9 @@ class GenerateConfig:
     config.json), and may make no sense. By default such a prompt is refused, and a text ends there."""
 
     dtype: DType | None = None
-    """Dtype of weights and computation; by default a run's compute dtype, and float32 for a Hugging Face model.
-    float16 is for GPUs without bfloat16; values above 65,504 are infinite in it, which some models reach."""
+    """Dtype of weights and computation; by default float32 on CPUs, which multiply 16 bits ten times slower, and on
+    GPUs a run's compute dtype, or that of the model in its config.json (float32 where it says none of these). float16
+    is for GPUs without bfloat16; values above 65,504 are infinite in it, which some models reach."""
 
     batch_size: Count = 8
     """Prompts that are continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
@@ -116,6 +119,17 @@ def check(config: GenerateConfig) -> Path:
 def request_devices(config: MeshConfig) -> None:
     """Asks for as many virtual devices as the mesh takes, where there is no GPU; call it before any other JAX."""
     request_virtual_devices(math.prod(max(size or 1, 1) for size in asdict(config).values()))
+
+
+def default_dtype(stored: str | None) -> DType:
+    """Returns the dtype of weights and computation where none is asked for; call it after `request_devices`.
+
+    Args:
+      stored: the dtype that a run computes in, or that a model in Hugging Face's format has; None where it says none.
+    """
+    if jax.default_backend() == "cpu":
+        return "float32"  # XLA for CPUs multiplies bfloat16 ten times slower
+    return next((dtype for dtype in get_args(DType) if dtype == stored), "float32")
 
 
 def open_mesh(config: MeshConfig, model: ModelConfig) -> Mesh:

@@ -34,9 +34,9 @@ from jaxtp.data.tokenizer_files import (
     special_tokens,
 )
 from jaxtp.entry import UserError
-from jaxtp.generate.config import GenerateConfig
+from jaxtp.generate.config import GenerateConfig, default_dtype
 from jaxtp.hf import peft
-from jaxtp.hf.attributes import read_config
+from jaxtp.hf.attributes import read_config, stored_dtype
 from jaxtp.hf.folder import CONFIG, read_attributes
 from jaxtp.hf.load import load_hf
 from jaxtp.hf.peft_load import PeftFolder, open_peft
@@ -113,7 +113,7 @@ def open_source(path: Path, asked: GenerateConfig = GenerateConfig()) -> Source:
 
 def _open_hf(folder: Path, asked: GenerateConfig) -> Source:
     stored = read_config(folder, asked.ignore_config)
-    config = _inference_config(stored, asked.dtype)
+    config = _inference_config(stored, asked.dtype or default_dtype(stored_dtype(folder)))
     adapters = _adapters(asked, stored, read_attributes(folder).get("model_type"))
     if asked.tokenizer is None and not (folder / TOKENIZER).is_file():
         raise SourceError(f"{folder} has no {TOKENIZER}; name one by --tokenizer PATH")
@@ -189,7 +189,7 @@ def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
 
     Weights are stored in the dtype that they are multiplied in: layers cast to it anyway, before anything else.
     """
-    compute = dtype or config.precision.compute
+    compute = dtype or default_dtype(config.precision.compute)
     return replace(
         config,
         attention="auto",  # whatever the run was trained with, perhaps elsewhere; and so for experts

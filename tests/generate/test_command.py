@@ -3,8 +3,13 @@
 import io
 import json
 import logging
+import re
+import select
 import shutil
+import signal
+import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +23,7 @@ import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.generate.__main__ import main
 from jaxtp.generate.loading import open_source
+from jaxtp.generate.programs import Programs
 from jaxtp.generate.request import Piece
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
@@ -130,13 +136,159 @@ def test_a_chat_knows_what_was_said(places, tmp_path, monkeypatch, capsys):
     again = conversation.removesuffix("<bot>") + f"<assistant> {first.removesuffix(chr(10))}\n<user> and then?\n<bot>"
     second = generate(capsys, "--model", places / "bytes", "--max-tokens", 6, "--prompt", again).out
     assert told.out == first + second
+    known = len(conversation.removesuffix("bot>"))
+    assert f"; {known} more were in the cache" in told.err
+
+
+class Writes(io.RawIOBase):
+    """A file that remembers each write."""
+
+    def __init__(self):
+        self.parts = []
+
+    def writable(self):
+        return True
+
+    def write(self, data):
+        self.parts.append(bytes(data))
+        return len(data)
+
+
+@pytest.mark.parametrize("form", [[], ["--json"]])
+def test_texts_are_written_whole_in_the_order_of_their_prompts(form, places, tmp_path, monkeypatch, capsys):
+    """However long they are; meanwhile standard error says how far it is."""
+    prompts = ["line 1" * count for count in (1, 3000, 2)]
+    (tmp_path / "p.txt").write_text("\n".join(prompts))
+    monkeypatch.setattr("jaxtp.generate.command.PROGRESS_SECONDS", 0.0)
+    writes = Writes()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(writes)))
+    flags = ["--model", places / "bytes", "--prompt-file", tmp_path / "p.txt", "--max-tokens", 2, *form]
+    assert main([str(flag) for flag in flags]) == 0
+    assert [prompt in part.decode() for prompt, part in zip(prompts, writes.parts, strict=True)] == [True] * 3
+    assert all(part.endswith(b"\n") for part in writes.parts)
+    assert re.search(r"^[0-3] of 3 texts, [\d,]+ tokens/s$", capsys.readouterr().err, re.MULTILINE)
+
+
+def spawned(*flags, **streams):
+    return subprocess.Popen([sys.executable, "-m", "jaxtp.generate", *map(str, flags)], **streams)
+
+
+@pytest.mark.journey
+def test_what_a_killed_command_has_written_is_whole_lines(places, tmp_path):
+    prompts = [f"line {index}" for index in range(200)]
+    (tmp_path / "p.txt").write_text("\n".join(prompts))
+    flags = ["--model", places / "bytes", "--prompt-file", tmp_path / "p.txt", "--json", "--max-tokens", 100]
+    with (tmp_path / "out.jsonl").open("wb") as out, spawned(*flags, stdout=out, stderr=subprocess.PIPE) as process:
+        while (tmp_path / "out.jsonl").read_bytes().count(b"\n") < 3:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.001)
+        process.kill()
+    written = (tmp_path / "out.jsonl").read_text()
+    assert written.endswith("\n")
+    records = [json.loads(line) for line in written.splitlines()]
+    assert 3 <= len(records) < len(prompts)
+    assert [record["prompt"] for record in records] == prompts[: len(records)]
+
+
+@pytest.mark.journey
+def test_a_reader_that_has_enough_ends_the_command_in_silence(places, tmp_path):
+    (tmp_path / "p.txt").write_text("\n".join(f"line {index}" for index in range(50)))
+    flags = ["--model", places / "bytes", "--prompt-file", tmp_path / "p.txt", "--json", "--max-tokens", 50]
+    with spawned(*flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert json.loads(process.stdout.readline())["index"] == 0
+        process.stdout.close()
+        told = process.stderr.read().decode()
+    assert process.returncode == -signal.SIGPIPE
+    assert [line.split()[0] for line in told.splitlines()] == ["model", "mesh"]
+
+
+@pytest.mark.journey
+def test_a_chat_in_a_terminal(places, tmp_path):
+    """Keys as they are typed, with what a terminal makes of them: signals, an end, lines that are called back."""
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    flags = ["--model", places / "bytes", "--chat", "--template", tmp_path / "t.jinja", "--max-tokens", 100_000]
+    command = [sys.executable, "-m", "jaxtp.generate", *map(str, flags)]
+    terminal = [sys.executable, "-c", "import pty, sys; pty.spawn(sys.argv[1:])", *command]
+    with subprocess.Popen(terminal, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        try:
+            code = in_terminal(process)
+        finally:
+            process.kill()
+    assert code == 0
+
+
+def in_terminal(process):
+    """Talks to it, and returns its exit code."""
+    shown = b""
+
+    def see(text, again=b""):
+        """Waits for a text, and presses a key once more where it takes long; returns what comes before the text."""
+        nonlocal shown
+        while text not in shown:
+            while not select.select([process.stdout], [], [], 5 if again else 100)[0]:
+                assert again, (text, shown)
+                process.stdin.write(again)
+            part = process.stdout.read(1)
+            assert part, shown
+            shown += part
+        before, _, shown = shown.partition(text)
+        return before.decode(errors="replace")
+
+    see(b"(/help lists the commands")
+    see(b"> ")
+    process.stdin.write(b"hello\n")
+    see(b"\r\n")
+    see(b" ")
+    process.stdin.write(b"\x03")
+    assert "interrupted" in see(b"> ")
+    process.stdin.write(b"half\x03")
+    see(b"(Ctrl-D ends the chat)", again=b"\x03")  # Python misses it between two waits for a key
+    see(b"> ")
+    process.stdin.write(b"/sav x.jsonl\n")
+    see(b"did you mean /save?")
+    see(b"> ")
+    process.stdin.write(b"x" * 10_000 + b"\n")
+    see(b"x" * 100 + b"\r\n")
+    see(b" ")  # of the answer, or of a line that says how far the text has been read
+    process.stdin.write(b"\x03")
+    told = see(b"interrupted")
+    assert re.search(r"read 10,\d+ tokens, kept [1-9]", told) or " of 10," in told, "not cut where a terminal would"
+    see(b"> ")
+    process.stdin.write(b"\x04")
+    assert "were in the cache" in see(b"compiled in")
+    process.stdin.close()
+    return process.wait()
+
+
+def test_an_answer_that_is_stopped_leaves_the_generator_as_it_was(places, monkeypatch):
+    """Between two tokens, and within a program, where what the devices hold is lost."""
+    source = open_source(places / "bytes")
+    generator = jaxtp.Generator(source.load(jaxtp.make_mesh()), source.tokenizer)
+    settings = jaxtp.GenerationSettings(max_tokens=8)
+    (expected,) = generator.generate(["line 12: the quick"], settings)
+    going_on = lambda: [*generator.stream(["line 12: the quick"], settings, keep=True)][-1].result
+    pieces = generator.stream(["line 12: the"], settings, keep=True)
+    assert [next(pieces).result for _ in range(3)] == [None] * 3
+    pieces.close()
+    assert going_on().ids == expected.ids
+    assert generator.speed.timing.kept_tokens >= len("line 12: the")
+
+    def interrupted(self, *_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as within:
+        within.setattr(Programs, "decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            going_on()
+    assert going_on().ids == expected.ids
+    assert generator.speed.timing.kept_tokens == 0
 
 
 def test_an_interrupt_ends_an_answer_and_not_the_chat(places, tmp_path, monkeypatch, capsys):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     made = []
 
-    def interrupted_once(self, prompts, settings):
+    def interrupted_once(self, prompts, settings, keep=False):
         made.append(bytes(prompts[0]).decode())
         yield Piece(0, 5, "some", None)
         if len(made) == 1:

@@ -97,10 +97,10 @@ def test_a_text_and_a_chat(folder, monkeypatch, capsys):
     assert record["prompt_tokens"] == 1 + 3, "the first token, and a mark and two letters"
     prompts, dtypes = [], []
 
-    def stream(self, given, settings):
+    def stream(self, given, settings, keep=False):
         prompts.extend(given)
-        dtypes.append(self.model.config.precision)
-        return iter(())
+        dtypes.append(self.config.precision)
+        yield from ()
 
     monkeypatch.setattr(jaxtp.Generator, "stream", stream)
     monkeypatch.setattr(sys, "stdin", __import__("io").StringIO("to\n"))
@@ -131,12 +131,52 @@ def test_adapters_are_added_before_the_cast(folder, capsys):
     assert f"give that, and these by --adapters {asked.adapters}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("said", "backend", "dtype"),
+    [
+        ({"torch_dtype": "bfloat16"}, "gpu", "bfloat16"),
+        ({"dtype": "bfloat16"}, "gpu", "bfloat16"),
+        ({"torch_dtype": "float64"}, "gpu", "float32"),
+        ({}, "gpu", "float32"),
+        ({"torch_dtype": "bfloat16"}, "cpu", "float32"),
+    ],
+)
+def test_the_dtype_is_the_models_on_gpus_and_float32_on_cpus(said, backend, dtype, folder, monkeypatch):
+    config = json.loads((folder / "config.json").read_text())
+    config.pop("torch_dtype", None)
+    write(folder, "config.json", config | said)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    for asked in (None, "bfloat16"):
+        found = open_source(folder, GenerateConfig(dtype=asked)).config.precision
+        assert found == jaxtp.Precision(param=asked or dtype, compute=asked or dtype)
+
+
+def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, monkeypatch, capsys):
+    """None of these reads them; the messages name each prompt, and what would fit."""
+    monkeypatch.setattr("jaxtp.generate.loading.load_hf", lambda *_, **__: pytest.fail("weights are read"))
+    config = json.loads((folder / "config.json").read_text())
+    write(folder, "config.json", config | {"max_position_embeddings": 16})
+    (tmp_path / "p.txt").write_text("\n".join(["", "to", *["t" * 20] * 7]))
+    flags = ["--model", str(folder), "--prompt", "t" * 15, "--prompt-file", str(tmp_path / "p.txt")]
+    assert main(flags) == 2
+    first, second, *_, last = capsys.readouterr().err.splitlines()
+    assert "error: prompt 0 has 17 tokens, and the model was made for 16" in first
+    assert "shorten it by 2, or have it read all the same by --beyond-context" in first
+    assert f"prompt 3 ({tmp_path / 'p.txt'}, line 3) has 22 tokens" in second
+    assert last == "  and 3 more prompts"
+    assert main(["--model", str(folder), "--chat", "--system", "t" * 20]) == 2
+    assert "the conversation, before anything is said, has 2" in capsys.readouterr().err
+    write(folder, "config.json", config | {"vocab_size": 100})
+    assert main(["--model", str(folder), "--prompt", "to"]) == 2
+    assert "has the token 258, and the model has those from 0 to 99: the tokenizer is not" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 1]), (["--special-tokens"], [2, 3])])
 def test_what_is_typed_or_spelled_by_the_model_is_text(flags, first_tokens, folder, monkeypatch):
     """The template writes one <s> (1), the person two, the model one."""
     prompts, answers = [], iter(["to<s>", ""])
 
-    def stream(self, given, settings):
+    def stream(self, given, settings, keep=False):
         prompts.extend(given)
         yield Piece(0, 5, next(answers), None)
 

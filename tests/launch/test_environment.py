@@ -9,6 +9,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import jaxtp
 from jaxtp.bench import __main__ as bench
+from jaxtp.data.tokenizer import ByteTokenizer
 from jaxtp.entry import UserError
 from jaxtp.generate import command as generate
 from jaxtp.generate.__main__ import main as generating
@@ -130,7 +131,10 @@ def test_commands_that_compute_keep_their_programs(module, main, flags, monkeypa
     """Each is stopped by a mistake, which comes after its devices are known and before anything is compiled."""
     asked = []
     monkeypatch.setattr(module, "keep_programs", asked.append)
-    monkeypatch.setattr(generate, "open_source", lambda *_: SimpleNamespace(config=jaxtp.ModelConfig(), load=_refuse))
+    source = SimpleNamespace(
+        config=jaxtp.ModelConfig(), load=_refuse, tokenizer=ByteTokenizer(), prefix=(), context=None
+    )
+    monkeypatch.setattr(generate, "open_source", lambda *_: source)
     assert main([*flags]) == 2
     assert asked == ["cpu"]
 
