@@ -1,0 +1,152 @@
+"""Generating beside transformers on the same CPU cores: the same model, dtype, prompts and tokens, in turn.
+
+    python scripts/generate_beside_transformers.py --model DIR --transformers-python PATH
+
+Each of the two is a process that waits while the other works. What is timed is one call of each, as a user makes it:
+`Generator.generate`, and `model.generate` of transformers (greedy, with its cache). Prefill is a call that makes one
+token of each prompt; decode is what a call that makes more takes beyond that. Medians of `--repeats` calls, after one
+that compiles. All prompts of a batch are of one length, which spares transformers its padding. Both give the same
+tokens, or the script fails.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+CASES = [(1, 16), (8, 16), (1, 512), (8, 128)]
+"""Prompts of a batch, and the tokens of each."""
+DTYPES = ("float32", "bfloat16")
+Generate = Callable[[list[list[int]], int], list[list[int]]]
+
+
+def of_jaxtp(folder: str, dtype: str) -> Generate:
+    from pathlib import Path
+
+    import jaxtp
+    from jaxtp.generate.config import GenerateConfig
+    from jaxtp.generate.loading import open_source
+
+    mesh = jaxtp.make_mesh()
+    source = open_source(Path(folder), GenerateConfig(dtype=dtype))  # type: ignore[arg-type]
+    generator = jaxtp.Generator(source.load(mesh), source.tokenizer, end_ids=frozenset(), donate=True)
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        found = generator.generate(prompts, jaxtp.GenerationSettings(max_tokens=tokens))
+        return [list(result.ids) for result in found]
+
+    return generate
+
+
+def of_transformers(folder: str, dtype: str) -> Generate:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(os.cpu_count() or 1)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    model.generation_config.eos_token_id = None
+
+    @torch.no_grad()
+    def generate(prompts: list[list[int]], tokens: int) -> list[list[int]]:
+        ids = torch.tensor(prompts)
+        mask = torch.ones_like(ids)
+        found = model.generate(ids, attention_mask=mask, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+        return [row[len(prompts[0]) :].tolist() for row in found]
+
+    return generate
+
+
+WORKERS = {"jaxtp": of_jaxtp, "transformers": of_transformers}
+
+
+def work(name: str, folder: str, dtype: str) -> None:
+    """Answers each line of standard input, prompts and a number of tokens, by the seconds that it took, and the ids."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    generate = WORKERS[name](folder, dtype)
+    print("{}", file=answers, flush=True)
+    for line in sys.stdin:
+        prompts, tokens = json.loads(line)
+        started = time.perf_counter()
+        ids = generate(prompts, tokens)
+        print(json.dumps([time.perf_counter() - started, ids]), file=answers, flush=True)
+
+
+class Worker:
+    """A process that generates, and waits otherwise."""
+
+    def __init__(self, python: str, name: str, folder: str, dtype: str):
+        command = [python, __file__, "--worker", name, "--model", folder, "--dtypes", dtype]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answer()
+
+    def __call__(self, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+        assert self._process.stdin is not None
+        print(json.dumps([prompts, tokens]), file=self._process.stdin, flush=True)
+        seconds, ids = self._answer()
+        return seconds, ids
+
+    def _answer(self) -> list:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self._process.args} has ended")
+        return json.loads(line)
+
+
+def compare(workers: dict[str, Worker], rows: int, length: int, tokens: int, repeats: int) -> dict[str, list[float]]:
+    """Returns the tokens per second of prefill and decode of each worker."""
+    found: dict[str, list[list[float]]] = {name: [] for name in workers}
+    for turn in range(repeats + 1):
+        prompts = [[(31 * turn + 7 * row + 13 * place) % 1000 + 50 for place in range(length)] for row in range(rows)]
+        made = []
+        for name, worker in workers.items():
+            one, _ = worker(prompts, 1)
+            more, ids = worker(prompts, 1 + tokens)
+            found[name].append([rows * length / one, rows * tokens / max(more - one, 1e-9)])
+            made.append(ids)
+        same = sum(a == b for a, b in zip(*made, strict=True))
+        if "float32" in workers["jaxtp"]._process.args:
+            assert same == rows, f"{rows - same} of {rows} texts differ"
+    return {
+        name: [statistics.median(rates) for rates in zip(*values[1:], strict=True)] for name, values in found.items()
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a folder in Hugging Face's format")
+    parser.add_argument(
+        "--transformers-python", default=sys.executable, help="a Python that has torch and transformers"
+    )
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES))
+    parser.add_argument("--tokens", type=int, default=48, help="made for each prompt, beyond the first")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--worker", choices=WORKERS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(argv)
+    if arguments.worker:
+        work(arguments.worker, arguments.model, arguments.dtypes[0])
+        return
+    pythons = {"jaxtp": sys.executable, "transformers": arguments.transformers_python}
+    print(
+        f"{os.cpu_count()} cores, {arguments.tokens} tokens for each prompt, medians of {arguments.repeats}, tokens/s"
+    )
+    print(f"{'dtype':<10}{'prompts':>16}{'':>12}{'jaxtp':>10}{'transformers':>14}{'ratio':>8}")
+    for dtype in arguments.dtypes:
+        workers = {name: Worker(python, name, arguments.model, dtype) for name, python in pythons.items()}
+        for rows, length in CASES:
+            found = compare(workers, rows, length, arguments.tokens, arguments.repeats)
+            for index, what in enumerate(("prefill", "decode")):
+                ours, theirs = found["jaxtp"][index], found["transformers"][index]
+                batch = f"{rows} x {length}"
+                print(
+                    f"{dtype:<10}{batch:>16}{what:>12}{ours:>10,.1f}{theirs:>14,.1f}{ours / theirs:>8.2f}", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()

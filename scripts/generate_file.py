@@ -1,0 +1,104 @@
+"""A file of prompts of random lengths: rows that end make room for the next prompt, beside batches that wait.
+
+    python scripts/generate_file.py
+
+A decoder with random weights over tp 2, virtual CPU devices. A text ends at random, by one of a few end tokens, as
+texts do. Both ways have the same number of rows, the same programs and the same prompts, in turn; the batches are
+what a loop over `Generator.generate` makes, each as long as its longest text. Medians of `--repeats`. The texts of
+both, and those of each prompt by itself, are the same, or the script fails. Memory is the process's, before the first
+prompt and at the end.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+import jaxtp
+from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.models.decoder import abstract_decoder
+
+ENDS = frozenset(range(3))
+"""End tokens: about one token of a hundred."""
+
+
+def build(mesh: jax.sharding.Mesh) -> jaxtp.Decoder:
+    """A decoder of 4 million parameters, four query heads to each kv head."""
+    config = jaxtp.ModelConfig(
+        vocab_size=256, d_model=256, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=32, d_ff=1024, remat="none"
+    )
+    with jax.set_mesh(mesh):
+        graph, _ = abstract_decoder(config)
+        return nnx.merge(graph, jax.jit(lambda: nnx.state(jaxtp.Decoder(config, rngs=nnx.Rngs(0))))())
+
+
+def resident() -> float:
+    """MiB of memory that the process has now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prompts", type=int, default=500)
+    parser.add_argument("--rows", type=int, default=16)
+    parser.add_argument("--longest", type=int, default=200, help="tokens of a prompt, at most")
+    parser.add_argument("--tokens", type=int, default=192, help="tokens of a text, at most")
+    parser.add_argument("--repeats", type=int, default=2)
+    arguments = parser.parse_args(argv)
+    mesh, rng = jaxtp.make_mesh(tp=2), np.random.default_rng(0)
+    lengths = rng.integers(1, arguments.longest + 1, arguments.prompts)
+    prompts = [rng.integers(3, 256, length).tolist() for length in lengths]
+    model = build(mesh)
+    shared = {"tokenizer": ByteTokenizer(), "end_ids": ENDS}
+    generator = jaxtp.Generator(model, batch_size=arguments.rows, **shared)
+    settings = jaxtp.GenerationSettings(max_tokens=arguments.tokens, temperature=1.0)
+
+    def at_once(given: Sequence[list[int] | None]) -> list[tuple[int, ...]]:
+        return [result.ids for result in generator.generate(given, settings)]
+
+    def in_batches() -> list[tuple[int, ...]]:
+        found = []
+        for start in range(0, len(prompts), arguments.rows):  # None is counted: a prompt keeps its number, so its seed
+            found += at_once([None] * start + prompts[start : start + arguments.rows])
+        return found
+
+    ways = {"as rows end": lambda: at_once(prompts), "in batches": in_batches}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    texts: list[tuple[int, ...]] = []
+    memory = []
+    for _ in range(arguments.repeats + 1):  # the first one compiles
+        for name, run in ways.items():
+            started = time.perf_counter()
+            found = run()
+            seconds[name].append(time.perf_counter() - started)
+            texts = texts or found
+            assert found == texts, "the same texts, either way"
+        memory.append(resident())
+    alone = jaxtp.Generator(model, batch_size=1, **shared)
+    by_itself = [alone.generate([None] * index + [prompt], settings)[0].ids for index, prompt in enumerate(prompts)]
+    differ = sum(a != b for a, b in zip(by_itself, texts, strict=True))
+    sizes = sorted(map(len, texts))
+    tokens = sum(sizes)
+    print(f"jax {jax.__version__}, {os.cpu_count()} cores, tp 2, {arguments.rows} rows")
+    print(f"{len(prompts)} prompts of 1 to {arguments.longest} tokens")
+    print(f"texts of {sizes[0]} to {sizes[-1]} tokens, {tokens / len(texts):.0f} on average")
+    medians = {name: statistics.median(values[1:]) for name, values in seconds.items()}
+    for name, median in medians.items():
+        print(
+            f"{name:<14}{median:>8.1f} s{tokens / median:>10,.0f} tokens/s   {[round(s, 1) for s in seconds[name][1:]]}"
+        )
+    print(f"ratio         {medians['in batches'] / medians['as rows end']:>8.2f}")
+    print(f"texts that differ from those of the prompts one by one: {differ}")
+    print(f"memory after each repeat, MiB: {[round(size) for size in memory]}")
+
+
+if __name__ == "__main__":
+    main()
