@@ -23,7 +23,7 @@ from jaxtp.generate.request import Piece, Request
 MIN_LENGTH = 16
 """Tokens of the shortest sequence in which prompts are read."""
 
-MUCH_LONGER = 4
+MUCH_LONGER = 2
 """A sequence this many times as long as need be is read by a program that is there, rather than compiling another."""
 
 SECONDS_PER_CALL = 0.1
