@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     theirs = json.loads(subprocess.run(command, input=given, stdout=subprocess.PIPE, text=True, check=True).stdout)
     sizes = sorted(map(len, prompts))
     print(f"{len(prompts)} prompts of {sizes[0]} to {sizes[-1]} tokens, {arguments.tokens} made for each")
-    print(f"{'mesh':<8}{'rows':>6}{'same texts':>14}{'largest difference':>22}")
+    print(f"{'tp':<8}{'rows':>6}{'same texts':>14}{'largest difference':>22}")
     meshes = [jaxtp.make_mesh(tp=tp) for tp in reversed(TPS)][::-1]  # the largest first, for its devices
     for tp, mesh in zip(TPS, meshes, strict=True):
         for rows in BATCHES:
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> None:
                 largest = max([largest, *differences])
                 if until < len(ids):
                     ties.append(round(first[until] - second[until], 6))
-            print(f"tp {tp:<5}{rows:>6}{same:>10} of {len(results)}{largest:>18.1e}  {ties or ''}", flush=True)
+            print(f"{tp:<8}{rows:>6}{same:>10} of {len(results)}{largest:>18.1e}  {ties or ''}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ Generated text goes to standard output, everything else to standard error.
 """
 
 import json
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,7 @@ from jaxtp.generate.loading import Source, open_source
 from jaxtp.generate.prompts import Ids, Limits, encode_prompts, limits_of, read_prompts
 from jaxtp.generate.request import Piece, Result
 from jaxtp.generate.scheduler import GenerationError
+from jaxtp.interrupt import Interrupt
 from jaxtp.launch.environment import keep_programs
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.models.decoder import Decoder
@@ -106,8 +108,19 @@ def _complete(
     config: GenerateConfig,
     progress: "Progress",
 ) -> None:
-    """Prints one text as it comes, several each as a whole and in their order."""
-    pieces = generator.stream(encoded, config.sampling)
+    """Prints one text as it comes, several each as a whole and in their order.
+
+    A first Ctrl-C is heeded between calls: a process that ends while one is under way may crash.
+    """
+    with Interrupt(signal.SIGINT) as interrupt:
+        progress.check = interrupt.check
+        pieces = progress.checked(generator.stream(encoded, config.sampling))
+        _print_pieces(pieces, prompts, config, progress)
+
+
+def _print_pieces(
+    pieces: Iterable[Piece], prompts: Sequence[str | None], config: GenerateConfig, progress: "Progress"
+) -> None:
     if len(prompts) == 1 and not config.json:
         for piece in pieces:
             print(piece.text, end="", flush=True)
@@ -155,6 +168,12 @@ class Progress:
         if read < total and self._is_time():
             say(f"read {read:,} of {total:,} tokens of prompts")
 
+    def checked(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """Yields pieces, and checks after each."""
+        for piece in pieces:
+            yield piece
+            self.check()
+
     def made(self, pieces: Iterable[Piece], total: int) -> Iterator[Piece]:
         """Yields the pieces of so many texts; of these it tells where no terminal shows them on standard output."""
         done, tokens, since = 0, 0, time.monotonic()
@@ -186,5 +205,5 @@ def summary(source: Source, model: Decoder, mesh: Mesh) -> str:
 
 def say(text: str) -> None:
     """Prints a line on standard error, in one process of several."""
-    if jax.process_index() == 0:
+    if jax.process_index() == 0 and sys.stderr is not None:  # closed by who started this: it would go to the output
         print(text, file=sys.stderr, flush=True)

@@ -97,6 +97,9 @@ class Generator:
         donate: bool = False,
         progress: Callable[[int, int], None] = lambda read, total: None,
     ):
+        for name, value in {"batch_size": batch_size, "chunk": 1 if chunk is None else chunk}.items():
+            if value < 1:
+                raise GenerationError(f"{name}={value}: should be 1 or more")
         mesh = mesh_of(model)
         sizes = mesh_sizes(mesh)
         if sizes[CP] > 1:

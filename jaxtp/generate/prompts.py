@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -151,6 +152,8 @@ def encode_prompts(
       GenerationError: some cannot be read; the message names them.
       TokenizerError: the tokenizer has no token for something in them.
     """
+    odd = {index: prompt for index, prompt in enumerate(prompts) if prompt is not None and not _is_prompt(prompt)}
+    _require_none({index: f"is {prompt!r:.40}, and should be a text or ids" for index, prompt in odd.items()}, named)
     texts = {index: prompt for index, prompt in enumerate(prompts) if isinstance(prompt, str)}
     _require_none({index: "is not UTF-8" for index, text in texts.items() if not _is_utf8(text)}, named)
     encoded = dict(zip(texts, tokenizer.encode_batch(list(texts.values())), strict=True))
@@ -163,6 +166,10 @@ def encode_prompts(
     problems = {index: limits.problem(found) for index, found in ids.items()}
     _require_none({index: problem for index, problem in problems.items() if problem}, named)
     return [ids[index].astype(np.int32) if index in ids else None for index in range(len(prompts))]
+
+
+def _is_prompt(prompt: Any) -> bool:
+    return isinstance(prompt, str) or (np.ndim(prompt) == 1 and np.asarray(prompt).dtype.kind in "iuf")  # [] is floats
 
 
 def _is_utf8(text: str) -> bool:

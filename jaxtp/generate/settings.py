@@ -46,6 +46,8 @@ def check(settings: GenerationSettings) -> None:
     Raises:
       ConfigError: a value cannot be, or would have no effect; the message names all of them.
     """
+    if isinstance(settings.stop, str):
+        raise ConfigError(f"stop={settings.stop!r} is one text; for one give ({settings.stop!r},)")
     validate(GenerationSettings, {**to_plain(settings), "stop": tuple(settings.stop)}, source="settings")
     problems = list(contradictions(settings))
     if problems:

@@ -301,6 +301,8 @@ def test_nothing_to_do():
 
 REFUSED = {
     "one text": ("ab", {}, GenerationError, r"prompts is one text; for one prompt give \['ab'\]"),
+    "one stop text": (["a"], {"stop": "abc"}, ConfigError, r"stop='abc' is one text; for one give \('abc',\)"),
+    "a number": ([5], {}, GenerationError, "prompt 0 is 5, and should be a text or ids"),
     "empty": (["a", ""], {}, GenerationError, "prompt 1 is empty"),
     "not the model's token": ([[1, 300]], {}, GenerationError, "token 300, and the model has those from 0 to 258"),
     "not text": (["\udcff"], {}, GenerationError, "prompt 0 is not UTF-8"),
@@ -322,6 +324,12 @@ def test_a_model_that_cannot_read_one_token_is_refused():
     graph, state = state_on_mesh(lambda: build(config), weights(), jaxtp.make_mesh(tp=2))
     with pytest.raises(GenerationError, match="build it with sequence_parallel=None"):
         jaxtp.Generator(nnx.merge(graph, state), ByteTokenizer())
+
+
+@pytest.mark.parametrize("name", ["chunk", "batch_size"])
+def test_sizes_below_one_are_refused(name):
+    with pytest.raises(GenerationError, match=f"{name}=0: should be 1 or more"):
+        generator_on(None, **{name: 0})
 
 
 def test_logits_that_are_not_finite_are_said():
