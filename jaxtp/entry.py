@@ -43,7 +43,8 @@ class UserError(ValueError):
 
 
 def attempt(program: str, action: Callable[[], int | None], interrupted: str = "interrupted") -> int:
-    """Runs what a command does; returns its exit code: 2 for a `UserError`, a full disk and a file that cannot be used.
+    """Runs what a command does; returns its exit code: 2 for a `UserError`, a full disk and a file that cannot be used,
+    3 for a `WrongNumbersError`.
 
     A closed pipe under standard output ends the process in silence, as it ends other commands before `| head`.
 
@@ -56,8 +57,11 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
         return action() or 0
     except UserError as error:
         return fail(program, error)
+    except WrongNumbersError as error:
+        say(f"{program}: {error}")
+        return WRONG
     except KeyboardInterrupt:
-        _say(f"\n{program}: {interrupted}")
+        say(f"\n{program}: {interrupted}")
         return INTERRUPTED
     except OSError as error:
         if error.filename == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
@@ -71,7 +75,7 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
 
 def fail(program: str, error: Exception | str) -> int:
     """Prints a user's mistake on stderr; returns the exit code, 2."""
-    _say(f"{program}: error: {error}")
+    say(f"{program}: error: {error}")
     return MISTAKE
 
 
@@ -144,9 +148,11 @@ def _end_by_closed_pipe() -> int:
     return 128 + signal.SIGPIPE  # where it is blocked
 
 
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError):
-        print(text, file=sys.stderr, flush=True)
+def say(text: str) -> None:
+    """Prints a line on standard error, if there is one: where it was closed, Python prints on standard output."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def _watch_imports() -> None:
@@ -160,7 +166,7 @@ def _watch_imports() -> None:
 
 def _interrupted_import(number: int, frame: FrameType | None) -> None:
     """Ends the process: a `KeyboardInterrupt` could be lost in a library that tries an import."""
-    _say(f"\npython -m {_module()}: interrupted")
+    say(f"\npython -m {_module()}: interrupted")
     os._exit(INTERRUPTED)
 
 

@@ -1,6 +1,5 @@
 """`python -m jaxtp.evaluate`."""
 
-import sys
 import warnings
 from collections.abc import Sequence
 
@@ -38,22 +37,17 @@ def main(argv: Sequence[str]) -> int:
     return leaving(lambda: entry.attempt(PROGRAM, lambda: _evaluate(argv)))
 
 
-def _evaluate(argv: Sequence[str]) -> int:
+def _evaluate(argv: Sequence[str]) -> None:
     join_processes()
     watch()
+    with together():
+        config, _ = configuration.load(EvaluateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+        check(config)
     try:
-        with together():
-            config, _ = configuration.load(EvaluateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
-            check(config)
-        try:
-            run(config)
-        except BaseException as error:
-            tell_failure(error)
-            raise
-    except entry.WrongNumbersError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return entry.WRONG
-    return 0
+        run(config)
+    except BaseException as error:
+        tell_failure(error)
+        raise
 
 
 if __name__ == "__main__":

@@ -12,11 +12,10 @@ from jaxtp.evaluate.lengths import request_length, window_length
 from jaxtp.evaluate.measure import Reading, measure
 from jaxtp.evaluate.report import Report, as_record, as_table, give, require_json
 from jaxtp.evaluate.scoring import Scorer
-from jaxtp.generate.command import say, summary
+from jaxtp.generate.command import load, say
 from jaxtp.generate.config import open_mesh, request_devices
 from jaxtp.generate.loading import Source, open_source
 from jaxtp.launch.agreement import several, together
-from jaxtp.launch.environment import keep_programs
 from jaxtp.mesh import mesh_sizes
 
 
@@ -38,9 +37,7 @@ def run(config: EvaluateConfig) -> None:
         inputs = open_inputs(config, source)
         reading = reading_of(config, source)
         mesh = open_mesh(config.mesh, source.config)
-        keep_programs(mesh.devices.flat[0].platform)
-    model = source.load(mesh)
-    say(summary(source, model, mesh))
+    model = load(source, mesh)
     say(_described_inputs(inputs, reading))
     with Report(sum(each.size for each in inputs)) as report:
         measured = measure(Scorer(model, config.batch_size), inputs, reading, report.moved)
@@ -72,10 +69,7 @@ def _run_tasks(config: EvaluateConfig) -> None:
         raise ConfigError(f"--chat: {source.name} has no chat template; leave --chat out")
     length, mesh = request_length(config, source), open_mesh(config.mesh, source.config)
     tasks = harness.Tasks(config.tasks, config.task_folder)
-    keep_programs(mesh.devices.flat[0].platform)
-    model = source.load(mesh)
-    say(summary(source, model, mesh))
-    results = harness.run(model, source, tasks, config, length)
+    results = harness.run(load(source, mesh), source, tasks, config, length)
     about = {"model": source.name, "dtype": source.config.precision.compute, "mesh": mesh_sizes(mesh)}
     give(harness.as_table(results), config.json, harness.as_record(results, {**about, "sequence_length": length}))
 

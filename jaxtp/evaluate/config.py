@@ -1,17 +1,16 @@
 """The settings of `python -m jaxtp.evaluate`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 
-from jaxtp.config import ConfigError, Count, CountOrZero, Keys, Switch, UserPath
+from jaxtp.config import ConfigError, Count, CountOrZero, Switch, UserPath
 from jaxtp.data.manifest import TRAIN, VALIDATION
 from jaxtp.generate import config as generation
-from jaxtp.generate.config import GenerateConfig
-from jaxtp.layers.parameter import DType
+from jaxtp.generate.config import SourceConfig
 from jaxtp.mesh import CP
 from jaxtp.prepare.config import TEXT_FIELD
 
@@ -35,11 +34,8 @@ class MeshConfig(generation.MeshConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(SourceConfig):
     """The model, what it is measured on, how, and the devices."""
-
-    model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """A run of jaxtp.train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
 
     data: Folders = ()
     """A dataset of jaxtp.prepare, made by the model's tokenizer. Can be given several times."""
@@ -96,27 +92,6 @@ class EvaluateConfig:
     cache: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder to keep the answers to tasks in, so that the same command again goes on where it was interrupted."""
 
-    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
-    """A tokenizer.json, or a folder that has one, if it is no longer where it was when the model was trained."""
-
-    base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """For a run that trained adapters: the model beside them, if it is no longer where the run found it."""
-
-    adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """Adapters in PEFT's format, to add to the model's kernels: in float32, before the cast to --dtype."""
-
-    ignore_config: Keys = ()
-    """Attributes of a config.json to pass over: such as are not understood, and that you know to say nothing of what
-    the model computes. Can be given several times."""
-
-    special_tokens: Switch = False
-    """Text that spells a special token, such as <|im_start|>, is that token; by default it is text. In tasks it always
-    is the token, as in the harness's own models."""
-
-    dtype: DType | None = None
-    """Dtype of weights and computation; by default a run's compute dtype, and float32 for a Hugging Face model.
-    float16 is for GPUs without bfloat16; values above 65,504 are infinite in it, which some models reach."""
-
     batch_size: Count = 8
     """Rows that are read together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
@@ -126,17 +101,9 @@ class EvaluateConfig:
     mesh: MeshConfig = MeshConfig()
 
     @property
-    def of_model(self) -> GenerateConfig:
+    def of_model(self) -> SourceConfig:
         """The settings that say how the model is opened."""
-        return GenerateConfig(
-            model=self.model,
-            tokenizer=self.tokenizer,
-            base=self.base,
-            adapters=self.adapters,
-            ignore_config=self.ignore_config,
-            special_tokens=self.special_tokens or bool(self.tasks),
-            dtype=self.dtype,
-        )
+        return replace(self, special_tokens=self.special_tokens or bool(self.tasks))
 
 
 def check(config: EvaluateConfig) -> None:

@@ -6,6 +6,7 @@ from jaxtp.checkpoint.stored import finished, newest, stored_info
 from jaxtp.config import ConfigError
 from jaxtp.evaluate.config import EvaluateConfig
 from jaxtp.generate.loading import Source
+from jaxtp.generate.prompts import limits_of
 from jaxtp.hints import nearest_multiples
 from jaxtp.mesh import CP
 
@@ -48,7 +49,7 @@ def request_length(config: EvaluateConfig, source: Source) -> int:
 
 def context(source: Source) -> int | None:
     """Returns the most tokens that a model was made for; None where nothing says so."""
-    return min((most for most in (source.context, source.config.learned_positions) if most is not None), default=None)
+    return limits_of(source.config, source.context).context
 
 
 def trained_length(path: Path | None) -> int | None:

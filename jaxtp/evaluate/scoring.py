@@ -55,10 +55,7 @@ class Scorer:
             sequences = merged.sequences(given["inputs"])
             x_BTD = merged.hidden(given["inputs"], sequences=sequences)
             found = Scores(*merged.token_losses_of_hidden(x_BTD, given["labels"]))
-            # A one-hot sum: a look-up along T, which sequence parallelism splits, would gather the whole of x.
-            is_last = jnp.arange(x_BTD.shape[1]) == last[:, None]
-            last_B1D = jnp.sum(jnp.where(is_last[..., None], x_BTD, 0), axis=1, keepdims=True)
-            logits = merged.logits_of_hidden(last_B1D)[:, 0].astype(jnp.float32)
+            logits = merged.logits_at(x_BTD, last[:, None]).astype(jnp.float32)
             return found, jax.nn.log_softmax(logits, axis=-1)
 
         everywhere = None if self._mesh is None else NamedSharding(self._mesh, P())  # every process reads all

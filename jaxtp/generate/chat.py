@@ -4,7 +4,6 @@ import difflib
 import json
 import os
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +12,7 @@ from pathlib import Path
 from jaxtp.config import expand
 from jaxtp.data.chat_tokenizer import without_noncharacters
 from jaxtp.data.template import ASSISTANT, Message
-from jaxtp.entry import UserError
+from jaxtp.entry import UserError, say
 from jaxtp.files import write_atomically, writing
 from jaxtp.generate.engine import Generator, Speed
 from jaxtp.generate.lines import Lines
@@ -105,7 +104,7 @@ class Chat:
             the conversation goes on as it was before.
         """
         if self._lines.terminal:
-            _say(GREETING)
+            say(GREETING)
         while True:
             try:
                 text = self._lines.read()
@@ -115,7 +114,7 @@ class Chat:
             except UserError as error:
                 if not self._lines.terminal:
                     raise
-                _say(f"{error}")
+                say(f"{error}")
 
     def check(self) -> None:
         """Raises `KeyboardInterrupt` if the answer is to be stopped; to be called after each part of a long prompt."""
@@ -147,9 +146,9 @@ class Chat:
         except UserError as error:
             if not self._lines.terminal:
                 raise
-            return _say(f"not answered, and forgotten: {error}")
+            return say(f"not answered, and forgotten: {error}")
         if answer.finish is None and not answer.ids:
-            return _say("(interrupted before there was an answer; the text is forgotten)")
+            return say("(interrupted before there was an answer; the text is forgotten)")
         self._listener.answered(answer.text, answer.ids)
         self._messages = [*asked, {"role": ASSISTANT, "content": without_noncharacters(answer.text)}]
         self._tell(len(ids) + len(answer.ids), answer)
@@ -191,16 +190,16 @@ class Chat:
             timing = self._generator.speed.timing
             rate = f", {timing.decode_tokens / timing.decode_seconds:,.0f} tokens/s" if timing.decode_tokens else ""
             cut = {None: "; interrupted", "length": f"; cut at --max-tokens {most}"}.get(answer.finish, "")
-            _say(
+            say(
                 f"(read {timing.prefill_tokens:,} tokens, kept {timing.kept_tokens:,}, made {len(answer.ids):,}{rate}; "
                 f"{used:,} {'used' if context is None else f'of {context:,} used'}{cut})"
             )
         if context is None:
             return
         if answer.finish == "context":
-            _say(f"the answer is cut: the model's context of {context:,} tokens is full; {WAYS_OUT}")
+            say(f"the answer is cut: the model's context of {context:,} tokens is full; {WAYS_OUT}")
         elif context - used < min(most, context // 2):  # whoever asks for most of a context wants what there is
-            _say(
+            say(
                 f"about {max(context - used, 0):,} tokens are left of {context:,}, and an answer may take {most:,} "
                 f"(--max-tokens); {WAYS_OUT}"
             )
@@ -209,7 +208,7 @@ class Chat:
         names = {name + command.argument: command.help for name, command in self._commands.items()}
         names |= {"//text": "is the text /text", "text\\": "goes on in the next line"}
         width = max(map(len, names))
-        _say("\n".join(f"{name:{width}}  {text}" for name, text in names.items()))
+        say("\n".join(f"{name:{width}}  {text}" for name, text in names.items()))
 
     def _reset(self, _: str) -> None:
         self._messages = self._opening
@@ -248,7 +247,7 @@ class Chat:
 
     def _note(self, text: str) -> None:
         if self._lines.terminal:
-            _say(f"({text})")
+            say(f"({text})")
 
 
 def _together(before: Speed, turn: Speed) -> Speed:
@@ -260,7 +259,3 @@ def _together(before: Speed, turn: Speed) -> Speed:
         timing=Timing(**timing),
         cut_texts=before.cut_texts + turn.cut_texts,
     )
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh
 
+from jaxtp import entry
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.data.template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
@@ -55,12 +56,9 @@ def run(config: GenerateConfig, folder: Path) -> None:
     listener = _listener(config, source, limits) if config.chat else None
     encoded = encode_prompts(prompts, source.tokenizer, source.prefix, limits, partial(_name, config))
     mesh = open_mesh(config.mesh, source.config)
-    keep_programs(mesh.devices.flat[0].platform)
-    model = source.load(mesh)
-    say(summary(source, model, mesh))
     progress = Progress()
     generator = Generator(
-        model,
+        load(source, mesh),
         source.tokenizer,
         end_ids=source.end_ids,
         prefix=source.prefix,
@@ -192,8 +190,15 @@ class Progress:
         return True
 
 
-def summary(source: Source, model: Decoder, mesh: Mesh) -> str:
-    """Returns what is said of a model once it is loaded: its name and size, and the devices that it is on."""
+def load(source: Source, mesh: Mesh) -> Decoder:
+    """Returns a model on its mesh, and says its name, its size and the devices."""
+    keep_programs(mesh.devices.flat[0].platform)
+    model = source.load(mesh)
+    say(_summary(source, model, mesh))
+    return model
+
+
+def _summary(source: Source, model: Decoder, mesh: Mesh) -> str:
     size = logical_size(nnx.state(model))
     kind = mesh.devices.flat[0].device_kind
     device = "CPU device" if mesh.devices.flat[0].platform == "cpu" else kind
@@ -205,5 +210,5 @@ def summary(source: Source, model: Decoder, mesh: Mesh) -> str:
 
 def say(text: str) -> None:
     """Prints a line on standard error, in one process of several."""
-    if jax.process_index() == 0 and sys.stderr is not None:  # closed by who started this: it would go to the output
-        print(text, file=sys.stderr, flush=True)
+    if jax.process_index() == 0:
+        entry.say(text)

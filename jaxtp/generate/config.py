@@ -41,11 +41,38 @@ class MeshConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateConfig:
-    """The model, the texts to continue, how tokens are chosen, and the devices."""
+class SourceConfig:
+    """The model, and what replaces settings that it has or says itself."""
 
     model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """A run of jaxtp.train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
+
+    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
+    """A tokenizer.json, or a folder that has one, if it is no longer where it was when the model was trained."""
+
+    base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """For a run that trained adapters: the model beside them, if it is no longer where the run found it."""
+
+    adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Adapters in PEFT's format, to add to the model's kernels: in float32, before the cast to --dtype."""
+
+    ignore_config: Keys = ()
+    """Attributes of a config.json to pass over: such as are not understood, and that you know to say nothing of what
+    the model computes. Can be given several times."""
+
+    special_tokens: Switch = False
+    """Text that spells a special token, such as <|im_start|>, is that token; by default it is text. In a chat the
+    template's own are tokens in any case, and in tasks of lm-evaluation-harness all are."""
+
+    dtype: DType | None = None
+    """Dtype of weights and computation; by default float32 on CPUs, which multiply 16 bits ten times slower, and on
+    GPUs a run's compute dtype, or that of the model in its config.json (float32 where it says none of these). float16
+    is for GPUs without bfloat16; values above 65,504 are infinite in it, which some models reach."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SourceConfig):
+    """The model, the texts to continue, how tokens are chosen, and the devices."""
 
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
     """A text to continue. Can be given several times."""
@@ -67,31 +94,9 @@ class GenerateConfig:
     template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Chat template in Jinja, instead of the model's own."""
 
-    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
-    """A tokenizer.json, or a folder that has one, if it is no longer where it was when the model was trained."""
-
-    base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """For a run that trained adapters: the model beside them, if it is no longer where the run found it."""
-
-    adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """Adapters in PEFT's format, to add to the model's kernels: in float32, before the cast to --dtype."""
-
-    ignore_config: Keys = ()
-    """Attributes of a config.json to pass over: such as are not understood, and that you know to say nothing of what
-    the model computes. Can be given several times."""
-
-    special_tokens: Switch = False
-    """Text that you enter and that spells a special token, such as <|im_start|>, is that token; by default it is text.
-    In a chat the template's own are tokens in any case."""
-
     beyond_context: Switch = False
     """Accepts prompts and writes texts that are longer than the model was made for (max_position_embeddings in its
     config.json), and may make no sense. By default such a prompt is refused, and a text ends there."""
-
-    dtype: DType | None = None
-    """Dtype of weights and computation; by default float32 on CPUs, which multiply 16 bits ten times slower, and on
-    GPUs a run's compute dtype, or that of the model in its config.json (float32 where it says none of these). float16
-    is for GPUs without bfloat16; values above 65,504 are infinite in it, which some models reach."""
 
     batch_size: Count = 8
     """Prompts that are continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""

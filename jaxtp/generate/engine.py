@@ -176,7 +176,7 @@ class Generator:
         lengths = [len(request.prompt) for request in requests]
         programs, state = self._prepared(lengths, settings, CHAT_SLOTS if keep else MIN_SLOTS)
         if not keep:
-            self._rows = [Row() for _ in self._rows]
+            self._forget()
         compiled = programs.compile_seconds
         scheduler = Scheduler(
             programs,
@@ -196,7 +196,7 @@ class Generator:
         finally:
             self._state = scheduler.state
             if self._state is None:  # a call has failed, and what it was given cannot be used again
-                self._rows = []
+                self._forget(0)
 
     def _prepared(self, lengths: Sequence[int], settings: GenerationSettings, least: int) -> tuple[Programs, State]:
         """Returns the programs for prompts of some lengths, and what the devices hold before them.
@@ -221,16 +221,20 @@ class Generator:
         )
         self._state = None  # of two memories only one is there at a time
         if memories is None:
-            self._rows = [Row() for _ in range(rows)]
+            self._forget(rows)
         elif slots > held:
             memories = grown(memories, slots, self._mesh)
             if any(block.rope_scaling.kind == "longrope" for block in self.config.block_kinds()):
-                self._rows = [Row() for _ in range(rows)]  # its frequencies depend on the number of slots
+                self._forget()  # its frequencies depend on the number of slots
         key = shape, same_choice(settings)
         if key not in self._programs:
             self._programs[key] = Programs(self._reader, self._mesh, shape, settings, self._num_ids, self.end_ids)
         programs = self._programs[key]
         return programs, programs.state(memories)
+
+    def _forget(self, count: int | None = None) -> None:
+        """Makes the rows empty, as many as there are or another number."""
+        self._rows = [Row(index) for index in range(len(self._rows) if count is None else count)]
 
     def _most_read(self) -> int:
         """Returns the most tokens of prompts to read in a call, once it is known how large the cache is."""

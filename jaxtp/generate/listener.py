@@ -69,8 +69,3 @@ class Listener:
     def _encode(self, marked: str) -> list[int]:
         ((ids, _),) = self._rendered.encode_batch([(marked, "")])
         return list(ids.tolist())
-
-
-def opening(system: str | None) -> list[Message]:
-    """Returns the messages before the first turn: the system message, if there is one."""
-    return [] if system is None else [{"role": "system", "content": system}]

@@ -34,7 +34,7 @@ from jaxtp.data.tokenizer_files import (
     special_tokens,
 )
 from jaxtp.entry import UserError
-from jaxtp.generate.config import GenerateConfig, default_dtype
+from jaxtp.generate.config import SourceConfig, default_dtype
 from jaxtp.hf import peft
 from jaxtp.hf.attributes import read_config, stored_dtype
 from jaxtp.hf.folder import CONFIG, read_attributes
@@ -82,7 +82,7 @@ class Source:
     """The most tokens of a prompt and its text that the model was made for; None where nothing says so."""
 
 
-def open_source(path: Path, asked: GenerateConfig = GenerateConfig()) -> Source:
+def open_source(path: Path, asked: SourceConfig = SourceConfig()) -> Source:
     """Returns the model at a path.
 
     Args:
@@ -111,7 +111,7 @@ def open_source(path: Path, asked: GenerateConfig = GenerateConfig()) -> Source:
     )
 
 
-def _open_hf(folder: Path, asked: GenerateConfig) -> Source:
+def _open_hf(folder: Path, asked: SourceConfig) -> Source:
     stored = read_config(folder, asked.ignore_config)
     config = _inference_config(stored, asked.dtype or default_dtype(stored_dtype(folder)))
     adapters = _adapters(asked, stored, read_attributes(folder).get("model_type"))
@@ -138,7 +138,7 @@ def _open_hf(folder: Path, asked: GenerateConfig) -> Source:
     )
 
 
-def _open_run(path: Path, asked: GenerateConfig) -> Source:
+def _open_run(path: Path, asked: SourceConfig) -> Source:
     """Returns the model of the newest checkpoint of a run, or of the checkpoint whose folder is given."""
     if asked.ignore_config:
         raise SourceError(f"--ignore-config is of a model in Hugging Face's format, and {path} is a run")
@@ -175,7 +175,7 @@ def _open_run(path: Path, asked: GenerateConfig) -> Source:
     )
 
 
-def _adapters(asked: GenerateConfig, model: ModelConfig, family: str | None) -> PeftFolder | None:
+def _adapters(asked: SourceConfig, model: ModelConfig, family: str | None) -> PeftFolder | None:
     """Returns the adapters that are asked for, compared with the model."""
     return None if asked.adapters is None else open_peft(asked.adapters, model, family)
 
@@ -210,7 +210,7 @@ def _tokenizer_place(checkpoint: Stored, asked: Path | None) -> Path | None:
     return next((expand(Path(place)) for place in places if place is not None), None)
 
 
-def _tokenizer_of_run(checkpoint: Stored, place: Path | None, asked: GenerateConfig) -> Tokenizer:
+def _tokenizer_of_run(checkpoint: Stored, place: Path | None, asked: SourceConfig) -> Tokenizer:
     """Returns the tokenizer that a run was trained with, which its checksum proves."""
     folder, recorded = checkpoint.folder, checkpoint.info.get("corpus", {}).get("tokenizer")
     if recorded == BYTES:

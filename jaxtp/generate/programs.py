@@ -29,7 +29,6 @@ from jaxtp.collectives import batch_spec, constrain
 from jaxtp.generate.sampling import sample
 from jaxtp.generate.settings import GenerationSettings
 from jaxtp.layers.cache import LAYER_SPEC, Memories, NewTokens
-from jaxtp.mesh import batch_parts, mesh_sizes
 from jaxtp.models.decoder import Ends
 from jaxtp.models.reader import Reader
 
@@ -50,6 +49,7 @@ class Shape:
     """Number of tokens that a row can have at most."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
     """Arrays that the devices hold between calls."""
@@ -99,6 +99,10 @@ class Rows:
     seeds: NDArray[np.uint32]
 
 
+Made = tuple[list[list[int]], list[list[float]]]
+"""Tokens and their log-probabilities, of each row for each step."""
+
+
 @dataclass(frozen=True)
 class Chosen:
     """Tokens that are being chosen, and their log-probabilities, `[steps, rows]` each."""
@@ -108,7 +112,7 @@ class Chosen:
     steps: Array | int
     """Number of steps that were made; what is in later ones means nothing."""
 
-    def wait(self) -> tuple[list[list[int]], list[list[float]]]:
+    def wait(self) -> Made:
         """Returns them, step by step, once they are computed."""
         steps = int(self.steps)
         return np.asarray(self.tokens)[:steps].tolist(), np.asarray(self.logprobs)[:steps].tolist()
@@ -137,7 +141,6 @@ class Programs:
     ):
         self.shape, self.compile_seconds = shape, 0.0
         self._mesh, self._config = mesh, reader.config
-        self._parts = 1 if mesh is None else batch_parts(mesh_sizes(mesh))
         self._end_ids = sorted(end_ids)
         self._penalises = settings.repetition_penalty != 1
         self._sample = partial(sample, settings=settings, num_ids=num_ids)
@@ -152,7 +155,7 @@ class Programs:
     def state(self, memories: Memories | None = None) -> State:
         """Returns the state of rows, empty or with a memory."""
         if memories is None:
-            memories = self._program("empty", self._empty, (), ())(self._weights)
+            memories = self._program("empty", self._empty)(self._weights)
         if not self._penalises:
             return State(memories)
         seen = np.zeros((self.shape.rows, self._config.vocab_size), np.bool_)
@@ -179,9 +182,8 @@ class Programs:
         key = ("read", packed.ids.shape[1], packed.continued)
         arrays = packed.ids, packed.rows, packed.positions, packed.last, rows.lengths, rows.seeds
         function = partial(self._read, packed.continued)
-        arguments = *_parts_of(state), *arrays
-        memories, seen, tokens, logprobs = self._program(key, function, arguments, (0, 1))(self._weights, *arguments)
-        return State(memories, seen), Chosen(tokens, logprobs, 1)
+        state, tokens, logprobs = self._program(key, function, state, *arrays)(self._weights, state, *arrays)
+        return state, Chosen(tokens, logprobs, 1)
 
     def decode(self, state: State, rows: Rows, steps: int, *, waiting: bool) -> tuple[State, Chosen]:
         """Makes tokens until all rows have ended.
@@ -192,50 +194,43 @@ class Programs:
           steps: tokens of a row after which it comes back, at most `MAX_STEPS`.
           waiting: come back as soon as a row has ended, for its place is wanted.
         """
-        program, arguments = self._decoding(state, rows, steps, waiting)
-        memories, seen, tokens, logprobs, done = program(self._weights, *arguments)
-        return State(memories, seen), Chosen(tokens, logprobs, done)
+        arrays = self._decoding(rows, steps, waiting=waiting)
+        state, *made = self._program("decode", self._decode, state, *arrays)(self._weights, state, *arrays)
+        return state, Chosen(*made)
 
     def compiled_decode(self, state: State) -> Any:
         """Returns the compiled program that makes tokens; the state and the model's arrays may be abstract."""
         none = np.zeros(self.shape.rows, np.int32)
-        return self._decoding(state, Rows(none, none, none, none.astype(np.uint32)), 1, False)[0]
+        arrays = self._decoding(Rows(none, none, none, none.astype(np.uint32)), 1, waiting=False)
+        return self._program("decode", self._decode, state, *arrays)
 
-    def _decoding(self, state: State, rows: Rows, steps: int, waiting: bool) -> tuple[Any, tuple[Any, ...]]:
-        given = rows.tokens, rows.lengths, rows.left, rows.seeds, np.int32(steps), np.bool_(waiting)
-        arguments = *_parts_of(state), *given
-        return self._program("decode", self._decode, arguments, (0, 1)), arguments
+    def _decoding(self, rows: Rows, steps: int, *, waiting: bool) -> tuple[Any, ...]:
+        return rows.tokens, rows.lengths, rows.left, rows.seeds, np.int32(steps), np.bool_(waiting)
 
     def _read(
         self,
         continued: bool,
         reader: Reader,
-        memories: Memories,
-        seen: Array | None,
+        state: State,
         ids_PC: Array,
         rows_PC: Array,
         positions_PC: Array,
         last_PR: Array,
         lengths_B: Array,
         seeds_B: Array,
-    ) -> tuple[Any, ...]:
-        new = NewTokens(positions_PC, rows_PC, continued)
-        x_PCD, memories = reader(ids_PC, memories, new)
-        # A product with ones: a look-up along C, which sequence parallelism splits, would gather the whole of x.
-        is_last = (last_PR[..., None] == jnp.arange(ids_PC.shape[1])).astype(x_PCD.dtype)
-        last_PRD = jnp.einsum("prc,pcd->prd", is_last, x_PCD, precision="highest")
-        last_B1D = constrain(last_PRD.reshape(self.shape.rows, 1, -1), batch_spec(None, None))
-        logits_BV = constrain(reader.logits_of_hidden(last_B1D)[:, 0], batch_spec(None))
-        tokens_B, logprobs_B, now = self._sample(logits_BV, seen, seeds_B, lengths_B)
-        if seen is not None and now is not None:  # of those whose prompt has ended
-            seen = constrain(jnp.where(last_PR.reshape(-1)[:, None] >= 0, now, seen), batch_spec(None))
-        return memories, seen, tokens_B[None], logprobs_B[None]
+    ) -> tuple[State, Array, Array]:
+        x_PCD, memories = reader(ids_PC, state.memories, NewTokens(positions_PC, rows_PC, continued))
+        logits_BV = constrain(reader.logits_at(x_PCD, last_PR), batch_spec(None))
+        tokens_B, logprobs_B, seen = self._sample(logits_BV, state.seen, seeds_B, lengths_B)
+        if state.seen is not None and seen is not None:  # of those whose prompt has ended
+            ended_B = last_PR.reshape(-1) >= 0
+            seen = constrain(jnp.where(ended_B[:, None], seen, state.seen), batch_spec(None))
+        return State(memories, seen), tokens_B[None], logprobs_B[None]
 
     def _decode(
         self,
         reader: Reader,
-        memories: Memories,
-        seen: Array | None,
+        state: State,
         tokens_B: Array,
         lengths_B: Array,
         left_B: Array,
@@ -251,42 +246,45 @@ class Programs:
             return (step < steps) & jnp.any(left_B > 0) & (full | ~waiting)
 
         def make(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            step, memories, seen, tokens_B, lengths_B, left_B, made, logprobs = carry
+            step, state, tokens_B, lengths_B, left_B, made, logprobs = carry
             going_B = left_B > 0
             places_B = jnp.where(going_B, lengths_B, self.shape.slots)  # a row that has ended writes nothing
             new = NewTokens(constrain(places_B[:, None], batch_spec(None)))
-            x_B1D, memories = reader(tokens_B[:, None], memories, new)
+            x_B1D, memories = reader(tokens_B[:, None], state.memories, new)
             lengths_B = lengths_B + going_B
             logits_BV = constrain(reader.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
-            tokens_B, logprobs_B, seen = self._sample(logits_BV, seen, seeds_B, lengths_B)
+            tokens_B, logprobs_B, seen = self._sample(logits_BV, state.seen, seeds_B, lengths_B)
             ended_B = jnp.any(tokens_B[:, None] == ends, axis=1)
             left_B = jnp.where(going_B & ~ended_B, left_B - 1, 0)
             made, logprobs = made.at[step].set(tokens_B), logprobs.at[step].set(logprobs_B)
-            return step + 1, memories, seen, tokens_B, lengths_B, left_B, made, logprobs
+            return step + 1, State(memories, seen), tokens_B, lengths_B, left_B, made, logprobs
 
         made = jnp.zeros((MAX_STEPS, self.shape.rows), jnp.int32)
-        begin = (jnp.int32(0), memories, seen, tokens_B, lengths_B, left_B, made, made.astype(jnp.float32))
-        done, memories, seen, *_, made, logprobs = lax.while_loop(goes_on, make, begin)
-        return memories, seen, made, logprobs, done
+        begin = (jnp.int32(0), state, tokens_B, lengths_B, left_B, made, made.astype(jnp.float32))
+        done, state, *_, made, logprobs = lax.while_loop(goes_on, make, begin)
+        return state, made, logprobs, done
 
     def _empty(self, reader: Reader) -> Memories:
         return reader.empty(self.shape.rows, self.shape.slots)
 
-    def _program(self, key: Any, function: Callable[..., Any], arguments: Any, donate: tuple[int, ...]) -> Any:
-        """Returns the program of a function of the model and some arguments, compiled when it is first asked for."""
+    def _program(self, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the program of a function of the model and some arguments, compiled when it is first asked for.
+
+        A state, which comes first, is donated.
+        """
         if key not in self._compiled:
             started = time.perf_counter()
-            self._compiled[key] = self._compile(function, arguments, donate)
+            self._compiled[key] = self._compile(function, arguments)
             self.compile_seconds += time.perf_counter() - started
         return self._compiled[key]
 
-    def _compile(self, function: Callable[..., Any], arguments: Any, donate: tuple[int, ...]) -> Any:
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         def program(weights: nnx.State, *arguments: Any) -> Any:
             return function(nnx.merge(self._graph, weights), *arguments)
 
         types = jax.tree.map(self._type, arguments)
         with within(self._mesh):
-            jitted = jax.jit(program, donate_argnums=[index + 1 for index in donate])
+            jitted = jax.jit(program, donate_argnums=1 if arguments else ())
             return jitted.lower(self._weights, *types).compile()
 
     def _type(self, array: Any) -> jax.ShapeDtypeStruct:
@@ -302,10 +300,6 @@ class Programs:
 @partial(jax.jit, donate_argnums=0)
 def _noted(seen: Array, given: Array, fresh: Array) -> Array:
     return constrain(jnp.where(fresh[:, None], given, seen), batch_spec(None))
-
-
-def _parts_of(state: State) -> tuple[Memories, Array | None]:
-    return state.memories, state.seen
 
 
 def same_choice(settings: GenerationSettings) -> GenerationSettings:

@@ -12,12 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
 
 from jaxtp.entry import UserError
-from jaxtp.generate.programs import MAX_STEPS, Packed, Programs, Rows, State
+from jaxtp.generate.programs import MAX_STEPS, Chosen, Made, Packed, Programs, Rows, State
 from jaxtp.generate.request import Piece, Request
 
 MIN_LENGTH = 16
@@ -39,6 +40,8 @@ class GenerationError(UserError):
 @dataclass(eq=False)
 class Row:
     """A row of the memory."""
+
+    index: int
 
     ids: list[int] = field(default_factory=list)
     """The tokens that it holds."""
@@ -122,7 +125,7 @@ class Scheduler:
             row.ids, row.unread, row.request, row.begun = prompt[:kept], prompt[kept:], request, False
             self.timing.kept_tokens += kept
             free.remove(row)
-            prompts[self._rows.index(row)] = request.prompt
+            prompts[row.index] = request.prompt
         if prompts:
             state, self.state = self._taken(), None
             self.state = self._programs.note(state, prompts)
@@ -132,12 +135,7 @@ class Scheduler:
         reading = [row for row in self._rows if row.request is not None and not row.begun]
         total, read = sum(len(row.unread) for row in reading), 0
         for pieces in self._packs(reading):
-            packed = self._packed(pieces)
-            state, self.state = self._taken(), None
-            started, compiled = time.perf_counter(), self._programs.compile_seconds
-            self.state, chosen = self._programs.read(state, packed, self._facts())
-            made = chosen.wait()
-            spent = time.perf_counter() - started - (self._programs.compile_seconds - compiled)
+            made, spent = self._call(partial(self._programs.read, packed=self._packed(pieces)))
             count = sum(stop - start for _, start, stop in _all(pieces))
             read += count
             self.timing.prefill_seconds += spent
@@ -149,42 +147,44 @@ class Scheduler:
                 if stop == len(row.unread):
                     row.unread, row.begun = [], True
                     begun.append(row)
-            yield from self._taken_up(*made, begun)
+            yield from self._taken_up(made, begun)
 
     def _make(self, *, waiting: bool) -> Iterator[Piece]:
         """Makes the next tokens of all texts."""
         going = [row for row in self._rows if row.request is not None]
-        state, self.state = self._taken(), None
-        started, compiled = time.perf_counter(), self._programs.compile_seconds
-        self.state, chosen = self._programs.decode(state, self._facts(), self._steps, waiting=waiting)
-        made = chosen.wait()
-        spent = time.perf_counter() - started - (self._programs.compile_seconds - compiled)
+        made, spent = self._call(partial(self._programs.decode, steps=self._steps, waiting=waiting))
         done = len(made[0])
         # Twice as many at most, for the first call of a program takes longer than those after it. Several processes
         # have to make the same calls, and their clocks differ.
         wanted = int(SECONDS_PER_CALL * done / max(spent, 1e-9)) if jax.process_count() == 1 else MAX_STEPS
         self._steps = min(max(1, wanted), 2 * self._steps, MAX_STEPS)
         self.timing.decode_seconds += spent
-        pieces = self._taken_up(*made, going)
+        pieces = self._taken_up(made, going)
         self.timing.decode_tokens += len(pieces)
         yield from pieces
 
-    def _taken_up(
-        self, tokens_by_step: list[list[int]], logprobs_by_step: list[list[float]], rows: Sequence[Row]
-    ) -> list[Piece]:
+    def _call(self, program: Callable[..., tuple[State, Chosen]]) -> tuple[Made, float]:
+        """Returns what a program has chosen for the rows as they are, and the seconds that it took to run."""
+        state, self.state = self._taken(), None
+        started, compiled = time.perf_counter(), self._programs.compile_seconds
+        self.state, chosen = program(state, rows=self._facts())
+        made = chosen.wait()
+        return made, time.perf_counter() - started - (self._programs.compile_seconds - compiled)
+
+    def _taken_up(self, made: Made, rows: Sequence[Row]) -> list[Piece]:
         """Brings rows up to date with the tokens that were chosen for them; returns their pieces, step by step."""
         pieces = []
-        for tokens, logprobs in zip(tokens_by_step, logprobs_by_step, strict=True):
-            for index, row in enumerate(self._rows):
-                if row not in rows or row.request is None:
+        for tokens, logprobs in zip(*made, strict=True):
+            for row in rows:
+                if row.request is None:
                     continue
-                if not math.isfinite(logprobs[index]):
+                if not math.isfinite(logprobs[row.index]):
                     raise GenerationError(
                         f"the logits after prompt {row.request.index} are not finite: the weights are damaged"
                     )
                 row.ids += row.unread
-                row.unread = [tokens[index]]
-                pieces.append(row.request.add(tokens[index], logprobs[index]))
+                row.unread = [tokens[row.index]]
+                pieces.append(row.request.add(tokens[row.index], logprobs[row.index]))
                 if row.request.finish is not None:
                     row.request = None
         return pieces
@@ -196,25 +196,24 @@ class Scheduler:
     def _facts(self) -> Rows:
         count = len(self._rows)
         tokens, lengths, left = (np.zeros(count, np.int32) for _ in range(3))
-        rows = Rows(tokens, lengths, left, np.zeros(count, np.uint32))
-        for index, row in enumerate(self._rows):
+        seeds = np.zeros(count, np.uint32)
+        for row in self._rows:
             if row.request is None:
                 continue
-            rows.seeds[index] = (self._seed + row.request.index) % MAX_SEED
+            seeds[row.index] = (self._seed + row.request.index) % MAX_SEED
             if row.begun:
-                rows.tokens[index], rows.lengths[index] = row.unread[0], len(row.ids)
-                rows.left[index] = row.request.left
+                tokens[row.index], lengths[row.index] = row.unread[0], len(row.ids)
+                left[row.index] = row.request.left
             else:
-                rows.lengths[index] = len(row.request.prompt)
-        return rows
+                lengths[row.index] = len(row.request.prompt)
+        return Rows(tokens, lengths, left, seeds)
 
     def _packs(self, reading: Sequence[Row]) -> Iterator[list[list[tuple[Row, int, int]]]]:
         """Yields what is read in each call: for each part of the rows, which tokens of which rows, in order."""
         by_part: list[list[list[tuple[Row, int, int]]]] = []
         size = len(self._rows) // self._parts
-        places = {id(row): index for index, row in enumerate(self._rows)}
         for part in range(self._parts):
-            own = [row for row in reading if places[id(row)] // size == part]
+            own = [row for row in reading if row.index // size == part]
             packs: list[list[tuple[Row, int, int]]] = []
             room = 0
             for row in own:
@@ -241,14 +240,14 @@ class Scheduler:
         for part, given in enumerate(pieces):
             at = 0
             for row, start, stop in given:
-                index, before, count = self._rows.index(row), len(row.ids), stop - start
+                before, count = len(row.ids), stop - start
                 here = slice(at, at + count)
-                ids[part, here], rows[part, here] = row.unread[start:stop], index % size
+                ids[part, here], rows[part, here] = row.unread[start:stop], row.index % size
                 positions[part, here] = np.arange(before, before + count)
                 continued = continued or before > 0
                 at += count
                 if stop == len(row.unread):
-                    last[part, index % size] = at - 1
+                    last[part, row.index % size] = at - 1
         return Packed(ids, rows, positions, last, continued)
 
     def _length(self, needed: int) -> int:

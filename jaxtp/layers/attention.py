@@ -31,7 +31,7 @@ from jaxtp.layers.costs import (
     Working,
     itemsize,
 )
-from jaxtp.layers.kernels import Implementation, Use, attend_to_blocks, chosen, refused, seen
+from jaxtp.layers.kernels import Implementation, Use, chosen, masked_attention, refused, seen
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Precision, Split, Weights, own
@@ -350,7 +350,7 @@ class CausalSelfAttention(Branch):
         keys, values = new.write(memory[0], k), new.write(memory[1], v)
         settings: dict[str, Any] = {"scale": self._scale, "softcap": self.config.attention_softcap}
         if new.rows is None:
-            y = attend_to_blocks(q, ((keys, values),), (visible(new.positions, num_slots, window),), **settings)
+            y = masked_attention(q, keys, values, visible(new.positions, num_slots, window), **settings)
             return self._joined(y), (keys, values)
         part = None
         if new.continued:  # one sequence: what comes before the first row's tokens, and then all of them

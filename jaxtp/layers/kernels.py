@@ -177,7 +177,7 @@ def _xla(
     if softcap is None:
         y = _jax_attention(q, k, v, mask=seen[:, None], scale=scale)
     else:
-        y = attend_to_blocks(q, ((k.swapaxes(1, 2), v.swapaxes(1, 2)),), (seen,), scale=scale, softcap=softcap)
+        y = masked_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, scale=scale, softcap=softcap)
     return jnp.where(some[..., None], y, 0)
 
 
@@ -187,40 +187,26 @@ def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
     return jax.nn.dot_product_attention(*(x.astype(wide) for x in (q, k, v)), **settings).astype(q.dtype)
 
 
-def attend_to_blocks(
-    q_BTNH: Array,
-    blocks: tuple[tuple[Array, ...], ...],
-    seen: tuple[Array, ...],
-    *,
-    scale: float,
-    softcap: float | None,
+def masked_attention(
+    q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, seen_BTS: Array, *, scale: float, softcap: float | None
 ) -> Array:
-    """Returns what queries attend to in blocks of keys and values, which are never joined to one array.
+    """Returns the values weighted by attention, like the queries.
 
     Args:
-      q_BTNH: the queries.
-      blocks: keys and values of each, `[B, K, S, H]`.
-      seen: whether a query sees a key of a block, `[B, T, S]`; each sees one at least.
+      q_BTNH: queries; head n attends to kv head n // (N // K).
+      k_BKSH: keys, a matrix for each head.
+      v_BKSH: values, alike.
+      seen_BTS: whether a query sees a key; each sees one at least.
       scale: factor of the scores.
       softcap: squashes each score s to `softcap * tanh(s / softcap)`.
     """
     rows, length, _, width = q_BTNH.shape
-    groups = q_BTNH.reshape(rows, length, blocks[0][0].shape[1], -1, width)
-
-    def score(keys: Array, sees: Array) -> Array:
-        scores = scale * jnp.einsum("btkgh,bksh->bkgts", groups, keys, preferred_element_type=jnp.float32)
-        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
-        return jnp.where(sees[:, None, None], scores, -jnp.inf)
-
-    scores = [score(keys, sees) for (keys, _), sees in zip(blocks, seen, strict=True)]
-    highest = jnp.max(jnp.stack([jnp.max(block, axis=-1) for block in scores]), axis=0)[..., None]
-    weights = [jnp.exp(block - jax.lax.stop_gradient(highest)) for block in scores]
-    total = sum(jnp.sum(block, axis=-1, keepdims=True) for block in weights)
-    y = jnp.zeros((rows, *scores[0].shape[1:4], width), jnp.float32)
-    for (_, values), block in zip(blocks, weights, strict=True):
-        shares = (block / total).astype(values.dtype)
-        # In the order of its operands: of another, XLA for CPUs makes a product that takes the values transposed.
-        y += jnp.einsum("bkgts,bksh->bkgth", shares, values, preferred_element_type=jnp.float32)
+    groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
+    scores = scale * jnp.einsum("btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    shares = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], scores, -jnp.inf)).astype(v_BKSH.dtype)
+    # In the order of its operands: of another, XLA for CPUs makes a product that takes the values transposed.
+    y = jnp.einsum("bkgts,bksh->bkgth", shares, v_BKSH, preferred_element_type=jnp.float32)
     return jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype).reshape(q_BTNH.shape)
 
 

@@ -9,7 +9,7 @@ cross-entropy); chunking as in Liger Kernel, arXiv 2410.10989.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack
 
 import chex
 import jax
@@ -41,18 +41,19 @@ IGNORE = -100
 _REDUCED = "softmax_reduction"
 
 
+class Head(TypedDict, total=False):
+    """How logits are made of hidden states; see `vocab_parallel_cross_entropy`."""
+
+    vocab_size: Required[int]
+    table_spec: P
+    chunk_size: int
+    softcap: float | None
+    sequence_parallel: SequenceParallel
+    precision: Precision
+
+
 def vocab_parallel_cross_entropy(
-    x_BTD: Array,
-    table_VD: Array,
-    labels_BT: Array,
-    *,
-    vocab_size: int,
-    table_spec: P = TABLE_SPEC,
-    chunk_size: int = CHUNK_SIZE,
-    z_loss: float = 0.0,
-    softcap: float | None = None,
-    sequence_parallel: SequenceParallel = False,
-    precision: Precision = Precision(),
+    x_BTD: Array, table_VD: Array, labels_BT: Array, *, z_loss: float = 0.0, **head: Unpack[Head]
 ) -> tuple[Array, Array]:
     """The summed cross-entropy of the labels under `softmax(x @ table.T)`, in nats.
 
@@ -60,11 +61,11 @@ def vocab_parallel_cross_entropy(
       x_BTD: final hidden states `[B, T, D]`.
       table_VD: the (tied) embedding or head, `[V padded, D]`.
       labels_BT: `[B, T]` integers; `IGNORE` (-100) marks a position that does not count.
+      z_loss: adds `z_loss * log(sum(exp(logits)))^2` to each token's loss, which keeps the softmax's normaliser
+        near 1 (PaLM, arXiv 2204.02311, section 5).
       vocab_size: V, without padding.
       table_spec: how the table is split.
       chunk_size: tokens projected at a time on each device.
-      z_loss: adds `z_loss * log(sum(exp(logits)))^2` to each token's loss, which keeps the softmax's normaliser
-        near 1 (PaLM, arXiv 2204.02311, section 5).
       softcap: squashes each logit l to `softcap * tanh(l / softcap)`.
       sequence_parallel: the input is split over tp along the sequence.
       precision: the dtypes; logits and softmax are float32.
@@ -74,35 +75,38 @@ def vocab_parallel_cross_entropy(
       for the mean.
     """
 
-    chex.assert_equal_shape_prefix((x_BTD, labels_BT), 2)
-    sequence = sequence_dim(sequence_parallel, x_BTD.shape)
-
-    def total(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
-        x = enter_parallel(x.astype(precision.compute), sequence)
-        # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three times (fsdp-1)*V/tp
-        # floats per token, which is less than the table only where a device has fewer than about D/(2*fsdp) tokens.
-        table = precision.load(shard, 1, accumulate="float32")  # in which chunks add up their gradients
-        token_loss = partial(
-            _token_loss, table=table, vocab_size=vocab_size, z_loss=z_loss, softcap=softcap, precision=precision
-        )
-        x, labels = x.reshape(-1, x.shape[-1]), labels.reshape(-1)  # [tokens, D] and [tokens]: nothing is copied
-        losses = _map_chunks(token_loss, x, labels, chunk_size)
-        valid = labels != IGNORE
+    def summed(losses: Array, labels: Array) -> tuple[Array, Array]:
+        valid = labels.reshape(-1) != IGNORE
         sums = jnp.stack([jnp.sum(losses, where=valid), jnp.sum(valid, dtype=jnp.float32)])
         loss_sum, num_valid = all_reduce(sums, *TOKENS)
         return loss_sum, num_valid
 
-    activation = activation_spec(sequence)
-    run = device_view(
-        total,
-        LOSS,
-        in_specs=(activation, table_spec, token_spec()),
-        out_specs=(P(), P()),
-    )
-    return run(x_BTD, table_VD, labels_BT)
+    token_loss = partial(_token_loss, z_loss=z_loss)
+    return _scored(token_loss, summed, (P(), P()), x_BTD, table_VD, labels_BT, **head)
 
 
 def vocab_parallel_token_losses(
+    x_BTD: Array, table_VD: Array, labels_BT: Array, **head: Unpack[Head]
+) -> tuple[Array, Array]:
+    """The cross-entropy of each label in nats, for evaluations; arguments as of `vocab_parallel_cross_entropy`.
+
+    Returns:
+      The loss of each label `[B, T]` float32, and whether no other token is likelier `[B, T]`; 0 and False where a
+      label is `IGNORE`.
+    """
+
+    def each(scores: Array, labels: Array) -> tuple[Array, Array]:
+        loss, likeliest = jnp.moveaxis(scores.reshape(*labels.shape, 2), -1, 0)  # [B/(dp*fsdp), T/cp]
+        valid = labels != IGNORE
+        return jnp.where(valid, loss, 0), valid & (likeliest > 0)
+
+    return _scored(_token_score, each, (token_spec(), token_spec()), x_BTD, table_VD, labels_BT, **head)
+
+
+def _scored(
+    score: Callable[..., Array],
+    finish: Callable[[Array, Array], tuple[Array, Array]],
+    out_specs: tuple[P, P],
     x_BTD: Array,
     table_VD: Array,
     labels_BT: Array,
@@ -114,43 +118,21 @@ def vocab_parallel_token_losses(
     sequence_parallel: SequenceParallel = False,
     precision: Precision = Precision(),
 ) -> tuple[Array, Array]:
-    """The cross-entropy of each label in nats, for evaluations: it is made for no gradient.
-
-    Args:
-      x_BTD: as of `vocab_parallel_cross_entropy`, like all others.
-      table_VD: embedding or head.
-      labels_BT: labels.
-      vocab_size: V, without padding.
-      table_spec: how the table is split.
-      chunk_size: tokens projected at a time on each device.
-      softcap: squashes logits.
-      sequence_parallel: the input is split over tp along the sequence.
-      precision: the dtypes.
-
-    Returns:
-      The loss of each label `[B, T]` float32, and whether no other token is likelier `[B, T]`; 0 and False where a
-      label is `IGNORE`.
-    """
-
+    """Returns what `finish` makes of the scores of a device's tokens and of their labels; see those that call it."""
     chex.assert_equal_shape_prefix((x_BTD, labels_BT), 2)
     sequence = sequence_dim(sequence_parallel, x_BTD.shape)
 
-    def each(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
+    def run(x: Array, shard: Array, labels: Array) -> tuple[Array, Array]:
         x = enter_parallel(x.astype(precision.compute), sequence)
-        table = precision.load(shard, 1)
-        score = partial(_token_score, table=table, vocab_size=vocab_size, softcap=softcap, precision=precision)
-        scores = _map_chunks(score, x.reshape(-1, x.shape[-1]), labels.reshape(-1), chunk_size)
-        loss, likeliest = jnp.moveaxis(scores.reshape(*labels.shape, 2), -1, 0)  # [B/(dp*fsdp), T/cp]
-        valid = labels != IGNORE
-        return jnp.where(valid, loss, 0), valid & (likeliest > 0)
+        # Gathered: if each device used its D/fsdp columns, logits would be summed over fsdp, three times (fsdp-1)*V/tp
+        # floats per token, which is less than the table only where a device has fewer than about D/(2*fsdp) tokens.
+        table = precision.load(shard, 1, accumulate="float32")  # in which chunks add up their gradients
+        token_score = partial(score, table=table, vocab_size=vocab_size, softcap=softcap, precision=precision)
+        # [tokens, D] and [tokens]: nothing is copied
+        return finish(_map_chunks(token_score, x.reshape(-1, x.shape[-1]), labels.reshape(-1), chunk_size), labels)
 
-    run = device_view(
-        each,
-        LOSS,
-        in_specs=(activation_spec(sequence), table_spec, token_spec()),
-        out_specs=(token_spec(), token_spec()),
-    )
-    return run(x_BTD, table_VD, labels_BT)
+    in_specs = (activation_spec(sequence), table_spec, token_spec())
+    return device_view(run, LOSS, in_specs, out_specs)(x_BTD, table_VD, labels_BT)
 
 
 def loss_costs(

@@ -11,7 +11,7 @@ from flax import nnx
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtp.collectives import check_divides, token_spec
+from jaxtp.collectives import batch_spec, check_divides, constrain, token_spec
 from jaxtp.config import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.activations import Context, activation_spec, dropout, segment_positions, sequence_dim
@@ -166,6 +166,14 @@ class Ends(nnx.Module):
             softcap=self.config.logit_softcap,
             **self._shared,
         )
+
+    def logits_at(self, x_BTD: Array, at_BR: Array) -> Array:
+        """Returns logits `[B * R, V]` from the final hidden states at R places of each sequence; -1 is no place."""
+        # A sum: a look-up along T, which sequence parallelism splits, would gather the whole of x.
+        is_there = at_BR[..., None] == jnp.arange(x_BTD.shape[1])
+        found_BRD = jnp.sum(jnp.where(is_there[..., None], x_BTD[:, None], 0), axis=2)
+        rows_1D = constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
+        return self.logits_of_hidden(rows_1D)[:, 0]
 
     @property
     def _shared(self) -> dict[str, Any]:

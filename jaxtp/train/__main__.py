@@ -1,6 +1,5 @@
 """`python -m jaxtp.train`."""
 
-import sys
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -43,18 +42,14 @@ def main(argv: Sequence[str]) -> int:
 def _train(argv: Sequence[str]) -> int:
     join_processes()
     watch()
-    try:
-        with together():
-            config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
-        with ExitStack() as held:
-            try:
-                done = Loop(start(config, notes, held)).run_to_end()
-            except BaseException as error:
-                tell_failure(error)
-                raise
-    except entry.WrongNumbersError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
-        return entry.WRONG
+    with together():
+        config, notes = configuration.load(TrainConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fit)
+    with ExitStack() as held:
+        try:
+            done = Loop(start(config, notes, held)).run_to_end()
+        except BaseException as error:
+            tell_failure(error)
+            raise
     return 0 if done else config.train.stopped_exit_code
 
 
