@@ -1,4 +1,4 @@
-"""What `python -m jaxtp.evaluate` measures, beside what transformers and lm-evaluation-harness's `hf` model do.
+"""What `jaxtp evaluate` measures, beside what transformers and lm-evaluation-harness's `hf` model do.
 
     python scripts/evaluate_parity.py MODEL FOLDER --jaxtp PYTHON > scripts/results/evaluate_parity.txt
 

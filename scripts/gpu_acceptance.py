@@ -66,7 +66,7 @@ class Machine:
 
     @property
     def hardware(self) -> str:
-        """Returns the name by which `jaxtp.estimate` knows a device; h100 for CPUs."""
+        """Returns the name by which `jaxtp estimate` knows a device; h100 for CPUs."""
         from jaxtp.hardware import of_kind
 
         found = of_kind(self.kind)
@@ -232,7 +232,7 @@ def numbers(machine: Machine, out: Path, log: Path) -> Result:
 
 
 def step(machine: Machine, out: Path, log: Path, name: str, model: Mapping[str, Any], rows: int = 4) -> Result:
-    """Times a training step, with its memory, beside what `jaxtp.estimate` says of it."""
+    """Times a training step, with its memory, beside what `jaxtp estimate` says of it."""
     settings = step_settings(machine, model, rows)
     records = train(out, name, settings, log)
     last = records[len(records) // 2 :]

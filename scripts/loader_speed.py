@@ -31,7 +31,7 @@ ROWS = 64
 
 
 def write_dataset(folder: Path, tokens: int) -> None:
-    """About so many tokens, by `jaxtp.prepare`."""
+    """About so many tokens, by `jaxtp prepare`."""
     random = np.random.default_rng(0)
     lengths = []
     while sum(lengths) < tokens:

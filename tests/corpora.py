@@ -61,5 +61,5 @@ def refused(capsys, *arguments):
     assert main([*map(str, arguments)]) == 2
     captured = capsys.readouterr()
     assert "Traceback" not in captured.out + captured.err
-    assert captured.err.startswith("python -m jaxtp.prepare: error: ")
+    assert captured.err.startswith("jaxtp prepare: error: ")
     return captured.err

@@ -20,7 +20,7 @@ ONE = sized()
 def test_every_config_loads_fits_its_mesh_and_opens_with_its_command(path):
     config = from_yaml(TrainConfig, path)
     check(config, to_plain(config)["mesh"])
-    assert path.read_text().startswith("# python -m jaxtp.")
+    assert path.read_text().startswith("# jaxtp ")
     assert f"configs/{path.name}" in path.read_text().splitlines()[0]
 
 

@@ -36,18 +36,18 @@ COMMANDS = list(
         if line.strip()
     )
 )
-TRAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.train")]
+TRAIN = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp train")]
 SCRIPTS = [line for line in COMMANDS if line.startswith("python scripts/")]
-CHECKPOINT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.checkpoint")]
-PREPARE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.prepare")]
-GENERATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.generate")]
-CHECK = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.check ")]
-ESTIMATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.estimate")]
-CONVERT = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.convert")]
-EVALUATE = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.evaluate")]
-EXPLAIN = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.explain")]
-BENCH = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.bench")]
-LAUNCH = [shlex.split(line)[3:] for line in COMMANDS if line.startswith("python -m jaxtp.launch")]
+CHECKPOINT = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp checkpoint")]
+PREPARE = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp prepare")]
+GENERATE = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp generate")]
+CHECK = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp check ")]
+ESTIMATE = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp estimate")]
+CONVERT = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp convert")]
+EVALUATE = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp evaluate")]
+EXPLAIN = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp explain")]
+BENCH = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp bench")]
+LAUNCH = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp launch")]
 TUNING = [flags for flags in TRAIN if "--model.from-hf" in flags]
 OWN = [flags for flags in TRAIN if flags not in TUNING]
 SHORT = [
@@ -163,7 +163,7 @@ def test_estimate_command(flags, tmp_path, capsys):
     assert not picture.exists() or picture.read_bytes().startswith(b"\x89PNG")
     printed = capsys.readouterr().out.splitlines()
     blocks = PAGES.split("```")[1::2]
-    shown = blocks[blocks.index(f"sh\npython -m jaxtp.estimate {shlex.join(flags)}\n") + 1]
+    shown = blocks[blocks.index(f"sh\njaxtp estimate {shlex.join(flags)}\n") + 1]
     assert shown.startswith("\non      8 x h100")
     assert set(shown.splitlines()) - {"..."} <= set(printed)
 
@@ -176,7 +176,7 @@ def test_bench_command(flags, tmp_path, capsys):
     flags = [str(out) if flag == "runs/hardware.yaml" else flag for flag in flags]
     assert bench([*flags, "--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]) == 0
     assert "their times mean nothing for hardware" in capsys.readouterr().out
-    assert "python -m jaxtp.estimate --hardware runs/hardware.yamlx8" in README
+    assert "jaxtp estimate --hardware runs/hardware.yamlx8" in README
     assert estimate(["--hardware", f"{out}x8"]) == 0
 
 
@@ -212,7 +212,7 @@ def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypat
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.chdir(tmp_path)
     assert prepare(PREPARE[1]) == 0
-    for flags in (shlex.split(line)[3:] for line in COMMANDS):
+    for flags in (shlex.split(line)[2:] for line in COMMANDS):
         if flags in TUNING:
             assert main([*flags, "--train.steps", "2", "--optimizer.warmup-steps", "1", "--eval.batches", "1"]) == 0
         elif flags in GENERATE[1:]:

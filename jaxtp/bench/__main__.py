@@ -1,4 +1,4 @@
-"""`python -m jaxtp.bench`."""
+"""`jaxtp bench`."""
 
 import contextlib
 import io
@@ -22,20 +22,20 @@ from jaxtp.mesh import mesh_of
 from jaxtp.train.config import training_of
 from jaxtp.train.defaults import fit
 
-PROGRAM = "python -m jaxtp.bench"
+PROGRAM = "jaxtp bench"
 COMM = "comm"
 DESCRIPTION = """Communication against computation, measured on the devices that are there.
 
 Times all-reduce, all-gather, reduce-scatter and permute over message sizes on each axis of the mesh, the matrix
 products of a transformer block, and a column and a row layer with and without their communication at each tp that the
 devices allow. --config FILE reads the configuration of a training run (see configs/), whose mesh and sizes are taken;
-dotted flags override it. --out writes what was measured as a hardware file for python -m jaxtp.estimate.
+dotted flags override it. --out writes what was measured as a hardware file for jaxtp estimate.
 
-  python -m jaxtp.bench comm --config configs/llama3_8b.yaml --out h100.yaml
-  python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware h100.yamlx8
+  jaxtp bench comm --config configs/llama3_8b.yaml --out h100.yaml
+  jaxtp estimate --config configs/llama3_8b.yaml --hardware h100.yamlx8
 
 Without GPUs the devices are virtual ones of the CPU: that tries the command, and says nothing about hardware. Of
-several processes, started as those of jaxtp.train, the first one prints and writes.
+several processes, started as those of jaxtp train, the first one prints and writes.
 """
 
 
@@ -70,7 +70,7 @@ def _write(asked: CommConfig, measured: Measured) -> None:
     if asked.out is not None:
         with writing("--out", asked.out):
             asked.out.write_text(measured.hardware_file())
-        print(f"\n{asked.out}: for python -m jaxtp.estimate --hardware {asked.out}x{measured.place.devices}")
+        print(f"\n{asked.out}: for jaxtp estimate --hardware {asked.out}x{measured.place.devices}")
 
 
 def _require_files(asked: CommConfig) -> None:

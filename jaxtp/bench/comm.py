@@ -1,4 +1,4 @@
-"""Measuring what `python -m jaxtp.bench comm` shows, table by table."""
+"""Measuring what `jaxtp bench comm` shows, table by table."""
 
 import itertools
 from collections.abc import Sequence

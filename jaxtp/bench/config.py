@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxtp.bench`."""
+"""The command line of `jaxtp bench`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class CommConfig(TrainConfig):
     """Runs in each measurement, divided by their number, so that starting one from Python counts for little."""
 
     out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """Hardware file to write with what was measured, for python -m jaxtp.estimate --hardware FILE.yamlx8."""
+    """Hardware file to write with what was measured, for jaxtp estimate --hardware FILE.yamlx8."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
     """Hardware that the rest of the file is taken from, and whose peak products are compared with; by default what the

@@ -1,4 +1,4 @@
-"""Everything that `python -m jaxtp.bench comm` measures."""
+"""Everything that `jaxtp bench comm` measures."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -103,7 +103,7 @@ class Measured:
         assert hardware is not None
         assert efficiency is not None
         fields = measured_fields(hardware, self.place.sizes, self.lines, efficiency)
-        lines = [f"# python -m jaxtp.bench comm on {self.place}, jax {jax.__version__}"]
+        lines = [f"# jaxtp bench comm on {self.place}, jax {jax.__version__}"]
         if self.place.virtual:
             lines.append(f"# {VIRTUAL}")
         lines += [f"like: {hardware.name} # what is not below", *(f"{name}: {x:.3e}" for name, x in fields.items())]

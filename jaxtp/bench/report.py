@@ -1,4 +1,4 @@
-"""Report of `python -m jaxtp.bench comm`."""
+"""Report of `jaxtp bench comm`."""
 
 import itertools
 import math

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.check`."""
+"""`jaxtp check`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +19,7 @@ from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.place import Place
 
-PROGRAM = "python -m jaxtp.check"
+PROGRAM = "jaxtp check"
 DESCRIPTION = """Checks that any mesh gives the numbers of one device, for a training configuration.
 
 The model is shrunk to something that runs on virtual CPU devices in a minute or two, with the same architecture and the

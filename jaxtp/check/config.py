@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxtp.check`."""
+"""The command line of `jaxtp check`."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.checkpoint`: what is in a checkpoint, whether it is whole, how two differ."""
+"""`jaxtp checkpoint`: what is in a checkpoint, whether it is whole, how two differ."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from jaxtp.checkpoint.reader import difference, open_checkpoint
 from jaxtp.config import expand
 from jaxtp.launch.environment import accept_absent_gpus
 
-PROGRAM = "python -m jaxtp.checkpoint"
+PROGRAM = "jaxtp checkpoint"
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
 

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.convert`: models from and to folders in Hugging Face format, and their plans for tp."""
+"""`jaxtp convert`: models from and to folders in Hugging Face format, and their plans for tp."""
 
 import warnings
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from jaxtp.convert.exports import export_run
 from jaxtp.convert.imports import import_run
 from jaxtp.convert.plan import plan_lines
 
-PROGRAM = "python -m jaxtp.convert"
+PROGRAM = "jaxtp convert"
 
 
 def main(argv: Sequence[str]) -> int:

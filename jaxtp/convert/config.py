@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxtp.convert`."""
+"""The command line of `jaxtp convert`."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -39,10 +39,10 @@ class MeshFlags:
 class Import:
     """Reads a folder in Hugging Face format into a new run of ours: config.yaml and a checkpoint at step 0.
 
-    python -m jaxtp.convert import models/Llama-3.2-1B runs/llama
+    jaxtp convert import models/Llama-3.2-1B runs/llama
 
     Train from it by
-    python -m jaxtp.train --config runs/llama/config.yaml --run.init-from runs/llama --run.dir runs/tuned
+    jaxtp train --config runs/llama/config.yaml --run.init-from runs/llama --run.dir runs/tuned
     """
 
     source: Source
@@ -65,11 +65,11 @@ class Import:
 class Export:
     """Writes a checkpoint of ours as a folder in Hugging Face format; of a run that trained adapters, as PEFT has it.
 
-    python -m jaxtp.convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1B
+    jaxtp convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1B
 
     With --adapters, writes a model and such adapters as one model, without adapters:
 
-    python -m jaxtp.convert export models/Llama-3.2-1B models/merged --adapters models/adapters
+    jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapters
     """
 
     run: Run
@@ -115,7 +115,7 @@ class Export:
 class Plan:
     """Shows how transformers splits each module of a model over tp (base_model_tp_plan), beside how we do.
 
-    python -m jaxtp.convert plan models/Llama-3.2-1B
+    jaxtp convert plan models/Llama-3.2-1B
     """
 
     source: Source

@@ -107,7 +107,7 @@ def load_corpus(
     """Opens what a run reads; of prepared datasets nothing but their sizes is read here.
 
     Args:
-      path: a dataset that `python -m jaxtp.prepare` made, or a text file; None for the standard library.
+      path: a dataset that `jaxtp prepare` made, or a text file; None for the standard library.
       mixture: instead of `path`, weights of several such, by path.
       validation: documents to evaluate on instead of those that are held out of them: a dataset (its validation split,
         or all of it if it has none) or a text file.
@@ -166,11 +166,11 @@ def text_file(path: Path) -> Part:
     """Returns any file as the bytes of one document; the last twentieth is held out.
 
     Raises:
-      CorpusError: the file is missing, unreadable or empty, or of a format that `jaxtp.prepare` reads.
+      CorpusError: the file is missing, unreadable or empty, or of a format that `jaxtp prepare` reads.
     """
     if path.suffix in _PREPARED_FIRST and path.exists():
         raise CorpusError(
-            f"data.path={path} is not plain text: python -m jaxtp.prepare {path} --out FOLDER, then name that"
+            f"data.path={path} is not plain text: jaxtp prepare {path} --out FOLDER, then name that"
         )
     content = _read(path)
     if len(content) < _HELD_OUT_ONE_IN:
@@ -240,6 +240,6 @@ def _read(path: Path) -> bytes:
         raise CorpusError(f"{path}: {error.strerror}") from None
     except MemoryError:
         raise CorpusError(
-            f"{path}: {path.stat().st_size:,} bytes do not fit the memory; python -m jaxtp.prepare {path} --out FOLDER "
+            f"{path}: {path.stat().st_size:,} bytes do not fit the memory; jaxtp prepare {path} --out FOLDER "
             "makes a dataset that is read where it lies"
         ) from None

@@ -1,4 +1,4 @@
-"""The manifest of a dataset: `dataset.json`, which `jaxtp.prepare` writes and `jaxtp.data.store` reads."""
+"""The manifest of a dataset: `dataset.json`, which `jaxtp prepare` writes and `jaxtp.data.store` reads."""
 
 import json
 from collections.abc import Mapping
@@ -102,7 +102,7 @@ class Manifest:
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Number of files, rows or documents that were left out, by reason."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of `jaxtp.prepare`."""
+    """Settings of `jaxtp prepare`."""
     inputs: Mapping[str, int] = field(default_factory=dict)
     """Number of files that were read, and their bytes."""
 
@@ -148,9 +148,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 def _not_there(folder: Path) -> str:
     if not folder.exists():
-        return f"{folder}: no such folder; make a dataset there by python -m jaxtp.prepare INPUT --out {folder}"
+        return f"{folder}: no such folder; make a dataset there by jaxtp prepare INPUT --out {folder}"
     if not folder.is_dir():
-        return f"{folder} is not a folder; name the one that python -m jaxtp.prepare was given as --out"
+        return f"{folder} is not a folder; name the one that jaxtp prepare was given as --out"
     return (
         f"{folder} has no {MANIFEST}: it is not a dataset, or an unfinished one, "
         "which the command that began it goes on with"

@@ -1,4 +1,4 @@
-"""Datasets of tokens on disk, memory-mapped; `python -m jaxtp.prepare` writes them.
+"""Datasets of tokens on disk, memory-mapped; `jaxtp prepare` writes them.
 
 The format, version 1. A dataset is a folder:
 
@@ -14,7 +14,7 @@ The format, version 1. A dataset is a folder:
     i + 1. The first entry is 0, the last the number of tokens, and no document is empty or straddles shards.
   - `train-00000.prompts`, of instruction data only: little-endian uint32 `[n]`: how many tokens at the beginning of a
     document are prompt.
-- `inputs.jsonl`: what was read (path, bytes, time of modification), for `jaxtp.prepare` alone.
+- `inputs.jsonl`: what was read (path, bytes, time of modification), for `jaxtp prepare` alone.
 """
 
 import hashlib
@@ -124,7 +124,7 @@ class Split(Documents):
         """
         for index, shard in enumerate(self._shards):
             for problem in _verify_offsets(shard_file(self._folder, self._name, index, DOCUMENTS), shard):
-                raise DatasetError(f"{problem}: damaged dataset; python -m jaxtp.prepare --verify {self._folder}")
+                raise DatasetError(f"{problem}: damaged dataset; jaxtp prepare --verify {self._folder}")
             yield np.diff(self._array(index, DOCUMENTS))
 
     def place(self, index: int) -> str:

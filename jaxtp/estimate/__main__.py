@@ -1,4 +1,4 @@
-"""`python -m jaxtp.estimate`."""
+"""`jaxtp estimate`."""
 
 import math
 import textwrap
@@ -43,7 +43,7 @@ from jaxtp.train.defaults import RUN_DIR, fit
 from jaxtp.train.place import Place
 
 WIDTH = 110
-PROGRAM = "python -m jaxtp.estimate"
+PROGRAM = "jaxtp estimate"
 DESCRIPTION = """Will it fit, and what will it cost: answered before the hardware is there.
 
 For a training configuration and hardware such as h100x8, every mesh (dp, fsdp, cp, tp), micro-batch and remat policy is
@@ -57,9 +57,9 @@ and no accelerator is needed. Hardware of your own is a YAML file: like (a name 
 of these are needed), platform (cuda, rocm, tpu), direct (true: links join each pair), and any of
 KEYS. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
 
-  python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware h100x8
-  python -m jaxtp.estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
-  python -m jaxtp.estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
+  jaxtp estimate --config configs/llama3_8b.yaml --hardware h100x8
+  jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
+  jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
 """.replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
 
 
@@ -134,7 +134,7 @@ def _write(asked: EstimateConfig, file: Path, best: Setting | None) -> None:
         return
     with writing("--write", file):
         file.write_text(as_configuration(best, file, asked))
-    print(f"\n{file}: for python -m jaxtp.train --config {file}")
+    print(f"\n{file}: for jaxtp train --config {file}")
 
 
 def _tell(asked: EstimateConfig, config: TrainConfig, where: Target, model: Model, found: Search) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxtp.estimate`."""
+"""The command line of `jaxtp estimate`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +47,7 @@ class EstimateConfig(TrainConfig):
     """File to write every number to, for machines."""
 
     write: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
-    """File to write the best setting to, for python -m jaxtp.train --config FILE.yaml: all that was asked for, with the
+    """File to write the best setting to, for jaxtp train --config FILE.yaml: all that was asked for, with the
     best mesh, remat and micro-batches. Not written if nothing fits."""
 
     plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None

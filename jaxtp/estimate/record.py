@@ -100,7 +100,7 @@ _RANDOM = (
 )
 
 
-_WRITTEN = "# The best of python -m jaxtp.estimate for"
+_WRITTEN = "# The best of jaxtp estimate for"
 
 
 def is_written(text: str) -> bool:
@@ -122,7 +122,7 @@ def as_configuration(best: Setting, file: Path, asked: EstimateConfig) -> str:
     variable = "" if share == EstimateConfig().memory_fraction else f"XLA_PYTHON_CLIENT_MEM_FRACTION={share} "
     random = best.config.model.from_hf is None and best.config.run.init_from is None
     return (
-        f"# {variable}python -m jaxtp.train --config {file}\n#\n"
+        f"# {variable}jaxtp train --config {file}\n#\n"
         f"{_RANDOM if random else ''}"
         f"{_WRITTEN} {asked.hardware}: {memory}, of\n"
         f"# {best.target.room / GB:,.1f} for JAX, and {slow:,.0f} to {fast:,.0f} tokens/s, modelled.\n\n"

@@ -1,6 +1,6 @@
 """Compiles a training step for a target, there or not, and prints what came out; `estimate.target` starts it.
 
-    python -m jaxtp.estimate.worker < request.json
+    jaxtp estimate.worker < request.json
 
 A compiler that is asked for devices that are not there may end its process, so it gets one that nobody else needs.
 """

@@ -1,1 +1,1 @@
-"""Evaluation: `python -m jaxtp.evaluate` gives loss, perplexity, bits per byte, and scores of lm-evaluation-harness."""
+"""Evaluation: `jaxtp evaluate` gives loss, perplexity, bits per byte, and scores of lm-evaluation-harness."""

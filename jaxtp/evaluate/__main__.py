@@ -1,4 +1,4 @@
-"""`python -m jaxtp.evaluate`."""
+"""`jaxtp evaluate`."""
 
 import warnings
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from jaxtp.launch.agreement import together
 from jaxtp.launch.joining import join_processes
 from jaxtp.launch.peers import leaving, tell_failure, watch
 
-PROGRAM = "python -m jaxtp.evaluate"
-DESCRIPTION = """Measures a model on text: loss, perplexity and bits per byte, of a run of jaxtp.train or a folder in
-Hugging Face's format, on datasets of jaxtp.prepare or on files.
+PROGRAM = "jaxtp evaluate"
+DESCRIPTION = """Measures a model on text: loss, perplexity and bits per byte, of a run of jaxtp train or a folder in
+Hugging Face's format, on datasets of jaxtp prepare or on files.
 
-python -m jaxtp.evaluate --model runs/a --data data/own --text notes.txt --by length
+jaxtp evaluate --model runs/a --data data/own --text notes.txt --by length
 
 Every token of a document but its first is predicted once, from those before it in the same document. The numbers are
 the same on any mesh (--mesh.*) and with any --batch-size. --tasks NAME runs tasks of lm-evaluation-harness instead

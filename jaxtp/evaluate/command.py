@@ -1,4 +1,4 @@
-"""The work of `python -m jaxtp.evaluate`: it opens model and documents, measures, and gives the numbers."""
+"""The work of `jaxtp evaluate`: it opens model and documents, measures, and gives the numbers."""
 
 from importlib.util import find_spec
 from typing import Any

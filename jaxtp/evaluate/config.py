@@ -1,4 +1,4 @@
-"""The settings of `python -m jaxtp.evaluate`."""
+"""The settings of `jaxtp evaluate`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -38,7 +38,7 @@ class EvaluateConfig(SourceConfig):
     """The model, what it is measured on, how, and the devices."""
 
     data: Folders = ()
-    """A dataset of jaxtp.prepare, made by the model's tokenizer. Can be given several times."""
+    """A dataset of jaxtp prepare, made by the model's tokenizer. Can be given several times."""
 
     split: Literal["auto", "train", "validation"] = "auto"
     """Part of the datasets: auto takes the validation split, and all of a dataset that has none."""

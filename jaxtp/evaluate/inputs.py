@@ -175,7 +175,7 @@ def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
 def _dataset(folder: Path, config: EvaluateConfig, model: Model) -> Input:
     if not (folder / MANIFEST).exists() and folder.is_file():
         raise InputError(
-            f"--data {folder} is a file: --text {folder} reads it, python -m jaxtp.prepare makes a dataset"
+            f"--data {folder} is a file: --text {folder} reads it, jaxtp prepare makes a dataset"
         )
     if not folder.exists():
         raise InputError(f"--data {folder}: no such folder{nearest_file(folder)}")
@@ -205,7 +205,7 @@ def _require_tokenizer(dataset: Dataset, config: EvaluateConfig, model: Model) -
 
 def _files(name: str, config: EvaluateConfig, model: Model) -> list[Input]:
     if (Path(name) / MANIFEST).is_file():
-        raise InputError(f"--text {name} is a dataset of jaxtp.prepare: --data {name} reads it")
+        raise InputError(f"--text {name} is a dataset of jaxtp prepare: --data {name} reads it")
     most = config.max_document_bytes
     reading = PrepareConfig(inputs=(name,), field=config.field, max_document_bytes=most, max_window_bytes=2**31)
     files = [TextInput(source, reading.fields, model, config.limit) for source in find_sources(reading)]

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.explain`."""
+"""`jaxtp explain`."""
 
 from collections.abc import Sequence
 
@@ -7,7 +7,7 @@ import tyro
 from jaxtp import entry
 from jaxtp.explain.command import Explain, run
 
-PROGRAM = "python -m jaxtp.explain"
+PROGRAM = "jaxtp explain"
 
 
 def main(argv: Sequence[str]) -> int:

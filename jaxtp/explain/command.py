@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxtp.explain`, and what it names."""
+"""The command line of `jaxtp explain`, and what it names."""
 
 import importlib
 import importlib.util
@@ -32,13 +32,13 @@ from jaxtp.train.config import TrainConfig, check
 class Explain:
     """Shows how a model is split over a mesh and what one forward and backward pass moves, without the devices.
 
-    python -m jaxtp.explain model.py:build --plan plan.py:PLAN --input 64x16x16x1 --mesh fsdp=2,tp=4
+    jaxtp explain model.py:build --plan plan.py:PLAN --input 64x16x16x1 --mesh fsdp=2,tp=4
 
     Each module has a line with its style, how its parameters are split, and the bytes that a device stores; then come
-    the collectives by module, and notes on what the plan costs that another would not. A configuration of jaxtp.train
+    the collectives by module, and notes on what the plan costs that another would not. A configuration of jaxtp train
     is a model, too:
 
-    python -m jaxtp.explain configs/llama3_8b.yaml --mesh fsdp=4,tp=8
+    jaxtp explain configs/llama3_8b.yaml --mesh fsdp=4,tp=8
     """
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]

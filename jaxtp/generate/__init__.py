@@ -1,1 +1,1 @@
-"""Generation on the mesh: `python -m jaxtp.generate`, and `Generator` from Python."""
+"""Generation on the mesh: `jaxtp generate`, and `Generator` from Python."""

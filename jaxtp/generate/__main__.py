@@ -1,4 +1,4 @@
-"""`python -m jaxtp.generate`."""
+"""`jaxtp generate`."""
 
 from collections.abc import Sequence
 
@@ -8,16 +8,16 @@ from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.generate.command import run
 from jaxtp.generate.config import GenerateConfig, check
 
-PROGRAM = "python -m jaxtp.generate"
-DESCRIPTION = """Continues texts with a model: a run of jaxtp.train, or a folder in Hugging Face's format.
+PROGRAM = "jaxtp generate"
+DESCRIPTION = """Continues texts with a model: a run of jaxtp train, or a folder in Hugging Face's format.
 
-python -m jaxtp.generate --model runs/a --prompt "def main(" --prompt "import " --max-tokens 64
+jaxtp generate --model runs/a --prompt "def main(" --prompt "import " --max-tokens 64
 
 One text is printed as it comes, several each as a whole; --json prints an object for each. The likeliest token is taken
 unless --temperature is given, with --top-p, --top-k and --min-p to leave out unlikely ones. The same --seed gives the
 same texts, on any mesh and in any batch, but for rounding.
 
-python -m jaxtp.generate --model DIR --chat --temperature 0.7 --max-tokens 1000
+jaxtp generate --model DIR --chat --temperature 0.7 --max-tokens 1000
 
 talks to a model that has a chat template; /help there lists commands, such as /save. --mesh.tp splits the model and its
 cache over devices, virtual ones on a CPU. How fast prompts were read (prefill) and tokens made (decode) is said at the

@@ -91,7 +91,7 @@ class Chat:
             "/reset": Command("begins anew, with the system message if there is one", self._reset),
             "/undo": Command("takes the last text and its answer back", self._undo),
             "/retry": Command("answers the last text again, with another seed", self._retry),
-            "/save": Command("writes the conversation into a new file, for jaxtp.prepare", self._save, " FILE.jsonl"),
+            "/save": Command("writes the conversation into a new file, for jaxtp prepare", self._save, " FILE.jsonl"),
         }
 
     def run(self) -> None:
@@ -232,7 +232,7 @@ class Chat:
         path = expand(Path(name))
         if not is_jsonl(path):
             near = f"; did you mean {path.with_suffix('.jsonl')}?" if path.name else ""
-            raise CommandError(f"/save {name}: jaxtp.prepare knows conversations by a name that ends in .jsonl{near}")
+            raise CommandError(f"/save {name}: jaxtp prepare knows conversations by a name that ends in .jsonl{near}")
         if os.path.lexists(path):
             raise CommandError(f"/save {path}: is there already; name another file")
         self._require_turn("/save")

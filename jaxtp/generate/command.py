@@ -1,4 +1,4 @@
-"""The work of `python -m jaxtp.generate`: it loads a model, continues texts or talks, and says how fast that was.
+"""The work of `jaxtp generate`: it loads a model, continues texts or talks, and says how fast that was.
 
 Generated text goes to standard output, everything else to standard error.
 """

@@ -1,4 +1,4 @@
-"""The settings of `python -m jaxtp.generate`, and the mesh to generate on."""
+"""The settings of `jaxtp generate`, and the mesh to generate on."""
 
 import math
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ class SourceConfig:
     """The model, and what replaces settings that it has or says itself."""
 
     model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """A run of jaxtp.train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
+    """A run of jaxtp train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
 
     tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
     """A tokenizer.json, or a folder that has one, if it is no longer where it was when the model was trained."""

@@ -1,6 +1,6 @@
 """Opens the model at a path to generate from: its weights, tokenizer, chat template and defaults.
 
-The path is that of a run of `jaxtp.train`, of one of its checkpoints, or of a folder in Hugging Face format.
+The path is that of a run of `jaxtp train`, of one of its checkpoints, or of a folder in Hugging Face format.
 """
 
 import os

@@ -98,7 +98,7 @@ class PeftFolder:
         """
         if self.untrainable is not None:
             raise HFError(
-                f"{self.path}: {self.untrainable}; make a model of both by `python -m jaxtp.convert export MODEL OUT "
+                f"{self.path}: {self.untrainable}; make a model of both by `jaxtp convert export MODEL OUT "
                 f"--adapters {self.path}`, and train that"
             )
 

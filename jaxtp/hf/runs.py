@@ -143,7 +143,7 @@ def model_of(checkpoint: Path, info: Mapping[str, Any]) -> ModelConfig:
     """
     stored = info.get("config", {})
     if "model" not in stored:
-        raise CheckpointError(f"{checkpoint} does not say of which model it is; jaxtp.train did not write it")
+        raise CheckpointError(f"{checkpoint} does not say of which model it is; jaxtp train did not write it")
     return validate(ModelConfig, stored["model"], source=f"{checkpoint}: its model")
 
 
@@ -168,7 +168,7 @@ def load_base(path: Path, config: ModelConfig, mesh: Mesh) -> tuple[nnx.State, P
     if model_of(folder, info).lora.rank:
         raise CheckpointError(
             f"{folder} holds adapters alone; make a model of them by "
-            f"`python -m jaxtp.convert export {path} DIR --merged` and begin with --model.from-hf DIR"
+            f"`jaxtp convert export {path} DIR --merged` and begin with --model.from-hf DIR"
         )
     with jax.set_mesh(mesh):
         _, abstract = abstract_decoder(whole)

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.launch`."""
+"""`jaxtp launch`."""
 
 import sys
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ from jaxtp import entry
 from jaxtp.launch.environment import gpus_present
 from jaxtp.launch.supervisor import Group, SupervisorError, supervise
 
-PROGRAM = "python -m jaxtp.launch"
+PROGRAM = "jaxtp launch"
 DESCRIPTION = """Starts the processes of one machine, each with its share of the GPUs; ends all of them when one dies.
 
-    python -m jaxtp.launch --processes 2 -- -m jaxtp.train --config FILE
+    jaxtp launch --processes 2 -- -m jaxtp.train --config FILE
 
 What follows -- are the arguments of Python. One process is enough to drive all GPUs of a host; several are for trying a
 run of several hosts, on CPUs too, and for a program that wants one for each GPU.

@@ -2,10 +2,10 @@
 
 One process drives all GPUs of a host, or as many processes share them as whoever starts them says:
 
-- Slurm and Open MPI: `srun python -m jaxtp.train ...`, `mpirun python -m jaxtp.train ...`. JAX reads where they meet.
+- Slurm and Open MPI: `srun jaxtp train ...`, `mpirun jaxtp train ...`. JAX reads where they meet.
 - Kubernetes, an indexed Job or a JobSet: JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES in the pod's template; the id is
   that of the pod, JOB_COMPLETION_INDEX.
-- several on one machine: `python -m jaxtp.launch --processes 4 -- -m jaxtp.train ...`.
+- several on one machine: `jaxtp launch --processes 4 -- -m jaxtp.train ...`.
 - by hand, on each host: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 (then 1).
 
 On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices. JAXTP_JOIN_SECONDS is how long they wait for each other.

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.prepare`."""
+"""`jaxtp prepare`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,15 +9,15 @@ from jaxtp.data.store import DatasetError, open_dataset, verify
 from jaxtp.prepare.config import PrepareConfig, check
 from jaxtp.prepare.run import prepare
 
-PROGRAM = "python -m jaxtp.prepare"
+PROGRAM = "jaxtp prepare"
 DESCRIPTION = """Makes a dataset of tokens out of text, JSONL, Parquet and folders of source files.
 
-python -m jaxtp.prepare books/ more.jsonl.zst --out data/books --train-bpe 8192
+jaxtp prepare books/ more.jsonl.zst --out data/books --train-bpe 8192
 
 A text or source file is a document; so is each line of JSONL and each row of Parquet. Killed or interrupted, the same
 command goes on, and the result is the same to the byte. The format is documented in jaxtp/data/store.py.
 
-python -m jaxtp.prepare --verify data/books
+jaxtp prepare --verify data/books
 
 compares a dataset with its checksums.
 """

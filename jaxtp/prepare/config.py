@@ -1,4 +1,4 @@
-"""The command line of `python -m jaxtp.prepare`."""
+"""The command line of `jaxtp prepare`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""The training loop: `python -m jaxtp.train`."""
+"""The training loop: `jaxtp train`."""

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.train`."""
+"""`jaxtp train`."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from jaxtp.train.defaults import fit
 from jaxtp.train.loop import Loop
 from jaxtp.train.setup import start
 
-PROGRAM = "python -m jaxtp.train"
+PROGRAM = "jaxtp train"
 DESCRIPTION = """Trains a tensor-parallel decoder.
 
 Without flags: a small Llama on the sources of the Python standard library, over eight virtual CPU devices, in a

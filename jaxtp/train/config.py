@@ -103,7 +103,7 @@ class DataConfig:
     """The data to train and to evaluate on."""
 
     path: UserPath | None = None
-    """A folder that python -m jaxtp.prepare made, or a text file, whose bytes are the tokens; by default the sources of
+    """A folder that jaxtp prepare made, or a text file, whose bytes are the tokens; by default the sources of
     the running Python's standard library."""
 
     mixture: Annotated[dict[str, Positive], tyro.conf.Fixed] = field(default_factory=dict)

@@ -171,7 +171,7 @@ def check_tokenizer(config: TrainConfig, made_by: TokenizerInfo) -> None:
     elif made_by.sha256 is None and any((folder / name).exists() for name in _OTHER_TOKENIZERS):
         raise ConfigError(
             f"the data are bytes, and {folder} has a tokenizer of its own, without the {TOKENIZER} by which "
-            "python -m jaxtp.prepare could make them; transformers writes one: AutoTokenizer.save_pretrained(folder)"
+            "jaxtp prepare could make them; transformers writes one: AutoTokenizer.save_pretrained(folder)"
         )
 
 

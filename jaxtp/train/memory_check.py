@@ -22,8 +22,8 @@ def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
     if mesh.devices.flat[0].platform == "cpu" and (state := total_bytes(blueprint)) > (there := host_memory()):
         raise ConfigError(
             f"the state alone needs {state / GB:,.0f} GB, and this machine has {there / GB:,.0f} GB and no GPU; "
-            "try the configuration without training by python -m jaxtp.check, and ask what it needs by "
-            "python -m jaxtp.estimate"
+            "try the configuration without training by jaxtp check, and ask what it needs by "
+            "jaxtp estimate"
         )
     _require_host_memory(config, blueprint)
     limit = bytes_limit(mesh.local_devices[0])
@@ -33,7 +33,7 @@ def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
     if needed.total > limit:
         raise ConfigError(
             f"a step takes {_account(needed)} on each device, and JAX has {limit / GB:,.1f} GB there; "
-            "python -m jaxtp.estimate with these settings and --hardware says what fits, and --train.allow-oversize "
+            "jaxtp estimate with these settings and --hardware says what fits, and --train.allow-oversize "
             "tries it all the same"
         )
 

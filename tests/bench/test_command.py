@@ -1,4 +1,4 @@
-"""`python -m jaxtp.bench comm` as its users meet it."""
+"""`jaxtp bench comm` as its users meet it."""
 
 import json
 
@@ -97,7 +97,7 @@ def test_help_teaches(capsys):
     ("flags", "message"),
     [
         ("", "'' is nothing that is measured; there is comm"),
-        ("com", "'com' is nothing that is measured; there is comm, as in python -m jaxtp.bench comm"),
+        ("com", "'com' is nothing that is measured; there is comm, as in jaxtp bench comm"),
         ("comm --mesh.tp 1024", "needs 2048 devices, and there are 16"),
         ("comm --like h1000", "hardware 'h1000' is not known; did you mean h100"),
         ("comm --like mine.yaml", "--like mine.yaml: should be a name of the table, one of a100-40, "),
@@ -114,5 +114,5 @@ def test_mistakes(flags, message, capsys, tmp_path, monkeypatch):
     assert main(flags.split()) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert error.startswith("python -m jaxtp.bench: error: ")
+    assert error.startswith("jaxtp bench: error: ")
     assert not list(tmp_path.iterdir()), "nothing is left behind"

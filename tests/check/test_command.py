@@ -1,4 +1,4 @@
-"""`python -m jaxtp.check`: passes on every configuration, and catches and names what is broken."""
+"""`jaxtp check`: passes on every configuration, and catches and names what is broken."""
 
 import json
 from pathlib import Path

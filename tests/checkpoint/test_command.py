@@ -1,4 +1,4 @@
-"""`python -m jaxtp.checkpoint`: inspect, verify, diff."""
+"""`jaxtp checkpoint`: inspect, verify, diff."""
 
 import dataclasses
 import shutil

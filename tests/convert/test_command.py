@@ -1,4 +1,4 @@
-"""`python -m jaxtp.convert`: a model in, trained from, and out again; its plan."""
+"""`jaxtp convert`: a model in, trained from, and out again; its plan."""
 
 import errno
 import json
@@ -95,7 +95,7 @@ def test_an_import_that_fails_leaves_nothing_in_the_way_of_the_next(tmp_path, mo
     monkeypatch.setattr(imports, "_save", full_disk)
     for _ in range(2):
         assert main(["import", str(FOLDER / "qwen3"), str(tmp_path / "run")]) == 2
-        assert capsys.readouterr().err == f"python -m jaxtp.convert: error: {tmp_path}/run: No space left on device\n"
+        assert capsys.readouterr().err == f"jaxtp convert: error: {tmp_path}/run: No space left on device\n"
         assert not list(tmp_path.iterdir())
 
 

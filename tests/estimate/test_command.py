@@ -1,4 +1,4 @@
-"""`python -m jaxtp.estimate` as its users meet it."""
+"""`jaxtp estimate` as its users meet it."""
 
 import json
 import math
@@ -92,9 +92,9 @@ def test_the_best_setting_is_written_for_training(tmp_path, monkeypatch, capsys)
     flags = ["--hardware", "h100x8", "--mesh", "fsdp=2,tp=4", "dp=8", "--data.sequence-length", "64"]
     assert main([*flags, "--memory-fraction", "0.9", "--write", str(file)]) == 0
     out = capsys.readouterr().out
-    assert f"{file}: for python -m jaxtp.train --config {file}\n" in out
+    assert f"{file}: for jaxtp train --config {file}\n" in out
     text = file.read_text()
-    assert text.startswith(f"# XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 python -m jaxtp.train --config {file}\n#\n")
+    assert text.startswith(f"# XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 jaxtp train --config {file}\n#\n")
     remat, accumulation, rows = re.search(r"^dp 8 +(\w+) +(\d+) of (\d+)", out, re.MULTILINE).groups()
     config, notes = load(TrainConfig, ["--config", str(file)], prog="", description="", fit=partial(fit, place=CPU))
     assert notes == []
@@ -303,7 +303,7 @@ def test_mistakes(flags, message, capsys, tmp_path, monkeypatch):
     assert main(flags.split()) == 2
     error = capsys.readouterr().err
     assert message in error
-    assert error.startswith("python -m jaxtp.estimate: error: ")
+    assert error.startswith("jaxtp estimate: error: ")
     assert not list(tmp_path.iterdir()), "no file is left behind"
 
 

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.evaluate` on runs, models and files, and what it refuses."""
+"""`jaxtp evaluate` on runs, models and files, and what it refuses."""
 
 import errno
 import importlib.util
@@ -45,7 +45,7 @@ def refused(capsys, *flags):
     assert main([*map(str, flags)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("python -m jaxtp.evaluate: error: ")
+    assert captured.err.startswith("jaxtp evaluate: error: ")
     assert captured.err.count("error") == 1, "one message"
     return captured.err
 

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.generate` on runs that `jaxtp.train` made, and what it refuses."""
+"""`jaxtp generate` on runs that `jaxtp train` made, and what it refuses."""
 
 import io
 import json

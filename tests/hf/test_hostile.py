@@ -374,7 +374,7 @@ def test_one_clear_message(name, whole, tmp_path, capsys):
     assert is_one_clear_message(caught.value)
     assert main(["import", str(whole), str(tmp_path / "run")]) == 2
     printed = capsys.readouterr()
-    assert printed.err == f"python -m jaxtp.convert: error: {message}\n"
+    assert printed.err == f"jaxtp convert: error: {message}\n"
     assert not (tmp_path / "run").exists()
 
 

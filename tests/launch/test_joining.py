@@ -173,5 +173,5 @@ def test_who_waits_in_vain_ends_with_one_line(process, message):
     command = [sys.executable, "-m", "jaxtp.train"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"python -m jaxtp.train: error: {message.format(address=address)}")
+    assert line.startswith(f"jaxtp train: error: {message.format(address=address)}")
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.launch`: several processes that end well, fail, hang and are asked to end."""
+"""`jaxtp launch`: several processes that end well, fail, hang and are asked to end."""
 
 import signal
 import subprocess

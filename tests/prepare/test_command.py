@@ -1,4 +1,4 @@
-"""`python -m jaxtp.prepare`: what it says, what it refuses, and that it goes on."""
+"""`jaxtp prepare`: what it says, what it refuses, and that it goes on."""
 
 import fcntl
 import json
@@ -35,7 +35,7 @@ def test_help_explains_every_setting_and_verify(capsys):
         main(["--help"])
     assert end.value.code == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "python -m jaxtp.prepare --verify data/books" in out
+    assert "jaxtp prepare --verify data/books" in out
     for setting in ("--out DIR", "--train-bpe SIZE", "--dedup", "--held-out FLOAT", "--prompt-field", "--no-eos"):
         assert setting in out
     assert "goes on where it was interrupted" in out
@@ -269,7 +269,7 @@ def test_interrupted_it_says_that_the_same_command_goes_on(tmp_path):
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 130, error
-    assert error.strip() == "python -m jaxtp.prepare: interrupted; the same command, without --overwrite, goes on"
+    assert error.strip() == "jaxtp prepare: interrupted; the same command, without --overwrite, goes on"
     assert not (tmp_path / "d/dataset.json").exists()
     prepared(tmp_path / "d", tmp_path / "a.jsonl", "--train-bpe", 2000)
     prepared(tmp_path / "e", tmp_path / "a.jsonl", "--train-bpe", 2000)

@@ -1,4 +1,4 @@
-"""`python -m jaxtp.train` as its users meet it: runs, resumes, survives a kill, refuses what is wrong."""
+"""`jaxtp train` as its users meet it: runs, resumes, survives a kill, refuses what is wrong."""
 
 import json
 import random

@@ -156,4 +156,4 @@ def test_data_may_move(tmp_path, dataset, command):
 
 def test_files_that_must_be_prepared_first(tmp_path, texts, command, capsys):
     assert train([*command, "--data.path", str(texts / "pairs.jsonl"), *mesh(1, 1, 2)]) == 2
-    assert "is not plain text: python -m jaxtp.prepare" in capsys.readouterr().err
+    assert "is not plain text: jaxtp prepare" in capsys.readouterr().err

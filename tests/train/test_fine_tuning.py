@@ -155,7 +155,7 @@ def test_what_only_adapters_have_is_refused_of_other_runs(tmp_path, command, cap
     at = command.index("--model.from-hf")
     begin = [*command[:at], *command[at + 2 :], *SIZES, "--run.init-from", str(tmp_path / "lora")]
     assert main([*begin, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "next")]) == 2
-    assert "holds adapters alone; make a model of them by `python -m jaxtp.convert export" in capsys.readouterr().err
+    assert "holds adapters alone; make a model of them by `jaxtp convert export" in capsys.readouterr().err
 
 
 @pytest.mark.journey
