@@ -1,27 +1,71 @@
-"""`jaxtp`: the commands of the package."""
+"""`jaxtp`: the commands of the package, `jaxtp train` and others; `python -m jaxtp.train` is the same."""
 
 import ast
-from collections.abc import Iterator, Sequence
+import importlib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from jaxtp import entry
 
+PROGRAM = "jaxtp"
+COMPLETION = "completion"
+SHELLS = ("bash", "zsh", "fish")
+HELP = f"""
+{PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version. Completion of commands and flags by Tab:
 
-def commands() -> Iterator[tuple[str, str]]:
-    """Yields each command, and the first line of its package's docstring."""
+  bash  {PROGRAM} {COMPLETION} bash > ~/.local/share/bash-completion/completions/{PROGRAM}
+  zsh   {PROGRAM} {COMPLETION} zsh > ~/.zfunc/_{PROGRAM}, where fpath has ~/.zfunc
+  fish  {PROGRAM} {COMPLETION} fish > ~/.config/fish/completions/{PROGRAM}.fish
+"""
+
+
+def commands() -> dict[str, str]:
+    """Returns each command, and the first line of its package's docstring; no command is imported."""
+    found = {}
     for folder in sorted(Path(__file__).parent.iterdir()):
         if (folder / "__main__.py").is_file():
             documented = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
-            yield f"jaxtp {folder.name}", documented.partition("\n")[0]
+            found[folder.name] = documented.partition("\n")[0]
+    return found
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints them; returns the exit code."""
-    for command, description in commands():
-        print(f"{command:<20}{description}")
-    print("\nEach has --help.")
+    """Runs a command, or lists them; returns its exit code."""
+    return entry.attempt(PROGRAM, lambda: _run(argv))
+
+
+def script() -> NoReturn:
+    """Runs `jaxtp` as it is installed."""
+    entry.run(PROGRAM, main)
+
+
+def _run(argv: Sequence[str]) -> int:
+    from jaxtp.command_line import choose_name  # with tyro: Ctrl-C is heeded by now
+
+    if list(argv) == ["--version"]:
+        import jaxtp
+
+        print(f"{PROGRAM} {jaxtp.__version__}")
+        return 0
+    listed = commands()
+    name, rest = choose_name(
+        PROGRAM, {**listed, COMPLETION: "Prints what a shell needs to complete commands."}, argv, HELP
+    )
+    if name == COMPLETION:
+        return _complete(rest, list(listed))
+    return importlib.import_module(f"jaxtp.{name}.__main__").main(rest)
+
+
+def _complete(argv: Sequence[str], names: Sequence[str]) -> int:
+    """Prints the script by which a shell completes all commands and their flags."""
+    from jaxtp.command_line import choose_name, completion
+
+    shell, _ = choose_name(f"{PROGRAM} {COMPLETION}", {name: f"For {name}." for name in SHELLS}, argv)
+    modules = {name: importlib.import_module(f"jaxtp.{name}.__main__") for name in names}
+    print(completion(PROGRAM, {name: getattr(m, "COMMANDS", None) or m.COMMAND for name, m in modules.items()}, shell))
     return 0
 
 
 if __name__ == "__main__":
-    entry.run("jaxtp", main)
+    script()

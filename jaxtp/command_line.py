@@ -5,16 +5,25 @@ the same things alike: `--config FILE` for values in YAML, dotted flags that rep
 fsdp=2,tp=4` for a whole mesh, `--print-config`, `--help`, `--help SECTION` and `--help-all`.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import io
+import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial, reduce
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, Union, get_type_hints
 
 import tyro
+from docstring_parser import parse_from_object
 
-from jaxtp.config import ConfigError, Switch, flag, leaves, merged, read_values, shown, to_yaml, validate
+from jaxtp.config import ConfigError, Switch, flag, leaves, merged, read_values, to_yaml, validate
+from jaxtp.reading import shown
 
 T = TypeVar("T")
 
@@ -70,7 +79,7 @@ class Command(Generic[T]):
             raise SystemExit(0)
         self._refuse_foreign(flags)
         given = [name for name in flags if name != PRINT]
-        parsed = _parse(self.schema, _joined(given), default, self.program, self.description)
+        parsed = _parse(self.schema, _joined(given), default, self.program)
         config = validate(
             self.schema,
             dataclasses.asdict(parsed),
@@ -131,56 +140,83 @@ class Command(Generic[T]):
         """Prints the help that is asked for: the first settings, those of a section, or all."""
         at = next(i for i, name in enumerate(flags) if name in (HELP, SHORT_HELP, ALL_HELP))
         after = flags[at + 1] if flags[at] != ALL_HELP and at + 1 < len(flags) else ""
+        hints = get_type_hints(self.schema)
         sections = [
-            field
-            for field, kind in get_type_hints(self.schema).items()
-            if dataclasses.is_dataclass(kind) and not self._is_foreign(field)
+            name for name, kind in hints.items() if dataclasses.is_dataclass(kind) and not self._is_foreign(name)
         ]
-        chosen = self._is_offered_in_help(after if after in sections else "", everything=flags[at] == ALL_HELP)
-        short = flags[at] != ALL_HELP and after not in sections and bool(self.first)
-        description = self.description
+        short = bool(self.first) and flags[at] != ALL_HELP and after not in sections
         if short:
-            description += f"\nMore settings: {HELP} SECTION ({', '.join(sections)}), or {ALL_HELP}.\n" * bool(sections)
-            description += f"\nMore settings: {ALL_HELP}.\n" * (not sections)
-        view = self._offered(chosen, bare=short)
-        filled = default if default is tyro.MISSING else _filled(view, default)
-        _parse(view, [HELP], filled, self.program, description)
+            view = self._first_settings(default)
+            filled = view()
+        else:
+            within = f"{after}." if after in sections else ""
+            view = self._offered(lambda name: name.startswith(within) and not self._is_foreign(name))
+            filled = default if default is tyro.MISSING else _filled(view, default)
+        usage, _, settings = _printed(lambda: _parse(view, [HELP], filled, self.program)).partition("\n")
+        print(usage, _wrapped(self.description), settings.strip("\n"), sep="\n\n")
+        if short:
+            more = f"{HELP} SECTION ({', '.join(sections)}), or {ALL_HELP}" if sections else ALL_HELP
+            print(_wrapped(f"More settings, and more about these: {more}"))
 
-    def _is_offered_in_help(self, section: str, *, everything: bool) -> Callable[[str], bool]:
-        if section:
-            return lambda name: name.startswith(f"{section}.") and not self._is_foreign(name)
-        if everything or not self.first:
-            return lambda name: not self._is_foreign(name)
-        return lambda name: name in self.first
-
-    def _offered(self, is_offered: Callable[[str], bool], *, bare: bool = False) -> Any:
+    def _offered(self, is_offered: Callable[[str], bool]) -> Any:
         """Returns the schema with the flags of this module, and without the settings that are not offered.
 
         Args:
           is_offered: takes a dotted name.
-          bare: leaves the texts of sections out.
         """
+        return _view(self.schema, is_offered, "", self._own_flags())
+
+    def _first_settings(self, default: Any) -> Any:
+        """Returns a schema of the first settings, each with the beginning of its text, and of this module's flags."""
+        fields = [(name, kind, dataclasses.field(default=value)) for name, kind, value in self._own_flags()]
+        for name in self.first:
+            if self._is_foreign(name):
+                continue
+            keys = name.split(".")
+            schema = reduce(lambda schema, key: get_type_hints(schema)[key], keys[:-1], self.schema)
+            kind = get_type_hints(schema, include_extras=True)[keys[-1]]
+            said = _begun(_docstrings(schema).get(keys[-1], ""))
+            spelled = flag(self.schema, keys).removeprefix("--")
+            value = reduce(getattr, keys, default)
+            fields.append(("_".join(keys), _shown(kind, said, value, spelled), dataclasses.field(default=value)))
+        return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""})
+
+    def _own_flags(self) -> list[tuple[str, Any, Any]]:
+        """Returns the flags of this module that the command takes: name of the field, type, and default."""
         own: list[tuple[str, Any, Any]] = []
         if not any(_is_required(field) for field in dataclasses.fields(self.schema)):  # type: ignore[arg-type]
             words = "YAML file of settings, which flags replace."
-            own.append(("config_", Annotated[Path | None, tyro.conf.arg(name="config", metavar="FILE", help=words)], None))
+            own.append(("config_", _shown(Path | None, words, None, "config", "FILE"), None))
         if self._has_one_mesh:
             words = "Size of each axis of the mesh; one that is left out is 1."
-            kind = Annotated[str | None, tyro.conf.arg(name="mesh", metavar="fsdp=2,tp=4", help=words)]
-            own.append(("mesh_", kind, None))
+            own.append(("mesh_", _shown(str | None, words, None, "mesh", "fsdp=2,tp=4"), None))
         if own:
             words = "Prints the settings that all of this comes to, as YAML, and does nothing else."
-            own.append(("print_config_", Annotated[Switch, tyro.conf.arg(name="print-config", help=words)], False))
-        return _view(self.schema, is_offered, "", own, bare)
+            own.append(("print_config_", _shown(Switch, words, False, "print-config"), False))
+        return own
 
 
-def choose(program: str, commands: Mapping[str, str], argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the command of a family that a command line begins with, and what follows.
+def choose(program: str, commands: Mapping[str, Command[Any]], argv: Sequence[str]) -> tuple[Command[Any], list[str]]:
+    """Returns the command of a family that a command line begins with, and what follows; prints them for `--help`.
+
+    Raises:
+      ConfigError, SystemExit: as `choose_name`.
+    """
+    summaries = {name: command.description.partition("\n")[0] for name, command in commands.items()}
+    name, rest = choose_name(program, summaries, argv)
+    return commands[name], rest
+
+
+def choose_name(
+    program: str, commands: Mapping[str, str], argv: Sequence[str], note: str = ""
+) -> tuple[str, list[str]]:
+    """Returns the name of the command that a command line begins with, and what follows.
 
     Args:
       program: how the family is called: `jaxtp convert`.
       commands: what each does, in a line.
       argv: the command line.
+      note: ends the list of them; by default it names the help of each.
 
     Raises:
       ConfigError: it begins with none of them.
@@ -191,7 +227,7 @@ def choose(program: str, commands: Mapping[str, str], argv: Sequence[str]) -> tu
         width = max(map(len, commands)) + 2
         print(f"usage: {program} COMMAND ...\n")
         print(*(f"  {command:<{width}}{text}" for command, text in commands.items()), sep="\n")
-        print(f"\n{program} COMMAND --help says more.")
+        print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
     if name not in commands:
         close = difflib.get_close_matches(name, commands, n=1)
@@ -200,30 +236,108 @@ def choose(program: str, commands: Mapping[str, str], argv: Sequence[str]) -> tu
     return name, rest
 
 
-def _parse(schema: Any, flags: Sequence[str], default: Any, program: str, description: str) -> Any:
+def completion(program: str, commands: Mapping[str, Command[Any] | Mapping[str, Command[Any]]], shell: str) -> str:
+    """Returns the script by which a shell completes commands and their flags.
+
+    Args:
+      program: name of the program.
+      commands: by name, those of a family by the names in it.
+      shell: bash, zsh or fish.
+    """
+    kinds = tuple(_subcommand(name, command) for name, command in commands.items())
+    markers = (tyro.conf.AvoidSubcommands, tyro.conf.OmitSubcommandPrefixes)
+    flags = ["--tyro-print-completion", shell]
+    return _printed(lambda: tyro.cli(Union[kinds], args=flags, prog=program, config=markers))  # type: ignore  # noqa: UP007
+
+
+def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -> Any:
+    if isinstance(command, Command):
+        return Annotated[command.everything(), tyro.conf.subcommand(name=name)]
+    inner: Any = Union[tuple(_subcommand(*item) for item in command.items())]  # noqa: UP007
+    family = dataclasses.make_dataclass(name, [("command", inner)])
+    return Annotated[family, tyro.conf.subcommand(name=name)]
+
+
+def _parse(schema: Any, flags: Sequence[str], default: Any, program: str) -> Any:
     given = {} if default is tyro.MISSING else {"default": default}
-    markers = (tyro.conf.AvoidSubcommands,)
-    return tyro.cli(schema, args=flags, prog=program, description=description, config=markers, **given)
+    return tyro.cli(schema, args=flags, prog=program, description="", config=(tyro.conf.AvoidSubcommands,), **given)
 
 
-def _view(
-    schema: Any, is_offered: Callable[[str], bool], prefix: str, own: list[tuple[str, Any, Any]], bare: bool
-) -> Any:
+def _view(schema: Any, is_offered: Callable[[str], bool], prefix: str, own: list[tuple[str, Any, Any]]) -> Any:
     """Returns a subclass of a schema in which what is not offered has no flag, with fields of its own before others."""
     fields: list[tuple[str, Any, Any]] = [(name, kind, dataclasses.field(default=value)) for name, kind, value in own]
+    texts, hints = _docstrings(schema), get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):
-        kind = get_type_hints(schema, include_extras=True)[field.name]
+        kind, marks = hints[field.name], getattr(hints[field.name], "__metadata__", ())
         if dataclasses.is_dataclass(inner := getattr(kind, "__origin__", kind)):
-            unnamed = any(getattr(part, "name", None) == "" for part in getattr(kind, "__metadata__", ()))
-            kind = _view(inner, is_offered, prefix if unnamed else f"{prefix}{field.name}.", [], bare)
-            annotated = Annotated[kind, tyro.conf.arg(name="")] if unnamed else kind
-            fields.append((field.name, annotated, dataclasses.field(default=kind())))
+            section = _view(inner, is_offered, f"{prefix}{field.name}.", [])
+            kind = Annotated[(section, *marks)] if marks else section
+            fields.append((field.name, kind, dataclasses.field(default=section())))
         elif not is_offered(prefix + field.name):
             fields.append((field.name, Annotated[kind, tyro.conf.Suppress], field))
-    documented = {"__doc__": "" if bare else schema.__doc__}
+        else:
+            fields.append((field.name, _shown(kind, texts.get(field.name, ""), field.default), field))
+    documented = {"__doc__": schema.__doc__}
     return dataclasses.make_dataclass(
         schema.__name__, fields, bases=(schema,), frozen=True, kw_only=True, namespace=documented
     )
+
+
+def _shown(kind: Any, text: str, default: Any, name: str | None = None, metavar: str | None = None) -> Any:
+    """Returns the type of a setting with what the help says of it; that it has no value by default says nothing."""
+    given = any(getattr(part, "help", None) for part in getattr(kind, "__metadata__", ()))
+    hint = "" if default is None or default is False or default == () else None
+    said = tyro.conf.arg(name=name, metavar=metavar, help=None if given else text, help_behavior_hint=hint)
+    return Annotated[kind, said]
+
+
+def _docstrings(schema: Any) -> dict[str, str]:
+    """Returns the docstring of each field of a dataclass, its bases' too, as one line."""
+    classes = (kind for kind in reversed(schema.__mro__) if dataclasses.is_dataclass(kind))
+    found = (text for kind in classes for text in parse_from_object(kind).params)
+    return {text.arg_name: " ".join((text.description or "").split()) for text in found}
+
+
+def _begun(text: str) -> str:
+    """Returns the first clause of a text, as a sentence."""
+    return re.split(r"[.;:](?=\s|$)", text, maxsplit=1)[0] + "."
+
+
+def _wrapped(text: str) -> str:
+    """Returns a text with its paragraphs as wide as the terminal; those of commands and what is indented stay whole."""
+    width = shutil.get_terminal_size().columns
+    fill = partial(textwrap.fill, width=width, break_on_hyphens=False, break_long_words=False)
+    paragraphs = []
+    for paragraph in text.strip().split("\n\n"):
+        is_code = paragraph.startswith(("jaxtp ", " "))
+        lines = (f"  {line.strip()}" for line in paragraph.splitlines())
+        paragraphs.append("\n".join(lines) if is_code else fill(" ".join(paragraph.split())))
+    return "\n\n".join(paragraphs)
+
+
+class _Captured(io.StringIO):
+    """What is printed, as it would be on standard output: in colours if that is a terminal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._stream = sys.stdout
+
+    def isatty(self) -> bool:
+        """Returns whether standard output is a terminal."""
+        return self._stream.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The encoding of standard output."""
+        return self._stream.encoding
+
+
+def _printed(action: Callable[[], object]) -> str:
+    """Returns what an action prints until it ends, or ends the process."""
+    captured = _Captured()
+    with contextlib.redirect_stdout(captured), contextlib.suppress(SystemExit):
+        action()
+    return captured.getvalue()
 
 
 def _filled(view: Any, values: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Configuration files and flags into frozen dataclasses; errors that name the key.
+"""Configuration files into frozen dataclasses; errors that name the key.
 
 A schema is a frozen dataclass of frozen dataclasses. Each field has a type (with `pydantic` constraints where a
-range applies), a default, and a docstring that becomes its help. YAML files give some of the values, dotted flags
-override them: `--mesh.tp 4`.
+range applies), a default, and a docstring that becomes its help. YAML files give some of the values, flags
+(`jaxtp.command_line`) replace them.
 """
 
 import dataclasses
@@ -10,7 +10,7 @@ import difflib
 import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -29,8 +29,6 @@ _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.
 
 BASE = "base"
 """The key of a YAML file that includes another."""
-
-PRINT = "--print-config"
 
 _MAX_BASES = 16
 _MAX_PROBLEMS = 20
@@ -83,54 +81,6 @@ Switch = tyro.conf.FlagCreatePairsOff[bool]
 """A flag that is given or not, without --no-... beside it."""
 
 
-def load(
-    schema: type[T],
-    argv: Sequence[str],
-    *,
-    prog: str,
-    description: str,
-    fit: Callable[[T, Set[str]], tuple[T, list[str]]] | None = None,
-) -> tuple[T, list[str]]:
-    """Returns the configuration that a command line asks for, and notes on its defaults.
-
-    Args:
-      schema: the dataclass of sections; every field has a default.
-      argv: flags; `--config FILE` names a YAML file whose values replace the defaults, `--print-config` prints the
-        result, with the notes as comments, instead of returning.
-      prog: how the program is called, for `--help`.
-      description: what it does, for `--help`.
-      fit: takes the configuration and the dotted names of the settings that a flag or the YAML file gives, which it
-        must leave as they are; returns the configuration with its own defaults for others, and notes that say why.
-
-    Raises:
-      ConfigError: unreadable YAML, an unknown key, a value of the wrong type or out of range.
-      SystemExit: `--help` or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
-    """
-    path, flags = _take_config_flag(argv)
-    show = PRINT in flags
-    flags = [flag for flag in flags if flag != PRINT]
-    values = {} if path is None else _with_base(Path(path), ())
-    parsed = tyro.cli(
-        schema,
-        args=flags,
-        default=validate(schema, values, source=str(path)),
-        prog=prog,
-        description=description,
-        config=(tyro.conf.AvoidSubcommands,),
-    )
-    config = validate(
-        schema,
-        dataclasses.asdict(parsed),  # type: ignore[call-overload]
-        source="command line",
-        spelled=lambda keys, value: f"{flag(schema, keys)} {value}",
-    )
-    config, notes = fit(config, {*_leaves(values), *_named(flags)}) if fit else (config, [])
-    if show:
-        print("".join(f"# {note}\n" for note in notes) + to_yaml(config), end="")
-        raise SystemExit(0)
-    return config, notes
-
-
 def from_yaml(schema: type[T], path: str | Path) -> T:
     """Reads a YAML file; keys that it leaves out keep the schema's defaults.
 
@@ -139,7 +89,16 @@ def from_yaml(schema: type[T], path: str | Path) -> T:
     Raises:
       ConfigError: a file cannot be read or parsed, includes itself, or `validate` refuses it.
     """
-    return validate(schema, _with_base(Path(path), ()), source=str(path))
+    return validate(schema, read_values(Path(path)), source=str(path))
+
+
+def read_values(path: Path) -> Any:
+    """Returns the plain values in a YAML file, and those of the files that it includes by `base`.
+
+    Raises:
+      ConfigError: a file cannot be read or parsed, or includes itself.
+    """
+    return _with_base(path, ())
 
 
 def read_yaml(path: Path, asked_by: str = "") -> Any:
@@ -276,35 +235,13 @@ def nearest_file(path: Path) -> str:
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
-def _take_config_flag(argv: Sequence[str]) -> tuple[str | None, list[str]]:
-    path, flags = None, []
-    arguments = iter(argv)
-    for argument in arguments:
-        if argument == "--config":
-            path = next(arguments, None)
-            if path is None:
-                raise ConfigError("--config needs a file, as in --config configs/tiny.yaml")
-        elif argument.startswith("--config="):
-            path = argument.removeprefix("--config=")
-        else:
-            flags.append(argument)
-    return path, flags
-
-
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yields the dotted names of what a YAML file gives."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}"
-
-
-def _named(flags: Sequence[str]) -> Iterator[str]:
-    """Yields the dotted names of what flags give; -- may be followed by - or _ between words, and the value by =."""
-    for flag in flags:
-        if flag.startswith("--"):
-            yield flag.partition("=")[0].removeprefix("--").replace("-", "_")
 
 
 def _complaint(item: Mapping[str, Any]) -> str:

@@ -156,24 +156,28 @@ def say(text: str) -> None:
 
 
 def _watch_imports() -> None:
-    """Ends `python -m jaxtp.X` in one line where Ctrl-C comes before `run`; other programs stay as they are.
+    """Ends a command in one line where Ctrl-C comes before `run`; other programs stay as they are.
 
     While Python looks for the packages of a module, the first argument is `-m`.
     """
-    if sys.argv[:1] == ["-m"] and _module() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    starting = sys.argv[:1] == ["-m"] or os.path.basename(sys.argv[0] if sys.argv else "") == "jaxtp"
+    if starting and _command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupted_import)
 
 
 def _interrupted_import(number: int, frame: FrameType | None) -> None:
     """Ends the process: a `KeyboardInterrupt` could be lost in a library that tries an import."""
-    say(f"\npython -m {_module()}: interrupted")
+    say(f"\n{_command()}: interrupted")
     os._exit(INTERRUPTED)
 
 
-def _module() -> str:
-    """Returns the command that Python was started with, which comes before its arguments; empty if it is another's."""
-    found = re.search(r"jaxtp(\.\w+)?$", sys.orig_argv[-len(sys.argv)])
-    return found[0] if found else ""
+def _command() -> str:
+    """Returns the command that Python was started with, such as `jaxtp train`; empty if it is another program's."""
+    found = re.search(r"\bjaxtp(?:\.(\w+))?$", sys.orig_argv[-len(sys.argv)])
+    if found is None:
+        return ""
+    name = found[1] or next((word for word in sys.argv[1:2] if word.isidentifier()), "")
+    return f"jaxtp {name}".strip()
 
 
 _watch_imports()

@@ -72,7 +72,7 @@ def require_writable(flag: str, path: Path | None) -> None:
         was_there = path.exists()
         path.open("a").close()
         if not was_there:
-            path.unlink()  # what ends before it is written leaves no empty file
+            path.unlink(missing_ok=True)  # what ends before it is written leaves no empty file
 
 
 @contextmanager

@@ -251,8 +251,12 @@ def divisors(number: int) -> list[int]:
     return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
 
 
-def parse_mesh(text: str) -> dict[str, int]:
+def parse_mesh(text: str, *, what_is_left: bool = False) -> dict[str, int]:
     """Returns the size of each axis in `fsdp=2,tp=4`; one that is left out is 1.
+
+    Args:
+      text: the sizes.
+      what_is_left: accepts -1, for the devices that the others leave.
 
     Raises:
       MeshError: it is not of that form.
@@ -262,10 +266,11 @@ def parse_mesh(text: str) -> dict[str, int]:
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in AXES:
             raise MeshError(f"--mesh {text}: {axis!r} is not an axis; they are {', '.join(AXES)}, as in fsdp=2,tp=4")
-        if not size.isdecimal() or len(size) > _MAX_DIGITS or int(size) < 1:
+        fits = size.isdecimal() and len(size) <= _MAX_DIGITS and int(size) >= 1
+        if not fits and not (what_is_left and size == "-1"):
             raise MeshError(f"--mesh {text[:100]}: {axis}={size[:100]} is not a number of devices: 1, 2, ...")
         if axis in sizes:
-            raise MeshError(f"--mesh {text}: {axis} is there twice; write two meshes as --mesh tp=2 tp=4")
+            raise MeshError(f"--mesh {text}: {axis} is there twice; a mesh has one size for each axis")
         sizes[axis] = int(size)
     return sized(**sizes)
 

@@ -21,7 +21,7 @@ from jaxtp.generate.__main__ import main as generate
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
 
-COMMANDS = [command.rpartition(" ")[2] for command, _ in commands()]
+COMMANDS = [f"jaxtp.{name}" for name in commands()]
 MAINS = sorted((Path(__file__).parent.parent / "jaxtp").rglob("__main__.py"))
 
 

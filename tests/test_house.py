@@ -12,6 +12,7 @@ LEVELS = [
     {
         "mesh",
         "collectives",
+        "command_line",
         "communication",
         "config",
         "console",

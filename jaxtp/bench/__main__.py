@@ -7,23 +7,22 @@ from functools import partial
 
 import jax
 
-from jaxtp import config as configuration
 from jaxtp import entry
 from jaxtp.bench.comm import measure
-from jaxtp.bench.config import CommConfig
+from jaxtp.bench.config import SHOWN_FIRST, CommConfig
 from jaxtp.bench.measured import Measured
 from jaxtp.bench.plot import draw
+from jaxtp.command_line import Command, choose
 from jaxtp.config import ConfigError
 from jaxtp.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.launch.environment import keep_programs
 from jaxtp.launch.joining import join_processes
 from jaxtp.launch.peers import leaving, watch
 from jaxtp.mesh import mesh_of
-from jaxtp.train.config import training_of
+from jaxtp.train.config import NOT_OF_ITS_COST, training_of
 from jaxtp.train.defaults import fit
 
 PROGRAM = "jaxtp bench"
-COMM = "comm"
 DESCRIPTION = """Communication against computation, measured on the devices that are there.
 
 Times all-reduce, all-gather, reduce-scatter and permute over message sizes on each axis of the mesh, the matrix
@@ -38,6 +37,16 @@ Without GPUs the devices are virtual ones of the CPU: that tries the command, an
 several processes, started as those of jaxtp train, the first one prints and writes.
 """
 
+COMMANDS = {
+    "comm": Command(
+        program=f"{PROGRAM} comm",
+        schema=CommConfig,
+        description=DESCRIPTION,
+        first=SHOWN_FIRST,
+        without=NOT_OF_ITS_COST,
+    )
+}
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
@@ -45,14 +54,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bench(argv: Sequence[str]) -> None:
-    what, *flags = argv or ("",)
-    if what not in (COMM, "-h", "--help"):
-        raise ConfigError(f"{what!r} is nothing that is measured; there is {COMM}, as in {PROGRAM} {COMM}")
-    flags = flags if what == COMM else ["--help"]
+    command, flags = choose(PROGRAM, COMMANDS, argv)
     join_processes()
     watch()
-    program = f"{PROGRAM} {COMM}"
-    asked, _ = configuration.load(CommConfig, flags, prog=program, description=DESCRIPTION, fit=fit)
+    asked, _ = command.load(flags, fit)
     config = training_of(asked)
     mesh = mesh_of(config.mesh.sizes)
     keep_programs(mesh.devices.flat[0].platform)

@@ -13,7 +13,7 @@ from jaxtp.hardware import TABLE, Hardware, of_kind
 from jaxtp.hardware_file import find
 from jaxtp.mesh import CONTEXT, batch_parts, parts, sized
 from jaxtp.models.config import ModelConfig, padded_sizes, violations
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import FIRST, TrainConfig
 
 KIB = 2**10
 SIZES = tuple(KIB * 4**i for i in range(2, 10))
@@ -21,6 +21,9 @@ SIZES = tuple(KIB * 4**i for i in range(2, 10))
 
 CPU_SIZES = tuple(KIB * 4**i for i in range(2, 6))
 """Bytes, up to 1 MiB: a laptop holds every virtual device's array, and copies each."""
+
+
+SHOWN_FIRST = ("message_bytes", "rounds", "in_a_row", "out", "like", "json", "plot", *FIRST)
 
 
 @dataclass(frozen=True, kw_only=True)

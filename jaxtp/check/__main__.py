@@ -9,13 +9,14 @@ import jax
 import jaxtp
 from jaxtp import config as configuration
 from jaxtp import entry
-from jaxtp.check.config import CheckConfig
+from jaxtp.check.config import SHOWN_FIRST, CheckConfig
 from jaxtp.check.report import HEADER, Verdict
 from jaxtp.check.run import dtypes, plan, verdicts
 from jaxtp.check.shrink import describe
+from jaxtp.command_line import Command
 from jaxtp.files import require_writable, write_json
 from jaxtp.mesh import request_virtual_devices
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import NOT_OF_A_STEP, TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.place import Place
 
@@ -29,6 +30,9 @@ collective that no module declared. Exit code 1 if anything differs; the first m
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
+COMMAND = Command(
+    program=PROGRAM, schema=CheckConfig, description=DESCRIPTION, first=SHOWN_FIRST, without=NOT_OF_A_STEP
+)
 VIRTUAL = Place(devices=8, per_process=8, bfloat16=True, kind="devices")
 """Devices that a model is taken to be trained on, where the configuration does not say."""
 
@@ -40,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(argv: Sequence[str]) -> int:
     fitted = partial(fit, place=VIRTUAL)
-    config, notes = configuration.load(CheckConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=fitted)
+    config, notes = COMMAND.load(argv, fitted)
     small, cases = plan(config)
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")

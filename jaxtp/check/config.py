@@ -6,7 +6,9 @@ from typing import Annotated
 
 import tyro
 
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import FIRST, TrainConfig
+
+SHOWN_FIRST = ("meshes", "json", *FIRST)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,77 +1,119 @@
 """`jaxtp checkpoint`: what is in a checkpoint, whether it is whole, how two differ."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import tyro
 
 from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.checkpoint.reader import difference, open_checkpoint
-from jaxtp.config import expand
+from jaxtp.command_line import Command, choose
+from jaxtp.config import UserPath
+from jaxtp.files import require_writable, write_json
 from jaxtp.launch.environment import accept_absent_gpus
 
 PROGRAM = "jaxtp checkpoint"
-Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
 
-def inspect(dir: Folder) -> int:
-    """Shows what a checkpoint holds: step, mesh, versions, configuration, and each array.
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What every one of the commands writes beside its text."""
 
-    Args:
-      dir: Folder of a run (its newest checkpoint), or of one checkpoint.
-    """
-    stored = open_checkpoint(expand(dir))
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """File to write the result to, for machines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inspect(Written):
+    """Command line of `jaxtp checkpoint inspect`, and of `verify`."""
+
+    dir: Folder
+    """Folder of a run (its newest checkpoint), or of one checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diff(Written):
+    """Command line of `jaxtp checkpoint diff`."""
+
+    a: Folder
+    """Folder of a run (its newest checkpoint), or of one checkpoint."""
+
+    b: Folder
+    """The other one."""
+
+
+def inspect(asked: Inspect) -> int:
+    """Prints what a checkpoint holds; returns 0."""
+    stored = open_checkpoint(asked.dir)
     print(f"{stored.folder}, {stored.bytes_on_disk():,} bytes on disk")
     print(*stored.summary(), "", stored.table(), sep="\n")
+    write_json("--json", asked.json, stored.record())
     return 0
 
 
-def verify(dir: Folder) -> int:
-    """Reads every array, one at a time, and compares shape and checksum; exit code 1 if one is not as it was saved.
-
-    Args:
-      dir: Folder of a run (its newest checkpoint), or of one checkpoint.
-    """
-    stored = open_checkpoint(expand(dir))
-    problems = 0
+def verify(asked: Inspect) -> int:
+    """Prints the arrays that are not as they were saved; returns 1 if there are any."""
+    stored = open_checkpoint(asked.dir)
+    problems = {}
     for name in stored.arrays:
         if (problem := stored.verify(name)) is not None:
-            problems += 1
+            problems[name] = problem
             print(f"{name}: {problem}")
-    print(f"{stored.folder}: {len(stored.arrays)} arrays, {problems or 'no'} problems")
+    print(f"{stored.folder}: {len(stored.arrays)} arrays, {len(problems) or 'no'} problems")
+    write_json("--json", asked.json, {"folder": str(stored.folder), "arrays": len(stored.arrays), "problems": problems})
     return 1 if problems else 0
 
 
-def diff(a: Folder, b: Folder) -> int:
-    """Shows by how much each array differs between two checkpoints: relative L2 norms; exit code 1 if any does.
-
-    Args:
-      a: Folder of a run (its newest checkpoint), or of one checkpoint.
-      b: The other one.
-    """
-    one, other = open_checkpoint(expand(a)), open_checkpoint(expand(b))
-    differ = 0
+def diff(asked: Diff) -> int:
+    """Prints by how much each array differs between two checkpoints; returns 1 if any does."""
+    one, other = open_checkpoint(asked.a), open_checkpoint(asked.b)
     names = dict.fromkeys((*one.arrays, *other.arrays))
+    differ = {}
     for name in names:
         if found := difference(one, other, name):
-            differ += 1
+            differ[name] = found
             print(f"{found:<23} {name}")
-    print(f"{differ or 'none'} of {len(names)} arrays differ")
+    print(f"{len(differ) or 'none'} of {len(names)} arrays differ")
+    write_json("--json", asked.json, {"a": str(one.folder), "b": str(other.folder), "differ": differ})
     return 1 if differ else 0
+
+
+COMMANDS: dict[str, Command[Any]] = {
+    "inspect": Command(
+        program=f"{PROGRAM} inspect",
+        schema=Inspect,
+        description="Shows what a checkpoint holds: step, mesh, versions, configuration, and each array.",
+    ),
+    "verify": Command(
+        program=f"{PROGRAM} verify",
+        schema=Inspect,
+        description="Compares every array with its shape and checksum; exit code 1 if one is not as it was saved.",
+    ),
+    "diff": Command(
+        program=f"{PROGRAM} diff",
+        schema=Diff,
+        description="Shows by how much each array differs between two checkpoints, in relative L2 norms; exit code 1 "
+        "if any does.",
+    ),
+}
+_ACTIONS: dict[str, Callable[[Any], int]] = {"inspect": inspect, "verify": verify, "diff": diff}
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 for arrays that differ, 2 for a user's mistake."""
     accept_absent_gpus()
     quieten()
-    commands: dict[str, Callable[..., int]] = {"inspect": inspect, "verify": verify, "diff": diff}
+    return entry.attempt(PROGRAM, lambda: _run(argv))
 
-    def run() -> int:
-        return tyro.extras.subcommand_cli_from_dict(commands, args=list(argv), prog=PROGRAM, description=__doc__)
 
-    return entry.attempt(PROGRAM, run)
+def _run(argv: Sequence[str]) -> int:
+    command, flags = choose(PROGRAM, COMMANDS, argv)
+    asked, _ = command.load(flags)
+    require_writable("--json", asked.json)
+    return _ACTIONS[command.program.rpartition(" ")[2]](asked)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,22 @@ class Stored:
         for section, values in self.info["config"].items():
             yield f"{section:<10}{json.dumps(values)}"
 
+    def record(self) -> dict[str, Any]:
+        """Returns what `summary` and `table` say, as JSON can hold it; sizes in bytes."""
+        arrays = {
+            name: {
+                "shape": list(array.shape),
+                "dtype": str(array.dtype),
+                "bytes": array.size * array.dtype.itemsize,
+                "split": self.info["specs"].get(name),
+            }
+            for name, array in self.arrays.items()
+        }
+        names = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
+        told = {name: self.info[name] for name in names}
+        size = self.bytes_on_disk()
+        return {"folder": str(self.folder), "step": int(self.folder.name), "bytes": size, **told, "arrays": arrays}
+
     def table(self) -> str:
         """Returns a line for each array: shape, dtype, bytes, and how it was split."""
         lines = []

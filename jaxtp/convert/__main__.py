@@ -2,31 +2,35 @@
 
 import warnings
 from collections.abc import Sequence
-
-import tyro
+from typing import Any
 
 from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
+from jaxtp.command_line import Command, choose
 from jaxtp.config import expand
-from jaxtp.convert.config import Export, Import, Plan
+from jaxtp.convert.config import EXPORT, IMPORT, PLAN, Export, Import, Plan
 from jaxtp.convert.exports import export_run
 from jaxtp.convert.imports import import_run
 from jaxtp.convert.plan import plan_lines
 
 PROGRAM = "jaxtp convert"
+COMMANDS: dict[str, Command[Any]] = {
+    "import": Command(program=f"{PROGRAM} import", schema=Import, description=IMPORT),
+    "export": Command(program=f"{PROGRAM} export", schema=Export, description=EXPORT),
+    "plan": Command(program=f"{PROGRAM} plan", schema=Plan, description=PLAN),
+}
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
     quieten()
     warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|flax")
-    command = tyro.extras.subcommand_cli_from_dict(
-        {"import": Import, "export": Export, "plan": Plan}, args=list(argv), prog=PROGRAM, description=__doc__
-    )
-    return entry.attempt(PROGRAM, lambda: _run(command))
+    return entry.attempt(PROGRAM, lambda: _run(argv))
 
 
-def _run(command: Import | Export | Plan) -> None:
+def _run(argv: Sequence[str]) -> None:
+    chosen, flags = choose(PROGRAM, COMMANDS, argv)
+    command, _ = chosen.load(flags)
     if isinstance(command, Import):
         print(import_run(command))
     elif isinstance(command, Export):

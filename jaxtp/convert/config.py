@@ -35,15 +35,30 @@ class MeshFlags:
         return mesh_of(sized(**asdict(self)))
 
 
+IMPORT = """Reads a folder in Hugging Face format into a new run of ours: config.yaml and a checkpoint at step 0.
+
+jaxtp convert import models/Llama-3.2-1B runs/llama
+
+Train from it by
+jaxtp train --config runs/llama/config.yaml --run.init-from runs/llama --run.dir runs/tuned
+"""
+EXPORT = """Writes a run's checkpoint as a folder in Hugging Face format, or its adapters as PEFT has them.
+
+jaxtp convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1B
+
+With --adapters, writes a model and such adapters as one model, without adapters:
+
+jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapters
+"""
+PLAN = """Shows how transformers splits each module of a model over tp (base_model_tp_plan), beside how we do.
+
+jaxtp convert plan models/Llama-3.2-1B
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Import:
-    """Reads a folder in Hugging Face format into a new run of ours: config.yaml and a checkpoint at step 0.
-
-    jaxtp convert import models/Llama-3.2-1B runs/llama
-
-    Train from it by
-    jaxtp train --config runs/llama/config.yaml --run.init-from runs/llama --run.dir runs/tuned
-    """
+    """Command line of `jaxtp convert import`."""
 
     source: Source
     """config.json and safetensors, in one file or several with an index."""
@@ -63,14 +78,7 @@ class Import:
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """Writes a checkpoint of ours as a folder in Hugging Face format; of a run that trained adapters, as PEFT has it.
-
-    jaxtp convert export runs/tuned models/tuned --tokenizer-from models/Llama-3.2-1B
-
-    With --adapters, writes a model and such adapters as one model, without adapters:
-
-    jaxtp convert export models/Llama-3.2-1B models/merged --adapters models/adapters
-    """
+    """Command line of `jaxtp convert export`."""
 
     run: Run
     """Folder of a run (its newest checkpoint), or of one checkpoint; with --adapters also a model in Hugging Face
@@ -113,10 +121,7 @@ class Export:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Shows how transformers splits each module of a model over tp (base_model_tp_plan), beside how we do.
-
-    jaxtp convert plan models/Llama-3.2-1B
-    """
+    """Command line of `jaxtp convert plan`."""
 
     source: Source
     """A folder with a config.json; the weights are not read. A plan in it is taken before transformers' own."""

@@ -169,9 +169,7 @@ def text_file(path: Path) -> Part:
       CorpusError: the file is missing, unreadable or empty, or of a format that `jaxtp prepare` reads.
     """
     if path.suffix in _PREPARED_FIRST and path.exists():
-        raise CorpusError(
-            f"data.path={path} is not plain text: jaxtp prepare {path} --out FOLDER, then name that"
-        )
+        raise CorpusError(f"data.path={path} is not plain text: jaxtp prepare {path} --out FOLDER, then name that")
     content = _read(path)
     if len(content) < _HELD_OUT_ONE_IN:
         raise CorpusError(f"data.path={path} has {len(content)} bytes: too few to train on")

@@ -11,10 +11,11 @@ import jax
 
 from jaxtp import config as configuration
 from jaxtp import entry
+from jaxtp.command_line import Command
 from jaxtp.config import ConfigError
 from jaxtp.estimate.alternatives import faster, remedies
 from jaxtp.estimate.compiled import partitioned_lines, partitioned_record, target_lines, target_record
-from jaxtp.estimate.config import EstimateConfig
+from jaxtp.estimate.config import SHOWN_FIRST, EstimateConfig
 from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
@@ -38,7 +39,7 @@ from jaxtp.files import require_picture, require_writable, write_json, write_pic
 from jaxtp.hardware import RANGES
 from jaxtp.hardware_file import MAX_DEVICES, parse
 from jaxtp.mesh import MeshError, describe_mesh, fill, parse_mesh, sized
-from jaxtp.train.config import TrainConfig, check_kernels, training_of, violations_on
+from jaxtp.train.config import NOT_OF_ITS_COST, TrainConfig, check_kernels, training_of, violations_on
 from jaxtp.train.defaults import RUN_DIR, fit
 from jaxtp.train.place import Place
 
@@ -62,6 +63,10 @@ KEYS. Exit code 1 if nothing fits, or if tier 3 says that the best does not.
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
 """.replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
 
+COMMAND = Command(
+    program=PROGRAM, schema=EstimateConfig, description=DESCRIPTION, first=SHOWN_FIRST, without=NOT_OF_ITS_COST
+)
+
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns its exit code: 0, 1 if nothing fits or tier 3 says so, 2 for a user's mistake."""
@@ -77,7 +82,7 @@ def _fit(asked: EstimateConfig, given: Set[str]) -> tuple[EstimateConfig, list[s
 
 
 def _estimate(argv: Sequence[str]) -> int:
-    asked, chosen = configuration.load(EstimateConfig, argv, prog=PROGRAM, description=DESCRIPTION, fit=_fit)
+    asked, chosen = COMMAND.load(argv, _fit)
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     require_writable("--json", asked.json)
     require_writable("--write", asked.write)

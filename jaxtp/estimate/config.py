@@ -9,12 +9,15 @@ from pydantic import Field
 
 from jaxtp.config import CountOrZero, Positive, Switch, allowed
 from jaxtp.hardware import TABLE
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import FIRST, TrainConfig
 
 HARDWARE = (
     f"What it is meant to run on, x how many: {', '.join(TABLE)} (jaxtp/hardware.py has their numbers), or a YAML file "
     "of your own, as in mine.yamlx8."
 )
+
+
+SHOWN_FIRST = ("hardware", "tier", "meshes", "as_configured", "generate", "json", "write", "plot", *FIRST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,9 +28,9 @@ class EstimateConfig(TrainConfig):
     """Hardware that it is meant to run on: `HARDWARE` is its help, which names what there is."""
 
     tier: Literal[1, 2, 3] = 1
-    """1: arithmetic, in seconds. 2: also compiles the best mesh for virtual CPU devices, and compares what it moves.
-    3: also compiles it for the hardware itself, which need not be there (pip install 'jaxtp[estimate-gpu]',
-    with cuDNN's attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]')."""
+    """Depth of the estimate. 1: arithmetic, in seconds. 2: also compiles the best mesh for virtual CPU devices, and
+    compares what it moves. 3: also compiles it for the hardware itself, which need not be there (pip install
+    'jaxtp[estimate-gpu]', with cuDNN's attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]')."""
 
     meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
     """Meshes to ask about; an axis that is left out is 1. By default every one that the devices make."""

@@ -3,11 +3,11 @@
 import warnings
 from collections.abc import Sequence
 
-from jaxtp import config as configuration
 from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
+from jaxtp.command_line import Command
 from jaxtp.evaluate.command import run
-from jaxtp.evaluate.config import EvaluateConfig, check
+from jaxtp.evaluate.config import FIRST, EvaluateConfig, check
 from jaxtp.launch.agreement import together
 from jaxtp.launch.joining import join_processes
 from jaxtp.launch.peers import leaving, tell_failure, watch
@@ -19,10 +19,11 @@ Hugging Face's format, on datasets of jaxtp prepare or on files.
 jaxtp evaluate --model runs/a --data data/own --text notes.txt --by length
 
 Every token of a document but its first is predicted once, from those before it in the same document. The numbers are
-the same on any mesh (--mesh.*) and with any --batch-size. --tasks NAME runs tasks of lm-evaluation-harness instead
-(pip install 'jaxtp[eval]'). Results go to standard output, as a table or with --json - as JSON; all else goes to
-standard error.
+the same on any mesh (--mesh fsdp=2,tp=4) and with any --batch-size. --tasks NAME runs tasks of lm-evaluation-harness
+instead (pip install 'jaxtp[eval]'). Results go to standard output, as a table or with --json - as JSON; all else goes
+to standard error.
 """
+COMMAND = Command(program=PROGRAM, schema=EvaluateConfig, description=DESCRIPTION, first=FIRST)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,7 +42,7 @@ def _evaluate(argv: Sequence[str]) -> None:
     join_processes()
     watch()
     with together():
-        config, _ = configuration.load(EvaluateConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+        config, _ = COMMAND.load(argv)
         check(config)
     try:
         run(config)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
@@ -17,7 +16,23 @@ from jaxtp.prepare.config import TEXT_FIELD
 LENGTH, SOURCE = "length", "source"
 DOCUMENTS: Literal["documents"] = "documents"
 CONCATENATED: Literal["concatenated"] = "concatenated"
-STDOUT = Path("-")
+FIRST = (
+    "model",
+    "data",
+    "text",
+    "by",
+    "sequence_length",
+    "stride",
+    "tasks",
+    "num_fewshot",
+    "chat",
+    "adapters",
+    "dtype",
+    "limit",
+    "batch_size",
+    "json",
+)
+"""Settings that the help shows first."""
 
 Paths = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATH")]
 Folders = Annotated[tuple[UserPath, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR")]

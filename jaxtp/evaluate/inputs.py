@@ -174,9 +174,7 @@ def _grouped(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def _dataset(folder: Path, config: EvaluateConfig, model: Model) -> Input:
     if not (folder / MANIFEST).exists() and folder.is_file():
-        raise InputError(
-            f"--data {folder} is a file: --text {folder} reads it, jaxtp prepare makes a dataset"
-        )
+        raise InputError(f"--data {folder} is a file: --text {folder} reads it, jaxtp prepare makes a dataset")
     if not folder.exists():
         raise InputError(f"--data {folder}: no such folder{nearest_file(folder)}")
     dataset = open_dataset(folder)

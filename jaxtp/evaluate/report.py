@@ -12,9 +12,10 @@ import jax
 
 from jaxtp.config import ConfigError
 from jaxtp.console import Display
-from jaxtp.evaluate.config import LENGTH, SOURCE, STDOUT
+from jaxtp.evaluate.config import LENGTH, SOURCE
 from jaxtp.evaluate.measure import Measured, Totals
 from jaxtp.files import require_writable, write_json
+from jaxtp.generate.config import STDOUT
 
 FLAG = "--json"
 _SECONDS = 5.0

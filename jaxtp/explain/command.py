@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import tyro
 from flax import nnx
 
-from jaxtp.config import ConfigError, Switch, expand, from_yaml, nearest_file
+from jaxtp.config import ConfigError, Switch, UserPath, from_yaml, nearest_file
 from jaxtp.entry import UserError
 from jaxtp.explain.explanation import explain
 from jaxtp.explain.plot import draw
-from jaxtp.files import require_picture, write_picture
+from jaxtp.files import require_picture, require_writable, write_json, write_picture
 from jaxtp.mesh import CP, parse_mesh, request_virtual_devices
 from jaxtp.models.decoder import Decoder
 from jaxtp.propose.propose import propose_plan
@@ -30,16 +30,7 @@ from jaxtp.train.config import TrainConfig, check
 
 @dataclass(frozen=True, kw_only=True)
 class Explain:
-    """Shows how a model is split over a mesh and what one forward and backward pass moves, without the devices.
-
-    jaxtp explain model.py:build --plan plan.py:PLAN --input 64x16x16x1 --mesh fsdp=2,tp=4
-
-    Each module has a line with its style, how its parameters are split, and the bytes that a device stores; then come
-    the collectives by module, and notes on what the plan costs that another would not. A configuration of jaxtp train
-    is a model, too:
-
-    jaxtp explain configs/llama3_8b.yaml --mesh fsdp=4,tp=8
-    """
+    """Command line of an explanation: a model, its plan, and the mesh."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="FILE.py:FUNCTION")]
     """A function without arguments that makes an nnx.Module, in a file or a module (package.model:build); or a YAML
@@ -62,8 +53,11 @@ class Explain:
     compile: Switch = False
     """Compiles for virtual CPU devices, too, and shows what the compiler adds between the layers."""
 
-    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """Draws how each matrix is cut."""
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """File to write every number to, for machines."""
+
+    plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """File to draw how each matrix is cut in (pip install 'jaxtp[plot]')."""
 
 
 def run(command: Explain) -> None:
@@ -74,8 +68,8 @@ def run(command: Explain) -> None:
       PlanError, MeshError: as `explain`.
     """
     sizes = parse_mesh(command.mesh)
-    picture = None if command.plot is None else expand(command.plot)
-    require_picture("--plot", picture)
+    require_writable("--json", command.json)
+    require_picture("--plot", command.plot)
     if command.propose and command.plan is not None:
         raise ConfigError("--propose makes a plan, and --plan names one; leave one of them out")
     if not command.input and (command.propose or command.compile) and not command.model.endswith((".yaml", ".yml")):
@@ -95,8 +89,9 @@ def run(command: Explain) -> None:
         shapes = ", ".join(command.input) or "none"
         raise ConfigError(f"{command.model} does not run on these inputs ({shapes}): {error}") from None
     print(found)
-    write_picture("--plot", picture, partial(draw, found))
-    if picture is not None:
+    write_json("--json", command.json, {"model": command.model, **found.record()})
+    write_picture("--plot", command.plot, partial(draw, found))
+    if command.plot is not None:
         print(f"\ndrawn in {command.plot}")
 
 

@@ -112,6 +112,48 @@ class Explanation:
         along = ({one: n for one, n in found.items() if axis in one.axes} for found in (self.traffic, self.added))
         return sum(map(total_sent, along))
 
+    def record(self) -> dict[str, Any]:
+        """Returns all of it as JSON can hold it; sizes in bytes."""
+        modules = [
+            {
+                "module": row.path,
+                "class": row.kind,
+                "style": spelled(row.style) if row.style else None,
+                "parameters": [
+                    {
+                        "name": split.name,
+                        "shape": list(split.shape),
+                        "dtype": split.dtype,
+                        "split": [list(axes_of(entry)) for entry in split.spec],
+                        "bytes_per_device": split.bytes(self.sizes),
+                    }
+                    for split in row.parameters
+                ],
+            }
+            for row in self.rows
+        ]
+        moves = [
+            {
+                "module": module_of(one) or ROOT,
+                "pass": "backward" if one.backward else "forward",
+                "collective": one.kind,
+                "axes": list(one.axes),
+                "by": by,
+                "count": count,
+                "bytes_sent": total_sent({one: count}),
+            }
+            for traffic, by in ((self.traffic, "the program"), (self.added, "the compiler"))
+            for one, count in traffic.items()
+        ]
+        return {
+            "mesh": self.sizes,
+            "parameter_bytes_per_device": self.bytes_per_device,
+            "bytes_sent": {axis: self.sent(axis) for axis in AXES if self.sizes[axis] > 1} if self.traffic else {},
+            "modules": modules,
+            "collectives": moves,
+            "notes": list(self.notes),
+        }
+
     def __str__(self) -> str:
         return "\n\n".join(_sections(self))
 

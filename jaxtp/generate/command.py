@@ -8,9 +8,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import jax
 from flax import nnx
@@ -20,8 +22,9 @@ from jaxtp import entry
 from jaxtp.checkpoint.logical import logical_size
 from jaxtp.data.template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import read_template
+from jaxtp.files import require_writable, writing
 from jaxtp.generate.chat import Chat, opening
-from jaxtp.generate.config import GenerateConfig, open_mesh, request_devices
+from jaxtp.generate.config import STDOUT, GenerateConfig, open_mesh, request_devices
 from jaxtp.generate.engine import Generator
 from jaxtp.generate.listener import Listener
 from jaxtp.generate.loading import Source, open_source
@@ -46,6 +49,8 @@ def run(config: GenerateConfig, folder: Path) -> None:
     Raises:
       ValueError: a user's mistake, most of them before the weights are read.
     """
+    if config.json != STDOUT:
+        require_writable("--json", config.json)
     prompts: list[str | None] = list(config.prompt)
     if config.prompt_file is not None:
         prompts += read_prompts(config.prompt_file, config.field)
@@ -119,24 +124,38 @@ def _complete(
 def _print_pieces(
     pieces: Iterable[Piece], prompts: Sequence[str | None], config: GenerateConfig, progress: "Progress"
 ) -> None:
-    if len(prompts) == 1 and not config.json:
-        for piece in pieces:
-            print(piece.text, end="", flush=True)
-        print()
-        return
-    indices = [index for index, prompt in enumerate(prompts) if prompt is not None]
-    for result in in_order(progress.made(pieces, len(indices)), indices):
-        prompt = prompts[result.index]
-        if config.json:
-            _print_whole(json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
-        else:
-            _print_whole(f"--- {result.index}: {json.dumps(prompt, ensure_ascii=False)}\n{result.text}")
+    with ExitStack() as stack:
+        as_text, file = config.json != STDOUT, None
+        if as_text and config.json is not None:
+            with writing("--json", config.json):
+                file = stack.enter_context(config.json.open("w", encoding="utf-8"))
+        if as_text and len(prompts) == 1:
+            pieces = _shown(pieces)
+        indices = [index for index, prompt in enumerate(prompts) if prompt is not None]
+        for result in in_order(progress.made(pieces, len(indices)), indices):
+            prompt = prompts[result.index]
+            record = json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False)
+            if as_text and len(prompts) > 1:
+                _write_whole(f"--- {result.index}: {json.dumps(prompt, ensure_ascii=False)}\n{result.text}", sys.stdout)
+            elif not as_text:
+                _write_whole(record, sys.stdout)
+            if file is not None and config.json is not None:
+                with writing("--json", config.json):
+                    _write_whole(record, file)
 
 
-def _print_whole(text: str) -> None:
-    """Prints text and the end of its line by one write, so that a process that is killed leaves no part of them."""
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
+def _shown(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yields the pieces of one text, and prints each as it comes."""
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+        yield piece
+    print()
+
+
+def _write_whole(text: str, file: TextIO) -> None:
+    """Writes text and the end of its line by one write, so that a process that is killed leaves no part of them."""
+    file.write(f"{text}\n")
+    file.flush()
 
 
 def in_order(pieces: Iterable[Piece], indices: Iterable[int]) -> Iterator[Result]:

@@ -18,6 +18,25 @@ from jaxtp.mesh import TP, mesh_of, mesh_sizes, request_virtual_devices
 from jaxtp.models.config import ModelConfig, checked, padded_sizes, violations
 
 FIELD = "prompt"
+FIRST = (
+    "model",
+    "prompt",
+    "prompt_file",
+    "chat",
+    "adapters",
+    "dtype",
+    "batch_size",
+    "json",
+    "sampling.max_tokens",
+    "sampling.seed",
+    "sampling.temperature",
+    "sampling.top_p",
+    "sampling.top_k",
+    "sampling.stop",
+)
+"""Settings that the help shows first."""
+STDOUT = Path("-")
+"""The file of --json that is standard output."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +120,9 @@ class GenerateConfig(SourceConfig):
     batch_size: Count = 8
     """Prompts that are continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
 
-    json: Switch = False
-    """Prints an object for each prompt: text, ids, logprobs, and why it ended."""
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """File to write an object for each prompt to, a line each: text, ids, logprobs, and why it ended; - for standard
+    output, instead of the texts."""
 
     sampling: Annotated[GenerationSettings, tyro.conf.arg(name="")] = GenerationSettings()
     mesh: MeshConfig = MeshConfig()
@@ -165,7 +185,7 @@ def _contradictions(config: GenerateConfig) -> Iterator[str]:
     given = bool(config.prompt) or config.prompt_file is not None
     if not given and not config.chat:
         yield "give texts to continue, by --prompt TEXT or --prompt-file FILE, or talk to the model with --chat"
-    if config.chat and (given or config.json):
+    if config.chat and (given or config.json is not None):
         yield "--chat takes what you enter, and prints text; leave --prompt, --prompt-file and --json out"
     if not config.chat and (config.system is not None or config.template is not None):
         yield "--system and --template are of a chat; give --chat too"

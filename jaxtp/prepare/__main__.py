@@ -1,12 +1,15 @@
 """`jaxtp prepare`."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from jaxtp import config as configuration
 from jaxtp import entry
+from jaxtp.command_line import Command
+from jaxtp.data.manifest import MANIFEST
 from jaxtp.data.store import DatasetError, open_dataset, verify
-from jaxtp.prepare.config import PrepareConfig, check
+from jaxtp.files import require_writable, write_json
+from jaxtp.prepare.config import FIRST, PrepareConfig, check
 from jaxtp.prepare.run import prepare
 
 PROGRAM = "jaxtp prepare"
@@ -21,7 +24,7 @@ jaxtp prepare --verify data/books
 
 compares a dataset with its checksums.
 """
-
+COMMAND = Command(program=PROGRAM, schema=PrepareConfig, description=DESCRIPTION, first=FIRST)
 INTERRUPTED = "interrupted; the same command, without --overwrite, goes on"
 
 
@@ -31,29 +34,36 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    config, _ = configuration.load(PrepareConfig, argv, prog=PROGRAM, description=DESCRIPTION)
+    config, _ = COMMAND.load(argv)
     check(config)
+    require_writable("--json", config.json)
     if config.verify is not None:
-        return _verify(config.verify)
+        return _verify(config.verify, config.json)
     if config.out is not None:
         prepare(config.out, config)
+        if config.json is not None:
+            record = json.loads((config.out / MANIFEST).read_text(encoding="utf-8"))
+            write_json("--json", config.json, {"folder": str(config.out), **record})
     return 0
 
 
-def _verify(folder: Path) -> int:
+def _verify(folder: Path, file: Path | None) -> int:
     try:
         dataset = open_dataset(folder)
     except DatasetError as error:
-        if not (folder / "dataset.json").exists():
+        if not (folder / MANIFEST).exists():
             return entry.fail(PROGRAM, error)
         print(error)
+        write_json("--json", file, {"folder": str(folder), "problems": [str(error)]})
         return 1
-    problems = 0
+    problems = []
     for problem in verify(dataset):
-        problems += 1
+        problems.append(str(problem))
         print(problem)
     counts = ", ".join(f"{name} {split.num_tokens:,} tokens" for name, split in dataset.splits.items())
-    print(f"{folder}: {counts}, {problems or 'no'} problems")
+    print(f"{folder}: {counts}, {len(problems) or 'no'} problems")
+    tokens = {name: split.num_tokens for name, split in dataset.splits.items()}
+    write_json("--json", file, {"folder": str(folder), "tokens": tokens, "problems": problems})
     return 1 if problems else 0
 
 

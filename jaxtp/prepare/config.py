@@ -16,6 +16,23 @@ Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(m
 MIN_VOCAB_SIZE = 257
 """256 bytes and the end token."""
 TEXT_FIELD = "text"
+FIRST = (
+    "inputs",
+    "out",
+    "tokenizer",
+    "train_bpe",
+    "field",
+    "messages",
+    "template",
+    "include",
+    "held_out",
+    "dedup",
+    "on_error",
+    "overwrite",
+    "json",
+    "verify",
+)
+"""Settings that the help shows first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +124,9 @@ class PrepareConfig:
     overwrite: Switch = False
     """Starts afresh where --out holds another dataset, which is deleted before anything is read."""
 
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """File to write the numbers of the dataset to, for machines: those of its dataset.json, or what --verify found."""
+
     verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Instead: reads a dataset and compares it with its checksums; exit code 1 if it is damaged. Alone on the line."""
 
@@ -126,7 +146,7 @@ class PrepareConfig:
 
 
 _NOT_OF_THE_RESULT = {
-    *("out", "tokenizer", "bos", "template", "on_error", "save_seconds", "overwrite", "verify"),
+    *("out", "tokenizer", "bos", "template", "on_error", "save_seconds", "overwrite", "verify", "json"),
     *("max_document_bytes", "max_window_bytes"),
 }
 """Settings that may change when a command is resumed. Tokenizer and template are compared by what is in them."""

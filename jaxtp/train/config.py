@@ -327,6 +327,68 @@ class TrainConfig:
     launch: LaunchConfig = LaunchConfig()
 
 
+FIRST = (
+    "run.dir",
+    "model.from_hf",
+    "model.lora.rank",
+    "model.remat",
+    "data.path",
+    "data.sequence_length",
+    "data.global_batch_size",
+    "optimizer.learning_rate",
+    "train.steps",
+    "train.accumulation",
+    "eval.every",
+    "checkpoint.every",
+)
+"""Settings that the help of a command shows first."""
+
+NOT_OF_A_STEP = (
+    "run.dir",
+    "data.path",
+    "data.mixture",
+    "data.validation",
+    "data.long_documents",
+    "train.log_every",
+    "train.non_finite",
+    "train.max_skipped",
+    "train.allow_oversize",
+    "train.stall_seconds",
+    "train.stall_abort_seconds",
+    "train.stopped_exit_code",
+    "train.verify_every",
+    "eval",
+    "checkpoint",
+    "metrics",
+    "profile",
+    "launch",
+)
+"""Settings of a run that say nothing of its step: commands that ask about the step alone do not offer them."""
+
+NOT_OF_ITS_COST = (
+    *NOT_OF_A_STEP,
+    "run.seed",
+    *(
+        f"optimizer.{name}"
+        for name in (
+            "schedule",
+            "decay_fraction",
+            "groups",
+            "learning_rate",
+            "warmup_steps",
+            "final_fraction",
+            "beta1",
+            "beta2",
+            "eps",
+            "weight_decay",
+            "clip_norm",
+        )
+    ),
+    *(f"train.{name}" for name in ("steps", "z_loss", "balance_loss", "router_z_loss", "selection_bias_rate")),
+)
+"""Settings that change neither the time nor the memory of a step."""
+
+
 def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices) -> None:
     """Checks that the sizes fit each other and the mesh.
 

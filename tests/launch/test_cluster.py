@@ -67,9 +67,7 @@ def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, tmp_path, does
     _, error = process.communicate(timeout=60)
     assert process.returncode == code
     started, *asked = slurm.said.read_text().splitlines()
-    assert started.endswith(
-        "jaxtp train --train.stall-abort-seconds 1800 --train.verify-every 1000 --train.steps 5"
-    )
+    assert started.endswith("jaxtp train --train.stall-abort-seconds 1800 --train.verify-every 1000 --train.steps 5")
     assert asked == (["requeue 7"] if again else [])
     gave_up = "not queued again: more than 5 failures, in slurm-7.failures\n" if failures == 5 else ""
     assert error == (f"queued again after exit code {code}\n" if again else gave_up)
