@@ -2,10 +2,9 @@
 
 Whole rows of ids, labels and segments are on every device of a cp group: they are four bytes a token. Each takes its
 own tokens of them (`Sequences.own`): nothing moves, and neither data nor checkpoints know of cp. (In the first design
-the loader divided rows, in zigzag order, to be undone wherever users see tokens: more code, and nothing saved.) Weights
-are stored over (fsdp, cp), and gathered and scattered as if that were one axis. From the embedding to the loss a layer
-that works on one position at a time does not notice that others are elsewhere. Attention does, and has two ways to see
-them:
+the loader divided rows, in zigzag order, to be undone wherever users see tokens, and that saved nothing.) Weights are
+stored over (fsdp, cp), and gathered and scattered as if that were one axis. From the embedding to the loss a layer that
+works on one position at a time does not notice that others are elsewhere. Attention does, and has two ways to see them:
 
     ulysses   all-to-all: all tokens of N/(tp*cp) heads instead of T/cp tokens of N/tp heads, and back afterwards
               (Jacobs et al., arXiv 2309.14509). Any kernel runs as without cp. kv heads are copied so that cp divides.
