@@ -1,6 +1,7 @@
 """Tensor-parallel training of transformer models in JAX that you can trust.
 
-Each name of `__all__` is imported when it is first used: `import jaxtp` itself takes milliseconds.
+Each name of `__all__` is imported when it is first used: `import jaxtp` itself takes milliseconds, and a command, or a
+script that needs the layers alone, does not wait for Orbax or pydantic.
 """
 
 import re

@@ -1,4 +1,8 @@
-"""One record for what moves between devices, whoever says it: a layer, a program, a compiler or a measurement."""
+"""One record for what moves between devices, whoever says it: a layer, a program, a compiler or a measurement.
+
+Layers, jaxprs, HLO, schedules, proposals and measurements all hold a `Collective`; the bytes that a device sends around
+a ring are worked out here alone.
+"""
 
 import re
 from collections.abc import Callable, Hashable, Mapping

@@ -2,7 +2,7 @@
 
 No device is opened, no pipe is waited for, and no file is read beyond the bytes that one of its kind has. What a file
 says has limits too: how deep it is nested, how many values it comes to once its aliases are written out, how long an
-integer is. So whatever is read can be compared, copied and printed.
+integer is. So whatever is read can be compared, copied and printed, and code that checks values need not be careful.
 """
 
 import errno

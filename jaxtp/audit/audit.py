@@ -2,6 +2,9 @@
 
 Three accounts of one step are compared: what its modules declare that they need (the budget), what the program says
 (its jaxpr), and what the compiler's partitioner made of it (the HLO after SPMD partitioning).
+
+The budget is formulas (`layers/costs.py`) that say nothing of how a layer is written. So a layer that moves more than
+it should makes budget and jaxpr differ, and a sharding that the compiler has to mend makes jaxpr and HLO differ.
 """
 
 import math

@@ -1,6 +1,7 @@
 """Number of turns of a loop: known only where integers that begin and step by constants are compared.
 
-The jaxpr and the HLO are read by the same rule, so that neither account knows a count that the other does not.
+The jaxpr and the HLO are read by the same rule, so that neither account knows a count that the other does not. What
+moves in any other loop is counted for one turn, and is a problem until the caller allows the loop by name.
 """
 
 import re

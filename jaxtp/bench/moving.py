@@ -5,6 +5,9 @@ starting a program from Python takes longer than a small message. All groups of 
 Compiled for an H100 the loop adds nothing to an all-reduce, a local copy of 1/n of the message to an all-gather and a
 reduce-scatter, and one of all of it to a permute. Of an all-to-all 1/n of the message goes to each device, and a
 device keeps its own part.
+
+The bytes of a measurement are counted in the jaxpr of what is timed, and a test reads in the HLO that the compiler
+keeps every turn of the loop.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

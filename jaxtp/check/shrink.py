@@ -3,6 +3,8 @@
 Kept: the kinds of layers, biases and norms, the numbers of heads, what divides what (vocabulary, sequence, chunks of
 the loss), windows beside chunks of the sequence, remat, precision, dropout, accumulation, the optimizer. Shrunk:
 widths, layers, sequence, batch.
+
+So the check compares what is left of a configuration when sizes are taken out, not a toy model of its own.
 """
 
 import dataclasses

@@ -4,6 +4,8 @@ The bits of each element are mixed with its position (the finaliser of MurmurHas
 summed modulo 2^32, twice with different seeds: integer sums do not depend on their order, so each device sums its part.
 A change of one element never escapes, because mixing has an inverse; one of several escapes with a probability of 2^-64
 (2^-32 in `device_checksums`, which have one seed).
+
+Whatever is restored is summed again where it lies before it is used.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,9 @@
-"""Tells damage from what only cannot be read now, and makes the processes of a run agree on which it is."""
+"""Tells damage from what only cannot be read now, and makes the processes of a run agree on which it is.
+
+Each process reads its part alone and all decide together (`launch/agreement.py`): a process has an Orbax checkpointer
+of its own, in which nobody waits for others, and shares what it met. Damage counts before an error that may pass.
+Checksums take all devices, so they begin only when every process has read its part.
+"""
 
 import errno
 import os

@@ -2,7 +2,8 @@
 
 Orbax writes in the background, a part in each process. They meet twice: when all parts are written, and when process 0
 has made one checkpoint of them. A process that fails leaves these meetings out, and the others would wait for it until
-they give up.
+they give up. Meetings are at JAX's coordinator, so a process that fails comes to the same one with another list of
+members, which the coordinator refuses to all at once. A wait that cannot be ended this way has a time limit.
 """
 
 import contextlib

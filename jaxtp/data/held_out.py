@@ -1,4 +1,7 @@
-"""The rows of an evaluation: each held-out row at most once, so that its loss is that of the rows alone."""
+"""The rows of an evaluation: each held-out row at most once, so that its loss is that of the rows alone.
+
+It is the same for every batch size.
+"""
 
 from collections.abc import Sequence
 from typing import SupportsIndex

@@ -1,7 +1,8 @@
 """Batches of samples on the mesh, read ahead of the steps that need them.
 
 A process reads the rows that its own devices hold, each of them once, however the devices lie along the axes of the
-mesh, and over however many devices a row is copied.
+mesh, and over however many devices a row is copied. A range from the first to the last of them would not do, because
+the order of devices along dp and fsdp may be any.
 """
 
 from bisect import bisect_left

@@ -5,6 +5,8 @@ cycle of samples holds each source exactly by its weight, and within it every so
 share at any point: the schedule of Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980). So any
 window of samples is exact to within one for two sources and to within less than two for more, which cannot be
 had closer for weights in general.
+
+Grain's own mixing rounds weights, so that its shares drift.
 """
 
 import sys

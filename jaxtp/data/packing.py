@@ -3,6 +3,9 @@
 Best fit decreasing, on the histogram of lengths rather than on the documents one by one (Krell et al., arXiv
 2107.02027): each step places all documents of a length that fit the rows with the same room. It takes time by the
 number of different lengths, hardly by that of the documents.
+
+Rows are planned, not streamed: which documents share a row is decided once, so any row can be asked for by its index.
+Grain's own packing is an iterator with a state for each process.
 """
 
 import bisect

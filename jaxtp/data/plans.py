@@ -2,8 +2,9 @@
 
 A plan's name is a hash of everything that it depends on. A kept file is never trusted: it is read if its size and its
 sha256 are those that it states, its name is the one that was asked for, and its numbers can be those of the documents.
-Any other is made anew. Where the cache or its locks cannot be used, a process makes a plan of its own, in a file that
-has no name.
+Any other is made anew. The name covers the lengths of the documents as they are read, so damaged offsets are noticed;
+the sha256 is compared over processes and stored in the checkpoint. Where the cache or its locks cannot be used, a
+process makes a plan of its own, in a file that has no name.
 """
 
 import contextlib

@@ -2,6 +2,10 @@
 
 Sample `i` is the same row whatever the mesh, the number of processes or the batch size: epoch by epoch, each in its own
 order, and of several sources by weight. So the global index of the next sample is all that a run must remember.
+
+A checkpoint holds hashes of what the algorithms do: of the plan of rows, of a mixture's cycle and of what Grain's
+shuffle does with a few fixed lengths. A name and a version stand beside each hash, for messages alone. So an upgrade
+that changes nothing is no obstacle, and one that changes the order of the samples is never silent.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,8 @@
 """Loads and renders chat templates, one request after the other, within limits; `data.template` starts it.
 
-A template may ask for more memory or time than there is in a hundred ways, within one operator or one method of a
-string. The kernel bounds a process of its own in all of them. It imports nothing of jaxtp, so that it starts quickly.
+A model's template is somebody else's program. It may ask for more memory or time than there is in a hundred ways,
+within one operator or one method of a string. The kernel bounds a process of its own in all of them. It imports nothing
+of jaxtp, so that it starts quickly.
 """
 
 import json

@@ -1,4 +1,14 @@
-"""Every setting of mesh, micro-batch and remat that a configuration can run with on given hardware, ranked."""
+"""Every setting of mesh, micro-batch and remat that a configuration can run with on given hardware, ranked.
+
+An estimate is arithmetic first: a step's collectives, products and memory are sums of what its layers declare
+(`models/costs.py`, `train/memory.py`), so hundreds of settings cost a second. Tests hold these sums equal to the jaxpr
+and to the partitioned program, and the memory to within 15% of the compiler's. The two compilers (`partitioned.py`,
+`target.py`) only confirm the best setting.
+
+The best setting is chosen in this order. First comes what fits even if the modelled part of the memory is off by 20%,
+then the middle of the range of times. Of the settings within 5% on one mesh it is the one that takes the least memory,
+and of the meshes within 5% of the fastest the simplest.
+"""
 
 import itertools
 import math

@@ -2,7 +2,7 @@
 
     jaxtp estimate.worker < request.json
 
-A compiler that is asked for devices that are not there may end its process, so it gets one that nobody else needs.
+A compiler that is asked for devices that are not there may crash, hang or print, so it gets a process of its own.
 """
 
 import hashlib

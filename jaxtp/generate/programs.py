@@ -5,6 +5,9 @@ writes into it in place. What the host has to say of the rows (tokens, lengths, 
 each call. A call returns before its tokens are there, with the state: who is interrupted while waiting for them still
 has it. There must be no other call before they are, for virtual CPU devices can hang where many programs are under
 way.
+
+The host decides by numbers, the devices by tokens. A call makes tokens until all rows have ended, or until one has
+ended whose place is wanted.
 """
 
 import dataclasses

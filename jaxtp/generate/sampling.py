@@ -2,6 +2,8 @@
 
 A filter sets the logits of tokens that it leaves out to -inf, so that filters compose in any order. Tokens of equal
 probability stay or go together, whatever the order they are sorted in.
+
+A row's random numbers follow from its seed and its length, not from the batch or the mesh.
 """
 
 from functools import partial

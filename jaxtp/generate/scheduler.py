@@ -5,6 +5,9 @@ while the others go on (continuous batching: Yu et al., Orca, OSDI 2022). Prompt
 lie one after another in a sequence of a few lengths, and the longest is cut, so that no prompt is padded to another. A
 row keeps its tokens when its text ends, and a prompt that begins with them, such as the next turn of a chat, is read
 from there.
+
+The kernels are those that train on packed documents. What a cut row has before is put in front of the sequence, last
+token last, so that each query still sees one range of keys. So few programs do for prompts of any lengths.
 """
 
 import math

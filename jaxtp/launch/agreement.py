@@ -2,6 +2,8 @@
 
 A process that ends by itself leaves the others waiting for it. So a user's mistake that one of them meets, such as a
 file that is missing on its host, becomes the error of all of them.
+
+`together` surrounds what each process does by itself; `train/preflight.py` compares the rest.
 """
 
 import json

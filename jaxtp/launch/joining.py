@@ -9,6 +9,9 @@ One process drives all GPUs of a host, or as many processes share them as whoeve
 - by hand, on each host: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 (then 1).
 
 On CPUs each process takes JAX_NUM_CPU_DEVICES virtual devices. JAXTP_JOIN_SECONDS is how long they wait for each other.
+
+Which GPUs a process drives is settled before JAX starts: left to itself JAX gives each process of Slurm and Open MPI
+one GPU, even where it is the only one of its host. Processes that see the same GPUs share them evenly.
 """
 
 import os
@@ -107,10 +110,7 @@ def _slurm_tasks(variables: Mapping[str, str]) -> int:
 
 
 def _join_launched(launcher: "_Launcher", variables: Mapping[str, str], present: int) -> None:
-    """Joins the processes of a launcher. JAX finds out where they meet, if no JAX_COORDINATOR_ADDRESS says it.
-
-    Left to itself JAX gives each process one GPU, also where it is the only one of its host.
-    """
+    """Joins the processes of a launcher. JAX finds out where they meet, if no JAX_COORDINATOR_ADDRESS says it."""
     index = _number(variables, launcher.local)
     join = partial(
         jax.distributed.initialize,

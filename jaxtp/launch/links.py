@@ -1,6 +1,8 @@
 """Sockets between the processes of a run: messages, and process 0 that gathers the others.
 
-Whoever else connects, such as a scanner of ports, is left alone: it is heard for a moment, beside the others.
+Whoever else connects, such as a scanner of ports, is left alone: it is heard for a moment, beside the others. Messages
+are lines of JSON: `multiprocessing.connection` would wait without a limit for whoever connects to say who it is, so
+that a scanner would stop a start.
 """
 
 import contextlib

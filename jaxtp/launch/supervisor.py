@@ -2,6 +2,8 @@
 
 Each writes to a log of its own; what process 0 says is shown too. When one fails the others cannot go on: they would
 wait for it for ever, so they are ended, and what the first that failed said last is shown.
+
+It does without JAX. A process that is stuck can end itself (`train/watchdog.py`).
 """
 
 import fcntl

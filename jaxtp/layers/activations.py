@@ -4,9 +4,13 @@ Over cp each device has a part of every sequence (`layers/context.py`). Sequence
 between parallel layers: norms, dropout and residual sums then work on `1/tp` of the tokens; a column layer gathers them
 (all-gather) and a row layer leaves its sum split (reduce-scatter). Korthikanti et al., arXiv 2205.05198.
 
+Whether a sequence is split is decided by the input: a layer that is told nothing splits activations wherever tp > 1
+divides the sequence, so that the same model decodes one token and trains on thousands.
+
 In a row of several documents, attention stays inside each, and its positions count from its beginning. `segments`
 `[B, T]` are integers that are equal within a document and differ between neighbours: 1, 2, ... as `data/packing.py`
-makes them, with 0 for padding.
+makes them, with 0 for padding. They are all that a packed row adds: positions and the mask of attention follow from
+them.
 """
 
 from collections.abc import Mapping
@@ -75,7 +79,8 @@ def seen_keys(
     """Returns the indices of the first and the last key that each query sees, `[B, Tq]` both.
 
     A query sees itself and what comes before it: in its document, and in a window of so many positions. Neither end
-    ever falls along the queries; the last is before the first where a query sees nothing.
+    ever falls along the queries; the last is before the first where a query sees nothing, and attention then gives
+    zero. Kernels are told these ranges and no more, so none of them knows of cp, halos or the order zigzag.
 
     Args:
       shape: `(B, Tq)`.

@@ -1,4 +1,13 @@
-"""Causal self-attention with the heads split over tp."""
+"""Causal self-attention with the heads split over tp.
+
+kv heads may be fewer than tp. Their kernels stay split over tp like any other, so that no device stores more than its
+share. The tp / kv_heads devices that share a head gather its columns before use (an all-gather in groups, whose
+transpose sums the gradient), and the output has one head for each device: globally, kv heads are repeated. Kernels
+replicated over tp, which was the first design, would store far more: 8.4 million parameters and their moments on every
+device for each of k and v in each layer of a 70B model at tp 16, instead of a sixteenth of that.
+
+Where tp does not divide the heads they are padded group by group (`HeadSplit`).
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

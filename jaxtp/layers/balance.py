@@ -33,7 +33,11 @@ BALANCE = "expert_balance"
 
 
 class SelectionBias(nnx.Variable[Any]):
-    """A bias of each expert's score for choosing alone, moved once per update against the load; it has no gradient."""
+    """A bias of each expert's score for choosing alone, moved once per update against the load; it has no gradient.
+
+    It is no parameter but a variable of a kind of its own, so that no optimizer sees it. Checkpoints therefore hold all
+    of a state that is not frozen, not all parameters.
+    """
 
 
 @jax.tree_util.register_dataclass

@@ -2,6 +2,9 @@
 
 A new kind of layer is a `Branch` and a `BranchConfig` in one file: whatever asks what a model computes, moves, holds or
 can be shrunk to walks over them.
+
+Over cp a branch is refused unless it says that it works there (`over_cp`): one in which positions see others would look
+for them among the device's own. A `PositionwiseBranch` says so, for it transforms each position alone.
 """
 
 import math

@@ -6,6 +6,9 @@ the memory, or packed, where the tokens of several rows lie one after another in
 A layer writes them into their slots first, and then attends: what a query sees are the slots up to its own position,
 which is all the masking that there is. What is left in later slots from other texts is not seen, and is overwritten by
 the token that comes there. Only the slots of new tokens are written, so that XLA updates a donated memory in place.
+
+A head's slots are one matrix, which products take as it is. Where kv heads are fewer than tp, each device that shares a
+head holds its memory, because the column layer gives it the head.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,10 @@
 """Context parallelism: every sequence is divided over the devices along cp, `T / cp` tokens on each.
 
 Whole rows of ids, labels and segments are on every device of a cp group: they are four bytes a token. Each takes its
-own tokens of them (`Sequences.own`): nothing moves, and neither data nor checkpoints know of cp. From there to the loss
-a layer that works on one position at a time does not notice that others are elsewhere. Attention does, and has two ways
-to see them:
+own tokens of them (`Sequences.own`): nothing moves, and neither data nor checkpoints know of cp. (In the first design
+the loader divided rows, in zigzag order, to be undone wherever users see tokens, and that saved nothing.) Weights are
+stored over (fsdp, cp), and gathered and scattered as if that were one axis. From the embedding to the loss a layer that
+works on one position at a time does not notice that others are elsewhere. Attention does, and has two ways to see them:
 
     ulysses   all-to-all: all tokens of N/(tp*cp) heads instead of T/cp tokens of N/tp heads, and back afterwards
               (Jacobs et al., arXiv 2309.14509). Any kernel runs as without cp. kv heads are copied so that cp divides.
@@ -12,12 +13,13 @@ to see them:
 
 For each sequence a device sends, forward and backward, in units of (cp-1)/cp * T/cp * H/tp elements: ulysses
 `4N + 4K'`, K' the kv heads with their copies, gather `4K * cp`; and half of that again where a block is computed again.
-Gradients of keys and values are summed over cp in the compute dtype, as those of activations are over tp.
+Gradients of keys and values are summed over cp in the compute dtype, as those of activations are over tp. One function
+(`Attended.method`) compares the two, and the forward pass, the accounts of a step and the summary all ask it.
 
 In causal attention later tokens see more. So that all devices have the same work in gather, each has two chunks of the
 sequence, in the order zigzag: of the chunks 0 to 2cp-1, device c has c and 2cp-1-c. Tokens are in that order in all
 arrays between embedding and loss; logits, and whatever else users see, are in natural order. Under windows, and in
-ulysses, the order is contiguous, because there all have the same work.
+ulysses, the order is contiguous, because there all have the same work: the layers decide it (`BranchConfig.zigzag`).
 """
 
 import math

@@ -5,7 +5,9 @@ zero, are never looked up, and are masked out of the softmax, so that their grad
 
 The table `[V/tp, D/fsdp]` of a device need not be gathered over fsdp to look up: every device can look up the tokens of
 all devices along fsdp in its own columns, and then they exchange what they found. That moves activations instead of a
-table and of its gradient, whose sum over fsdp is then already made. `VocabParallelEmbedding` does what moves less.
+table and of its gradient, whose sum over fsdp is then already made. `VocabParallelEmbedding` does what moves less: the
+forward pass and the declared costs ask one function, which compares what the two ways declare. For Llama 3 8B over fsdp
+8 a step sends 118 MB over fsdp for the embedding instead of 2,758.
 """
 
 from collections.abc import Iterator

@@ -11,8 +11,8 @@ Kernels are stacked, `[E, D, F]`. Over tp they are divided in one of two ways:
 
 In both the all-gather and the reduce-scatter of sequence parallelism bring all tokens of a tp group to its devices, and
 sum what they computed: over tp it moves what a dense MLP does, whatever k is, and beside it two floats for each choice,
-as each device routes its own tokens. Rows have a place for every choice of the group's tokens, since all of them may
-choose one device's experts.
+as each device routes its own tokens. So experts need neither an axis of the mesh nor an all-to-all. The price is rows:
+a device has a place for every choice of the group's tokens, since all of them may choose its experts.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,8 +1,10 @@
 """Gradients of micro-batches: each device adds up its own, and those of copies are summed over devices once.
 
 A weight that the devices along dp hold in copies is used there on different tokens. Every layer sums its gradient in
-its backward pass, which is once in each micro-batch. For weights from `keep_apart`, whose type says that they differ
-on those devices, `load_weight` leaves that sum out, and `sum_copies` makes it after the last micro-batch.
+its backward pass, which is once in each micro-batch. For weights from `keep_apart`, whose type says that they differ on
+those devices, `load_weight` leaves that sum out, and `sum_copies` makes it after the last micro-batch. Two sums stay in
+each micro-batch: that over fsdp, for else every device would hold whole gradients, and that of norms over tp, because a
+norm decides by its input whether there is one (`layers/activations.py`).
 """
 
 from typing import Any

@@ -5,12 +5,13 @@ Rows are `[M, K]`, kernels `[E, K, N]`. The first `sizes[0]` rows are multiplied
 0, whatever they hold, and their gradient is 0: most of them, where experts are split over devices.
 
     method    what it computes                                                          runs on
-    xla       `jax.lax.ragged_dot`; but on a TPU, XLA makes of it products of all       everything
+    xla       `jax.lax.ragged_dot`; except on TPUs, XLA makes of it products of all     everything
               rows with all kernels, E times the work, and masks those of other groups
     pallas    each row with its kernel: `jaxtp/layers/grouped_kernels.py`               cuda
 
 Three products make a step, each with a method's own form: `product` for the outputs, the same with transposed kernels
-for the rows' gradient, and `kernels_gradient`. All sum in float32.
+for the rows' gradient, and `kernels_gradient`. All sum in float32. The gradient is written by hand, so that a kernel
+that multiplies each row once can stand in for XLA's product wherever that multiplies every row with every expert.
 """
 
 from collections.abc import Iterator

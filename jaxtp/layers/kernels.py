@@ -1,4 +1,12 @@
-"""The kernels of attention: what each can do, and which of them `model.attention: auto` takes."""
+"""The kernels of attention: what each can do, and which of them `model.attention: auto` takes.
+
+All that a kernel can do stands in one table, with the products that it makes: `auto`, the summary, refusals, memory and
+work read it. A kernel is never used for what it would do by a `[T, T]` mask: cuDNN makes such a mask of packed
+documents, and it is not even divided by tp. `blockwise` (`lax`) and `fused` (Pallas, Triton) take the first and the
+last key that each query sees instead (`activations.seen_keys`). That covers causality, windows, documents and parts of
+a sequence, and says which blocks to leave out. On GPUs a run compares its kernel with plain products before it starts
+(`train/attention_check.py`).
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

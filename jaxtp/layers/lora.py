@@ -3,6 +3,10 @@
 A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero: it
 begins as the projection was. W stays as it is; A and B are divided over the mesh like the dims of W that they share.
 Where a column of A and its row of B are both zero, so are their gradients: what has no adapter keeps having none.
+
+Adapters are variables of a kind of their own (`LoraParam`): where there are any, the step differentiates, the optimizer
+updates and checkpoints hold that kind alone. A layer applies them inside its own `device_view`. Outside of training
+they are added to their kernels (`hf/adapters.py`), so nothing else has to know of them.
 """
 
 import math

@@ -1,4 +1,8 @@
-"""Normalisation of the residual stream, and where in a block it stands."""
+"""Normalisation of the residual stream, and where in a block it stands.
+
+Scales are split over fsdp like every weight, so that over fsdp a block has gathers of weights and reduce-scatters of
+gradients, and nothing else.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

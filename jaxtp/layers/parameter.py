@@ -1,6 +1,14 @@
 """Parameters as a layer declares and loads them: a value, the `PartitionSpec` it is stored by, and the dtypes.
 
 A layer's body in `device_view` gets its weights by name: `own` gives a module's parameters and their specs.
+
+Weights are gathered in the compute dtype, and their gradients are summed over devices in the reduction dtype
+(`Precision`, `collectives.load_weight`). What several uses of a weight add up in float32, as the chunks of the loss do,
+is cast once, at the end. The sum over dp runs on the part that the reduce-scatter over fsdp has left.
+
+A dim that tp does not divide is padded when its parameter is created, so that a model runs on any tp: a `Split` beside
+the layer says how the dim is cut. Padded heads give zero, padded ids are masked in the softmax; `checkpoint/logical.py`
+and `train/optimizer_state.py` take padding off again.
 """
 
 import math

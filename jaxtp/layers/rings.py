@@ -12,11 +12,16 @@ autodiff would keep every part that comes by.
 
 Sums over devices are in the dtype of the activations, as in a reduce-scatter. The gradient of a weight is summed over
 the parts in float32 and rounded once, as by one product over the whole sequence. No device ever holds the whole input:
-for the gradient of a column layer's weights it goes around once more (`layers/remat.py` has what that comes to).
+for the gradient of a column layer's weights it goes around once more, beside products: more is sent, and less is held
+(`layers/remat.py` has the numbers).
 
 XLA schedules a permute beside a product if both are in the body of a loop whose results are in its carry. In a ring
 that is written out it merges the products with one weight, which then wait for all permutes; in a loop that stacks its
-results it overlaps nothing. Hence `lax.scan`, and one part of each ring outside of it, for which nothing has to move.
+results, as the transpose that autodiff makes of one does, it overlaps nothing. Hence `lax.scan`, and one part of each
+ring outside of it, for which nothing has to move.
+
+A ring goes one way around. XLA runs one collective at a time, so of two ways at once one would have no product beside
+it; and a switch gives one way all of a device's bandwidth.
 """
 
 import operator

@@ -1,4 +1,10 @@
-"""The settings of a decoder, the blocks that they come to, and the meshes that can hold it."""
+"""The settings of a decoder, the blocks that they come to, and the meshes that can hold it.
+
+A decoder is composed: stacks of blocks, each stack a pattern of blocks that repeats, each block a sum of residual
+branches (`layers/branch.py`). The blocks at one place of a pattern are stacked and run by one scan; what the pattern
+does not divide is a stack of its own. The settings of a layer stand in the layer's file and a model inherits them, so
+that YAML stays flat: `model.num_kv_heads`.
+"""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence

@@ -1,4 +1,8 @@
-"""The costs of a step of a decoder on one device: sums of what its layers declare."""
+"""The costs of a step of a decoder on one device: sums of what its layers declare.
+
+One walk over the layers adds them up, so a new layer is known to the audit, the estimate, memory and metrics once it
+declares its costs.
+"""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping

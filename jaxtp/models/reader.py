@@ -1,8 +1,10 @@
 """Reading with a cache: a decoder's layers one by one, each with a memory of the tokens before.
 
 Training runs equal layers by a scan over their stacked weights. To read a token every weight is multiplied once, and a
-slice of a stack, or a conversion, would take as long as the product. `laid_out` gives each layer arrays of its own, in
-the compute dtype, whole on every device but for tp: a program of these reads every weight once and as it is.
+slice of a stack, a cast or a gather over fsdp would take as long as the product. `laid_out` gives each layer arrays of
+its own, in the compute dtype, whole on every device but for tp: a program of these reads every weight once and as it
+is. Devices along fsdp then divide the rows, as those along dp do. The layers are those of training; only their arrays
+differ.
 """
 
 import math

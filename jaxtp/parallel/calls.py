@@ -2,6 +2,9 @@
 
 A module is given a subclass of its own class. It keeps its place, its attributes, its parameters and their paths, so
 that `isinstance`, tied weights, checkpoints and `nnx.split` find what they found before.
+
+Proposals, explanations and the check wrap the calls of a copy in this way; `parallel/swap.py` gives a module the class
+for its style.
 """
 
 import functools

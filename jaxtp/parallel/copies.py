@@ -4,6 +4,8 @@ Column layers that read one replicated array would each reduce its gradient over
 once for each device, `[tp, *shape]` split over tp in dim 0, which takes the memory of a replicated array. Each column
 layer reads the copy of its device and gives back that device's summand of the gradient; the summands add up where
 they are, and are reduced once, by the transpose of what made the copies.
+
+The plan of the usual Llama tutorial then moves over tp what the decoder's fused column layers do, to the byte.
 """
 
 import operator

@@ -1,4 +1,10 @@
-"""Decisions of a plan, module by module, or why it does not fit: before anything is changed."""
+"""Decisions of a plan, module by module, or why it does not fit: before anything is changed.
+
+A module that is `ContextParallel` has all that is in it divided over cp, whatever styles that has: a plan is written
+once, for meshes with cp and without, so no layout names cp. No type says which of a model's arrays have a sequence, so
+the plan has to, and a mesh with cp is refused until it does. A module without a sequence, or one that mixes positions,
+is computed on global arrays from gathered weights, by every device along cp alike; autodiff then sums nothing twice.
+"""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence

@@ -3,6 +3,9 @@
 The names of layouts are those of `torch.distributed.tensor`. A layout says nothing of the batch, which dp and fsdp
 divide in dim 0, nothing of the sequence, which cp divides in dim 1 where a plan says so (`ContextParallel`), and
 nothing of parameters, whose split follows from the style of their module.
+
+The spec of a parameter is a function of its shape, its letters and the mesh. It is asked when the model is split and
+again when a module is called, so inside a scan over stacked layers no spec has to be shifted.
 """
 
 from collections.abc import Mapping

@@ -1,6 +1,9 @@
 """`parallelize`: any Flax NNX model on a mesh, by a plan; and back (`as_written`).
 
 Nothing is changed before all of the plan is known to fit.
+
+A parallel model gives back its classes and its plan (`as_written`), which can then be put on an abstract mesh of any
+size: `jaxtp explain` needs no other code for meshes that are not there.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,6 +3,10 @@
 `nnx.Linear` is `...i, io -> ...o`. A letter that the result has can be split without a reduction (by columns); one
 that it lacks is summed over (by rows). Everything else about a split module follows from its letters: how its
 parameters and its activations are cut, and which sizes its own code must be told.
+
+A module that no table knows runs on global arrays, with its parameters gathered around its call (`parallel/swap.py`).
+Flax's hooks on getting a variable could gather anywhere, but they are deprecated, and the optimizer's moments would
+have them too.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,8 @@
-"""Reads documents in batches, each document with its hash, while the batch before is made into tokens."""
+"""Reads documents in batches, each document with its hash, while the batch before is made into tokens.
+
+A document's hash decides all that is decided about it: whether it is held out, was seen before, or is in the sample
+that a tokenizer learns from. Its place among the others decides nothing.
+"""
 
 import hashlib
 import itertools

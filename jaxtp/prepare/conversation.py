@@ -1,4 +1,8 @@
-"""Makes turns of conversations: an answer of the assistant, and as its prompt all that comes before it."""
+"""Makes turns of conversations: an answer of the assistant, and as its prompt all that comes before it.
+
+Each answer becomes a document of its own. Templates may write an earlier answer otherwise than the last, so only then
+does the model train on what it will see when it answers. The price is that beginnings are read again.
+"""
 
 import hashlib
 import json

@@ -1,8 +1,10 @@
 """The folder of a dataset while it is made: its lock, its files, and whose it is.
 
-`journal.json` is there from the first moment until `dataset.json` is. It says how far the inputs have been read and
-how long each file was then; what is longer or not in it was written later and is dropped when the command goes on. A
-journal is written when all that it speaks of is on disk.
+`journal.json` is there from the first moment until `dataset.json` is. It says how far the inputs have been read and how
+long each file was then; what is longer or not in it was written later and is dropped when the command goes on. A
+journal is written when all that it speaks of is on disk, every few seconds. Shards are cut by tokens alone, so neither
+batches nor interruptions show in the result. The other choice was to cut the work into segments that are written whole:
+that would hold a shard in memory, and give each segment a validation shard of its own.
 """
 
 import fcntl

@@ -3,6 +3,9 @@
 Every stock layer is first taken for a column layer: its output is split along its features. The walk then follows
 each split dim through the jaxpr (jit, remat, scans included) to whatever ends it: a layer that sums over it, which can
 be the row layer of the pair, or an operation that needs it whole, with the reason.
+
+A layer whose output turns out to be needed whole is closed, and the walk repeated, until what is left are regions
+without communication (`pairing.py`). Everything between stock layers is one rule for each primitive (`passing.py`).
 """
 
 from collections import Counter

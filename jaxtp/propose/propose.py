@@ -2,6 +2,8 @@
 
 Column and row layers are paired as in Megatron-LM (arXiv 1909.08053), wherever nothing between them needs the split dim
 whole. What is left is split only where that saves more bytes of parameters than it moves: vocabularies.
+
+A proposed plan is tried on an abstract mesh before it is given.
 """
 
 from collections.abc import Callable, Mapping

@@ -3,6 +3,9 @@
 The defaults of `TrainConfig` are those of the tiny run on a CPU, whose rate destroys a trained model, whose mesh few
 models fit, and whose dtype leaves most of a GPU unused. What a flag or a YAML file gives is never touched, and a run
 that goes on keeps what it has.
+
+They are chosen once, where the command reads its settings (`config.load`), because only that place knows which ones
+were given. A `TrainConfig` made in Python is taken as it is.
 """
 
 import dataclasses

@@ -1,4 +1,8 @@
-"""The training loop: step, log, evaluate and save until it is done."""
+"""The training loop: step, log, evaluate and save until it is done.
+
+One step is in flight while the host reads the numbers of the step before it, so that the devices never wait for the
+host.
+"""
 
 import math
 import time
@@ -35,10 +39,7 @@ class NonFiniteError(WrongNumbersError):
 
 
 class Loop:
-    """Steps a run to its end.
-
-    One step is in flight while the numbers of the step before it are read: the devices never wait for the host.
-    """
+    """Steps a run to its end."""
 
     def __init__(self, run: Run):
         self._run = run

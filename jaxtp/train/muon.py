@@ -6,7 +6,10 @@ brings back the parts of what it has made of them. Momentum, weight decay and th
 whole matrices are divided already, as experts over tp, each device deals out those that it has.
 
 Devices that hold copies, such as those along dp, do the same work. A share is rounded up, with matrices of zeros: of
-fewer matrices than devices each has one or none.
+fewer matrices than devices each has one or none, and those with none wait: so it is where fsdp x tp is more than the
+matrices of a shape. Sharing the work over dp as well would send the whole update over dp. Layers and projections of one
+shape are pooled, because their number is rarely a multiple of the number of devices. One all-to-all over both axes
+sends less than one after the other, down to half. Padding is cut off once matrices are whole.
 
 Jordan et al. 2024; the scale is that of Liu et al., arXiv 2502.16982.
 """

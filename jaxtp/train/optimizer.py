@@ -1,6 +1,9 @@
 """The optimizer of a run, composed from Optax: clipping, a rule, weight decay, the learning rate, groups.
 
 Parameters are told apart by name, because the stacking of layers gives every vector a second dim.
+
+The chain has the same parts whatever the settings: the rule alone decides the paths of its state in a checkpoint, so
+any other setting may change when a run resumes.
 """
 
 import fnmatch
@@ -44,10 +47,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns the transformation of gradients into updates: clipped, scaled by the rule, decayed, scaled by the rate.
-
-    Its parts, and so the paths of its state in a checkpoint, are the same whatever the settings beside the rule are.
-    """
+    """Returns the transformation of gradients into updates: clip, scale by the rule, decay, scale by the rate."""
     chain = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         _rule(config),

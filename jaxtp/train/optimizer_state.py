@@ -1,4 +1,10 @@
-"""An Optax transformation with its state on the mesh, each array split like the parameter that it belongs to."""
+"""An Optax transformation with its state on the mesh, each array split like the parameter that it belongs to.
+
+Optax sees the parameters as a dict by dotted path. Each array of its state is split like the parameter under whose path
+it is, without the dim that a factored moment has averaged away; `nnx.Optimizer` would give such a moment the
+parameter's own spec, which does not fit. A rule whose result depends on shapes, as adafactor's means do, sees arrays
+without padding (`OnLogicalShapes`), so that its state and its updates are the same on every mesh.
+"""
 
 from typing import Any
 

@@ -1,4 +1,8 @@
-"""Starts a run: `start` goes from a configuration to a state on its devices and the programs that step it."""
+"""Starts a run: `start` goes from a configuration to a state on its devices and the programs that step it.
+
+It reads from top to bottom in the order in which things happen. What a run may begin with (nothing, another run, a
+Hugging Face model) is checked in `train/initialisation.py`, and whether it may go on in `train/resume.py`.
+"""
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -2,6 +2,8 @@
 
 Each process tells the step whether it was asked to stop, in a number for each of its devices; the step gives all of
 them the largest, with its other scalars. So nobody waits for an answer of the others, and all read the same one.
+
+An exchange apart from the step was the other choice; each one would wait for the step in flight, at every step.
 """
 
 from collections.abc import Mapping

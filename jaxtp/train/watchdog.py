@@ -1,4 +1,7 @@
-"""Shows where a run hangs, and ends one that is stuck: a step that takes too long."""
+"""Shows where a run hangs, and ends one that is stuck: a step that takes too long.
+
+An exception cannot end a process that is stuck in a collective, so it ends itself; `jaxtp launch` then ends the others.
+"""
 
 import contextlib
 import faulthandler

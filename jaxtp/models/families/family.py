@@ -1,6 +1,11 @@
 """The parts of a family's table, and what most families have in common.
 
 A new family is a file beside this one: a `Family` made of the pieces below, and what is its own.
+
+A family is a table rather than code for import and for export: the tensors' names and transposes, the attributes that
+are read, those that must have a given value, and those that say nothing. An attribute of config.json that is in none of
+these lists stops an import, unless `--ignore-config` names it: it may change what the model computes. Whether a family
+can be a given model is decided by writing its config.json and reading it back (`hf/attributes.py`).
 """
 
 import re
