@@ -12,7 +12,7 @@ PROGRAM = "jaxtp"
 COMPLETION = "completion"
 SHELLS = ("bash", "zsh", "fish")
 HELP = f"""
-{PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version. Completion of commands and flags by Tab:
+{PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version. For completion by Tab:
 
   bash  {PROGRAM} {COMPLETION} bash > ~/.local/share/bash-completion/completions/{PROGRAM}
   zsh   {PROGRAM} {COMPLETION} zsh > ~/.zfunc/_{PROGRAM}, where fpath has ~/.zfunc

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Generic, TypeVar, Union, get_type_hints
 import tyro
 from docstring_parser import parse_from_object
 
-from jaxtp.config import ConfigError, Switch, flag, leaves, merged, read_values, to_yaml, validate
+from jaxtp.config import ConfigError, Switch, flag, leaves, read_values, to_yaml, validate
 from jaxtp.reading import shown
 
 T = TypeVar("T")
@@ -44,13 +44,16 @@ class Command(Generic[T]):
     """Dataclass of its settings."""
 
     description: str
-    """What it does, for its help."""
+    """Purpose and examples, for its help; the first line stands in lists of commands."""
 
     first: tuple[str, ...] = ()
     """Dotted names of the settings that --help shows; all of them, where there are few."""
 
     without: tuple[str, ...] = ()
     """Dotted names of settings and sections that a --config file may have and the command has no use for."""
+
+    printed: Callable[[T], Any] = lambda config: config
+    """Takes the configuration; returns the part of it that --print-config prints."""
 
     def load(
         self, argv: Sequence[str], fit: Callable[[T, Set[str]], tuple[T, list[str]]] | None = None
@@ -68,12 +71,10 @@ class Command(Generic[T]):
           SystemExit: help or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
         """
         path, flags = _taken(CONFIG, argv, "a file, as in --config configs/tiny.yaml")
-        values: Any = {} if path is None else read_values(Path(path))
         if self._has_one_mesh:
             mesh, flags = _taken(MESH, flags, "sizes of axes, as in --mesh fsdp=2,tp=4")
-            if mesh is not None and isinstance(values, Mapping):
-                values = merged(values, {_SECTION: self._sizes(mesh)})
-        default = self._default(values, path)
+            flags = [*([] if mesh is None else self._sizes(mesh)), *flags]
+        values, default = self._file(path)
         if {HELP, SHORT_HELP, ALL_HELP} & set(flags):
             self._print_help(flags, default)
             raise SystemExit(0)
@@ -88,7 +89,7 @@ class Command(Generic[T]):
         )
         config, notes = fit(config, {*leaves(values), *_named(given)}) if fit else (config, [])
         if PRINT in flags:
-            print("".join(f"# {note}\n" for note in notes) + to_yaml(config), end="")
+            print("".join(f"# {note}\n" for note in notes) + to_yaml(self.printed(config)), end="")
             raise SystemExit(0)
         return config, notes
 
@@ -102,8 +103,8 @@ class Command(Generic[T]):
         lists = any(flag(self.schema, [name]) == MESH for name in get_type_hints(self.schema) if name != _SECTION)
         return not lists and dataclasses.is_dataclass(get_type_hints(self.schema).get(_SECTION))
 
-    def _sizes(self, text: str) -> dict[str, int]:
-        """Returns the sizes of the axes that the command's mesh has.
+    def _sizes(self, text: str) -> list[str]:
+        """Returns a mesh as flags of the axes that the command's mesh has.
 
         Raises:
           MeshError: the text is not of that form.
@@ -116,14 +117,16 @@ class Command(Generic[T]):
         for axis, size in sizes.items():
             if axis not in axes and size != 1:
                 raise ConfigError(f"{MESH} {text}: {self.program} takes {' and '.join(axes)}, and not {axis}")
-        return {axis: size for axis, size in sizes.items() if axis in axes}
+        return [f"{MESH}.{axis}={size}" for axis, size in sizes.items() if axis in axes]
 
-    def _default(self, values: Mapping[str, Any], path: str | None) -> Any:
-        """Returns the configuration without flags; where it needs some, what tyro takes for no default."""
-        required = any(_is_required(field) for field in dataclasses.fields(self.schema))  # type: ignore[arg-type]
-        if required and path is not None:
+    def _file(self, path: str | None) -> tuple[Any, Any]:
+        """Returns the values of a file, and the configuration with them: none where flags are required."""
+        if not any(_is_required(field) for field in dataclasses.fields(self.schema)):  # type: ignore[arg-type]
+            values = {} if path is None else read_values(Path(path))
+            return values, validate(self.schema, values, source=str(path))
+        if path is not None:
             raise ConfigError(f"{CONFIG} {path}: {self.program} has no settings in files; give flags alone")
-        return tyro.MISSING if required else validate(self.schema, values, source=str(path))
+        return {}, tyro.MISSING
 
     def _is_foreign(self, name: str) -> bool:
         return any(name == other or name.startswith(f"{other}.") for other in self.without)
@@ -316,7 +319,7 @@ def _wrapped(text: str) -> str:
 
 
 class _Captured(io.StringIO):
-    """What is printed, as it would be on standard output: in colours if that is a terminal."""
+    """Text that is printed as on standard output: in colours if that is a terminal."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,27 +4,39 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Callable
 from types import TracebackType
 from typing import IO, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from jaxtp.entry import end_by_closed_pipe
+
 
 class Display:
     """Lines on standard output or another stream, above a progress bar in a terminal.
 
     Use as a context manager: the progress bar lives inside it, from `begin` on. Where the stream fails, as a
-    terminal does that was closed, the display goes silent, and the command goes on.
+    terminal does that was closed, the display goes silent, and the command goes on. A pipe that nobody reads any more,
+    as of `| head`, ends it.
 
     Args:
       counter: what the bar counts, in rich's markup, such as `step {task.completed:.0f}`.
       quiet: shows nothing.
       stream: where it shows it; by default standard output.
+      unread: called, in any thread, when a pipe has lost its reader; by default it ends the process, as SIGPIPE does.
     """
 
-    def __init__(self, counter: str, *, quiet: bool = False, stream: TextIO | None = None) -> None:
-        output = cast(IO[str], _Output(stream or sys.stdout))
+    def __init__(
+        self,
+        counter: str,
+        *,
+        quiet: bool = False,
+        stream: TextIO | None = None,
+        unread: Callable[[], object] = end_by_closed_pipe,
+    ) -> None:
+        output = cast(IO[str], _Output(stream or sys.stdout, unread))
         self._console = Console(file=output, soft_wrap=True, highlight=False, quiet=quiet)
         self._progress = Progress(
             TextColumn(counter),
@@ -71,10 +83,12 @@ class _Output(io.TextIOBase):
 
     Args:
       stream: None, as in Python, where standard output was closed before the command started.
+      unread: called when it was a pipe that nobody reads.
     """
 
-    def __init__(self, stream: TextIO | None) -> None:
+    def __init__(self, stream: TextIO | None, unread: Callable[[], object]) -> None:
         self._stream = stream
+        self._unread = unread
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -93,8 +107,8 @@ class _Output(io.TextIOBase):
         if self._stream is not None:
             try:
                 self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-            except (OSError, ValueError):  # a ValueError if it is closed
-                self._give_up()
+            except (OSError, ValueError) as error:  # a ValueError if it is closed
+                self._give_up(error)
         return len(text)
 
     def flush(self) -> None:
@@ -102,12 +116,14 @@ class _Output(io.TextIOBase):
         if self._stream is not None:
             try:
                 self._stream.flush()
-            except (OSError, ValueError):
-                self._give_up()
+            except (OSError, ValueError) as error:
+                self._give_up(error)
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: Exception) -> None:
         """Leads the stream to nowhere, so that Python can flush at its end what could not be written."""
         stream, self._stream = self._stream, None
         if stream is not None:
             with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
                 os.dup2(nowhere.fileno(), stream.fileno())
+        if isinstance(error, BrokenPipeError):
+            self._unread()

@@ -65,7 +65,7 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
         return INTERRUPTED
     except OSError as error:
         if error.filename == STANDARD_OUTPUT and isinstance(error, BrokenPipeError):
-            return _end_by_closed_pipe()
+            return end_by_closed_pipe()
         if not error.filename and error.errno not in _FULL:
             raise  # of no file, so nothing that a user can put right
         from jaxtp.reading import shown  # by now the libraries are imported
@@ -142,10 +142,11 @@ def _tell_output_apart() -> None:
         sys.stdout = text_output(sys.stdout.fileno(), sys.stdout)
 
 
-def _end_by_closed_pipe() -> int:
+def end_by_closed_pipe() -> int:
+    """Ends the process in silence, as SIGPIPE ends others; returns an exit code where the signal is blocked."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     signal.raise_signal(signal.SIGPIPE)
-    return 128 + signal.SIGPIPE  # where it is blocked
+    return 128 + signal.SIGPIPE
 
 
 def say(text: str) -> None:

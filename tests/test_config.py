@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtp.config import ConfigError, changed, differences, flag, from_yaml, load, to_plain, to_yaml
+from jaxtp.config import ConfigError, changed, differences, flag, from_yaml, to_plain, to_yaml
 from jaxtp.generate.config import GenerateConfig
 from jaxtp.mesh import sized
 from jaxtp.models.config import ModelConfig, violations
+from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import MeshConfig, TrainConfig, check, describe_overlap, violations_on
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.yaml"))
@@ -235,12 +236,7 @@ def test_wrong_files(tmp_path, text, message):
 def test_printing_the_configuration(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text('optimizer: {groups: {"head.*": {learning_rate_scale: 0.5}}}\n')
     with pytest.raises(SystemExit) as stopped:
-        load(
-            TrainConfig,
-            ["--config", str(tmp_path / "a.yaml"), "--mesh.tp", "2", "--print-config"],
-            prog="x",
-            description="",
-        )
+        TRAIN.load(["--config", str(tmp_path / "a.yaml"), "--mesh.tp", "2", "--print-config"])
     assert stopped.value.code == 0
     (tmp_path / "b.yaml").write_text(capsys.readouterr().out)
     config = from_yaml(TrainConfig, tmp_path / "b.yaml")

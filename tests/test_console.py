@@ -44,8 +44,10 @@ ERRORS = [OSError(errno.EIO, "closed terminal"), OSError(errno.ENOSPC, "full"), 
 @pytest.mark.parametrize("takes", [0, 1, 4])
 @pytest.mark.parametrize("error", ERRORS, ids=repr)
 def test_an_error_while_displaying_silences_the_display(monkeypatch, error, takes):
+    unread = []
     monkeypatch.setattr(sys, "stdout", Failing(error, takes))
-    show(Display("step {task.completed}"))
+    show(Display("step {task.completed}", unread=lambda: unread.append(error)))
+    assert unread == [error] * isinstance(error, BrokenPipeError)
 
 
 def test_a_standard_output_that_was_never_there(monkeypatch):

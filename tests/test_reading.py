@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
 
 from jaxtp import hardware_file
-from jaxtp.config import ConfigError, from_yaml, load, to_plain, validate
+from jaxtp.config import ConfigError, from_yaml, to_plain, validate
 from jaxtp.convert.__main__ import main as convert
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hardware import Hardware
 from jaxtp.prepare.__main__ import main as prepare
 from jaxtp.reading import MAX_YAML, inside, parse_json, read_bytes, shown
+from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
 
@@ -176,7 +177,7 @@ def test_nobodys_home_is_one_error(tmp_path):
     ):
         from_yaml(TrainConfig, tmp_path / "c.yaml")
     with pytest.raises(ConfigError, match="is nobody's home"):
-        load(TrainConfig, ["--data.path", "~nobody-of-that-name/x"], prog="x", description="")
+        TRAIN.load(["--data.path", "~nobody-of-that-name/x"])
 
 
 def test_a_thousand_problems_are_not_all_told(tmp_path):

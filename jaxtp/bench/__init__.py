@@ -1,1 +1,1 @@
-"""Measures the devices that are there: collectives, matrix products, parallel layers; writes a hardware file."""
+"""Measures the devices that are there, and writes a hardware file for estimates."""

@@ -1,1 +1,1 @@
-"""Parity as a command: any mesh against one device, on the user's own configuration."""
+"""Parity: compares any mesh with one device, on your configuration."""

@@ -20,7 +20,7 @@ Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What every one of the commands writes beside its text."""
+    """Settings of every one of the commands."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """File to write the result to, for machines."""

@@ -1,1 +1,1 @@
-"""Between folders in Hugging Face format and checkpoints of ours."""
+"""Converts models between Hugging Face's format and checkpoints of runs."""

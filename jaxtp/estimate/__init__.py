@@ -1,1 +1,1 @@
-"""Memory, time and communication of a training step on hardware that need not be there."""
+"""Estimates memory, time and communication on hardware that need not be there."""

@@ -1,1 +1,1 @@
-"""Evaluation: `jaxtp evaluate` gives loss, perplexity, bits per byte, and scores of lm-evaluation-harness."""
+"""Measures a model on text or tasks: loss, perplexity, bits per byte, scores."""

@@ -1,1 +1,1 @@
-"""Explains a plan for a model: how each parameter is split, what moves, and what it costs."""
+"""Shows how a plan splits a model, and what it moves and costs."""

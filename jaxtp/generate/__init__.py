@@ -1,1 +1,1 @@
-"""Generation on the mesh: `jaxtp generate`, and `Generator` from Python."""
+"""Continues texts with a model, or talks to it."""

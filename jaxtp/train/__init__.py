@@ -1,1 +1,1 @@
-"""The training loop: `jaxtp train`."""
+"""Trains a model, on any mesh, and resumes it on any other."""

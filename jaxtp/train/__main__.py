@@ -47,7 +47,13 @@ class RunCommand(TrainConfig):
     """File to draw the curves of the run in at its end (pip install 'jaxtp[plot]')."""
 
 
-COMMAND = Command(program=PROGRAM, schema=RunCommand, description=DESCRIPTION, first=("json", "plot", *FIRST))
+COMMAND = Command(
+    program=PROGRAM,
+    schema=RunCommand,
+    description=DESCRIPTION,
+    first=("json", "plot", *FIRST),
+    printed=training_of,
+)
 INTERRUPTED = "interrupted; the same command goes on from the newest checkpoint, if there is one"
 
 

@@ -384,7 +384,7 @@ NOT_OF_ITS_COST = (
             "clip_norm",
         )
     ),
-    *(f"train.{name}" for name in ("steps", "z_loss", "balance_loss", "router_z_loss", "selection_bias_rate")),
+    *(f"train.{name}" for name in ("z_loss", "balance_loss", "router_z_loss", "selection_bias_rate")),
 )
 """Settings that change neither the time nor the memory of a step."""
 

@@ -1,7 +1,9 @@
 """The output of a run: a summary at its start, then a progress bar, or plain lines where there is no terminal."""
 
 import platform
+import signal
 from collections.abc import Mapping
+from functools import partial
 
 import jax
 from flax import nnx
@@ -28,11 +30,13 @@ from jaxtp.train.verify import describe_verification
 class Report(Display):
     """The console of a run; silent on all processes but the first.
 
-    Use as a context manager: the progress bar lives inside it.
+    Use as a context manager: the progress bar lives inside it. A pipe that nobody reads any more stops the run as
+    SIGTERM does: it saves first.
     """
 
     def __init__(self) -> None:
-        super().__init__("step {task.completed:.0f}/{task.total:.0f}", quiet=jax.process_index() != 0)
+        counter, quiet = "step {task.completed:.0f}/{task.total:.0f}", jax.process_index() != 0
+        super().__init__(counter, quiet=quiet, unread=partial(signal.raise_signal, signal.SIGTERM))
 
     def step(self, step: int, values: Mapping[str, float], tokens_per_second: float) -> None:
         """Moves the progress bar."""

@@ -188,7 +188,7 @@ def test_swapped_row_and_column_are_named(monkeypatch, capsys):
         ("--mesh pp=2", "'pp' is not an axis; they are dp, fsdp, cp, tp, as in fsdp=2,tp=4"),
         ("--mesh tp=0", "tp=0 is not a number of devices"),
         ("--mesh fsdp=-1,tp=2", "fsdp=-1 is not a number of devices"),
-        ("--mesh tp=2,tp=4", "tp is there twice; write two meshes as --mesh tp=2 tp=4"),
+        ("--mesh tp=2,tp=4", "tp is there twice; a mesh has one size for each axis"),
         ("--mesh tp=1", "that is the one device which meshes are compared with"),
         ("--mesh tp=2 --json /proc/nothing/check.json", "--json /proc/nothing/check.json: No such file"),
         ("--mesh dp=8,fsdp=8", "is 64 devices, and a check runs on at most 16 virtual ones"),

@@ -14,13 +14,14 @@ from support import sweep
 
 from jaxtp.audit.schedule import Scheduled
 from jaxtp.communication import Collective
-from jaxtp.config import from_yaml, load
+from jaxtp.config import from_yaml
 from jaxtp.estimate import __main__ as command
 from jaxtp.estimate.__main__ import main
 from jaxtp.estimate.partitioned import Partitioned, bytes_sent
 from jaxtp.estimate.target import Compiled
 from jaxtp.estimate.topology import DoesNotFitError, TargetError
 from jaxtp.mesh import AXES, sized
+from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.defaults import fit
 from jaxtp.train.place import Place
@@ -63,6 +64,7 @@ def test_shipped_configurations_are_answered(config, tmp_path, capsys):
 
 NINE_TENTHS = "h100x8 --memory-fraction 0.9"
 RECIPES = {
+    "chat_qwen3_8b": "h100x8",
     "finetune_llama31_8b": "h100x8",
     "finetune_qwen3_8b": "h100x8",
     "llama31_8b_128k": "h100x8",
@@ -96,7 +98,7 @@ def test_the_best_setting_is_written_for_training(tmp_path, monkeypatch, capsys)
     text = file.read_text()
     assert text.startswith(f"# XLA_PYTHON_CLIENT_MEM_FRACTION=0.9 jaxtp train --config {file}\n#\n")
     remat, accumulation, rows = re.search(r"^dp 8 +(\w+) +(\d+) of (\d+)", out, re.MULTILINE).groups()
-    config, notes = load(TrainConfig, ["--config", str(file)], prog="", description="", fit=partial(fit, place=CPU))
+    config, notes = TRAIN.load(["--config", str(file)], partial(fit, place=CPU))
     assert notes == []
     assert config.mesh.sizes == sized(dp=8)
     assert (config.model.remat, config.train.accumulation) == (remat, int(accumulation))

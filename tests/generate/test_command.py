@@ -97,19 +97,21 @@ def test_files_of_prompts_and_objects(places, tmp_path, capsys):
     (tmp_path / "p.jsonl").write_text('{"q": "line 1"}\n{"q": "line 2: the quick", "other": 1}\n')
     flags = ["--model", places / "tokens", "--max-tokens", 4, "--temperature", 1, "--seed", 3]
     as_text = generate(capsys, *flags, "--prompt", "x", "--prompt-file", tmp_path / "p.txt").out
-    as_json = generate(capsys, *flags, "--json", "--prompt", "x", "--prompt-file", tmp_path / "p.jsonl", "--field", "q")
+    as_json = generate(
+        capsys, *flags, "--json", "-", "--prompt", "x", "--prompt-file", tmp_path / "p.jsonl", "--field", "q"
+    )
     records = [json.loads(line) for line in as_json.out.splitlines()]
     prompts = ["x", "line 1", "line 2: the quick"]
     assert [record["prompt"] for record in records] == prompts
     assert all(len(record["ids"]) == len(record["logprobs"]) == 4 for record in records)
     assert {record["finish"] for record in records} == {"length"}
     assert [record["index"] for record in records] == [0, 1, 2]
-    found = generate(capsys, *flags, "--json", "--prompt", "x", "--prompt-file", tmp_path / "p.txt").out
+    found = generate(capsys, *flags, "--json", "-", "--prompt", "x", "--prompt-file", tmp_path / "p.txt").out
     with_a_gap = [json.loads(line) for line in found.splitlines()]
     assert [record["index"] for record in with_a_gap] == [0, 1, 3], "a blank line is counted"
     assert [record["prompt"] for record in with_a_gap] == prompts
     assert as_text == "".join(f"--- {r['index']}: {json.dumps(r['prompt'])}\n{r['text']}\n" for r in with_a_gap)
-    again = generate(capsys, *flags, "--json", "--batch-size", 1, *(f for p in prompts for f in ("--prompt", p)))
+    again = generate(capsys, *flags, "--json", "-", "--batch-size", 1, *(f for p in prompts for f in ("--prompt", p)))
     assert [json.loads(line)["ids"] for line in again.out.splitlines()] == [record["ids"] for record in records]
 
 
@@ -154,7 +156,7 @@ class Writes(io.RawIOBase):
         return len(data)
 
 
-@pytest.mark.parametrize("form", [[], ["--json"]])
+@pytest.mark.parametrize("form", [[], ["--json", "-"]])
 def test_texts_are_written_whole_in_the_order_of_their_prompts(form, places, tmp_path, monkeypatch, capsys):
     """However long they are; meanwhile standard error says how far it is."""
     prompts = ["line 1" * count for count in (1, 3000, 2)]
@@ -177,7 +179,7 @@ def spawned(*flags, **streams):
 def test_what_a_killed_command_has_written_is_whole_lines(places, tmp_path):
     prompts = [f"line {index}" for index in range(200)]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
-    flags = ["--model", places / "bytes", "--prompt-file", tmp_path / "p.txt", "--json", "--max-tokens", 100]
+    flags = ["--model", places / "bytes", "--prompt-file", tmp_path / "p.txt", "--json", "-", "--max-tokens", 100]
     with (tmp_path / "out.jsonl").open("wb") as out, spawned(*flags, stdout=out, stderr=subprocess.PIPE) as process:
         while (tmp_path / "out.jsonl").read_bytes().count(b"\n") < 3:
             assert process.poll() is None, process.communicate()[1]
@@ -193,7 +195,7 @@ def test_what_a_killed_command_has_written_is_whole_lines(places, tmp_path):
 @pytest.mark.journey
 def test_a_reader_that_has_enough_ends_the_command_in_silence(places, tmp_path):
     (tmp_path / "p.txt").write_text("\n".join(f"line {index}" for index in range(50)))
-    flags = ["--model", places / "bytes", "--prompt-file", tmp_path / "p.txt", "--json", "--max-tokens", 50]
+    flags = ["--model", places / "bytes", "--prompt-file", tmp_path / "p.txt", "--json", "-", "--max-tokens", 50]
     with spawned(*flags, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert json.loads(process.stdout.readline())["index"] == 0
         process.stdout.close()
@@ -426,7 +428,7 @@ def test_a_damaged_checkpoint(places, tmp_path, capsys):
 
 def test_help_says_what_each_flag_does(capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["--help"])
+        main(["--help-all"])
     assert stopped.value.code == 0
     out = capsys.readouterr().out
     assert all(

@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from jaxtp import entry
-from jaxtp.config import load
 from jaxtp.launch.joining import JOIN_SECONDS
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.__main__ import COMMAND as TRAIN
 
 ROOT = Path(__file__).parent.parent.parent
 CLUSTER = ROOT / "scripts/cluster"
@@ -24,7 +23,7 @@ SBATCH = (CLUSTER / "slurm.sbatch").read_text()
 
 def flags_of(arguments):
     """They are flags that train takes."""
-    config, _ = load(TrainConfig, arguments, prog="train", description="")
+    config, _ = TRAIN.load(arguments)
     return config
 
 
@@ -67,7 +66,9 @@ def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, tmp_path, does
     _, error = process.communicate(timeout=60)
     assert process.returncode == code
     started, *asked = slurm.said.read_text().splitlines()
-    assert started.endswith("jaxtp train --train.stall-abort-seconds 1800 --train.verify-every 1000 --train.steps 5")
+    assert started.endswith(
+        "python -m jaxtp.train --train.stall-abort-seconds 1800 --train.verify-every 1000 --train.steps 5"
+    )
     assert asked == (["requeue 7"] if again else [])
     gave_up = "not queued again: more than 5 failures, in slurm-7.failures\n" if failures == 5 else ""
     assert error == (f"queued again after exit code {code}\n" if again else gave_up)

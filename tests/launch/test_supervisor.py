@@ -174,9 +174,9 @@ def test_gpus_are_divided(monkeypatch, tmp_path):
     ("flags", "message"),
     [
         (["--processes", "2"], "no command: it follows --"),
-        (["--processes", "0", "--", "x"], "--processes 0: should be from 1 to 1024"),
-        (["--processes", "2", "--devices", "0", "--", "x"], "--devices 0: should be from 1"),
-        (["--processes", "2", "--restarts", "-1", "--", "x"], "--restarts -1: should be from 0"),
+        (["--processes", "0", "--", "x"], "--processes 0: should be greater than or equal to 1"),
+        (["--processes", "2", "--devices", "0", "--", "x"], "--devices 0: should be greater than or equal to 1"),
+        (["--processes", "2", "--restarts", "-1", "--", "x"], "--restarts -1: should be greater than or equal to 0"),
         (["--processes", "1", "--logs", "/proc/nothing", "--", "-c", "1"], "/proc/nothing"),
     ],
 )

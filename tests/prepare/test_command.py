@@ -32,7 +32,7 @@ def rows(tmp_path):
 
 def test_help_explains_every_setting_and_verify(capsys):
     with pytest.raises(SystemExit) as end:
-        main(["--help"])
+        main(["--help-all"])
     assert end.value.code == 0
     out = " ".join(capsys.readouterr().out.replace("│", " ").split())
     assert "jaxtp prepare --verify data/books" in out

@@ -1,0 +1,219 @@
+"""What every command line takes alike: files, meshes, and help of two lengths; and `jaxtp`, which has them all."""
+
+import contextlib
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from jaxtp.__main__ import main as jaxtp_main
+from jaxtp.bench.__main__ import COMMANDS as BENCH
+from jaxtp.check.__main__ import COMMAND as CHECK
+from jaxtp.command_line import Command, completion
+from jaxtp.config import ConfigError
+from jaxtp.convert.__main__ import COMMANDS as CONVERT
+from jaxtp.entry import UserError
+from jaxtp.estimate.__main__ import COMMAND as ESTIMATE
+from jaxtp.evaluate.__main__ import COMMAND as EVALUATE
+from jaxtp.generate.__main__ import COMMAND as GENERATE
+from jaxtp.train.__main__ import COMMAND as TRAIN
+from jaxtp.train.config import NOT_OF_ITS_COST, TrainConfig
+
+
+def all_commands():
+    from jaxtp.__main__ import commands
+
+    for name in commands():
+        module = importlib.import_module(f"jaxtp.{name}.__main__")
+        yield from getattr(module, "COMMANDS", None).values() if hasattr(module, "COMMANDS") else [module.COMMAND]
+
+
+COMMANDS = {command.program: command for command in all_commands()}
+
+
+def printed(command, *flags, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.load(flags)
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_help_fits_a_terminal_and_says_where_the_rest_is(program, terminal, capsys):
+    command = COMMANDS[program]
+    short = printed(command, "--help", capsys=capsys)
+    lines = short.splitlines()
+    assert len(lines) <= 60
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith(f"usage: {program} ")
+    assert all(f"--{setting}" in short for setting in ("help", "json") if setting == "help" or command.first)
+    if command.first:
+        everything = printed(command, "--help-all", capsys=capsys)
+        assert "--help-all" in short
+        named = set(re.findall(r"--[a-z][\w.-]+", short)) - {"--help-all"}
+        assert named <= set(re.findall(r"--[a-z][\w.-]+", everything)), "what is shown first is among all"
+        assert len(everything.splitlines()) > len(lines)
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_no_setting_is_named_that_is_not_there(program):
+    """A name of `first` or `without` that no field has any more would show or refuse nothing."""
+    command = COMMANDS[program]
+    for name in (*command.first, *command.without):
+        schema = command.schema
+        for key in name.split("."):
+            schema = schema.__dataclass_fields__[key].default if isinstance(schema, type) else getattr(schema, key)
+
+
+def test_help_of_a_section(terminal, capsys):
+    text = printed(TRAIN, "--help", "checkpoint", capsys=capsys)
+    assert "--checkpoint.keep-every" in text
+    assert "--model" not in text
+    assert "--help SECTION" not in text
+    values = printed(TRAIN, "--config", "configs/llama3_8b.yaml", "--help", capsys=capsys)
+    assert "runs/llama3_8b)" in values, "defaults are those of the file"
+
+
+def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):
+    with pytest.raises(SystemExit):
+        jaxtp_main([])
+    listed = capsys.readouterr().out
+    assert all(re.search(rf"^  {name.split()[1]} ", listed, re.MULTILINE) for name in COMMANDS)
+    assert len(listed.splitlines()) <= 60
+    assert max(map(len, listed.splitlines())) <= 100
+    with pytest.raises(SystemExit):
+        jaxtp_main(["convert"])
+    assert "  export " in capsys.readouterr().out
+    assert jaxtp_main(["--version"]) == 0
+    assert re.fullmatch(r"jaxtp \d+\.\d+\.\d+\n", capsys.readouterr().out)
+    assert jaxtp_main(["estimte"]) == 2
+    assert (
+        capsys.readouterr().err == "jaxtp: error: 'estimte' is not a command of jaxtp; did you mean jaxtp estimate?\n"
+    )
+    assert jaxtp_main(["convert", "exprt"]) == 2
+    assert "did you mean jaxtp convert export?" in capsys.readouterr().err
+    assert jaxtp_main(["bench", "x"]) == 2
+    assert "'x' is not a command of jaxtp bench; there are comm" in capsys.readouterr().err
+
+
+def meshes(command, *flags):
+    asked, _ = command.load([*flags])
+    return {axis: size for axis, size in vars(asked.mesh).items() if axis in ("dp", "fsdp", "cp", "tp")}
+
+
+def test_a_mesh_is_one_flag_or_several():
+    whole = {"dp": 1, "fsdp": 2, "cp": 1, "tp": 8}
+    assert meshes(TRAIN, "--mesh", "fsdp=2,tp=8") == whole
+    assert meshes(TRAIN, "--mesh=tp=8", "--mesh.fsdp", "2") == whole
+    assert meshes(TRAIN, "--mesh.fsdp", "2", "--mesh", "tp=8") == whole, "in any order"
+    assert meshes(TRAIN, "--config", "configs/llama3_8b.yaml", "--mesh", "fsdp=2,tp=8") == whole
+    assert meshes(TRAIN, "--mesh", "fsdp=-1,tp=4") == {"dp": 1, "fsdp": -1, "cp": 1, "tp": 4}
+    assert meshes(GENERATE, "--mesh", "fsdp=2") == {"dp": 1, "fsdp": 2, "cp": 1, "tp": 1}
+    assert meshes(EVALUATE, "--mesh", "cp=2") == {"dp": 1, "fsdp": 1, "cp": 2, "tp": 1}
+    assert meshes(CONVERT["export"], "a", "b", "--mesh", "tp=2") == {"fsdp": 1, "tp": 2}
+
+
+def test_several_meshes_are_one_list():
+    for flags in (
+        ["--mesh", "tp=8", "fsdp=2,tp=4", "--as-configured"],
+        ["--mesh", "tp=8", "--as-configured", "--mesh=fsdp=2,tp=4"],
+    ):
+        asked, _ = ESTIMATE.load(flags)
+        assert asked.meshes == ("tp=8", "fsdp=2,tp=4")
+        assert asked.as_configured
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        (TRAIN, ["--mesh", "tp=2,xp=4"], "--mesh tp=2,xp=4: 'xp' is not an axis; they are dp, fsdp, cp, tp"),
+        (TRAIN, ["--mesh", "8"], "'8' is not an axis"),
+        (TRAIN, ["--mesh", "tp=0"], "tp=0 is not a number of devices"),
+        (TRAIN, ["--mesh", "tp=-2"], "tp=-2 is not a number of devices"),
+        (TRAIN, ["--mesh", "tp=2,tp=4"], "tp is there twice"),
+        (TRAIN, ["--mesh", "tp=2", "--mesh", "tp=4"], "--mesh is given twice, as tp=2 and tp=4"),
+        (TRAIN, ["--mesh"], "--mesh needs sizes of axes, as in --mesh fsdp=2,tp=4"),
+        (TRAIN, ["--mesh", "--train.steps", "3"], "--mesh needs sizes of axes"),
+        (TRAIN, ["--config"], "--config needs a file"),
+        (TRAIN, ["--config", "a.yaml", "--config=b.yaml"], "--config is given twice, as a.yaml and b.yaml"),
+        (CONVERT["export"], ["a", "b", "--mesh", "cp=2"], "jaxtp convert export takes fsdp and tp, and not cp"),
+        (CONVERT["export"], ["a", "b", "--config", "c.yaml"], "jaxtp convert export has no settings in files"),
+        (CHECK, ["--checkpoint.every", "5"], "--checkpoint.every: jaxtp check has no use for it; leave it out"),
+        (CHECK, ["--train.log-every=5"], "--train.log-every: jaxtp check has no use for it"),
+        (ESTIMATE, ["--train.no-allow-oversize"], "jaxtp estimate has no use for it"),
+        (ESTIMATE, ["--optimizer.learning-rate", "1"], "jaxtp estimate has no use for it"),
+        (BENCH["comm"], ["--data.path", "x"], "--data.path: jaxtp bench comm has no use for it"),
+    ],
+)
+def test_mistakes(command, flags, message):
+    with pytest.raises(UserError) as error:
+        command.load(flags)
+    assert message in str(error.value)
+
+
+def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(tmp_path):
+    """Every setting that `estimate` does not offer, changed in a file: its numbers stay the same."""
+    other = {
+        "run": {"dir": "runs/x", "seed": 3},
+        "train": {"log_every": 7, "z_loss": 0.1},
+        "optimizer": {"learning_rate": 0.1, "beta1": 0.5, "schedule": "wsd"},
+        "checkpoint": {"every": 3},
+    }
+    names = {f"{section}.{name}" for section, values in other.items() for name in values}
+    assert {name for name in names if not name.startswith("checkpoint")} <= set(NOT_OF_ITS_COST)
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(other))
+    results = []
+    for flags in ([], ["--config", str(tmp_path / "c.yaml")]):
+        file = tmp_path / "e.json"
+        with contextlib.redirect_stdout(None):
+            assert jaxtp_main(["estimate", "--mesh", "tp=8", *flags, "--json", str(file)]) == 0
+        results.append({key: value for key, value in json.loads(file.read_text()).items() if key != "config"})
+    assert results[0] == results[1]
+
+
+def test_a_command_without_settings_of_its_own_first_shows_all(capsys):
+    small = Command(program="jaxtp x", schema=TrainConfig, description="Does.\n\njaxtp x --a b\njaxtp x --c d\n")
+    text = printed(small, "-h", capsys=capsys)
+    assert "\n  jaxtp x --a b\n  jaxtp x --c d\n" in text
+    assert "--checkpoint.keep-every" in text
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_flags(shell):
+    script = completion("jaxtp", {"train": TRAIN, "convert": CONVERT, "check": CHECK}, shell)
+    for word in ("train", "convert", "export", "--model.lora.rank", "--mesh", "--config", "--merged"):
+        assert word in script, word
+    if shell == "bash":
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+
+
+@pytest.mark.journey
+def test_bash_completes(tmp_path):
+    script = subprocess.run(
+        [sys.executable, "-m", "jaxtp", "completion", "bash"], capture_output=True, text=True, check=True
+    ).stdout
+    (tmp_path / "jaxtp.bash").write_text(script)
+    asked = (
+        f"source {tmp_path / 'jaxtp.bash'}; "
+        "f=$(complete -p jaxtp | sed 's/.*-F \\([^ ]*\\) .*/\\1/'); "
+        'COMP_WORDS=(jaxtp train --model.lora.r); COMP_CWORD=2; COMPREPLY=(); $f; echo "${COMPREPLY[@]}"'
+    )
+    path = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, env=path)
+    assert done.stdout.strip() == "--model.lora.rank"
+
+
+def test_values_that_are_no_setting_of_a_section_are_refused_before_the_mesh(tmp_path):
+    (tmp_path / "list.yaml").write_text("- a")
+    with pytest.raises(ConfigError, match="expected a mapping of sections"):
+        TRAIN.load(["--config", str(tmp_path / "list.yaml"), "--mesh", "tp=2"])
