@@ -24,6 +24,7 @@ MAX_DEVICES = 16
 COMMON_TP = 8
 MIN_SEQUENCE, MIN_ROWS = 24, 4
 UPDATES = 3
+MIN_EPSILON = 1e-5
 
 
 @dataclass(frozen=True)
@@ -132,8 +133,10 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
         length=sequence,
         before=config.data.sequence_length,
     )
-    # A rate at which three updates move the weights enough to be compared.
+    # A rate at which three updates move the weights enough to be compared; and an epsilon above rounding: with a smaller
+    # one Adam makes whole steps of elements whose gradient is nothing but rounding.
     schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10}
+    schedule |= {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON)}
     batch = {"data.sequence_length": sequence, "data.global_batch_size": rows, "train.accumulation": accumulation}
     return changed(config, {"model": shrunk(config.model, small), **batch, **schedule})
 
