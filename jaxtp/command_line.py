@@ -60,6 +60,9 @@ class Command(Generic[T]):
     ) -> tuple[T, list[str]]:
         """Returns the configuration that a command line asks for, and notes on its defaults.
 
+        Defaults that depend on what was asked for, or on the devices, are chosen here, by `fit`: this alone knows which
+        values were given. A configuration made in Python is taken as it is.
+
         Args:
           argv: the flags.
           fit: takes the configuration and the dotted names of the settings that a flag or the YAML file gives, which it
@@ -147,6 +150,10 @@ class Command(Generic[T]):
         sections = [
             name for name, kind in hints.items() if dataclasses.is_dataclass(kind) and not self._is_foreign(name)
         ]
+        if after and after not in sections and not after.startswith("-"):
+            close = difflib.get_close_matches(after, sections, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(sections) or 'none'}"
+            raise ConfigError(f"{HELP} {shown(after)}: {self.program} has no such section of settings; {hint}")
         short = bool(self.first) and flags[at] != ALL_HELP and after not in sections
         if short:
             view = self._first_settings(default)
@@ -375,6 +382,10 @@ def _taken(name: str, argv: Sequence[str], needs: str) -> tuple[str | None, list
             if value is None or value.startswith("--"):
                 raise ConfigError(f"{name} needs {needs}")
             values.append(value)
+            rest = list(arguments)
+            if name == MESH and rest and "=" in rest[0] and not rest[0].startswith("-"):
+                raise ConfigError(f"{MESH} {value} {rest[0]}: one mesh is {MESH} {value},{rest[0]}, without a space")
+            arguments = iter(rest)
         elif argument.startswith(f"{name}="):
             values.append(argument.removeprefix(f"{name}="))
         else:

@@ -1,5 +1,8 @@
 """Start and end of every command: one line, no traceback, for mistakes, Ctrl-C, closed pipes and full disks.
 
+`attempt` turns a `UserError`, Ctrl-C, a closed pipe or a full disk into one line and an exit code. `run` tells errors
+of standard output from those of files, and writes what its buffer holds while there is still somebody to report to.
+
 A command's `__main__.py` has a `main(argv)` that calls `attempt`, and ends in `run(PROGRAM, main)`. This module is the
 first that the package imports, and imports the standard library alone: Ctrl-C while the rest is imported, which takes
 seconds, ends in one line too.

@@ -144,6 +144,8 @@ def test_several_meshes_are_one_list():
         (TRAIN, ["--mesh", "tp=2", "--mesh", "tp=4"], "--mesh is given twice, as tp=2 and tp=4"),
         (TRAIN, ["--mesh"], "--mesh needs sizes of axes, as in --mesh fsdp=2,tp=4"),
         (TRAIN, ["--mesh", "--train.steps", "3"], "--mesh needs sizes of axes"),
+        (TRAIN, ["--mesh", "tp=2", "fsdp=2"], "one mesh is --mesh tp=2,fsdp=2, without a space"),
+        (TRAIN, ["--help", "modell"], "jaxtp train has no such section of settings; did you mean model?"),
         (TRAIN, ["--config"], "--config needs a file"),
         (TRAIN, ["--config", "a.yaml", "--config=b.yaml"], "--config is given twice, as a.yaml and b.yaml"),
         (CONVERT["export"], ["a", "b", "--mesh", "cp=2"], "jaxtp convert export takes fsdp and tp, and not cp"),

@@ -1,123 +1,249 @@
-"""What the README promises runs."""
+"""What the README, the recipes and the guides promise runs.
 
+Each page is followed by itself, from its first command to its last, in a folder that has what it says that a reader
+has: the repository's configurations and scripts, texts, conversations, and models, here tiny ones.
+"""
+
+import contextlib
 import io
 import json
 import re
 import runpy
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from flax import nnx
 
 import jaxtp
-from jaxtp.__main__ import main as commands
-from jaxtp.bench.__main__ import main as bench
-from jaxtp.check.__main__ import main as check
-from jaxtp.checkpoint.__main__ import main as checkpoint
-from jaxtp.convert.__main__ import main as convert
-from jaxtp.estimate.__main__ import main as estimate
-from jaxtp.evaluate.__main__ import main as evaluate
-from jaxtp.explain.__main__ import main as explain
-from jaxtp.generate.__main__ import main as generate
-from jaxtp.launch.__main__ import main as launch
-from jaxtp.prepare.__main__ import main as prepare
-from jaxtp.train.__main__ import main
+from jaxtp.__main__ import commands
+from jaxtp.__main__ import main as run_command
+from jaxtp.data.manifest import read_manifest
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-GUIDES = sorted(ROOT.glob("jaxtp/*/README.md"))
-PAGES = "\n".join([README, *(guide.read_text() for guide in GUIDES)])
-COMMANDS = list(
-    dict.fromkeys(
-        line
-        for block in re.findall(r"```sh\n(.*?)```", PAGES, re.DOTALL)
-        for line in block.splitlines()
-        if line.strip()
-    )
-)
-TRAIN = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp train")]
-SCRIPTS = [line for line in COMMANDS if line.startswith("python scripts/")]
-CHECKPOINT = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp checkpoint")]
-PREPARE = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp prepare")]
-GENERATE = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp generate")]
-CHECK = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp check ")]
-ESTIMATE = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp estimate")]
-CONVERT = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp convert")]
-EVALUATE = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp evaluate")]
-EXPLAIN = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp explain")]
-BENCH = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp bench")]
-LAUNCH = [shlex.split(line)[2:] for line in COMMANDS if line.startswith("jaxtp launch")]
-TUNING = [flags for flags in TRAIN if "--model.from-hf" in flags]
-OWN = [flags for flags in TRAIN if flags not in TUNING]
-SHORT = [
-    "--optimizer.warmup-steps",
-    "1",
-    "--eval.batches",
-    "1",
-    "--model.num-layers",
-    "1",
-    "--data.global-batch-size",
-    "4",
-]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "configs/README.md", *sorted(ROOT.glob("jaxtp/*/README.md"))]
+MAP = [ROOT / "jaxtp/README.md", ROOT / "jaxtp/CONTRIBUTING.md", ROOT / "jaxtp/CHANGELOG.md"]
+FOLLOWED = [page for page in PAGES if "```sh\n" in page.read_text()]
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+SET_UP = ".venv/bin/pip install"
+WORDS = [line.split() for line in (ROOT / "LICENSE").read_text().splitlines() if line.strip()]
+MODELS = {
+    "llama": {},
+    "Llama-3.1-8B": {},
+    "Llama-3.2-1B": {"tie_embeddings": True},
+    "Qwen3-8B": {"qk_norm": "head"},
+    "Qwen3-30B-A3B": {"qk_norm": "head", "num_experts": 4, "experts_per_token": 2},
+}
+SIZES = {
+    "vocab_size": 1024,
+    "d_model": 16,
+    "num_layers": 1,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 4,
+    "d_ff": 16,
+}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+SHORTER = {
+    "generate": ["--max-tokens", "4"],
+    "bench": ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"],
+    "check": ["--model.precision.compute", "float32"],
+}
+SHORTER_RUN = ["--optimizer.warmup-steps", "1", "--eval.batches", "1"]
 
 
-def shortened(flags, tmp_path, steps):
-    """The command as written, for a few steps of a smaller model."""
-    flags = [flag for i, flag in enumerate(flags) if "--run.init-from" not in flags[max(i - 1, 0) : i + 1]]
-    for name, value in {"--run.dir": str(tmp_path), "--train.steps": str(steps)}.items():
-        flags[flags.index(name) + 1] = value
-    return [*flags, *SHORT]
+def blocks(page):
+    return BLOCK.findall(page.read_text())
 
 
-@pytest.fixture(autouse=True)
-def in_root(monkeypatch):
-    monkeypatch.chdir(ROOT)
+def lines_of(page):
+    return [line for kind, text in blocks(page) if kind == "sh" for line in text.splitlines() if line.strip()]
+
+
+def value_of(words, name):
+    return words[words.index(name) + 1] if name in words else None
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    """What the README's command prepares."""
-    folder = tmp_path_factory.mktemp("data") / "own"
-    (*flags, out), _ = PREPARE
-    assert out == "data/own"
-    assert prepare([*(str(ROOT / flag) if (ROOT / flag).exists() else flag for flag in flags), str(folder)]) == 0
-    return folder
+def library(tmp_path_factory):
+    """Datasets by the command that made them, and tiny models by their names; made once."""
+    return tmp_path_factory.mktemp("library")
+
+
+class Reader:
+    """Follows a page in a folder of its own."""
+
+    def __init__(self, library, place, capsys):
+        self.library, self.place, self.capsys = library, place, capsys
+        self.steps = {}
+        """By folder of a run and step that the page says: the step that it comes to here."""
+
+    def prepared(self, words):
+        """Runs `jaxtp prepare`, or copies what the same command made for another page."""
+        out = value_of(words, "--out")
+        kept = self.library / re.sub(r"\W+", "_", " ".join(words))
+        if not kept.exists():
+            assert run_command(["prepare", *words]) == 0
+            shutil.copytree(out, kept)
+        else:
+            shutil.copytree(kept, out)
+
+    def shortened(self, words):
+        """Returns the flags of a run with fewer steps of a smaller model."""
+        folder = value_of(words, "--run.dir")
+        config = value_of(words, "--config")
+        flags = [*words, *SHORTER_RUN]
+        if config is not None:
+            values = yaml.safe_load(Path(config).read_text())
+            folder = folder or values["run"]["dir"]
+            axes = dict.fromkeys(("dp", "fsdp", "cp", "tp"), 1) | values["mesh"]
+            flags += ["--data.sequence-length", "64", "--train.accumulation", "1"]
+            flags += ["--data.global-batch-size", str(axes["dp"] * axes["fsdp"])]
+            tiny = {**SIZES, **(MODELS[Path(value_of(words, "--model.from-hf") or "models/Llama-3.2-1B").name])}
+            of_mapping = {"tie_embeddings", "qk_norm"}
+            flags += [
+                f"--model.{name.replace('_', '-')}={size}" for name, size in tiny.items() if name not in of_mapping
+            ]
+            if "rope_scaling" in values["model"]:
+                flags += ["--model.rope-scaling.kind", "none"]
+            flags += ["--model.rope-theta", "10000", "--model.norm-eps", "1e-5"]
+        elif "--model.from-hf" not in words and "--run.init-from" not in words:
+            flags += ["--model.num-layers", "1", "--data.global-batch-size", "4"]
+        said = int(value_of(words, "--train.steps") or 400)
+        steps = 2 + len(self.steps)
+        self.steps[folder or "runs/tiny", said] = steps
+        return [*flags, "--train.steps", str(steps)]
+
+    def follow(self, line, shown):
+        """Runs a command of the page; `shown` is the block below it."""
+        if SET_UP in line:
+            return
+        words = shlex.split(line)
+        if words[0] == "python":
+            self.run_script(words[1:])
+            return
+        assert words[0] == "jaxtp", line
+        name, *rest = words[1:]
+        rest = [self.here(word) for word in rest]
+        if name == "prepare" and "--verify" not in rest:
+            self.prepared(rest)
+            return
+        if name == "launch":
+            at = rest.index("--") + 1
+            rest = [*rest[:at], *rest[at : at + 2], *self.shortened(rest[at + 2 :])]
+        flags = self.shortened(rest) if name == "train" else [*rest, *SHORTER.get(name, [])]
+        if name == "check":
+            flags += ["--model.num-layers", "1"] if "--config" in rest else []
+        if name == "estimate" and "--tier" in rest:
+            flags += ["--model.num-layers", "1"]
+        self.capsys.readouterr()
+        code = run_command([name, *flags])
+        said = self.capsys.readouterr()
+        assert code == (1 if rest[0] == "diff" else 0), f"{line}\n{said.err}"
+        self.compare(name, flags == rest, said.out, shown)
+
+    def here(self, word):
+        """Returns a word with the step of a checkpoint as it is here."""
+        found = re.fullmatch(r"(.*)/checkpoints/(\d+)", word)
+        return f"{found[1]}/checkpoints/{self.steps[found[1], int(found[2])]}" if found else word
+
+    def compare(self, name, whole, said, shown):
+        """Compares what is the same every time with what the page shows."""
+        if name == "check":
+            assert re.search(r"all \d+ equal one device", said)
+        if whole and (name == "explain" or (name == "estimate" and "tokens/s" in shown)):
+            missing = set(shown.splitlines()) - {"...", ""} - set(said.splitlines())
+            assert not missing, f"the page shows lines that it does not print: {missing}"
+
+    def run_script(self, words):
+        script, *flags = words
+        if "/examples/" in script:
+            flags += ["--steps", "10"]
+        if script.endswith("compiled_step.py"):
+            return  # in a test of its own
+        with contextlib.ExitStack() as stack:
+            patch = stack.enter_context(pytest.MonkeyPatch.context())
+            patch.syspath_prepend(str(ROOT / "scripts/examples"))
+            patch.setattr("sys.argv", [script, *flags])
+            stack.enter_context(contextlib.suppress(SystemExit))
+            runpy.run_path(script, run_name="__main__")
+
+
+@pytest.fixture(scope="module")
+def tiny_models(library):
+    """Folders in Hugging Face format, with a tokenizer and a chat template."""
+    text = library / "text.txt"
+    text.write_text("\n".join(" ".join(words) for words in WORDS) + (ROOT / "README.md").read_text())
+    data = library / "tokens"
+    assert run_command(["prepare", str(text), str(README), "--train-bpe", "1024", "--out", str(data)]) == 0
+    size = read_manifest(data).tokenizer.vocab_size
+    for name, more in MODELS.items():
+        config = jaxtp.ModelConfig(**{**SIZES, **more, "vocab_size": max(size, SIZES["vocab_size"])})
+        model = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
+        jaxtp.save_hf(model, library / "models" / name, tokenizer_from=data)
+        (library / "models" / name / "chat_template.jinja").write_text(TEMPLATE)
+    return library / "models"
+
+
+def furnish(place, tiny_models):
+    """Puts into a folder what the pages take to be there."""
+    for name in ("configs", "scripts", "jaxtp", "README.md", "LICENSE"):
+        (place / name).symlink_to(ROOT / name)
+    shutil.copytree(tiny_models, place / "models")
+    for folder in ("texts", "books"):
+        (place / folder).mkdir()
+        for index in range(0, len(WORDS), 10):
+            text = "\n".join(" ".join(words) for words in WORDS[index : index + 10])
+            (place / folder / f"{index}.txt").write_text(text)
+    asked = [
+        [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": "It says so."}]
+        for words in WORDS[:60]
+    ]
+    (place / "chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in asked))
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    (place / "corpus").mkdir()
+    table = pyarrow.table({"text": [" ".join(words) for words in WORDS]})
+    parquet.write_table(table, place / "corpus/a.parquet")
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize("flags", OWN, ids=" ".join)
-def test_training_command(flags, tmp_path, dataset):
-    flags = [str(dataset) if flag == "data/own" else flag for flag in flags]
-    assert main(shortened(flags, tmp_path, 2)) == 0
+@pytest.mark.parametrize("page", FOLLOWED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_can_be_followed(page, library, tiny_models, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("matplotlib")
+    furnish(tmp_path, tiny_models)
+    monkeypatch.chdir(tmp_path)
+    found = blocks(page)
+    reader = Reader(library, tmp_path, capsys)
+    for (kind, text), below in zip(found, [*found[1:], ("", "")], strict=True):
+        if kind != "sh":
+            continue
+        *others, last = [line for line in text.splitlines() if line.strip()]
+        for line in others:
+            monkeypatch.setattr("sys.stdin", io.StringIO("well?\n"))
+            reader.follow(line, "")
+        monkeypatch.setattr("sys.stdin", io.StringIO("well?\n/save runs/chats.jsonl\n"))
+        reader.follow(last, below[1] if below[0] == "" else "")
 
 
 @pytest.mark.journey
-def test_generating_from_the_run_on_own_data_and_measuring_it(tmp_path, dataset, capsys):
-    (trained,) = (flags for flags in OWN if "runs/own" in flags)
-    flags = [str(dataset) if flag == "data/own" else flag for flag in trained]
-    assert main(shortened(flags, tmp_path, 2)) == 0
-    capsys.readouterr()
-    command, *_ = GENERATE
-    assert generate([str(tmp_path) if word == "runs/own" else word for word in command]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.startswith('--- 0: "def main("\n')
-    assert "decode  126 tokens in " in captured.err
-    here = {"runs/own": tmp_path, "data/own": dataset, "runs/license.json": tmp_path / "license.json"}
-    for command in EVALUATE:
-        assert evaluate([str(here.get(word, word)) for word in command]) == 0
-        table = capsys.readouterr().out.splitlines()
-        shown = next(block for block in PAGES.split("```") if block.lstrip("\n ").startswith("documents"))
-        assert table[0].split() == shown.splitlines()[1].split()
-        assert [line.split()[0] for line in table[1:]][-1] == "all"
-    assert json.loads((tmp_path / "license.json").read_text())["stride"] == 64
+@pytest.mark.parametrize(
+    "example", [text for page in PAGES for kind, text in blocks(page) if kind == "python"], ids=lambda text: ""
+)
+def test_an_example_prints_what_it_says(example, capsys):
+    exec(example, {})
+    (comment,) = re.findall(r"print\(.*?# (.*)", example)
+    assert capsys.readouterr().out.strip() == comment
+    assert len([line for line in example.splitlines() if line.strip()]) <= 11
 
 
 @pytest.mark.slow
-def test_script_and_its_bounds(capsys):
-    """The bounds hold at a small size too."""
-    command = SCRIPTS[-1]
-    runpy.run_path(str(ROOT / shlex.split(command)[1]))["main"](["--small", "--repeats", "1"])
+def test_what_a_step_moves_is_what_the_page_says_at_a_small_size_too(capsys):
+    runpy.run_path(str(ROOT / "scripts/compiled_step.py"))["main"](["--small", "--repeats", "1"])
     traffic, shares, compiling = capsys.readouterr().out.split("\n\n")[2::2]
     for *_, budget, explicit, constrained, _ratio in [line.split() for line in traffic.splitlines() if " all " in line]:
         assert explicit == budget
@@ -133,163 +259,80 @@ def test_script_and_its_bounds(capsys):
 def test_tables_are_the_stored_results():
     """Each line of a table that opens like the script's is one of its raw output."""
     results = {path: path.read_text().splitlines() for path in ROOT.glob("scripts/results/*.txt")}
+    shown = [text.strip().splitlines() for page in PAGES for kind, text in blocks(page) if not kind and text.strip()]
     for path, lines in results.items():
         headers = {line for line in lines if line.startswith("mesh ")}
         if not headers:
             continue
-        tables = [block.strip().splitlines() for block in README.split("```")[1::2]]
-        tables = [table for table in tables if table[0] in headers]
+        tables = [table for table in shown if table[0] in headers]
         assert tables, path
         assert {line for table in tables for line in table} <= set(lines)
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("flags", CHECK, ids=" ".join)
-def test_check_command(flags, tmp_path, capsys):
-    flags = [str(tmp_path / "check.json") if flag == "runs/check.json" else flag for flag in flags]
-    assert check(flags) == 0
-    assert re.search(r"all \d+ equal one device", capsys.readouterr().out)
-    assert (tmp_path / "check.json").exists() == ("--json" in flags)
-
-
-@pytest.mark.journey
-@pytest.mark.parametrize("flags", ESTIMATE, ids=" ".join)
-def test_estimate_command(flags, tmp_path, capsys):
-    """It prints what the page shows below it, and draws."""
-    pytest.importorskip("matplotlib")
-    picture = tmp_path / "plot.png"
-    assert estimate([str(picture) if flag == "runs/llama3_8b.png" else flag for flag in flags]) == 0
-    assert picture.exists() == ("--plot" in flags)
-    assert not picture.exists() or picture.read_bytes().startswith(b"\x89PNG")
-    printed = capsys.readouterr().out.splitlines()
-    blocks = PAGES.split("```")[1::2]
-    shown = blocks[blocks.index(f"sh\njaxtp estimate {shlex.join(flags)}\n") + 1]
-    assert shown.startswith("\non      8 x h100")
-    assert set(shown.splitlines()) - {"..."} <= set(printed)
-
-
-@pytest.mark.journey
-@pytest.mark.parametrize("flags", BENCH, ids=" ".join)
-def test_bench_command(flags, tmp_path, capsys):
-    """What it writes is read where the README says, and it says that it measured no hardware."""
-    out = tmp_path / "hardware.yaml"
-    flags = [str(out) if flag == "runs/hardware.yaml" else flag for flag in flags]
-    assert bench([*flags, "--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]) == 0
-    assert "their times mean nothing for hardware" in capsys.readouterr().out
-    assert "jaxtp estimate --hardware runs/hardware.yamlx8" in README
-    assert estimate(["--hardware", f"{out}x8"]) == 0
-
-
-@pytest.mark.journey
-def test_the_commands_that_go_on_from_each_other(tmp_path, capsys):
-    first, second = (flags for flags in OWN if "runs/a" in flags and "--run.init-from" not in flags)
-    assert main(shortened(first, tmp_path, 2)) == 0
-    assert main(shortened(second, tmp_path, 3)) == 0
-    assert "resumed from the checkpoint at step 2" in capsys.readouterr().out
-    (third,) = (flags for flags in TRAIN if "--run.init-from" in flags)
-    assert main([*shortened(third, tmp_path / "d", 2), "--run.init-from", str(tmp_path)]) == 0
-    assert "weights from" in capsys.readouterr().out
-    steps = {"runs/a/checkpoints/60": tmp_path / "checkpoints/2", "runs/a/checkpoints/80": tmp_path / "checkpoints/3"}
-    here = {name: str(path) for name, path in (steps | {"runs/a": tmp_path, "runs/d": tmp_path / "d"}).items()}
-    codes = [checkpoint([here.get(word, word) for word in command]) for command in CHECKPOINT]
-    assert codes == [0, 0, 1], "inspect, verify, and a diff that finds differences"
-    plot = next(shlex.split(line) for line in SCRIPTS if "plot_run" in line)
-    flags = [here.get(word, word.replace("runs/plot.png", str(tmp_path / "plot.png"))) for word in plot[2:]]
-    assert runpy.run_path(str(ROOT / plot[1]))["main"](flags) == 0
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.journey
-def test_fine_tuning_a_model_and_generating_from_it(tmp_path, dataset, monkeypatch, capsys):
-    """The commands as they are, in the order of the pages, on a tiny model, in a folder of their own."""
-    sizes = {"vocab_size": 1024, "d_model": 16, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "head_dim": 4}
-    model = jaxtp.Decoder(jaxtp.ModelConfig(**sizes, d_ff=16), rngs=nnx.Rngs(0))
-    jaxtp.save_hf(model, tmp_path / "models/llama", tokenizer_from=dataset)
-    (tmp_path / "models/llama/chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}\n{% endfor %}")
-    (tmp_path / "prompts.txt").write_text("def main(\nimport \n")
-    monkeypatch.setattr("sys.stdin", io.StringIO("well?\n/save chats.jsonl\n"))
-    for name in ("jaxtp", "README.md"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    monkeypatch.chdir(tmp_path)
-    assert prepare(PREPARE[1]) == 0
-    for flags in (shlex.split(line)[2:] for line in COMMANDS):
-        if flags in TUNING:
-            assert main([*flags, "--train.steps", "2", "--optimizer.warmup-steps", "1", "--eval.batches", "1"]) == 0
-        elif flags in GENERATE[1:]:
-            assert generate([*flags, "--max-tokens", "4"]) == 0
-        elif flags in CONVERT:
-            assert convert(flags) == 0
-    assert "\nweights from models/llama; adapters from models/adapters\n" in capsys.readouterr().out
-    for whole in ("models/tuned", "models/merged", "models/whole"):
-        assert jaxtp.read_config(whole) == jaxtp.read_config("models/llama")
-    assert len(json.loads(Path("chats.jsonl").read_text())["messages"]) == 2
-    for adapters in ("models/adapters", "models/further"):
-        assert json.loads(Path(f"{adapters}/adapter_config.json").read_text())["r"] == 8
-    assert all((folder / "tokenizer.json").exists() for folder in Path("models").iterdir())
-
-
-@pytest.mark.journey
-@pytest.mark.parametrize("flags", EXPLAIN, ids=" ".join)
-def test_explain_command(flags, tmp_path, capsys):
-    assert explain([str(tmp_path / "vit.png") if flag == "runs/vit.png" else flag for flag in flags]) == 0
-    printed = capsys.readouterr().out.splitlines()
-    block = next(block for block in README.split("```")[1::2] if "bytes of parameters on a device" in block)
-    shown = [line for line in block.strip().splitlines() if line not in ("", "...")]
-    assert set(shown) <= set(printed), "the README shows what it prints"
-
-
-@pytest.mark.journey
-@pytest.mark.parametrize("command", [line for line in SCRIPTS if "/examples/" in line])
-def test_example_command(command, monkeypatch, capsys):
-    _, script, *flags = shlex.split(command)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts/examples"))
-    monkeypatch.setattr("sys.argv", [script, *flags, "--steps", "10"])
-    runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert "step 10/10  loss " in capsys.readouterr().out
+def test_the_numbers_of_recipes_are_those_of_their_files():
+    """The table of recipes says what the head of each file says."""
+    rows = re.findall(
+        r"^\| \[.*?\| \[(\w+\.yaml)\].*?\| [^|]+ \| ([\d.]+) \| ([\d, to]+) \|$", PAGES[1].read_text(), re.M
+    )
+    assert len(rows) == 5
+    for file, gigabytes, speed in rows:
+        said = " ".join((ROOT / "configs" / file).read_text().partition("\nrun:")[0].replace("#", "").split())
+        if file == "finetune_llama31_8b.yaml":
+            continue  # the row tells of two files
+        assert f"{gigabytes} GB on " in said
+        assert f"{speed} tokens/s, modelled" in said
 
 
 def test_set_up_commands_are_what_ci_runs():
-    install, test = (line for line in COMMANDS if "pip install" in line)
+    install, test = (line for line in lines_of(README) if SET_UP in line)
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert 'pip" install -qq -e ".[dev]"' in (ROOT / ".ci/run").read_text()
-    kinds = (TRAIN, CHECK, SCRIPTS, CHECKPOINT, PREPARE, GENERATE, CONVERT, ESTIMATE, EVALUATE, EXPLAIN, BENCH, LAUNCH)
-    assert len(COMMANDS) == sum(map(len, kinds)) + 2
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("flags", LAUNCH, ids=" ".join)
-def test_launch_command(flags, tmp_path, capsys):
-    at = flags.index("--") + 1
-    module, run = flags[at : at + 2], flags[at + 2 :]
-    assert launch(["--logs", str(tmp_path / "logs"), *flags[:at], *module, *shortened(run, tmp_path / "run", 2)]) == 0
-    assert "step 2/2  loss" in capsys.readouterr().out
+def test_every_command_of_the_pages_is_one_that_is_followed():
+    """A line of another kind would be shown and not run."""
+    for page in FOLLOWED:
+        for line in lines_of(page):
+            assert line.startswith(("jaxtp ", "python scripts/")) or SET_UP in line, line
+            assert not re.search(r"[|;&$<>]", line) or SET_UP in line, line
 
 
-@pytest.mark.journey
-@pytest.mark.parametrize("example", re.findall(r"```python\n(.*?)```", PAGES, re.DOTALL))
-def test_example_prints_what_it_says(example, capsys):
-    exec(example, {})
-    (comment,) = re.findall(r"print\(.*?# (.*)", example)
-    assert capsys.readouterr().out.strip() == comment
-    assert len([line for line in example.splitlines() if line.strip()]) <= 11
+def test_the_readme_is_short_and_says_first_what_has_not_been_run():
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 220
+    assert "Nothing here has run on a GPU yet." in " ".join(lines[:30])
 
 
-def test_the_tree_is_the_tree():
-    tree = README.split("## The tree")[1]
-    for name in re.findall(r"^ *([a-z_]+(?:/|\.py))", tree, re.MULTILINE):
-        assert (ROOT / name).exists() or (ROOT / "jaxtp" / name).exists(), name
-    for folder in ROOT.glob("jaxtp/*/__init__.py"):
-        assert f"  {folder.parent.name}/" in tree
+def test_the_commands_and_the_guides_are_listed():
+    text = README.read_text()
+    assert set(re.findall(r"`jaxtp (\w+)`", text)) >= set(commands())
+    for page in PAGES[1:]:
+        assert f"({page.relative_to(ROOT).as_posix()}" in text, page
+    for room in commands():
+        named = set(re.findall(r"\bjaxtp ([a-z]+) -", "".join(map(Path.read_text, PAGES))))
+        assert named <= {*commands(), "completion"}, room
 
 
-def test_the_commands_are_listed(capsys):
-    assert commands([]) == 0
-    listed = capsys.readouterr().out
-    assert set(re.findall(r"python -m (jaxtp\.\w+)", PAGES)) <= set(re.findall(r"python -m (jaxtp\.\w+) ", listed))
+def anchors(page):
+    heads = re.findall(r"^#+ (.*)", re.sub(BLOCK, "", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
 
 
 def test_links_lead_somewhere():
-    for readme in (ROOT / "README.md", ROOT / "jaxtp/README.md", *GUIDES):
-        for target in re.findall(r"\]\(([^)#]+)\)", readme.read_text()):
-            assert target.startswith("https://") or (readme.parent / target).exists(), target
+    for page in (*PAGES, *MAP, *ROOT.glob("tests/*/README.md")):
+        for target, anchor in re.findall(r"\]\(([^)#]*)(?:#([^)]+))?\)", page.read_text()):
+            if target.startswith("https://"):
+                continue
+            place = page.parent / target if target else page
+            assert place.exists(), f"{page}: {target}"
+            if anchor:
+                assert anchor in anchors(place), f"{page}: {target}#{anchor}"
+
+
+def test_the_map_knows_every_room():
+    text = MAP[0].read_text()
+    for folder in ROOT.glob("jaxtp/*/__init__.py"):
+        assert f"`{folder.parent.name}`" in text, folder
+    for module in ROOT.glob("jaxtp/*.py"):
+        assert module.stem.startswith("__") or f"`{module.stem}`" in text, module

@@ -133,8 +133,8 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
         length=sequence,
         before=config.data.sequence_length,
     )
-    # A rate at which three updates move the weights enough to be compared; and an epsilon above rounding: with a smaller
-    # one Adam makes whole steps of elements whose gradient is nothing but rounding.
+    # A rate at which three updates move the weights enough to be compared; and an epsilon above rounding: with a
+    # smaller one Adam makes whole steps of elements whose gradient is nothing but rounding.
     schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10}
     schedule |= {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON)}
     batch = {"data.sequence_length": sequence, "data.global_batch_size": rows, "train.accumulation": accumulation}

@@ -90,10 +90,11 @@ def _estimate(argv: Sequence[str]) -> int:
     require_picture("--plot", asked.plot)
     config = training_of(asked)
     where = target(*parse(asked.hardware), asked.memory_fraction)
+    _require_compiler(asked, where)
     check_kernels(config, sized(), where.hardware.platform)
     meshes = _meshes(asked, config, where)
     model = describe_model(config)
-    print(heading(config, where, model), *_foreseen(asked, where), *chosen, sep="\n", end="\n\n", flush=True)
+    print(heading(config, where, model), *chosen, sep="\n", end="\n\n", flush=True)
     found = search(config, where, model, meshes, as_configured=asked.as_configured)
     numbers = _tell(asked, config, where, model, found)
     title = f"{model.parameters / 1e9:,.1f} billion parameters on {asked.hardware}"
@@ -178,15 +179,18 @@ def _compile(asked: EstimateConfig, best: Setting, numbers: dict[str, Any]) -> E
     return failed
 
 
-def _foreseen(asked: EstimateConfig, where: Target) -> list[str]:
-    """Returns the line that says that tier 3 cannot be had, where it is asked for; printed before the others begin."""
+def _require_compiler(asked: EstimateConfig, where: Target) -> None:
+    """Checks that there is a compiler for the hardware, if tier 3 is asked for.
+
+    Raises:
+      ConfigError: there is none, or it is not installed.
+    """
     if asked.tier < 3:
-        return []
+        return
     try:
         topology(where.hardware.compiled_as, **_hosts(where))
     except TargetError as error:
-        return [f"tier 3  cannot be had: {error}"]
-    return []
+        raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
 
 
 def _hosts(where: Target) -> dict[str, int]:

@@ -36,8 +36,9 @@ class Explain:
     """A function without arguments that makes an nnx.Module, in a file or a module (package.model:build); or a YAML
     configuration of jaxtp.train."""
 
-    mesh: Annotated[str, tyro.conf.arg(metavar="fsdp=2,tp=4")]
-    """Devices along each axis; an axis that is left out is 1. None of them has to be there."""
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
+    """Devices along each axis; an axis that is left out is 1. None of them has to be there. By default the mesh of a
+    YAML configuration."""
 
     plan: Annotated[str | None, tyro.conf.arg(metavar="FILE.py:NAME")] = None
     """A dict from patterns of module paths to styles. Without one everything is split over fsdp alone. With several
@@ -67,7 +68,7 @@ def run(command: Explain) -> None:
       ConfigError: what the command names is not there, or is something else.
       PlanError, MeshError: as `explain`.
     """
-    sizes = parse_mesh(command.mesh)
+    sizes = _sizes(command)
     require_writable("--json", command.json)
     require_picture("--plot", command.plot)
     if command.propose and command.plan is not None:
@@ -89,10 +90,28 @@ def run(command: Explain) -> None:
         shapes = ", ".join(command.input) or "none"
         raise ConfigError(f"{command.model} does not run on these inputs ({shapes}): {error}") from None
     print(found)
+    if command.model.endswith((".yaml", ".yml")) and not command.input:
+        print("\nnote: the whole batch at once, without remat; jaxtp estimate has what a step of the run moves")
     write_json("--json", command.json, {"model": command.model, **found.record()})
     write_picture("--plot", command.plot, partial(draw, found))
     if command.plot is not None:
         print(f"\ndrawn in {command.plot}")
+
+
+def _sizes(command: Explain) -> dict[str, int]:
+    """Returns the mesh that is asked for, or that of the configuration.
+
+    Raises:
+      MeshError, ConfigError: there is none, it is not of that form, or the file cannot be read.
+    """
+    if command.mesh is not None:
+        return parse_mesh(command.mesh)
+    if not command.model.endswith((".yaml", ".yml")):
+        raise ConfigError("name the mesh, as in --mesh fsdp=2,tp=4")
+    mesh = from_yaml(TrainConfig, command.model).mesh.sizes
+    if -1 in mesh.values():
+        raise ConfigError(f"{command.model} takes all devices that are left for its mesh; name one, as in --mesh tp=8")
+    return mesh
 
 
 Call = Callable[..., Any] | None

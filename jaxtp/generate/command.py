@@ -197,7 +197,7 @@ class Progress:
         for piece in pieces:
             yield piece
             done, tokens = done + (piece.result is not None), tokens + 1
-            if not sys.stdout.isatty() and self._is_time():
+            if total > 1 and not sys.stdout.isatty() and self._is_time():
                 say(f"{done:,} of {total:,} texts, {tokens / (self._said - since):,.0f} tokens/s")
                 tokens, since = 0, self._said
 

@@ -57,9 +57,9 @@ def main(argv: Sequence[str]) -> int:
 def _launch(argv: Sequence[str]) -> int:
     at = argv.index("--") if "--" in argv else len(argv)
     flags, command = list(argv[:at]), list(argv[at + 1 :])
-    asked, _ = COMMAND.load(flags)
-    if not command:
+    if not command and not {"-h", "--help", "--help-all"} & set(flags):
         raise SupervisorError("no command: it follows --, as in -- jaxtp train --config FILE")
+    asked, _ = COMMAND.load(flags)
     if command[0] == "jaxtp":
         command = ["-m", *command]
     if asked.devices is None and not gpus_present():

@@ -128,7 +128,7 @@ class PrepareConfig:
     """File to write the numbers of the dataset to, for machines: those of its dataset.json, or what --verify found."""
 
     verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
-    """Instead: reads a dataset and compares it with its checksums; exit code 1 if it is damaged. Alone on the line."""
+    """Dataset to compare with its checksums, instead of making one; exit code 1 if it is damaged. Alone on the line."""
 
     @property
     def has_prompts(self) -> bool:

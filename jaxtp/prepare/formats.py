@@ -334,6 +334,8 @@ def _has_surrogate(text: str) -> bool:
 
 
 def _no_field(name: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(names), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(map(repr, names)) or 'none'}"
-    return f"no field {name!r}{hint}"
+    there = list(names)
+    close = difflib.get_close_matches(name, there, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(map(repr, there)) or 'none'}"
+    other = "; --field NAME takes another" if name == "text" else ""
+    return f"no field {name!r}{hint}{other}"

@@ -21,7 +21,7 @@ from jaxtp.prepare.batches import Batch, Entry, ahead, batches, split_of
 from jaxtp.prepare.config import PrepareConfig
 from jaxtp.prepare.conversation import Conversations, open_conversations
 from jaxtp.prepare.errors import PrepareError, Turn
-from jaxtp.prepare.formats import Source
+from jaxtp.prepare.formats import TEXT, Source
 from jaxtp.prepare.journal import Seen, State
 from jaxtp.prepare.marks import described
 from jaxtp.prepare.report import Report
@@ -205,12 +205,15 @@ class _Work:
     def _remedy(self) -> str:
         done = sum(sum(s.documents for s in p.shards) + p.documents for p in self._state.splits.values())
         skip = "the same command with --on-error skip leaves out what cannot be read"
-        if self._state.position.item:  # the beginning of this file is done, and must stay as it is
+        source, item = self._state.position
+        if item and self._sources[source].format != TEXT:  # its beginning is done, and must stay as it is
             return f"{done:,} documents before it are done. {skip}, and goes on; a mended file needs --overwrite"
         return f"{done:,} documents before it are done. When it is mended the same command goes on; {skip}"
 
     def _describe_position(self) -> str:
         source, item = self._state.position
+        if item and source < len(self._sources) and self._sources[source].format == TEXT:
+            source, item = source + 1, 0
         if source >= len(self._sources):
             return "the last input"
         return f"{source:,} of {len(self._sources):,} inputs" + (f", item {item:,} of the next" if item else "")

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxtp.checkpoint.stored import newest, newest_info, stored_info
-from jaxtp.config import changed
+from jaxtp.config import ConfigError, changed, expand
+from jaxtp.data.manifest import DatasetError, read_manifest
 from jaxtp.data.tokenizer_files import LONGEST
 from jaxtp.hf.folder import read_attributes
 from jaxtp.hf.runs import model_of
@@ -78,7 +79,7 @@ def fit(config: AnyConfig, given: Set[str], place: Place | None = None) -> tuple
     """
     check_sizes(config.mesh.sizes)
     config = with_model(config, given)
-    config, folder = _with(config, _folder(config), given)
+    config, folder = _with(config, (*_folder(config), *_vocabulary(config)), given)
     before = newest_info(config.run.dir) if _has_model(config) or COMPUTE not in given else None
     config, chosen = _with(config, _of_model(config, before), given)
     config, others = _with(config, _of_devices(config, given, before, place), set())
@@ -104,6 +105,20 @@ def _folder(config: TrainConfig) -> Iterator[Choice]:
         place = Path(os.path.realpath(origin))  # a link to itself is no error
         name = place.parents[1].name if place.parent.name in ("snapshots", "checkpoints") else place.name
         yield Choice(RUN_DIR, Path("runs") / f"{name}-tuned", f"for runs that begin with {origin}")
+
+
+def _vocabulary(config: TrainConfig) -> Iterator[Choice]:
+    """Yields the vocabulary of a new model whose data have a larger one; what is wrong with these is said later."""
+    if _has_model(config):
+        return
+    folders = [path for path in (config.data.path, *map(Path, config.data.mixture)) if path is not None]
+    sizes = {}
+    for folder in folders:
+        with suppress(DatasetError, ConfigError):
+            sizes[folder] = read_manifest(expand(folder)).tokenizer.vocab_size
+    if sizes and (largest := max(sizes.values())) > config.model.vocab_size:
+        place = next(folder for folder, size in sizes.items() if size == largest)
+        yield Choice("model.vocab_size", largest, f"the vocabulary of {place}")
 
 
 def _of_model(config: TrainConfig, before: Mapping[str, Any] | None) -> Iterator[Choice]:
@@ -202,7 +217,7 @@ def _compute(config: TrainConfig, before: Mapping[str, Any] | None, place: Place
     if before is not None:
         dtype, reason = _value(before, COMPUTE), f"as the run in {config.run.dir} has it"
     elif place.bfloat16:
-        dtype, reason = "bfloat16", f"{place.kind} multiply faster in it than in float32"
+        dtype, reason = "bfloat16", f"products are faster in it than in float32, on {place.kind}"
     else:
         return
     if _has_model(config) or dtype != config.model.precision.compute:

@@ -143,18 +143,26 @@ def test_what_tier_3_cannot_do_takes_nothing_back(tmp_path, monkeypatch, capsys)
     def missing(*args, **kwargs):
         raise TargetError("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'")
 
-    monkeypatch.setattr(command, "compile_for", missing)
-    monkeypatch.setattr(command, "topology", missing)
+    def crashed(*args, **kwargs):
+        raise TargetError("the compiler crashed")
+
+    monkeypatch.setattr(command, "topology", lambda *args, **kwargs: None)
+    monkeypatch.setattr(command, "compile_for", crashed)
     file = tmp_path / "estimate.json"
     assert main([*FLAGS, "--json", str(file)]) == 2
     captured = capsys.readouterr()
-    assert captured.err.endswith("the compiler is not installed: pip install 'jaxtp[estimate-gpu]'\n")
-    said = captured.out.index("tier 3  cannot be had: the compiler is not installed: pip install")
-    assert said < captured.out.index("to spare") < captured.out.index("moves what tier 1 says")
+    assert captured.err.endswith("the compiler crashed\n")
+    assert captured.out.index("to spare") < captured.out.index("moves what tier 1 says")
     record = json.loads(file.read_text())
     assert record["meshes"][0]["fits"]
     assert record["tier_2"]["equal_to_tier_1"]
-    assert "estimate-gpu" in record["tier_3"]["error"]
+    assert "crashed" in record["tier_3"]["error"]
+    monkeypatch.setattr(command, "topology", missing)
+    assert main(FLAGS) == 2
+    captured = capsys.readouterr()
+    needed = "the compiler is not installed: pip install 'jaxtp[estimate-gpu]'; --tier 2 needs none\n"
+    assert captured.err == f"jaxtp estimate: error: --tier 3: {needed}"
+    assert captured.out == "", "a missing extra is found before the work"
 
 
 @pytest.mark.usefixtures("without_compiling")

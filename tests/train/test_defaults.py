@@ -320,7 +320,7 @@ def test_a_run_on_gpus_computes_in_bfloat16_unless_told_otherwise(ask):
     whole_mesh = ("--mesh.dp", "1", "--mesh.fsdp", "2", "--mesh.tp", "4")
     config, notes = ask(*whole_mesh, begins=())
     assert vars(config.model.precision) == vars(TrainConfig().model.precision) | {"compute": "bfloat16"}
-    assert notes == ["model.precision.compute = bfloat16: GPUs multiply faster in it than in float32"]
+    assert notes == ["model.precision.compute = bfloat16: products are faster in it than in float32, on GPUs"]
     as_asked = ask(*whole_mesh, "--model.precision.compute", "float32", begins=())
     assert (as_asked[0].model.precision, as_asked[1]) == (TrainConfig().model.precision, [])
     old_gpus = dataclasses.replace(GPUS, bfloat16=False)
