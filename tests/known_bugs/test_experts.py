@@ -1,23 +1,28 @@
-"""Bugs of mixtures of experts in other packages, planted here: what checks a mixture notices each.
+"""Mixtures of experts that other systems got wrong, planted here: what checks a mixture notices each.
 
-Each test is named after the issue that reported it. Without the bug the same check passes.
+Each test first asks the same of the code as it is.
 """
 
 import dataclasses
+import json
 from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
+from hf_reference import FOLDER
 from mixtures import B, D, E, F, T, balance_program, build, expected, expected_balance, program, work
 from support import random_weights, relative_error
 
 from jaxtp import collectives
 from jaxtp.collectives import MissingReductionError, axis_size
+from jaxtp.hf.attributes import model_config
 from jaxtp.layers import balance, experts, parameter
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.grouped import grouped_matmul
+from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import DP, SEQUENCE, TP
 
 CONFIG = ExpertsConfig(num_experts=E, d_ff=F)
@@ -68,14 +73,22 @@ def errors(found, expected):
     return {part: float("inf") if np.isnan(error) else error for part, error in errors.items()}
 
 
-@pytest.mark.parametrize("mesh", [OVER_TP, INSIDE], ids=["over tp", "inside"])
-def test_without_a_bug_everything_is_right(mesh):
-    assert max(off(mesh).values()) < RIGHT
-    assert max(balance_off(mesh).values()) < RIGHT
+@cache
+def without_a_bug(mesh):
+    """Whether a layer is right as it is; to be asked before a bug is planted."""
+    return max(off(mesh).values()) < RIGHT
 
 
-def test_megatron_5047_the_auxiliary_loss_does_not_depend_on_tp(monkeypatch):
-    """Each device makes it of its own part of the sequences, and the mean over devices is taken."""
+@cache
+def balanced_without_a_bug(mesh):
+    return max(balance_off(mesh).values()) < RIGHT
+
+
+def test_megatron_lm_5047_the_auxiliary_loss_does_not_depend_on_tp(monkeypatch):
+    """https://github.com/NVIDIA/Megatron-LM/pull/5047: the gradient of the auxiliary loss depended on tp. Here the loss
+    is that of whole sequences; made of each device's part, and left without a sum, it is an error of types.
+    """
+    assert balanced_without_a_bug(OVER_TP)
     reduce = collectives.all_reduce
 
     def of_parts(x, *axes):
@@ -85,10 +98,6 @@ def test_megatron_5047_the_auxiliary_loss_does_not_depend_on_tp(monkeypatch):
     errors = balance_off(OVER_TP)
     assert errors["balance_loss"] > WRONG
     assert errors["router"] > WRONG
-
-
-def test_megatron_5047_and_without_a_mean_it_is_a_type_error(monkeypatch):
-    reduce = collectives.all_reduce
     monkeypatch.setattr(balance, "all_reduce", lambda x, *axes: x if axes == SEQUENCE else reduce(x, *axes))
     # Jax 0.12 refuses it as well, and fails while it makes its message, where gradients are taken.
     said = "expert_balance: its result differs between devices|Too few leaves for PyTreeDef"
@@ -97,9 +106,12 @@ def test_megatron_5047_and_without_a_mean_it_is_a_type_error(monkeypatch):
     assert jax.__version__ >= "0.12" or isinstance(refused.value, MissingReductionError)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("detached", [False, True])
 def test_automodel_1412_the_auxiliary_loss_is_whole_and_has_a_gradient(monkeypatch, detached):
-    """Divided by the devices along dp; or of scores through which nothing goes back."""
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/1412: the auxiliary loss was divided by the devices along dp, and
+    nothing went back from it. Here it is whole on every mesh, and moves the router."""
+    assert balanced_without_a_bug(INSIDE)
     reduce = collectives.all_reduce
 
     def planted(x, *axes):
@@ -117,9 +129,10 @@ def of_the_batch(routing):
     return jax.tree.map(means, routing)
 
 
-@pytest.mark.parametrize("planted", [False, True])
-def test_torchtitan_3000_micro_batches_add_up(monkeypatch, planted):
-    """The loss of a batch is a product of means, which is not the sum of that of its micro-batches."""
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.wide)])
+def test_torchtitan_3000_the_balance_of_micro_batches_adds_up(monkeypatch, planted):
+    """https://github.com/pytorch/torchtitan/pull/3000: an auxiliary loss of a batch, a product of means, is another one
+    for its micro-batches, so that accumulation is refused there. Here it is that of each sequence."""
     if planted:
         monkeypatch.setattr(
             balance, "replace", lambda routing, **none: of_the_batch(dataclasses.replace(routing, **none))
@@ -145,9 +158,14 @@ def own_part_alone(length, grad):
 gathered.defvjp(lambda x: (gathered(x), x.shape[1]), own_part_alone)
 
 
-@pytest.mark.parametrize("mesh", [OVER_TP, INSIDE], ids=["over tp", "inside"])
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(OVER_TP, id="over tp"), pytest.param(INSIDE, id="inside", marks=pytest.mark.wide)]
+)
 def test_torchtitan_1805_gradients_of_tokens_are_summed_over_tp(monkeypatch, mesh):
-    """A token's gradient leaves out the experts, or the parts of them, that other devices have."""
+    """https://github.com/pytorch/torchtitan/issues/1805: the backward pass of experts lacked a reduction over tp. Here
+    a token's gradient has in it what the experts, or the parts of them, on other devices add.
+    """
+    assert without_a_bug(mesh)
     monkeypatch.setattr(experts, "enter_parallel", lambda x, _: gathered(x))
     found = off(mesh)
     assert found["output"] < RIGHT
@@ -155,7 +173,10 @@ def test_torchtitan_1805_gradients_of_tokens_are_summed_over_tp(monkeypatch, mes
 
 
 def test_pytorch_160285_gradients_of_experts_are_not_multiplied(monkeypatch):
-    """By the number of devices over which experts are divided."""
+    """https://github.com/pytorch/pytorch/issues/160285: gradients of experts were too large by the number of devices
+    over which experts are divided. Here they are those of one device.
+    """
+    assert without_a_bug(OVER_TP)
     load = parameter.load_weight
 
     @jax.custom_vjp
@@ -169,8 +190,12 @@ def test_pytorch_160285_gradients_of_experts_are_not_multiplied(monkeypatch):
     assert [found[kernel] for kernel in KERNELS] == pytest.approx([1.0] * 3, abs=1e-4)
 
 
-def test_transformer_lens_1668_gate_and_up_are_not_swapped():
-    """All meshes agree on it: only what shares no code can see it."""
+def test_megatron_bridge_1817_gate_and_up_are_not_mixed_up():
+    """https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/1817: a projection that is gate and up in one was cut wrongly
+    where tp divides it, and training came apart in time. Here a loop over experts that shares no code tells which is
+    which.
+    """
+    assert without_a_bug(OVER_TP)
     assert off(OVER_TP, given={**weights(), "gate": weights()["up"], "up": weights()["gate"]})["output"] > WRONG
 
 
@@ -180,8 +205,12 @@ def beyond_is_nan(rows, kernels, sizes_E, method):
     return jnp.where(there[:, None], grouped_matmul(rows, kernels, sizes_E, method), jnp.nan)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("mesh", [OVER_TP, INSIDE], ids=["over tp", "inside"])
 def test_pytorch_193633_nothing_reads_the_rows_beyond_all_experts(monkeypatch, mesh):
+    """https://github.com/pytorch/pytorch/issues/193633: rows beyond the last group of a grouped product are left as
+    memory was, and made NaNs. Here they may be anything.
+    """
     monkeypatch.setattr(experts, "grouped_matmul", beyond_is_nan)
     assert max(off(mesh).values()) < RIGHT
     of = experts.Rows.of
@@ -204,8 +233,10 @@ def all_with_all(rows, kernels, sizes_E, method):
     return jnp.einsum("mk,ekn,me->mn", rows, kernels, own.astype(rows.dtype))
 
 
-def test_no_product_of_all_rows_with_all_experts(monkeypatch):
-    """As XLA makes of `ragged_dot`, and everyone who writes it as an einsum."""
+def test_marin_7012_no_product_of_all_rows_with_all_experts(monkeypatch):
+    """https://github.com/marin-community/marin/issues/7012: on GPUs XLA multiplied every row with every expert, 23
+    TFLOP/s of what a kernel makes 1,470 of. Here the largest array that a device makes tells, and GPUs get a kernel.
+    """
     limit = MANY.num_experts * 32 * 32 * MANY.d_ff
     for mesh in ((1, 1, 1, 1), (1, 1, 1, 2)):
         _, largest = work(mesh, MANY)
@@ -222,9 +253,10 @@ def axis_size_of(mesh):
     return mesh[0] * mesh[1] * mesh[2] * mesh[3]
 
 
-@pytest.mark.parametrize("planted", [False, True])
-def test_ties_are_broken_alike_everywhere(monkeypatch, planted):
-    """By the lower index: a sort that is not told so takes others."""
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.wide)])
+def test_vllm_55514_ties_are_broken_by_the_lower_index(monkeypatch, planted):
+    """https://github.com/vllm-project/vllm/pull/55514: of experts with equal scores a fallback chose others than the
+    kernel. Here the lower index goes first everywhere."""
     if planted:
         top_k = jax.lax.top_k
 
@@ -240,9 +272,10 @@ def test_ties_are_broken_alike_everywhere(monkeypatch, planted):
     assert error > WRONG if planted else error < RIGHT
 
 
-@pytest.mark.parametrize("planted", [False, True])
-def test_padding_is_routed_nowhere(monkeypatch, planted):
-    """It would take places among rows, and part in the balance."""
+@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.wide)])
+def test_megatron_lm_2121_padding_is_routed_nowhere(monkeypatch, planted):
+    """https://github.com/NVIDIA/Megatron-LM/pull/2121: tokens of padding took part in the balance of experts. Here they
+    have no expert, take no place among rows and count for nothing."""
     if planted:
         route = MixtureOfExperts._route
 
@@ -254,3 +287,42 @@ def test_padding_is_routed_nowhere(monkeypatch, planted):
     assert max(found.values()) < RIGHT or planted
     if planted:
         assert min(found["output"], found["times_chosen"], found["computed"]) > WRONG
+
+
+@pytest.mark.parametrize("said", [True, pytest.param(False, marks=pytest.mark.wide)])
+def test_torchtitan_1448_weights_of_experts_are_normalised_where_the_model_says_so(said):
+    """https://github.com/pytorch/torchtitan/issues/1448: the weights of the chosen experts were not divided by their
+    sum, as the converted model had it, and its gradients were far too large. Here the model's configuration says it.
+    """
+    attributes = json.loads((FOLDER / "qwen3_moe/config.json").read_text()) | {"norm_topk_prob": said}
+    assert model_config(attributes, "it").normalize_experts == said
+    config = dataclasses.replace(CONFIG, normalize_experts=said)
+    x, segments, _ = rows()
+    found = program.__wrapped__(config, (1, 1, 1, 1), None, True)(weights(), x, segments)
+    right, other = (
+        expected(weights(), x, segments != 0, dataclasses.replace(CONFIG, normalize_experts=normalised))["output"]
+        for normalised in (said, not said)
+    )
+    assert relative_error(found["output"], right) < RIGHT
+    assert relative_error(found["output"], other) > WRONG
+
+
+def test_vllm_14027_the_router_is_float32(monkeypatch):
+    """https://github.com/vllm-project/vllm/pull/14027: logits of the router were computed in bfloat16, in which close
+    ones are equal. Here they are float32, whatever the layer computes in.
+    """
+    assert chosen_of_close_logits() == [3, 2]
+    in_float32 = dataclasses.replace
+    monkeypatch.setattr(
+        experts, "replace", lambda given, **new: given if "compute" in new else in_float32(given, **new)
+    )
+    assert chosen_of_close_logits() == [0, 1], "as where they are equal"
+
+
+def chosen_of_close_logits():
+    """The experts of a token by a layer that computes in bfloat16, where logits differ by 1 in 1000."""
+    config = ExpertsConfig(num_experts=4, d_ff=4)
+    layer = MixtureOfExperts(1, config, precision=Precision(compute="bfloat16"), rngs=nnx.Rngs(0))
+    logits = 1 + np.arange(4, dtype=np.float32) / 1000
+    routed = layer._route(None, False, np.ones((1, 1, 1)), {"router": jnp.asarray(logits[None])}, np.ones((1, 1)), None)
+    return np.asarray(routed[0]).ravel().tolist()

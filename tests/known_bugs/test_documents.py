@@ -1,0 +1,222 @@
+"""What other systems made of documents and conversations: several in a row, their ends, labels and tokens."""
+
+import json
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from corpora import jsonl, prepared
+from flax import nnx
+from small_tokenizers import CHAT_TOKENS, begins_texts
+from support import random_weights, without_mesh
+from tokenizers import Tokenizer
+
+import jaxtp
+from jaxtp.data.documents import InMemory
+from jaxtp.data.packing import Packed
+from jaxtp.data.samples import RowSettings, make_rows
+from jaxtp.evaluate.inputs import Document
+from jaxtp.evaluate.measure import Reading, measure
+from jaxtp.evaluate.scoring import Scorer
+from jaxtp.layers import kernels
+from jaxtp.layers.activations import segment_mask, segment_positions
+from jaxtp.models import decoder
+
+T, V = 12, 19
+MODEL = jaxtp.ModelConfig(
+    **{"vocab_size": V, "d_model": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "head_dim": 8, "d_ff": 8},
+    **{"learned_positions": T, "rope_theta": None},
+)
+WRONG = 1e-3
+
+
+def build():
+    return jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))
+
+
+@cache
+def model():
+    return nnx.merge(*without_mesh(build, random_weights(build)))
+
+
+def row_of(*lengths):
+    """Documents in one row, and its segments; every token is another one."""
+    row = Packed(InMemory(np.arange(sum(lengths), dtype=np.uint8), np.array(lengths), "test"), T, V)[0]
+    return row["inputs"], row["segments"]
+
+
+def document_errors():
+    """How far the logits of each document in a row are from those of the document alone, at the beginning of a row."""
+    inputs, segments = row_of(5, 4, 2)
+    rows, kinds = [inputs], [segments]
+    for segment in (1, 2, 3):
+        own = inputs[segments == segment]
+        rows.append(np.pad(own, (0, T - len(own))))
+        kinds.append(np.pad(np.ones(len(own), np.int32), (0, T - len(own))))
+    graph, state = nnx.split(model())
+    run = jax.jit(lambda state, ids, segments: nnx.merge(graph, state)(ids, segments))
+    packed, *alone = np.asarray(run(state, np.stack(rows), np.stack(kinds)))
+    lengths = [np.sum(segments == segment) for segment in (1, 2, 3)]
+    found = zip(alone, lengths, strict=True)
+    return [np.abs(packed[segments == i + 1] - one[:length]).max() for i, (one, length) in enumerate(found)]
+
+
+def test_nanovlm_201_positions_begin_anew_with_each_document(monkeypatch):
+    """https://github.com/huggingface/nanoVLM/issues/201: the documents of a row shared its positions, so that all but
+    the first stood where they never do alone. Here positions are those in the document."""
+    assert max(document_errors()) < 1e-5
+    along = lambda segments: jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    monkeypatch.setattr(decoder, "segment_positions", along)
+    first, *others = document_errors()
+    assert first < 1e-5
+    assert min(others) > WRONG
+
+
+def no_documents(segments):
+    """The mask of rows without any."""
+    return jnp.ones((*segments.shape, segments.shape[1]), bool)[:, None]
+
+
+def test_nanovlm_204_a_document_does_not_see_the_one_before_it(monkeypatch):
+    """https://github.com/huggingface/nanoVLM/pull/204: new positions alone did not keep a document from attending to
+    the one before it in its row. Here attention ends where the document begins."""
+    assert max(document_errors()) < 1e-5
+    monkeypatch.setattr(kernels, "segment_mask", no_documents)
+    first, *others = document_errors()
+    assert first < 1e-5
+    assert min(others) > WRONG
+
+
+def test_ms_swift_9904_documents_of_one_token_are_documents():
+    """https://github.com/modelscope/ms-swift/pull/9904: documents were told apart where positions fall, so that one of
+    one token was joined with the next. Here neighbours differ in the number of their segment."""
+    inputs, segments = row_of(1, 1, 3, 1)
+    segments = segments[None]
+    positions = np.asarray(segment_positions(jnp.asarray(segments)))[0]
+    used = segments[0] > 0
+    begins = np.flatnonzero(used & (positions == 0))
+    assert sorted(np.diff([*begins, used.sum()])) == [1, 1, 1, 3]
+    assert used.sum() - np.sum(np.diff(positions[used]) < 0) - 1 > 3, "where positions fall there are fewer"
+    sees = np.asarray(segment_mask(jnp.asarray(segments)))[0, 0]
+    assert [int(sees[i][used].sum()) for i in begins] == np.diff([*begins, used.sum()]).tolist()
+    assert sorted(inputs[begins].tolist()) == [0, 1, 2, 5]
+
+
+class Texts:
+    """Documents to evaluate."""
+
+    def __init__(self, *texts):
+        self.texts, self.name, self.num_documents, self.size = texts, "texts", len(texts), sum(map(len, texts))
+
+    def documents(self):
+        for text in self.texts:
+            yield Document(np.array(text, np.int32), 1, len(text), len(text))
+
+
+@cache
+def scorer(batch_size):
+    return Scorer(model(), batch_size)
+
+
+def nats(*texts, batch_size=2, packing="none", score=None):
+    found = measure(score or scorer(batch_size), [Texts(*texts)], Reading(T, T, packing), lambda *_: None)
+    return found.whole().nats
+
+
+SHORT, LONG = [3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8]
+
+
+def test_mlx_lm_1855_a_document_scores_the_same_beside_a_longer_one():
+    """https://github.com/ml-explore/mlx-lm/pull/1855: the score of a document that was not the longest of its batch had
+    the log-probability of a token of padding in it. Here what fills a row has no label."""
+    apart = nats(SHORT) + nats(LONG)
+    assert nats(SHORT, LONG) == pytest.approx(apart, rel=1e-6)
+    assert nats([*SHORT, 0], LONG) != pytest.approx(apart, rel=WRONG), "with one token of padding"
+
+
+def test_levanter_860_documents_score_the_same_packed(monkeypatch):
+    """https://github.com/marin-community/levanter/issues/860: the scores of an evaluation fell to those of chance where
+    documents were packed into rows. Here they are those of each document alone."""
+    texts = SHORT, [7, 7, 2, 1], LONG, [2, 8]
+    apart = sum(nats(text) for text in texts)
+    assert nats(*texts, packing="documents") == pytest.approx(apart, rel=1e-6)
+    monkeypatch.setattr(kernels, "segment_mask", no_documents)
+    assert nats(*texts, packing="documents", score=Scorer(model(), 2)) != pytest.approx(apart, rel=WRONG)
+
+
+def test_trl_6357_a_document_ends_in_a_label_though_rows_are_filled_with_its_id():
+    """https://github.com/huggingface/trl/pull/6357: tokens of padding were told by their id, which was that of the end,
+    so that no model learned to stop. Here they are told by their place, and the end of a document is a label."""
+    end, texts = 0, ([5, 6, 7, 0], [8, 9, 0])
+    documents = InMemory(np.array([*texts[0], *texts[1]], np.uint8), np.array([len(text) for text in texts]), "test")
+    (row,) = make_rows(documents, RowSettings(T, V))
+    assert row["inputs"][-1] == end
+    assert row["segments"][-1] == 0
+    assert np.sum(row["labels"] == end) == len(texts)
+    assert np.sum(row["labels"] >= 0) == sum(len(text) - 1 for text in texts)
+
+
+LIBRARY = Tokenizer.from_str(begins_texts().decode())
+FIRST, END, TURN, STOP = map(LIBRARY.token_to_id, CHAT_TOKENS)
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|turn|>{{ m.role }}\n{{ m.content }}<|stop|>{% endfor %}"
+    "{% if add_generation_prompt %}<|turn|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def conversation(tmp_path_factory):
+    """The documents of a conversation of two answers, whose template begins it, with a tokenizer that begins texts."""
+    folder = tmp_path_factory.mktemp("conversation")
+    (folder / "tokenizer.json").write_bytes(begins_texts())
+    names = {"bos_token": "<|begin|>", "eos_token": "<|end|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    roles = zip(["user", "assistant"] * 2, ["why?", "because", "and now?", "no"], strict=True)
+    jsonl(folder / "a.jsonl", [{"messages": [{"role": role, "content": text} for role, text in roles]}])
+    flags = ["--tokenizer", folder, "--messages", "messages", "--held-out", 0]
+    return prepared(folder / "d", folder / "a.jsonl", *flags).splits["train"]
+
+
+def labels_of(documents):
+    """What there is loss on, by document."""
+    rows = make_rows(documents, RowSettings(64, LIBRARY.get_vocab_size()))
+    for row in rows:
+        for segment in range(1, row["segments"].max() + 1):
+            labels = row["labels"][row["segments"] == segment]
+            yield LIBRARY.decode(labels[labels >= 0].tolist(), skip_special_tokens=False)
+
+
+def test_open_r1_462_a_conversation_begins_once(conversation):
+    """https://github.com/huggingface/open-r1/pull/462: the template began the text, and then the tokenizer did once
+    more. Here a rendered text is read as it is, and other texts begin as the tokenizer has it."""
+    for index in range(conversation.num_documents):
+        ids = conversation.document(index).tolist()
+        assert ids.count(FIRST) == 1
+        text = LIBRARY.decode(ids, skip_special_tokens=False)
+        assert LIBRARY.encode(text).ids.count(FIRST) == 2, "as it is where both do"
+
+
+def test_mlx_vlm_970_later_questions_are_no_labels(conversation):
+    """https://github.com/Blaizzy/mlx-vlm/pull/970: only what comes before the first answer was left out of the loss, so
+    that a model was trained on all later questions. Here there is loss on answers alone."""
+    assert sorted(labels_of(conversation)) == ["because<|stop|>", "no<|stop|>"]
+    cut = conversation.prompt_length(0)
+    later = conversation.document(conversation.num_documents - 1)[cut:]
+    assert "and now?" in LIBRARY.decode(later.tolist()), "as where the first answer alone is looked for"
+
+
+def test_trl_1623_the_end_of_a_text_is_learned(tmp_path):
+    """https://github.com/huggingface/trl/issues/1623: nothing ended the texts that a model was tuned on, which then did
+    not stop. Here each document ends in the tokenizer's end token, and there is loss on it."""
+    (tmp_path / "tokenizer.json").write_bytes(begins_texts())
+    names = {"bos_token": "<|begin|>", "eos_token": "<|end|>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(names))
+    jsonl(tmp_path / "a.jsonl", ["one", "and two"])
+    ended = {}
+    for flags in ((), ("--no-eos",)):
+        command = [tmp_path / f"d{len(flags)}", tmp_path / "a.jsonl", "--tokenizer", tmp_path, "--held-out", 0, *flags]
+        ended[flags] = sorted(labels_of(prepared(*command).splits["train"]))
+    assert ended[()] == ["and two<|end|>", "one<|end|>"]
+    assert ended[("--no-eos",)] == ["and two", "one"]

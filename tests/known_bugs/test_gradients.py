@@ -1,0 +1,197 @@
+"""Parallel layers that other systems got wrong: outputs, gradients and random numbers against plain formulas.
+
+Each test plants the bug, or what comes of it, and so shows that its check would see it.
+"""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from support import by_name, random_weights, relative_error, state_on_mesh
+
+import jaxtp
+from jaxtp.collectives import axis_index, axis_size, batch_spec
+from jaxtp.layers import loss, parameter
+from jaxtp.layers.activations import dropout
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.mesh import SEQUENCE, TP, make_mesh
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.optimizer import build as build_optimizer
+from jaxtp.train.state import plan_state
+
+RIGHT, WRONG = 1e-5, 1e-2
+B, T, F, D, RANK, SCALE = 2, 4, 8, 6, 2, 3.0
+
+
+def row_layer():
+    """With all that the devices along tp have in common: a bias, and the second factor of an adapter."""
+    adapter = LoraConfig(rank=RANK, alpha=SCALE * RANK)
+    return jaxtp.RowParallelLinear(F, D, use_bias=True, sequence_parallel=True, lora=adapter, rngs=nnx.Rngs(0))
+
+
+@cache
+def given():
+    """Weights, an input and the gradient at the output."""
+    random = np.random.default_rng(0)
+    return random_weights(row_layer, scale=0.5), random.standard_normal((B, T, F)), random.standard_normal((B, T, D))
+
+
+@cache
+def plain_row():
+    """Output and gradients of `x W + s (x A) B + b`, by hand."""
+    weights, x, g = given()
+    w, bias, a, b = (np.float64(weights[name]) for name in ("kernel", "bias", "loras.0.a", "loras.0.b"))
+    rows, grads = x.reshape(-1, F), g.reshape(-1, D)
+    return {
+        "output": x @ w + SCALE * x @ a @ b + bias,
+        "input": g @ w.T + SCALE * g @ b.T @ a.T,
+        "kernel": rows.T @ grads,
+        "bias": grads.sum(0),
+        "loras.0.a": SCALE * rows.T @ (grads @ b.T),
+        "loras.0.b": SCALE * (rows @ a).T @ grads,
+    }
+
+
+def row_errors():
+    """How far output and gradients over tp 4 are from that, the sequence split between layers."""
+    weights, x, g = given()
+    mesh = make_mesh(tp=4)
+    graph, state = state_on_mesh(row_layer, weights, mesh)
+
+    def scalar(state, x):
+        y = nnx.merge(graph, state)(x)
+        return jnp.sum(y * jnp.asarray(g, jnp.float32)), y
+
+    with jax.set_mesh(mesh):
+        run = jax.jit(jax.value_and_grad(scalar, argnums=(0, 1), has_aux=True))
+        (_, y), (grads, grad_x) = run(state, jnp.asarray(x, jnp.float32))
+        found = {"output": y, "input": grad_x, **by_name(grads, mesh)}
+    return {name: relative_error(found[name], array) for name, array in plain_row().items()}
+
+
+right_row = cache(row_errors)
+"""The same as the layer is; to be asked before anything is planted."""
+
+
+def planted_load(monkeypatch, is_it, change):
+    """Has the loaded weights of some shapes changed."""
+    load = parameter.load_weight
+
+    def loaded(shard, *args, **kwargs):
+        found = load(shard, *args, **kwargs)
+        return change(found) if is_it(shard.shape) else found
+
+    monkeypatch.setattr(parameter, "load_weight", loaded)
+
+
+def test_text_generation_inference_1036_a_row_layer_adds_its_bias_once(monkeypatch):
+    """https://github.com/huggingface/text-generation-inference/issues/1036: each device added the bias to its summand,
+    so that the sum had it tp times. Here it is added once, after the sum."""
+    assert max(right_row().values()) < RIGHT
+    planted_load(monkeypatch, lambda shape: len(shape) == 1, lambda bias: bias * axis_size(TP))
+    assert row_errors()["output"] > WRONG
+
+
+def test_torchtitan_4332_the_gradient_of_a_row_layers_bias_is_whole(monkeypatch):
+    """https://github.com/pytorch/torchtitan/pull/4332: the bias was divided by tp before the sum, by an operation with
+    a gradient, and so was its gradient. Here that is the sum over all tokens."""
+    assert right_row()["bias"] < RIGHT
+    divided = jax.custom_vjp(lambda bias: bias)
+    divided.defvjp(lambda bias: (bias, None), lambda _, grad: (grad / axis_size(TP),))
+    planted_load(monkeypatch, lambda shape: len(shape) == 1, divided)
+    errors = row_errors()
+    assert errors["output"] < RIGHT
+    assert abs(errors["bias"] - 0.75) < RIGHT
+
+
+def test_mcore_bridge_173_gradients_of_adapters_are_summed_over_the_sequence(monkeypatch):
+    """https://github.com/modelscope/mcore-bridge/pull/173: where tp splits the sequence, the factor of an adapter that
+    all devices hold got the gradient of one device's tokens. Here it gets that of all tokens."""
+    assert max(right_row().values()) < RIGHT
+    first = jax.custom_vjp(lambda b: b)
+    first.defvjp(lambda b: (b, None), lambda _, grad: (jnp.where(axis_index(TP) == 0, grad, 0),))
+    planted_load(monkeypatch, lambda shape: shape == (RANK, D), first)
+    errors = row_errors()
+    assert errors["output"] < RIGHT
+    assert errors["loras.0.b"] > WRONG
+
+
+V = 5
+"""Ids of a vocabulary that tp 4 pads to 8."""
+
+
+def head_errors(softcap):
+    """How far the loss over tp 4 and its gradient are from float64; all logits are strongly negative."""
+    random = np.random.default_rng(1)
+    x, table = np.abs(random.standard_normal((B, T, D))), -2 * np.abs(random.standard_normal((V, D)))
+    labels = random.integers(0, V, (B, T))
+
+    def plain(x, table):
+        logits = softcap * jnp.tanh(x @ table.T / softcap)
+        return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1))
+
+    def ours(x, table):
+        padded = jnp.pad(table, ((0, -V % 4), (0, 0)))
+        return loss.vocab_parallel_cross_entropy(x, padded, jnp.asarray(labels), vocab_size=V, softcap=softcap)[0]
+
+    with jax.enable_x64(True):
+        expected = jax.value_and_grad(plain, argnums=(0, 1))(jnp.asarray(x), jnp.asarray(table))
+    with jax.set_mesh(make_mesh(tp=4)):
+        run = jax.jit(jax.value_and_grad(ours, argnums=(0, 1)))
+        found = run(jnp.asarray(x, jnp.float32), jnp.asarray(table, jnp.float32))
+    return [relative_error(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)]
+
+
+def test_unsloth_10616_padded_ids_have_no_probability_where_logits_are_capped(monkeypatch):
+    """https://github.com/unslothai/unsloth/pull/10616: logits beyond the vocabulary were -inf, and the cap, which came
+    after, made them finite, so that they had probability. Here they are left out after the cap."""
+    assert max(head_errors(softcap=3.0)) < RIGHT
+    where = jnp.where
+    monkeypatch.setattr(jnp, "where", lambda c, a, b: where(c, a, -3.0 if np.isneginf(b).all() else b))
+    assert max(head_errors(softcap=3.0)) > WRONG
+
+
+def masks(spec, keys):
+    """What dropout leaves of ones, on a mesh of 2 x 2 x 2."""
+    with jax.set_mesh(make_mesh(dp=2, fsdp=1, tp=2, cp=2)):
+        drop = jax.jit(lambda x, keys: dropout(x, 0.5, keys, spec))
+        return np.asarray(drop(jnp.ones((4, 8, 16)), keys)) > 0
+
+
+def test_transformers_31412_dropout_differs_between_devices_of_the_batch():
+    """https://github.com/huggingface/transformers/issues/31412: with one seed, all devices dropped the same elements of
+    their rows. Here each row has a key of its own, and its mask is the same on every mesh."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    on_mesh, alone = masks(batch_spec(), keys), np.asarray(dropout(jnp.ones((4, 8, 16)), 0.5, keys, batch_spec())) > 0
+    np.testing.assert_array_equal(on_mesh, alone)
+    differs = lambda mask: min(np.mean(mask[i] != mask[j]) for i in range(4) for j in range(i))
+    assert differs(on_mesh) > 0.3
+    assert differs(masks(batch_spec(), keys[jnp.array([0, 1, 0, 1])])) == 0, "two devices with the same keys"
+
+
+def test_megatron_lm_1256_dropout_differs_between_the_parts_of_a_sequence():
+    """https://github.com/NVIDIA/Megatron-LM/issues/1256: with sequence parallelism a context that was to give each
+    device random numbers of its own was not entered. Here each position has its own, however it is split."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    split, whole = masks(batch_spec(SEQUENCE, None), keys), masks(batch_spec(), keys)
+    np.testing.assert_array_equal(split, whole)
+    parts = np.split(split, 4, axis=1)
+    assert min(np.mean(parts[i] != parts[j]) for i in range(4) for j in range(i)) > 0.3
+
+
+def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
+    """https://github.com/pytorch/pytorch/issues/168058: a tensor's random values depended on how many devices it was
+    split over, and in which dim. Here each weight is the same to the bit on every mesh, and no two parts are alike."""
+    model = jaxtp.ModelConfig(vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8)
+    optimizer = build_optimizer(OptimizerConfig(), 10)
+    found = []
+    for sizes in ((1, 1, 1), (1, 2, 2)):
+        mesh = make_mesh(*sizes)
+        found.append(by_name(plan_state(model, optimizer, mesh).create(seed=3)["model"], mesh))
+    for name, array in found[0].items():
+        np.testing.assert_array_equal(found[1][name], array, err_msg=name)
+        if array.ndim > 1 and "scale" not in name:
+            one, other = np.split(array, 2, axis=-1)
+            assert not np.array_equal(one, other), f"{name}: as from one key on both devices"

@@ -1,0 +1,156 @@
+"""Runs that other systems resumed wrong: their data, checkpoints cut short, tables that are padded or tied."""
+
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from support import by_name
+
+import jaxtp
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.checkpoint.manager import Checkpoints, restore_newest
+from jaxtp.data.documents import InMemory
+from jaxtp.data.loader import batches, local_batches
+from jaxtp.data.samples import RowSettings, make_rows, shuffled
+from jaxtp.mesh import make_mesh
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import OptimizerConfig
+from jaxtp.train.state import plan_state
+
+T, ROWS = 2, 24
+DOCUMENTS = InMemory(np.arange(T * ROWS, dtype=np.uint8), np.full(ROWS, T), "test")
+"""As many rows, each told by its first token."""
+
+
+def samples(seed=0):
+    return shuffled([make_rows(DOCUMENTS, RowSettings(T, 256))], [1.0], seed)
+
+
+def read(source, indices):
+    return [int(source[index]["inputs"][0]) // T for index in indices]
+
+
+def test_torchtitan_816_a_run_goes_on_where_it_was_over_fewer_devices():
+    """https://github.com/pytorch/torchtitan/pull/816: the place in the data was kept for each process, and with fewer
+    of them the places of the others were dropped. Here it is one index, that of the next sample.
+    """
+    seen, start = [], 0
+    for devices, count in ((4, 2), (2, 3), (1, 2), (4, 1)):
+        mesh = make_mesh(devices, 1, 1)
+        for batch in batches(samples(), mesh, global_batch_size=4, start=start, count=count):
+            seen += (np.asarray(batch["inputs"])[:, 0] // T).tolist()
+        start += 4 * count
+    assert seen == read(samples(), range(start))
+    by_process = [read(samples(), range(process, ROWS, 4)) for process in range(4)]
+    left = [row for rows in by_process[:2] for row in rows[2:]]
+    assert sorted(left) != sorted(read(samples(), range(8, ROWS))), "what two of four processes have left"
+
+
+def test_llm_c_792_all_processes_shuffle_alike():
+    """https://github.com/karpathy/llm.c/issues/792: each process shuffles by a seed of its own, so that several can
+    read the same rows, and nobody others. Here they take parts of one order."""
+
+    def epoch(seeds):
+        found = []
+        for process, seed in enumerate(seeds):
+            rows = [2 * process, 2 * process + 1]
+            for local in local_batches(samples(seed), rows, 8, start=0, count=ROWS // 8):
+                found += (local["inputs"][:, 0] // T).tolist()
+        return sorted(found)
+
+    assert epoch([0, 0, 0, 0]) == list(range(ROWS))
+    assert epoch([0, 1, 2, 3]) != list(range(ROWS)), "a seed for each process"
+
+
+def test_torchtitan_2864_a_later_epoch_is_in_the_order_that_it_would_have_had():
+    """https://github.com/pytorch/torchtitan/issues/2864: an epoch was shuffled from the order of the one before it, and
+    after a resume from that of the data. Here its order follows from the seed and its number alone."""
+    whole = read(samples(), range(3 * ROWS))
+    epochs = [whole[ROWS * i : ROWS * (i + 1)] for i in range(3)]
+    assert all(sorted(epoch) == list(range(ROWS)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    first = 2 * ROWS + 5
+    assert read(samples(), range(first, 3 * ROWS)) == whole[first:], "asked for nothing before"
+
+
+ODD = jaxtp.ModelConfig(
+    vocab_size=21, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8, tie_embeddings=True
+)
+TABLE = "model.embedding.embedding"
+
+
+def planned(**sizes):
+    return plan_state(ODD, optimizers.build(OptimizerConfig(), 10), make_mesh(**sizes))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Checkpoints of two steps, written over tp 2, where 21 ids are padded to 22; and what they hold."""
+    folder, plan, held = tmp_path_factory.mktemp("run") / "checkpoints", planned(tp=2), {}
+    with Checkpoints(folder) as checkpoints:
+        state = plan.create(seed=0)
+        for step in (1, 2):
+            held[step] = by_name(state, plan.mesh)
+            checkpoints.save(step, state, plan.mesh, {"next_sample": 8 * step})
+            table = state["model"]["embedding"]["embedding"]
+            state["model"]["embedding"]["embedding"] = table.replace(2 * table[...])
+    return folder, held
+
+
+def test_torchtitan_1136_a_vocabulary_that_nothing_divides_comes_back_whole(written):
+    """https://github.com/pytorch/torchtitan/issues/1136: with a vocabulary that the devices did not divide, a resumed
+    run had another loss. Here a checkpoint has no padding, and every mesh makes its own.
+    """
+    folder, held = written
+    plan = planned(tp=4)
+    with Checkpoints(folder) as checkpoints:
+        state = checkpoints.restore(2, plan.abstract, plan.mesh)
+    found = by_name(state, plan.mesh)
+    assert found[TABLE].shape == (21, 8)
+    for name, array in held[2].items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    table = np.asarray(state["model"]["embedding"]["embedding"][...])
+    assert len(table) == 24
+    assert not table[21:].any()
+
+
+def test_automodel_2511_a_tied_head_is_the_table(written):
+    """https://github.com/NVIDIA-NeMo/Automodel/pull/2511: the head of a tied model was an array of its own that
+    training moved and no checkpoint held. Here there is one array, and both its uses make its gradient.
+    """
+    folder, held = written
+    assert [name for name in held[2] if name.startswith("model.") and 21 in held[2][name].shape] == [TABLE]
+    plan = planned()
+    with Checkpoints(folder) as checkpoints:
+        state = checkpoints.restore(2, plan.abstract, plan.mesh)
+    model = nnx.merge(plan.graph, state).model
+    ids, labels = np.full((1, 4), 3, np.int32), np.full((1, 4), 5, np.int32)
+    graph, params = nnx.split(model)
+    gradient = jax.jit(jax.grad(lambda params: nnx.merge(graph, params).loss(ids, labels)[0]))(params)
+    table = np.asarray(named_variables(gradient)["embedding.embedding"][...])
+    assert np.abs(table[3]).max() > 1e-4, "as an embedding"
+    assert np.abs(table[np.arange(21) != 3]).min() > 0, "and as a head"
+
+
+@pytest.mark.parametrize("damage", ["cut short", "empty", "not finished"])
+def test_metaseq_53_a_checkpoint_that_was_not_written_whole_is_passed_over(written, tmp_path, damage):
+    """https://github.com/facebookresearch/metaseq/issues/53: a run that failed while it wrote left its newest
+    checkpoint with files of no bytes. Here the next run goes on from the one before, and says why.
+    """
+    folder, held = written
+    shutil.copytree(folder, tmp_path / "checkpoints")
+    newest = tmp_path / "checkpoints/2"
+    largest = max((path for path in newest.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    if damage == "not finished":
+        shutil.rmtree(newest / "info")
+    else:
+        largest.write_bytes(largest.read_bytes()[: largest.stat().st_size // 2] if damage == "cut short" else b"")
+    plan, warnings = planned(tp=2), []
+    with Checkpoints(tmp_path / "checkpoints") as checkpoints:
+        step, state, info = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, warnings.append)
+    assert (step, info["next_sample"]) == (1, 8)
+    assert "damaged" in warnings[0]
+    np.testing.assert_array_equal(by_name(state, plan.mesh)[TABLE], held[1][TABLE])
+    assert not np.array_equal(held[1][TABLE], held[2][TABLE])
