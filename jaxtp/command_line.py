@@ -375,17 +375,16 @@ def _taken(name: str, argv: Sequence[str], needs: str) -> tuple[str | None, list
     """
     values: list[str] = []
     others: list[str] = []
-    arguments = iter(argv)
-    for argument in arguments:
+    arguments = list(argv)
+    while arguments:
+        argument = arguments.pop(0)
         if argument == name:
-            value = next(arguments, None)
-            if value is None or value.startswith("--"):
+            if not arguments or arguments[0].startswith("--"):
                 raise ConfigError(f"{name} needs {needs}")
-            values.append(value)
-            rest = list(arguments)
-            if name == MESH and rest and "=" in rest[0] and not rest[0].startswith("-"):
-                raise ConfigError(f"{MESH} {value} {rest[0]}: one mesh is {MESH} {value},{rest[0]}, without a space")
-            arguments = iter(rest)
+            values.append(arguments.pop(0))
+            if name == MESH and arguments and re.match(r"\w+=", arguments[0]):
+                whole = f"{values[-1]},{arguments[0]}"
+                raise ConfigError(f"{MESH} {values[-1]} {arguments[0]}: one mesh is {MESH} {whole}, without a space")
         elif argument.startswith(f"{name}="):
             values.append(argument.removeprefix(f"{name}="))
         else:
