@@ -5,6 +5,7 @@ has: the repository's configurations and scripts, texts, conversations, and mode
 """
 
 import contextlib
+import dataclasses
 import io
 import json
 import re
@@ -20,7 +21,10 @@ from flax import nnx
 import jaxtp
 from jaxtp.__main__ import commands
 from jaxtp.__main__ import main as run_command
+from jaxtp.config import from_yaml
 from jaxtp.data.manifest import read_manifest
+from jaxtp.layers.parameter import Precision
+from jaxtp.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -32,12 +36,13 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 SET_UP = ".venv/bin/pip install"
 WORDS = [line.split() for line in (ROOT / "LICENSE").read_text().splitlines() if line.strip()]
 MODELS = {
-    "llama": {},
-    "Llama-3.1-8B": {},
-    "Llama-3.2-1B": {"tie_embeddings": True},
-    "Qwen3-8B": {"qk_norm": "head"},
-    "Qwen3-30B-A3B": {"qk_norm": "head", "num_experts": 4, "experts_per_token": 2},
+    "llama": "tiny",
+    "Llama-3.1-8B": "finetune_llama31_8b",
+    "Llama-3.2-1B": "pretrain_1b",
+    "Qwen3-8B": "finetune_qwen3_8b",
+    "Qwen3-30B-A3B": "qwen3_30b_a3b",
 }
+"""Models that pages name, and the configurations that say what is special about them."""
 SIZES = {
     "vocab_size": 1024,
     "d_model": 16,
@@ -103,14 +108,9 @@ class Reader:
             axes = dict.fromkeys(("dp", "fsdp", "cp", "tp"), 1) | values["mesh"]
             flags += ["--data.sequence-length", "64", "--train.accumulation", "1"]
             flags += ["--data.global-batch-size", str(axes["dp"] * axes["fsdp"])]
-            tiny = {**SIZES, **(MODELS[Path(value_of(words, "--model.from-hf") or "models/Llama-3.2-1B").name])}
-            of_mapping = {"tie_embeddings", "qk_norm"}
-            flags += [
-                f"--model.{name.replace('_', '-')}={size}" for name, size in tiny.items() if name not in of_mapping
-            ]
-            if "rope_scaling" in values["model"]:
-                flags += ["--model.rope-scaling.kind", "none"]
-            flags += ["--model.rope-theta", "10000", "--model.norm-eps", "1e-5"]
+            flags += [f"--model.{name.replace('_', '-')}={size}" for name, size in SIZES.items()]
+            if "num_experts" in values["model"]:
+                flags += ["--model.num-experts=4", "--model.experts-per-token=2"]
         elif "--model.from-hf" not in words and "--run.init-from" not in words:
             flags += ["--model.num-layers", "1", "--data.global-batch-size", "4"]
         said = int(value_of(words, "--train.steps") or 400)
@@ -181,8 +181,11 @@ def tiny_models(library):
     data = library / "tokens"
     assert run_command(["prepare", str(text), str(README), "--train-bpe", "1024", "--out", str(data)]) == 0
     size = read_manifest(data).tokenizer.vocab_size
-    for name, more in MODELS.items():
-        config = jaxtp.ModelConfig(**{**SIZES, **more, "vocab_size": max(size, SIZES["vocab_size"])})
+    for name, recipe in MODELS.items():
+        special = from_yaml(TrainConfig, ROOT / f"configs/{recipe}.yaml").model
+        experts = {"num_experts": 4, "experts_per_token": 2} if special.num_experts else {}
+        plain = {"precision": Precision(), "vocab_size": max(size, SIZES["vocab_size"])}
+        config = dataclasses.replace(special, **{**SIZES, **experts, **plain})
         model = jaxtp.Decoder(config, rngs=nnx.Rngs(0))
         jaxtp.save_hf(model, library / "models" / name, tokenizer_from=data)
         (library / "models" / name / "chat_template.jinja").write_text(TEMPLATE)

@@ -20,7 +20,7 @@ NOTES = (
     "micro-batches: how many a step has, of how many sequences on a device; GB: at the peak, of each device",
     "computing: its share of a step in which nothing overlaps",
     f"ranked: settings with {MEMORY_ERROR:.0%} headroom first, then those that just fit (tight), each by speed;",
-    f"  of those within {NEAR - 1:.0%} of the fastest, the simplest: tp in a host, fewer micro-batches, less tp, less cp",
+    f"  of those within {NEAR - 1:.0%} of the fastest, the simplest: tp in a host, fewer micro-batches, less tp or cp",
     "MFU: 6 FLOPs for each token and parameter (frozen: 4; looked up: 0), causal attention, nothing twice, of the peak",
 )
 EXACT, MODELLED, AT_MOST = "exact", "modelled", "at most"
