@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial, reduce
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, Union, get_type_hints
+from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_type_hints
 
 import tyro
 from docstring_parser import parse_from_object
@@ -236,7 +236,8 @@ def choose_name(
     if name in (HELP, SHORT_HELP, ALL_HELP):
         width = max(map(len, commands)) + 2
         print(f"usage: {program} COMMAND ...\n")
-        print(*(f"  {command:<{width}}{text}" for command, text in commands.items()), sep="\n")
+        fill = partial(textwrap.fill, width=shutil.get_terminal_size().columns, subsequent_indent=" " * (width + 2))
+        print(*(fill(f"  {command:<{width}}{text}") for command, text in commands.items()), sep="\n")
         print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
     if name not in commands:
@@ -295,10 +296,22 @@ def _view(schema: Any, is_offered: Callable[[str], bool], prefix: str, own: list
 
 def _shown(kind: Any, text: str, default: Any, name: str | None = None, metavar: str | None = None) -> Any:
     """Returns the type of a setting with what the help says of it; that it has no value by default says nothing."""
-    given = any(getattr(part, "help", None) for part in getattr(kind, "__metadata__", ()))
+    marks = getattr(kind, "__metadata__", ())
+    given = any(getattr(part, "help", None) for part in marks)
+    if metavar is None and not any(getattr(part, "metavar", None) for part in marks):
+        metavar = _metavar(kind)
     hint = "" if default is None or default is False or default == () else None
     said = tyro.conf.arg(name=name, metavar=metavar, help=None if given else text, help_behavior_hint=hint)
     return Annotated[kind, said]
+
+
+def _metavar(kind: Any) -> str | None:
+    """Returns a name for the values of a setting that may have none; None where tyro's own says it."""
+    plain = getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
+    others = [getattr(part, "__origin__", part) for part in get_args(plain) if part is not type(None)]
+    if len(others) != 1 or len(get_args(plain)) != 2:
+        return None
+    return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0])
 
 
 def _docstrings(schema: Any) -> dict[str, str]:

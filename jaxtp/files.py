@@ -67,6 +67,8 @@ def require_writable(flag: str, path: Path | None) -> None:
     """
     if path is None:
         return
+    if str(path) == "-":
+        raise ConfigError(f"{flag} -: standard output has the text; name a file")
     with writing(flag, path):
         path.parent.mkdir(parents=True, exist_ok=True)
         was_there = path.exists()

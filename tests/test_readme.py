@@ -38,6 +38,7 @@ WORDS = [line.split() for line in (ROOT / "LICENSE").read_text().splitlines() if
 MODELS = {
     "llama": "tiny",
     "Llama-3.1-8B": "finetune_llama31_8b",
+    "Llama-3.1-8B-Instruct": "finetune_llama31_8b",
     "Llama-3.2-1B": "pretrain_1b",
     "Qwen3-8B": "finetune_qwen3_8b",
     "Qwen3-30B-A3B": "qwen3_30b_a3b",
@@ -199,9 +200,8 @@ def furnish(place, tiny_models):
     shutil.copytree(tiny_models, place / "models")
     for folder in ("texts", "books"):
         (place / folder).mkdir()
-        for index in range(0, len(WORDS), 10):
-            text = "\n".join(" ".join(words) for words in WORDS[index : index + 10])
-            (place / folder / f"{index}.txt").write_text(text)
+        for index, words in enumerate(WORDS):
+            (place / folder / f"{index}.txt").write_text(" ".join(words))
     asked = [
         [{"role": "user", "content": " ".join(words)}, {"role": "assistant", "content": "It says so."}]
         for words in WORDS[:60]
@@ -210,7 +210,7 @@ def furnish(place, tiny_models):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     (place / "corpus").mkdir()
-    table = pyarrow.table({"text": [" ".join(words) for words in WORDS]})
+    table = pyarrow.table({"text": [f"{index} {' '.join(words)}" for index in range(5) for words in WORDS]})
     parquet.write_table(table, place / "corpus/a.parquet")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtp.config import expand
+from jaxtp.config import expand, nearest_file
 from jaxtp.data.documents import Documents, InMemory, Tokens
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 from jaxtp.data.store import open_dataset
@@ -169,7 +169,14 @@ def text_file(path: Path) -> Part:
       CorpusError: the file is missing, unreadable or empty, or of a format that `jaxtp prepare` reads.
     """
     if path.suffix in _PREPARED_FIRST and path.exists():
-        raise CorpusError(f"data.path={path} is not plain text: jaxtp prepare {path} --out FOLDER, then name that")
+        raise CorpusError(
+            f"data.path={path} is not plain text: make a dataset of it by jaxtp prepare {path} --out FOLDER (with "
+            "--field NAME, or of conversations --messages NAME), and name that folder"
+        )
+    if not path.exists():
+        raise CorpusError(
+            f"data.path={path}: there is no such file or dataset{nearest_file(path)}; jaxtp prepare makes a dataset"
+        )
     content = _read(path)
     if len(content) < _HELD_OUT_ONE_IN:
         raise CorpusError(f"data.path={path} has {len(content)} bytes: too few to train on")

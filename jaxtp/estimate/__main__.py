@@ -3,6 +3,7 @@
 import math
 import textwrap
 from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jaxtp.estimate.config import SHOWN_FIRST, EstimateConfig
 from jaxtp.estimate.generation import generations, records, table
 from jaxtp.estimate.partitioned import compile_partitioned, request_devices
 from jaxtp.estimate.plot import draw
-from jaxtp.estimate.reasons import what_would_fit, why
+from jaxtp.estimate.reasons import device_hours, what_would_fit, why
 from jaxtp.estimate.record import as_configuration, is_written, record
 from jaxtp.estimate.report import details, heading, ranking
 from jaxtp.estimate.search import (
@@ -82,7 +83,9 @@ def _fit(asked: EstimateConfig, given: Set[str]) -> tuple[EstimateConfig, list[s
 
 
 def _estimate(argv: Sequence[str]) -> int:
-    asked, chosen = COMMAND.load(argv, _fit)
+    written = any(word.partition("=")[0] == "--write" for word in argv)  # then all settings of the run matter
+    command = replace(COMMAND, without=()) if written else COMMAND
+    asked, chosen = command.load(argv, _fit)
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     require_writable("--json", asked.json)
     require_writable("--write", asked.write)
@@ -140,7 +143,10 @@ def _write(asked: EstimateConfig, file: Path, best: Setting | None) -> None:
         return
     with writing("--write", file):
         file.write_text(as_configuration(best, file, asked))
-    print(f"\n{file}: for jaxtp train --config {file}")
+    model, data = asked.model, asked.data
+    flags = ["--model.from-hf DIR"] if model.lora.rank and model.from_hf is None else []
+    flags += ["--data.path DATASET"] if data.path is None and not data.mixture else []
+    print(f"\n{file}: for jaxtp train --config {file} {' '.join(flags)}".rstrip())
 
 
 def _tell(asked: EstimateConfig, config: TrainConfig, where: Target, model: Model, found: Search) -> dict[str, Any]:
@@ -151,6 +157,9 @@ def _tell(asked: EstimateConfig, config: TrainConfig, where: Target, model: Mode
     words = why(found, configured, others) if found.fitting else what_would_fit(found, others)
     for sentence in words:
         print(textwrap.fill(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False), flush=True)
+    if asked.price is not None:
+        low, high = (each * asked.price for each in device_hours(found.settings[0]))
+        print(f"At {asked.price:g} for an hour of a device all steps cost {low:,.0f} to {high:,.0f}, modelled.")
     return record(config, where, model, found, configured, others, words)
 
 
@@ -213,7 +222,7 @@ def _meshes(asked: EstimateConfig, config: TrainConfig, where: Target) -> Sequen
                 f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {asked.hardware} is "
                 f"{where.devices:,}{instead}"
             )
-    return meshes or meshes_to_try(config, where.devices)
+    return meshes or meshes_to_try(config, where.devices, where.hardware.domain)
 
 
 def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:

@@ -239,7 +239,7 @@ def _more_devices(config: TrainConfig, where: Target, model: Model) -> Iterator[
 
 def _fits(config: TrainConfig, where: Target, model: Model) -> Setting | None:
     """Returns the best setting that fits with the margin, if any; searches all only where the leanest of one fits."""
-    able, _ = runnable(config, meshes_to_try(config, where.devices))
+    able, _ = runnable(config, meshes_to_try(config, where.devices, where.hardware.domain))
     if not any(estimate(lean, where, model).has_margin for on_mesh in able for lean in leanest(on_mesh)):
         return None
     best = search(config, where, model, [on_mesh.mesh.sizes for on_mesh in able]).settings[0]

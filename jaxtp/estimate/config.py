@@ -17,7 +17,7 @@ HARDWARE = (
 )
 
 
-SHOWN_FIRST = ("hardware", "tier", "meshes", "as_configured", "generate", "json", "write", "plot", *FIRST)
+SHOWN_FIRST = ("hardware", "tier", "meshes", "as_configured", "price", "generate", "json", "write", "plot", *FIRST)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +41,9 @@ class EstimateConfig(TrainConfig):
     memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 0.75
     """Share of a GPU's memory that JAX takes. The default is JAX's own; its variable XLA_PYTHON_CLIENT_MEM_FRACTION is
     not read: give the share here if the run will have another."""
+
+    price: Positive | None = None
+    """Price of an hour of one device, in any currency, for the cost of all steps."""
 
     generate: CountOrZero = 0
     """Texts to generate at a time, each data.sequence_length tokens long: weights, KV cache and speed on each mesh too.

@@ -115,7 +115,15 @@ def _run(best: Setting) -> str:
     seconds = [each * steps for each in (best.time.overlapped, best.time.serial)]
     of_devices, unit = in_unit([devices * each for each in seconds], UNITS[:-1])
     taken = " ".join(in_unit(seconds, UNITS))
-    return f"All {steps:,} steps take {taken}: {of_devices} {best.target.hardware.name} {unit} in all."
+    tokens = steps * best.config.data.global_batch_size * best.config.data.sequence_length
+    hours = f"{of_devices} {best.target.hardware.name} {unit} in all"
+    return f"All {steps:,} steps, {tokens:,} tokens, take {taken}, modelled: {hours}."
+
+
+def device_hours(best: Setting) -> tuple[float, float]:
+    """Returns the range of the hours of all devices that all steps of a run take."""
+    steps = best.config.train.steps * best.target.devices / 3600
+    return best.time.overlapped * steps, best.time.serial * steps
 
 
 def in_unit(seconds: Sequence[float], units: Sequence[tuple[str, float]]) -> tuple[str, str]:

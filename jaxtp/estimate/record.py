@@ -8,11 +8,12 @@ from typing import Any
 import jax
 
 import jaxtp
-from jaxtp.config import to_yaml
+from jaxtp.config import changed, to_yaml
 from jaxtp.estimate.alternatives import Alternative
 from jaxtp.estimate.config import EstimateConfig
+from jaxtp.estimate.reasons import device_hours
 from jaxtp.estimate.report import MODELLED, PROVENANCE_OF_MEMORY, provenance_of_moves
-from jaxtp.estimate.search import Model, Search, Setting, Target
+from jaxtp.estimate.search import Model, Search, Setting, Target, spans_hosts
 from jaxtp.hardware import GB
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import Memory
@@ -37,6 +38,8 @@ def record(
         "parameters": model.parameters,
         "flops_per_token": model.flops_per_token,
         "tokens": config.data.global_batch_size * config.data.sequence_length,
+        "steps": config.train.steps,
+        "device_hours": list(device_hours(found.settings[0])),
         "words": list(words),
         "provenance": {
             "bytes_per_device": {
@@ -108,6 +111,12 @@ def is_written(text: str) -> bool:
     return any(line.startswith(_WRITTEN) for line in text.splitlines()[:4])
 
 
+def _across_hosts(best: Setting) -> TrainConfig:
+    """Returns the configuration of a setting, which says so where its tp groups span several hosts."""
+    spans = spans_hosts(best.sizes, best.target.hardware.domain)
+    return changed(best.config, {"mesh.tp_across_hosts": True}) if spans else best.config
+
+
 def as_configuration(best: Setting, file: Path, asked: EstimateConfig) -> str:
     """Returns a setting as YAML that `train` takes, and that begins with the command and with what it came from.
 
@@ -126,5 +135,5 @@ def as_configuration(best: Setting, file: Path, asked: EstimateConfig) -> str:
         f"{_RANDOM if random else ''}"
         f"{_WRITTEN} {asked.hardware}: {memory}, of\n"
         f"# {best.target.room / GB:,.1f} for JAX, and {slow:,.0f} to {fast:,.0f} tokens/s, modelled.\n\n"
-        f"{to_yaml(best.config)}"
+        f"{to_yaml(_across_hosts(best))}"
     )

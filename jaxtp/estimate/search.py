@@ -212,13 +212,26 @@ def search(
     return Search(_simplest_first(best), tuple(itertools.chain(*of_mesh)), refused, as_configured)
 
 
-def meshes_to_try(config: TrainConfig, devices: int) -> list[dict[str, int]]:
+def meshes_to_try(config: TrainConfig, devices: int, domain: int | None = None) -> list[dict[str, int]]:
     """Returns the meshes of so many devices that may be good for a run.
 
     Over cp sequences are divided into parts that are long enough: a short sequence is cheaper where it is whole.
+
+    Args:
+      config: the run.
+      devices: number of devices.
+      domain: number of devices that fast links join; a group along tp lies in one, where the run does not allow more.
     """
     longest = max(1, config.data.sequence_length // LEAST_PART)
-    return [sizes for sizes in fitting_meshes(devices) if sizes[CP] <= longest or sizes[CP] == config.mesh.cp]
+    meshes = [sizes for sizes in fitting_meshes(devices) if sizes[CP] <= longest or sizes[CP] == config.mesh.cp]
+    if config.mesh.tp_across_hosts or domain is None:
+        return meshes
+    return [sizes for sizes in meshes if not spans_hosts(sizes, domain)]
+
+
+def spans_hosts(sizes: Mapping[str, int], domain: int) -> bool:
+    """Returns whether a group along tp has devices of several domains."""
+    return math.prod(sizes.values()) > domain and domain % sizes[TP] != 0
 
 
 def runnable(

@@ -8,12 +8,14 @@ from flax import nnx
 
 from jaxtp.communication import ALL_REDUCE
 from jaxtp.parallel.layouts import Replicate
+from jaxtp.parallel.plan import spelled
 from jaxtp.parallel.styles import Colwise, PrepareInput, PrepareOutput, Rowwise, SequenceParallel, Style
 from jaxtp.propose.dataflow import walk
 from jaxtp.propose.flows import Call, Record
 from jaxtp.propose.marking import trace
 from jaxtp.propose.pairing import Group
 from jaxtp.propose.ports import ports_of
+from jaxtp.propose.sharing import preparation
 from jaxtp.propose.subject import Subject
 
 
@@ -78,21 +80,34 @@ def _reduced_apart(record: Record, styles: Mapping[str, Style], group: Group) ->
         if len(calls) > 1 and not _is_shared(first, styles):
             sent = (len(calls) - 1) * group.sent(first, 0, ALL_REDUCE)
             yield (
-                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; PrepareInput(Replicate(), "
-                f"Replicate()) for {_where(first)} reduces it once: {sent:,.0f} bytes less sent by each device"
+                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; {_remedy(first)} reduces "
+                f"it once: {sent:,.0f} bytes less sent by each device"
             )
 
 
 def _is_shared(call: Call, styles: Mapping[str, Style]) -> bool:
     makers = (styles.get(path) for path in call.given.left)
-    takers = (styles.get(path) for path, _ in call.given.entered)
-    return any(isinstance(style, PrepareInput) for style in takers) or any(
+    takers = ((styles.get(path), argument) for path, argument in call.given.entered)
+    return any(isinstance(style, PrepareInput) and _prepares(style, argument) for style, argument in takers) or any(
         isinstance(style, PrepareOutput)
         or (isinstance(style, SequenceParallel) and style.output_layouts == Replicate())
         for style in makers
     )
 
 
-def _where(call: Call) -> str:
-    outside = [path for path, _ in call.given.entered if path and path != call.path]
-    return repr(outside[-1]) if outside else "a module around them"
+def _prepares(style: PrepareInput, argument: str) -> bool:
+    """Returns whether a style makes an argument, by its place or its name, `Replicate()`."""
+    if not argument.isdigit():
+        return (style.desired_input_kwarg_layouts or {}).get(argument) == Replicate()
+    layouts = style.desired_input_layouts
+    given = layouts if isinstance(layouts, tuple) else (layouts,)
+    return given[int(argument) : int(argument) + 1] == (Replicate(),)
+
+
+def _remedy(call: Call) -> str:
+    """Returns the style that shares what a layer reads, and the module whose argument that is."""
+    outside = [(path, argument) for path, argument in call.given.entered if path and path != call.path]
+    if not outside:
+        return "PrepareInput(Replicate(), Replicate()) for a module around them"
+    path, argument = outside[-1]
+    return f"{spelled(preparation({argument}))} for {path!r}"

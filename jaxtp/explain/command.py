@@ -88,7 +88,8 @@ def run(command: Explain) -> None:
         raise
     except (TypeError, ValueError) as error:
         shapes = ", ".join(command.input) or "none"
-        raise ConfigError(f"{command.model} does not run on these inputs ({shapes}): {error}") from None
+        hint = "; ids have a dtype, as in --input 16x128:int32" if "integer" in str(error) else ""
+        raise ConfigError(f"{command.model} does not run on these inputs ({shapes}): {error}{hint}") from None
     print(found)
     if command.model.endswith((".yaml", ".yml")) and not command.input:
         print("\nnote: the whole batch at once, without remat; jaxtp estimate has what a step of the run moves")

@@ -112,6 +112,13 @@ class Explanation:
         along = ({one: n for one, n in found.items() if axis in one.axes} for found in (self.traffic, self.added))
         return sum(map(total_sent, along))
 
+    def sent_by_axes(self) -> dict[tuple[str, ...], float]:
+        """Returns the bytes that a device sends, forward and backward, over each group of axes."""
+        each: dict[tuple[str, ...], float] = {(axis,): 0.0 for axis in AXES if self.sizes[axis] > 1}
+        for one, count in (*self.traffic.items(), *self.added.items()):
+            each[one.axes] = each.get(one.axes, 0.0) + total_sent({one: count})
+        return {axes: sent for axes, sent in each.items() if sent}
+
     def record(self) -> dict[str, Any]:
         """Returns all of it as JSON can hold it; sizes in bytes."""
         modules = [
@@ -148,7 +155,7 @@ class Explanation:
         return {
             "mesh": self.sizes,
             "parameter_bytes_per_device": self.bytes_per_device,
-            "bytes_sent": {axis: self.sent(axis) for axis in AXES if self.sizes[axis] > 1} if self.traffic else {},
+            "bytes_sent": {"+".join(axes): sent for axes, sent in self.sent_by_axes().items()},
             "modules": modules,
             "collectives": moves,
             "notes": list(self.notes),
@@ -262,7 +269,7 @@ def _sections(found: Explanation) -> Iterator[str]:
     yield columns(("module", "of", "style", "parameter", "shape", "split", "bytes on a device"), rows)
     if found.traffic or found.added:
         yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), list(_move_cells(found)))
-        totals = ", ".join(f"{found.sent(axis):,.0f} over {axis}" for axis in AXES if found.sizes[axis] > 1)
+        totals = ", ".join(f"{sent:,.0f} over {'+'.join(axes)}" for axes, sent in found.sent_by_axes().items())
         yield f"a device sends, forward and backward, in bytes: {totals}"
     yield from (f"note: {note}" for note in found.notes)
 

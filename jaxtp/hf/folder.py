@@ -42,6 +42,9 @@ class Folder:
     """By name."""
 
 
+_DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
+
+
 def open_folder(path: Path) -> Folder:
     """Reads config.json and the headers of all weights.
 
@@ -62,7 +65,9 @@ def read_attributes(path: Path) -> dict[str, Any]:
       HFError: there is none, or it is damaged.
     """
     if not path.is_dir():
-        raise HFError(f"{path}: {'not a folder' if path.exists() else 'no such folder'}{nearest_file(path)}")
+        raise HFError(
+            f"{path}: {'not a folder' if path.exists() else 'no such folder'}{nearest_file(path) or _DOWNLOAD}"
+        )
     if not os.path.lexists(path / CONFIG):
         raise HFError(f"{path}: no {CONFIG}; a folder in Hugging Face format has one, with model_type in it")
     return read_json(path, CONFIG)

@@ -86,6 +86,8 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
     if mesh is None:
         concrete = jax.sharding.get_mesh()
         mesh = jax.sharding.get_abstract_mesh() if concrete.empty else concrete
+    if not isinstance(mesh, Mesh | AbstractMesh):
+        raise MeshError(f"parallelize takes a mesh, as jaxtp.make_mesh(fsdp=2, tp=4) makes, not {mesh!r}")
     if mesh.empty:
         raise MeshError("parallelize needs a mesh: call it under jax.set_mesh(jaxtp.make_mesh(...)), or give mesh=")
     if missing := [axis for axis in AXES if axis not in mesh.axis_names]:

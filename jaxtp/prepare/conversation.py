@@ -161,5 +161,7 @@ def _checked(messages: Any) -> list[Message]:
             raise ChatError(f"message {number} is not an object with role and content, but {shown(message)}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                raise ChatError(f"message {number}: {key!r} is not a string, but {shown(message.get(key))}")
+                there = f"; there are {', '.join(map(repr, message))}" if key not in message else ""
+                said = "missing" if key not in message else f"not a string, but {shown(message.get(key))}"
+                raise ChatError(f"message {number}: {key!r} is {said}{shown(there)}")
     return messages

@@ -207,7 +207,7 @@ class _Work:
         skip = "the same command with --on-error skip leaves out what cannot be read"
         source, item = self._state.position
         if item and self._sources[source].format != TEXT:  # its beginning is done, and must stay as it is
-            return f"{done:,} documents before it are done. {skip}, and goes on; a mended file needs --overwrite"
+            return f"{done:,} documents before it are done; {skip}, and goes on; a mended file needs --overwrite"
         return f"{done:,} documents before it are done. When it is mended the same command goes on; {skip}"
 
     def _describe_position(self) -> str:

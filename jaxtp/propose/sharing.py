@@ -30,7 +30,7 @@ def share_inputs(draft: Draft, *, share: bool = True) -> None:
                 arguments.setdefault(path, set()).add(argument)
                 draft.shared.setdefault(path, []).extend(call.path for call in readers)
     for path, names in arguments.items():
-        draft.styles[path] = _prepare(names)
+        draft.styles[path] = preparation(names)
 
 
 def _readers(draft: Draft) -> list[list[Call]]:
@@ -83,7 +83,8 @@ def _entries(call: Call, arguments: dict[str, set[str]]) -> list[tuple[str, str]
     ]
 
 
-def _prepare(names: set[str]) -> Style:
+def preparation(names: set[str]) -> Style:
+    """Returns the style that makes arguments of a module `Replicate()`, by their places or names; or its result."""
     if names == {RESULT}:
         return PrepareOutput(Replicate(), Replicate())
     places = [int(name) for name in names if name.isdigit()]

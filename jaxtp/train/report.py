@@ -106,6 +106,8 @@ def _describe_rows(data: Data) -> str:
     parts += [
         f"{count:,} longer documents {done}" for count, done in zip(long, ("split", "left out"), strict=True) if count
     ]
+    if long[0] and data.corpus.loss_tokens is not None:
+        parts.append("whose later parts have no prompt before them (data.long_documents=drop leaves them out)")
     return ", ".join(parts)
 
 

@@ -57,13 +57,14 @@ def test_shipped_configurations_are_answered(config, tmp_path, capsys):
     assert record["configured"]["fits"]
     assert record["provenance"]["bytes_per_device"]["parameters"] == "exact"
     assert re.search(r"is\s+the\s+(fastest\s+that\s+surely\s+fits|simplest\s+of\s+the\s+fastest)", out)
-    assert re.search(r"All 100,000 steps take .* (hours|days): .* h100 hours in all", out)
+    assert re.search(r"All 100,000 steps, [\d,]+ tokens, take .* (hours|days), modelled: .* h100\s+hours in\s+all", out)
     assert "exact" in out
     assert "modelled" in out
 
 
 NINE_TENTHS = "h100x8 --memory-fraction 0.9"
 RECIPES = {
+    "chat_llama31_8b": "h100x8",
     "chat_qwen3_8b": "h100x8",
     "finetune_llama31_8b": "h100x8",
     "finetune_qwen3_8b": "h100x8",

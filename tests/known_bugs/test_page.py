@@ -9,7 +9,10 @@ import pytest
 
 FOLDER = Path(__file__).parent
 LINK = re.compile(r"https://github\.com/([\w.-]+)/([\w.-]+)/(?:issues|pull)/(\d+)")
-ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| `(test_\w+\.py)::(test_\w+)` \|$")
+ROW = re.compile(r"^\| ([^|]+) \| ([^|]+) \| ([^|]+) \| `(test_\w+)` \|$")
+SECTION = re.compile(
+    r"^In \[(test_\w+\.py)\]\(\1\)\.\n\n\| where .*\n\|---\|---\|---\|---\|\n((?:\|.*\n)+)", re.MULTILINE
+)
 
 
 @cache
@@ -27,10 +30,14 @@ def docstrings():
 @cache
 def rows():
     """Cells of each row, by the same; a line of the table that is no row stops the test."""
-    lines = [line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith("|")]
-    matches = [ROW.fullmatch(line) for line in lines[2:]]
-    assert all(matches), [line for line, match in zip(lines[2:], matches, strict=True) if not match]
-    return {match.group(4, 5): match.group(1, 2, 3) for match in matches}, len(matches)
+    text = (FOLDER / "README.md").read_text()
+    found = [(file, line) for file, table in SECTION.findall(text) for line in table.splitlines()]
+    assert len(found) == len(re.findall(r"^\|", text, re.MULTILINE)) - 2 * len(SECTION.findall(text))
+    matches = [(file, ROW.fullmatch(line)) for file, line in found]
+    assert all(match for _, match in matches), [
+        line for (_, line), (_, match) in zip(found, matches, strict=True) if not match
+    ]
+    return {(file, match[4]): match.group(1, 2, 3) for file, match in matches}, len(matches)
 
 
 def test_every_test_has_a_row_and_every_row_a_test():
