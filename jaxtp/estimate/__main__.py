@@ -143,10 +143,8 @@ def _write(asked: EstimateConfig, file: Path, best: Setting | None) -> None:
         return
     with writing("--write", file):
         file.write_text(as_configuration(best, file, asked))
-    model, data = asked.model, asked.data
-    flags = ["--model.from-hf DIR"] if model.lora.rank and model.from_hf is None else []
-    flags += ["--data.path DATASET"] if data.path is None and not data.mixture else []
-    print(f"\n{file}: for jaxtp train --config {file} {' '.join(flags)}".rstrip())
+    needed = " --model.from-hf DIR" if asked.model.lora.rank and asked.model.from_hf is None else ""
+    print(f"\n{file}: for jaxtp train --config {file}{needed}")
 
 
 def _tell(asked: EstimateConfig, config: TrainConfig, where: Target, model: Model, found: Search) -> dict[str, Any]:

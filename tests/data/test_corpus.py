@@ -63,7 +63,7 @@ def test_own_text_holds_out_its_last_twentieth(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("none.txt", "No such file"), ("empty.txt", "0 bytes"), ("pipe", "not a regular file")],
+    [("none.txt", "there is no such file or dataset"), ("empty.txt", "0 bytes"), ("pipe", "not a regular file")],
 )
 def test_unusable_text(tmp_path, name, message):
     (tmp_path / "empty.txt").touch()

@@ -12,11 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jaxtp
-from jaxtp.config import ConfigError, from_yaml, load, to_yaml
+from jaxtp.config import ConfigError, from_yaml, to_yaml
 from jaxtp.layers.branch import Small
 from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope, rope_frequencies, rope_problems
 from jaxtp.mesh import sized
 from jaxtp.models.config import violations
+from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import TrainConfig
 
 SHORT, LONG = (1.0, 1.1, 1.3, 1.6), (1.2, 2.5, 9.0, 31.0)
@@ -105,7 +106,7 @@ def test_yaml_and_flags_take_lists(tmp_path):
     path.write_text(to_yaml(scaled))
     assert from_yaml(TrainConfig, path).model == scaled.model
     flags = ["--config", str(path), "--model.rope-scaling.long-factor", "2", "3.5", "4", "5e1"]
-    config, _ = load(TrainConfig, flags, prog="train", description="")
+    config, _ = TRAIN.load(flags)
     assert config.model.rope_scaling == dataclasses.replace(LONGROPE, long_factor=(2.0, 3.5, 4.0, 50.0))
     assert len({config.model, scaled.model, dataclasses.replace(scaled.model)}) == 2, "settings can be hashed"
     for wrong in ("abc", "[1, 2, x]", "[1, .nan]", "[1, -2]", "[[1]]"):

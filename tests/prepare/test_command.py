@@ -205,7 +205,7 @@ def test_stopped_by_a_bad_file_it_goes_on_where_it_is_mended(tmp_path, capsys, m
     (folder / "40.txt").write_text("mended")
     (folder / "60.txt").write_text("added")
     resumed = prepared(tmp_path / "d", folder, "--dedup")
-    assert "going on after 39 of 61 inputs, item 1 of the next" in capsys.readouterr().out
+    assert "going on after 40 of 61 inputs" in capsys.readouterr().out
     prepared(tmp_path / "e", folder, "--dedup")
     assert contents(resumed.folder) == contents(tmp_path / "e")
 

@@ -99,7 +99,7 @@ def test_instruction_data(tmp_path, texts, command, capsys):
 
 REFUSED = {
     "small vocabulary": (["--model.vocab-size", "200"], "model.vocab_size=200 has fewer"),
-    "no such folder": (["--data.path", "nowhere"], "nowhere: No such file"),
+    "no such folder": (["--data.path", "nowhere"], "data.path=nowhere: there is no such file or dataset"),
     "long documents": (
         ["--data.sequence-length", "8", "--data.long-documents", "stop"],
         "tokens are more than data.sequence_length=8",
@@ -156,4 +156,4 @@ def test_data_may_move(tmp_path, dataset, command):
 
 def test_files_that_must_be_prepared_first(tmp_path, texts, command, capsys):
     assert train([*command, "--data.path", str(texts / "pairs.jsonl"), *mesh(1, 1, 2)]) == 2
-    assert "is not plain text: jaxtp prepare" in capsys.readouterr().err
+    assert "is not plain text: make a dataset of it by jaxtp prepare" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from runs import SMOL_LM, TEXT, records, smol_lm
 
 from jaxtp.checkpoint import stored
-from jaxtp.config import ConfigError, from_yaml, load, to_plain
+from jaxtp.config import ConfigError, from_yaml, to_plain
 from jaxtp.convert.__main__ import main as convert
 from jaxtp.data.manifest import TokenizerInfo
 from jaxtp.hf.attributes import stored_dtype
@@ -20,6 +20,7 @@ from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import sized
 from jaxtp.models.config import ModelConfig
 from jaxtp.train import defaults, initialisation
+from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig, violations_on
 from jaxtp.train.defaults import fit
@@ -43,7 +44,7 @@ def ask(tmp_path, model):
             begun = ModelConfig(from_hf=model) if begins else ModelConfig()
             return fit(TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), {"run.dir"}, place)
         argv = ["--run.dir", str(tmp_path / "run"), *begins, *flags]
-        return load(TrainConfig, argv, prog="x", description="", fit=partial(fit, place=place))
+        return TRAIN.load(argv, partial(fit, place=place))
 
     return resolved
 
@@ -112,7 +113,7 @@ def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, 
     file = Path(__file__).parents[2] / f"configs/{recipe}.yaml"
     alone = from_yaml(TrainConfig, file)
     flags = ["--config", str(file), "--model.from-hf", str(tmp_path)]
-    config, notes = load(TrainConfig, flags, prog="", description="", fit=partial(fit, place=GPUS))
+    config, notes = TRAIN.load(flags, partial(fit, place=GPUS))
     assert notes == []
     assert config == dataclasses.replace(alone, model=dataclasses.replace(alone.model, from_hf=tmp_path))
 

@@ -14,10 +14,11 @@ import jaxtp
 from jaxtp.check import parity
 from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.config import ConfigError, load
+from jaxtp.config import ConfigError
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import sized
 from jaxtp.train import optimizer as optimizers
+from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig, violations_on
 from jaxtp.train.setup import plan
 from jaxtp.train.state import parameters, plan_state
@@ -189,7 +190,7 @@ def test_a_moment_without_gradient_shrinks(beta):
 
 def test_an_epsilon_that_is_zero_in_float32_is_refused():
     with pytest.raises(ConfigError, match=r"optimizer\.eps"):
-        load(TrainConfig, ["--optimizer.eps", "1e-46"], prog="train", description="")
+        TRAIN.load(["--optimizer.eps", "1e-46"])
 
 
 def test_adafactor_keeps_its_moments_in_float32():
