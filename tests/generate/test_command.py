@@ -158,12 +158,14 @@ class Writes(io.RawIOBase):
 
 @pytest.mark.parametrize("form", [[], ["--json", "-"]])
 def test_texts_are_written_whole_in_the_order_of_their_prompts(form, places, tmp_path, monkeypatch, capsys):
-    """However long they are; meanwhile standard error says how far it is."""
-    prompts = ["line 1" * count for count in (1, 3000, 2)]
+    """However much longer than what is buffered; meanwhile standard error says how far it is."""
+    prompts = ["line 1" * count for count in (1, 50, 2)]
     (tmp_path / "p.txt").write_text("\n".join(prompts))
     monkeypatch.setattr("jaxtp.generate.command.PROGRESS_SECONDS", 0.0)
     writes = Writes()
-    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BufferedWriter(writes)))
+    stdout = io.TextIOWrapper(io.BufferedWriter(writes, 64))
+    stdout._CHUNK_SIZE = 64
+    monkeypatch.setattr(sys, "stdout", stdout)
     flags = ["--model", places / "bytes", "--prompt-file", tmp_path / "p.txt", "--max-tokens", 2, *form]
     assert main([str(flag) for flag in flags]) == 0
     assert [prompt in part.decode() for prompt, part in zip(prompts, writes.parts, strict=True)] == [True] * 3
