@@ -121,6 +121,11 @@ def test_the_step_is_the_textbook_update(one_device):
         total, count = nnx.merge(graph, nnx.from_flat_state(flat)).loss(inputs, labels)
         return total / count
 
+    @jax.jit
+    def updated(grads, moments, params):
+        changes, moments = update.update(grads, moments, params)
+        return optax.apply_updates(params, changes), moments
+
     value_and_grad = jax.jit(jax.value_and_grad(loss))
     moments = update.init(params)
     for i in range(STEPS):
@@ -128,8 +133,7 @@ def test_the_step_is_the_textbook_update(one_device):
         labels = tokens[:, 1:].at[0, :2].set(-100)
         value, grads = value_and_grad(params, tokens[:, :-1], labels)
         np.testing.assert_allclose([value, optax.tree.norm(grads)], scalars[i, :2], rtol=1e-5)
-        changes, moments = update.update(grads, moments, params)
-        params = optax.apply_updates(params, changes)
+        params, moments = updated(grads, moments, params)
     assert_close({name: state[name] for name in params}, params)
 
 
