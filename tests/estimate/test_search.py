@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import cache
 
 import pytest
 from support import sweep
@@ -48,6 +49,7 @@ CONFIG = TrainConfig(model=MODEL, data=DataConfig(sequence_length=2048, global_b
 MODEL_FACTS = describe_model(CONFIG)
 
 
+@cache
 def found(room=1e12, devices=8, config=CONFIG, **options):
     return search(config, Target(H100, devices, room), MODEL_FACTS, meshes_to_try(config, devices), **options)
 
