@@ -1,5 +1,6 @@
 """Sixteen virtual CPU devices, on a machine with GPUs too, and a compilation cache that survives the run."""
 
+import gc
 import logging
 import os
 import signal
@@ -36,9 +37,9 @@ for number, action in defaults.items():
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, action)
 
-# An example may take longer on a machine that has other things to do.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# An example may take longer on a machine that has other things to do. They are others in each run of the suite.
+hypothesis.settings.register_profile("suite", deadline=None, max_examples=30)
+hypothesis.settings.load_profile("suite")
 
 TIERS = {"wide", "journey", "slow"}
 
@@ -47,6 +48,14 @@ def pytest_collection_modifyitems(items):
     """A test is in one tier, so that nothing runs twice and nothing is left out."""
     for item in items:
         assert len(TIERS.intersection(mark.name for mark in item.iter_markers())) <= 1, f"{item.nodeid}: several tiers"
+
+
+def pytest_collection_finish():
+    """What is imported by now stays, and traces make a million objects that do: looking through them again and again
+    for cycles took a tenth of the time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(200_000, 50, 100)
 
 
 @pytest.fixture(autouse=True)

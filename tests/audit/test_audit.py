@@ -29,13 +29,18 @@ QUICK = {"xla_backend_optimization_level": 0}
 
 
 @cache
-def audit_step(model, mesh, budget=True):
+def audit_step(model, mesh):
     mesh = jaxtp.make_mesh(*mesh)
     plan = plan_state(model, optimizers.build(OptimizerConfig(), 10), mesh)
     step = make_train_step(TrainConfig(), plan)
     batch = abstract_batch(mesh, B, T)
-    allowed = step_costs(model, mesh_sizes(mesh), batch_size=B, sequence_length=T).budget if budget else None
-    return audit(step, plan.sharded, batch, mesh=mesh, budget=allowed, compiler_options=QUICK)
+    budget = step_costs(model, mesh_sizes(mesh), batch_size=B, sequence_length=T).budget
+    return audit(step, plan.sharded, batch, mesh=mesh, budget=budget, compiler_options=QUICK)
+
+
+def audited():
+    """One step, for many tests."""
+    return audit_step(dataclasses.replace(VARIANTS["large vocabulary"], sequence_parallel=True), (1, 2, 4))
 
 
 VARIANTS = {
@@ -69,14 +74,14 @@ def test_the_compiler_adds_nothing_but_scalars(name, mesh, sequence_parallel):
 
 
 def test_the_text_says_what_the_jaxpr_says():
-    found = audit_step(dataclasses.replace(VARIANTS["large vocabulary"], sequence_parallel=True), (1, 2, 4))
+    found = audited()
     written, realised = bytes_by_place(found.written), bytes_by_place(found.realised - found.added)
     assert realised == pytest.approx(written)
     assert {"all-to-all", "all-gather", "reduce-scatter", "all-reduce"} <= {c.kind for c in found.realised}
 
 
 def test_the_tables_name_everything():
-    found = audit_step(MODEL, (1, 2, 4))
+    found = audited()
     text = str(found)
     assert all(holding.name in text for holding in found.holdings)
     kernel = next(h for h in found.holdings if h.name == "model.blocks.mlp.down.kernel")
@@ -178,13 +183,13 @@ def test_a_gather_in_a_loop_that_data_end_is_reported_until_it_is_allowed():
 
 
 def test_over_budget():
-    found = dataclasses.replace(audit_step(MODEL, (1, 1, 8)), budget={})
+    found = dataclasses.replace(audited(), budget={})
     problems = found.problems()
     assert any("mlp/row_parallel_linear sends" in p and "over tp; its budget is 0" in p for p in problems)
 
 
 def test_without_a_budget_what_is_written_was_asked_for():
-    assert audit_step(MODEL, (1, 2, 4), budget=False).problems() == []
+    assert dataclasses.replace(audited(), budget=None).problems() == []
 
 
 def test_any_pytree_of_arrays_is_a_state():

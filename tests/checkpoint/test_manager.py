@@ -151,9 +151,9 @@ def test_another_models_checkpoint_is_refused(written):
 @pytest.mark.parametrize(
     ("settings", "kept", "then"),
     [
-        ({"keep": 2}, [5, 6], [6, 7]),
-        ({"keep": 1, "keep_every": 3}, [3, 6], [3, 6, 7]),
-        ({"keep": 1, "keep_best": True}, [2, 6], [2, 7]),
+        pytest.param({"keep": 2}, [5, 6], [6, 7], marks=pytest.mark.wide),
+        pytest.param({"keep": 1, "keep_every": 3}, [3, 6], [3, 6, 7], marks=pytest.mark.wide),
+        pytest.param({"keep": 1, "keep_best": True}, [2, 6], [2, 7], marks=pytest.mark.wide),
         ({"keep": 1, "keep_every": 4, "keep_best": True}, [2, 4, 6], [2, 4, 7]),
     ],
 )

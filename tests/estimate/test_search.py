@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from functools import cache
 
 import pytest
 from support import sweep
@@ -52,6 +53,11 @@ def found(room=1e12, devices=8, config=CONFIG, **options):
     return search(config, Target(H100, devices, room), MODEL_FACTS, meshes_to_try(config, devices), **options)
 
 
+@cache
+def of_eight():
+    return found()
+
+
 def test_every_mesh_of_the_devices():
     meshes = fitting_meshes(12)
     assert len({tuple(mesh.values()) for mesh in meshes}) == len(meshes) == 40
@@ -70,7 +76,7 @@ def test_of_a_batch_with_many_divisors_some_are_tried_and_that_is_said():
     assert len(result.all) == MAX_ACCUMULATIONS * len(REMATS)
     said = "micro-batches: 16 of the 35 numbers that divide 250,000 rows were tried"
     assert said in " ".join(ranking(result).split())
-    assert "were tried" not in ranking(found())
+    assert "were tried" not in ranking(of_eight())
 
 
 def test_no_setting_takes_less_than_the_leanest():
@@ -95,7 +101,7 @@ def test_what_is_assumed_is_said(tmp_path):
 
 
 def test_those_that_fit_come_first_and_the_fastest_of_them():
-    loose = found()
+    loose = of_eight()
     sizes = sorted(setting.memory.total for setting in loose.all)
     tight = found(room=sizes[len(sizes) // 2])
     flags = [setting.fits for setting in tight.settings]
@@ -146,7 +152,7 @@ def test_room_is_what_jax_takes_or_what_others_leave():
 
 
 def test_the_best_is_explained():
-    result = found()
+    result = of_eight()
     best = result.settings[0]
     words = why(result, result.settings[-1], faster(result, MODEL_FACTS))
     assert words[0].startswith(f"{best} with remat {best.config.model.remat} and micro-batches of {best.rows} is")
@@ -160,7 +166,7 @@ def test_the_best_is_explained():
 
 def test_another_kernel_of_attention_is_searched_with_all_meshes():
     """With less to hold, another mesh or remat may be the best."""
-    least = min(setting.memory.total for setting in found().all)
+    least = min(setting.memory.total for setting in of_eight().all)
     result = found(room=least * 1.7)
     words = why(result, None, faster(result, MODEL_FACTS))
     (sentence,) = (s for s in words if s.startswith("With --model.attention auto, which never"))
@@ -196,7 +202,7 @@ def test_changes_are_searched_together():
 
 def test_what_adds_nothing_is_not_told_of():
     """With room for everything, more of the memory for JAX makes nothing faster, alone or with others."""
-    assert not any("MEM_FRACTION" in other.change for other in faster(found(), MODEL_FACTS))
+    assert not any("MEM_FRACTION" in other.change for other in faster(of_eight(), MODEL_FACTS))
 
 
 def room_for(config, devices=8):
@@ -301,7 +307,7 @@ def test_times_are_in_the_unit_that_a_person_would_use(seconds, said):
 
 
 def test_where_nothing_fits_it_says_what_would():
-    least = min(setting.memory.total for setting in found().all)
+    least = min(setting.memory.total for setting in of_eight().all)
     tight = found(room=least * 0.7)
     assert not tight.fitting
     words = what_would_fit(tight, remedies(tight, MODEL_FACTS))
@@ -325,7 +331,7 @@ def test_what_would_fit_says_what_it_leaves_out():
 
 
 def test_of_what_is_as_fast_the_simplest_is_the_best():
-    result = found()
+    result = of_eight()
     fastest = min(result.fitting, key=lambda setting: setting.time.expected)
     as_fast = [s for s in result.fitting if s.has_margin and s.time.expected <= NEAR * fastest.time.expected]
     best = result.settings[0]
@@ -335,7 +341,7 @@ def test_of_what_is_as_fast_the_simplest_is_the_best():
 
 
 def test_what_is_faster_but_less_sure_is_not_called_as_fast():
-    result = found()
+    result = of_eight()
     best = result.settings[0]
     time = dataclasses.replace(best.time, products=0.0, attention=0.0)
     quicker = dataclasses.replace(result.settings[1], time=time)
@@ -353,7 +359,7 @@ def test_more_memory_for_jax_is_told_where_it_helps():
 
 @pytest.mark.wide
 def test_what_would_fit_by_training_less_or_in_fewer_bits():
-    least = min(setting.memory.total for setting in found().all)
+    least = min(setting.memory.total for setting in of_eight().all)
     tight = found(room=least * 0.8)
     changes = {other.change: other.setting for other in remedies(tight, MODEL_FACTS)}
     adapters = changes["--model.lora.rank 16 --model.precision.param bfloat16"]

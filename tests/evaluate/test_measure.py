@@ -24,7 +24,7 @@ CASES = [
     for mesh in MESHES
     for packing in ("documents", "none")
 ]
-FIRST = [("llama_gqa", MESHES[1], "documents"), ("gemma2", MESHES[3], "documents"), ("mixtral", MESHES[2], "none")]
+FIRST = [("llama_gqa", MESHES[1], "documents"), ("mixtral", MESHES[2], "none")]
 
 
 class Rows:
@@ -68,7 +68,6 @@ def test_the_numbers_do_not_hang_on_batch_packing_or_mesh():
     for mesh, batch_size, packing in [
         (MESHES[0], 1, "none"),
         (MESHES[0], 5, "documents"),
-        (MESHES[2], 1, "documents"),
         (MESHES[3], 3, "documents"),
     ]:
         inputs = [Rows(ids, "a"), Rows(ids[:, :7], "b"), Rows(ids[:1, :1], "b")]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from structures import examples, is_one_clear_message
-from support import sweep
+from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -84,8 +84,9 @@ def assert_same(one, other):
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-@pytest.mark.parametrize("name", EXPERTS)
-@pytest.mark.parametrize("mesh", sweep(MESHES, MESHES[1], MESHES[2]), ids=str)
+@pytest.mark.parametrize(
+    ("name", "mesh"), sweep_of([EXPERTS, MESHES], ("mixtral", MESHES[1]), ("qwen3_moe_dense", MESHES[2])), ids=str
+)
 def test_stacked_out_and_in(name, mesh, tmp_path):
     read = []
     model = load_on(FOLDER / name, **mesh)

@@ -26,14 +26,8 @@ TP = [((1, 1, 2), True), *(((1, 1, tp), split) for tp in (4, 8) for split in (Tr
 EACH = (ONE, TP[0], TP[1], TP[4])  # tp 1, 2, 4 and 8
 CASES = [(name, *case) for name in COPIED for case in EACH] + [(name, *case) for name in MADE for case in MIXED]
 CASES += [(name, *case) for name in [*TRAINED, *EXPERTS] for case in (ONE, *TP[:3])]
-FIRST = [
-    ("llama_tied_bias", *ONE),
-    ("qwen3", (1, 1, 8), False),
-    ("mistral", (1, 2, 2), True),
-    ("gemma2", (1, 1, 4), True),
-    ("mixtral", (1, 2, 2), True),
-    ("qwen3_moe_dense", (1, 1, 4), True),
-]
+FIRST = [("qwen3", (1, 1, 8), False), ("gemma2", (1, 1, 4), True), ("mixtral", (1, 2, 2), True)]
+"""Norms of heads, windows with soft caps, experts; biases and tied tables are beside plain mathematics in models."""
 
 
 def shifted(labels):
@@ -87,7 +81,7 @@ def read_attributes_of(name, file):
     return read_attributes(FOLDER / name) if file == "config.json" else jaxtp.hf.folder.read_json(FOLDER / name, file)
 
 
-@pytest.mark.parametrize("name", sweep(COPIED + MADE, COPIED[0], MADE[0]))
+@pytest.mark.parametrize("name", sweep(COPIED + MADE, MADE[0]))
 def test_greedy_tokens(name):
     reference, mesh = hf_reference.load(name), jaxtp.make_mesh(tp=4)
     prompt, expected = reference["gen_prompt"], reference["gen_tokens"][0]

@@ -88,11 +88,11 @@ def check_parts(mesh, order, parts):
     assert whole.sum() == LAYERS * CONFIG.experts_per_token * (segments != 0).sum()
 
 
-SOME = st.sampled_from([((1, 1, 1, 1), 4), ((1, 2, 2, 2), 2), ((1, 1, 1, 4), 4)])
+SOME = st.just(((1, 2, 2, 2), 2))
 ANY = st.tuples(st.sampled_from([mesh for mesh in MESHES if mesh[0] * mesh[1] <= 2]), st.sampled_from([1, 2, 4]))
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(SOME, st.permutations(range(B)))
 def test_batches_and_micro_batches_add_up(case, order):
     check_parts(case[0], order, case[1])

@@ -325,8 +325,9 @@ def test_documents_may_have_the_number_of_one_before_their_neighbour():
         jax.tree.map(np.testing.assert_array_equal, attend(*given, again), attend(*given, counted))
 
 
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (5, 3.0)])
-def test_second_derivatives(window, softcap):
+@pytest.mark.parametrize("case", sweep([(None, None), (4, None), (5, 3.0)], (5, 3.0)), ids=str)
+def test_second_derivatives(case):
+    window, softcap = case
     *given, dy = arrays(20, (2, 1), "float32")
 
     def second(kernel):

@@ -73,16 +73,14 @@ CONFIGS = {
         mlp_bias=True,
         qk_norm="projection",
         loss_chunk=3,
-        scan_layers=False,
         remat="save_reduced",
-        loop=TWICE,
     ),
     "blockwise": variant(num_kv_heads=2, attention="blockwise", attention_softcap=5.0, overlap="ring"),
     "adapters": variant(num_kv_heads=2, lora=LoraConfig(rank=3), dropout=0.1, loop=TWICE),
 }
 """Rows are packed: documents cross chunks, the last row is padding alone, and one from its middle on."""
 
-FIRST = [("windows", (1, 2, 2, 2), "gather"), ("windows", (1, 1, 2, 4), "ulysses")]
+FIRST = [("windows", (1, 2, 2, 2), "gather"), ("llama", (1, 1, 2, 2), "ulysses")]
 MESHES = [
     *((1, 1, 2, 1), (1, 1, 4, 1), (1, 1, 8, 1)),
     *((1, 1, 2, 2), (1, 1, 4, 2), (1, 1, 2, 4), (2, 1, 2, 1), (1, 2, 4, 1)),
@@ -97,6 +95,7 @@ TRIED += [
     )
 ]
 TRIED += [("long windows", (2, 1, 4, 1), "gather"), ("windows", (2, 2, 2, 2), "auto")]
+TRIED += [("windows", (1, 1, 2, 4), "ulysses")]
 
 
 def possible(name, mesh, method):
@@ -205,7 +204,7 @@ def packings(draw):
 
 
 @pytest.mark.parametrize("method", ["ulysses", "gather"])
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(packing=packings())
 def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):
     length, places, rows, segments = packing

@@ -1,6 +1,7 @@
 """Models whose blocks differ: first ones, a pattern that repeats, and a rest that it does not divide."""
 
 import dataclasses
+from functools import cache
 
 import jax
 import numpy as np
@@ -39,7 +40,9 @@ def build(config):
     return lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))
 
 
-WEIGHTS = random_weights(build(MODEL))
+@cache
+def weights():
+    return random_weights(build(MODEL))
 
 
 def loss_and_gradients(graph, state):
@@ -54,13 +57,13 @@ def named(state):
 @pytest.fixture(scope="module")
 def ours():
     """Loss and gradients by the model, without a mesh."""
-    loss, gradients = loss_and_gradients(*without_mesh(build(MODEL), WEIGHTS))
+    loss, gradients = loss_and_gradients(*without_mesh(build(MODEL), weights()))
     return loss, named(gradients)
 
 
 def test_it_equals_the_plain_mathematics(ours):
     plain = lambda w: reference.cross_entropy(reference.decoder_logits(w, MODEL, IDS, LAYERS), IDS)[0]
-    loss, gradients = jax.jit(jax.value_and_grad(plain))(WEIGHTS)
+    loss, gradients = jax.jit(jax.value_and_grad(plain))(weights())
     np.testing.assert_allclose(ours[0], loss, rtol=1e-6)
     assert_close(ours[1], gradients)
 
@@ -68,7 +71,7 @@ def test_it_equals_the_plain_mathematics(ours):
 @pytest.mark.wide
 def test_a_mesh_changes_nothing(ours):
     mesh = jaxtp.make_mesh(2, 2, 2)
-    graph, state = state_on_mesh(build(MODEL), WEIGHTS, mesh)
+    graph, state = state_on_mesh(build(MODEL), weights(), mesh)
     with jax.set_mesh(mesh):
         loss, gradients = loss_and_gradients(graph, state)
     np.testing.assert_allclose(ours[0], loss, rtol=1e-6)
@@ -81,7 +84,7 @@ def test_the_budget_is_exact():
 
 
 def test_cached_equals_uncached():
-    cached, whole = cached_and_whole(*without_mesh(build(MODEL), WEIGHTS), IDS, 5)
+    cached, whole = cached_and_whole(*without_mesh(build(MODEL), weights()), IDS, 5)
     assert_close({"hidden": cached}, {"hidden": whole})
 
 

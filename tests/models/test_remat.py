@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from accounts import kept, kept_activations
+from support import sweep_of
 
 import jaxtp
 from jaxtp.layers.lora import LoraConfig
@@ -26,26 +27,35 @@ ADAPTERS = {
     "adapters": LoraConfig(rank=4),
     "few adapters": LoraConfig(rank=4, targets=("q_proj", "up_proj")),
 }
+POLICIES = ["full", "save_reduced", "save_gathered", "save_dots"]
 
 
-@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("policy", ["full", "save_reduced", "save_gathered", "save_dots"])
-def test_a_block_keeps_the_activations_that_are_counted(policy, lora):
-    config = dataclasses.replace(MODEL, remat=policy, lora=lora)
+@pytest.mark.parametrize(
+    ("adapters", "policy"),
+    sweep_of([ADAPTERS, POLICIES], ("plain", "save_reduced"), ("adapters", "save_dots"), ("few adapters", "full")),
+)
+def test_a_block_keeps_the_activations_that_are_counted(policy, adapters):
+    config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters])
     assert kept_activations(config, B, T) == step_costs(config, sized(), batch_size=B, sequence_length=T).kept
 
 
-@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("policy", ["full", "save_reduced", "save_gathered", "save_dots"])
-def test_of_rings_no_more_than_a_device_s_part_is_kept(policy, lora):
-    config, tp = dataclasses.replace(MODEL, remat=policy, lora=lora, num_kv_heads=4, overlap="ring"), 4
+@pytest.mark.parametrize(
+    ("adapters", "policy"),
+    sweep_of([ADAPTERS, POLICIES], ("plain", "save_gathered"), ("few adapters", "save_reduced")),
+)
+def test_of_rings_no_more_than_a_device_s_part_is_kept(policy, adapters):
+    tp = 4
+    config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters], num_kv_heads=4, overlap="ring")
     costs = step_costs(config, sized(tp=tp), batch_size=B, sequence_length=T)
     assert kept_activations(config, B, T, tp) == tp * costs.kept
 
 
-@pytest.mark.parametrize("lora", ADAPTERS.values(), ids=ADAPTERS)
-@pytest.mark.parametrize("policy", ["none", "full", "save_reduced", "save_gathered", "save_dots"])
-def test_weights_are_kept_as_they_are_stored(policy, lora):
+@pytest.mark.parametrize(
+    ("adapters", "policy"),
+    sweep_of([ADAPTERS, ["none", *POLICIES]], ("few adapters", "none"), ("adapters", "save_dots")),
+)
+def test_weights_are_kept_as_they_are_stored(policy, adapters):
     """In their own dtype: the result of a cast would be that of a gather too. (Integers are of rotary angles.)"""
-    weights = [array for array in kept(dataclasses.replace(MODEL, remat=policy, lora=lora), B, T) if array.ndim <= 2]
+    config = dataclasses.replace(MODEL, remat=policy, lora=ADAPTERS[adapters])
+    weights = [array for array in kept(config, B, T) if array.ndim <= 2]
     assert {array.dtype.name for array in weights} - {"int32"} == {"float32"}

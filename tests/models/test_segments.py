@@ -81,6 +81,7 @@ def check(graph, state, batch, alone, to_names):
         assert relative_error(grad, expected_grads[name]) < TOLERANCE, name
 
 
+@pytest.mark.wide
 def test_without_a_mesh(batch, alone):
     graph, state = without_mesh(build, alone[0])
     check(graph, state, batch, alone, lambda g: {".".join(map(str, p)): v[...] for p, v in nnx.to_flat_state(g)})

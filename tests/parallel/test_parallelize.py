@@ -118,10 +118,8 @@ CASES = {
     "grouped": Case(models.Grouped),
 }
 FIRST = [
-    ("llama", (1, 2, 4)),
     ("tied_vocabulary", (2, 2, 2)),
     ("stacked", (2, 2, 2)),
-    ("homemade", (2, 2, 2)),
     ("llama", (1, 2, 2, 2)),
 ]
 """The models and meshes of the default suite."""

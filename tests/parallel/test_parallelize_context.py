@@ -40,7 +40,6 @@ SPLIT = {"body.w{1,3}": Colwise(), "body.w2": Rowwise(), "hidden": Colwise(), "h
     sweep_of(
         [[WHOLE, {"body": ContextParallel()}, WHOLE | SPLIT], [(1, 2, 2, 2), (2, 1, 4, 1)]],
         (WHOLE | SPLIT, (1, 2, 2, 2)),
-        (WHOLE, (1, 2, 2, 2)),
     ),
     ids=str,
 )

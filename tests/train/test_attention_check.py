@@ -6,6 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
+from support import sweep
 
 import jaxtp
 from jaxtp.config import ConfigError
@@ -34,13 +35,25 @@ def check(dtype="float32", tp=2, length=50, **model):
     check_attention(run, jaxtp.make_mesh(tp=tp), on_cpu=True)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", sweep(["float32", "bfloat16"], "bfloat16"))
 def test_a_right_kernel_passes(dtype):
     check(dtype)
 
 
-@pytest.mark.parametrize("attention", ["blockwise", "xla"])
-@pytest.mark.parametrize(("length", "window"), [(1, None), (2, 1), (7, 3), (50, 1)])
+@pytest.mark.parametrize(
+    ("attention", "length", "window"),
+    [
+        ("xla", 1, None),
+        ("blockwise", 7, 3),
+        *(
+            pytest.param(attention, *case, marks=pytest.mark.wide)
+            for attention, case in [
+                *(("blockwise", case) for case in ((1, None), (2, 1), (50, 1))),
+                *(("xla", case) for case in ((2, 1), (7, 3), (50, 1))),
+            ]
+        ),
+    ],
+)
 def test_a_right_kernel_passes_where_gradients_are_zero(attention, length, window):
     check("bfloat16", length=length, sliding_window=window, attention=attention, attention_softcap=None)
 
@@ -136,9 +149,9 @@ def worst(run, use):
     return max(relative_errors(run, use, 2, 1)) / TOLERANCE[use.dtype]
 
 
-@pytest.mark.parametrize("use", PART_USES.values(), ids=PART_USES)
+@pytest.mark.parametrize("use", sweep(list(PART_USES), "documents, window and softcap"))
 def test_a_right_kernel_passes_with_a_part(use):
-    assert worst(RIGHT.run, use) < 1
+    assert worst(RIGHT.run, PART_USES[use]) < 1
 
 
 def test_the_fused_kernels_pass_with_a_part():

@@ -38,6 +38,8 @@ def test_a_run_leaves_what_it_should_and_learns(tmp_path, text, capsys):
     row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[1])
     assert row.keys() >= {"step", "loss", "grad_norm", "param_norm", "learning_rate", "tokens", "tokens_per_second"}
     assert row.keys() >= {"step_seconds", "data_wait_seconds", "goodput", "lost_to_compile"}
+    assert not {"mfu", "memory_bytes"} & row.keys(), "a CPU's peak is not known, nor its memory"
+    assert row["tokens_per_second"] == pytest.approx(8 * row["tokens_per_second_per_device"])
     assert row["tokens"] == 8 * 32
     assert {path.name for path in (tmp_path / "run").iterdir()} == {
         "config.yaml",

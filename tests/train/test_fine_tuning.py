@@ -185,15 +185,21 @@ def test_adapters_of_a_run_of_ours(tmp_path, command):
     assert main([*flags, "--run.init-from", str(tmp_path / "base"), *mesh(1, 1, 2), "--train.steps", "4"]) == 0
 
 
-@pytest.fixture
-def adapters(tmp_path, model):
+@pytest.fixture(scope="module")
+def trained_adapters(tmp_path_factory, model):
     """A folder of adapters in PEFT's format: rsLoRA, in the second layer alone."""
     lora = LoraConfig(rank=2, alpha=4.0, rslora=True, targets=("q_proj", "down_proj"))
     adapted = jaxtp.add_adapters(jaxtp.load_hf(model), lora)
     random = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), nnx.state(adapted, LoraParam))
     nnx.update(adapted, jax.tree.map(lambda a: a.at[0].set(0), random))
-    jaxtp.save_peft(adapted, tmp_path / "adapters", base=model)
-    return tmp_path / "adapters"
+    folder = tmp_path_factory.mktemp("adapters")
+    jaxtp.save_peft(adapted, folder / "adapters", base=model)
+    return folder / "adapters"
+
+
+@pytest.fixture
+def adapters(tmp_path, trained_adapters):
+    return shutil.copytree(trained_adapters, tmp_path / "adapters")
 
 
 @pytest.mark.journey

@@ -216,13 +216,10 @@ def test_frozen_weights_have_no_gradient_to_compute():
     assert found == 4 * 10**7 + 6 * adapters
 
 
-def test_utilization_is_absent_where_there_is_no_peak(tmp_path, command):
+def test_utilization_is_absent_where_there_is_no_peak():
+    """Nor is it in what a run writes: see train/test_command.py."""
     assert math.isnan(peak_flops(jax.devices()[0]))
     assert memory_record(jax.devices()[0]) == {}
-    assert main([*command, "--train.steps", "2"]) == 0
-    row = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[1])
-    assert not {"mfu", "memory_bytes"} & row.keys()
-    assert row["tokens_per_second"] == pytest.approx(4 * row["tokens_per_second_per_device"])
 
 
 class FakeGPU:

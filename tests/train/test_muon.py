@@ -68,11 +68,12 @@ def expected():
     def matrices(tree):
         return jax.tree.map(lambda u: optax.contrib.MuonDimensionNumbers(u.ndim - 2, u.ndim - 1), tree)
 
-    updates, state = two_updates(optax.contrib.scale_by_muon(beta=0.9, weight_dimension_numbers=matrices), weights())
+    rule = optax.contrib.scale_by_muon(beta=0.9, weight_dimension_numbers=matrices)
+    updates, state = jax.jit(lambda gradients: two_updates(rule, gradients))(weights())
     return {name: update * 0.2 * max(update.shape[-2:]) ** 0.5 for name, update in updates.items()}, state.mu
 
 
-@pytest.mark.parametrize("sizes", sweep(MESHES, *MESHES[:2]), ids=str)
+@pytest.mark.parametrize("sizes", sweep(MESHES, MESHES[0]), ids=str)
 def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
@@ -168,7 +169,7 @@ def test_what_it_moves_and_computes_is_what_is_declared(case):
     assert count_flops_in_hlo(text) == costs.flops
 
 
-@pytest.mark.parametrize("sizes", sweep(MESHES, MESHES[1], MESHES[2]), ids=str)
+@pytest.mark.parametrize("sizes", sweep(MESHES, MESHES[2]), ids=str)
 def test_experts_are_dealt_out_as_declared(sizes):
     """Six of them: whole ones over tp 2, and a part of each over tp 4 and 8."""
     model = dataclasses.replace(MODEL, num_experts=6, d_ff=24)

@@ -110,7 +110,9 @@ def test_the_step_is_the_textbook_update(one_device):
     }
     update = optax.chain(
         optax.clip_by_global_norm(1.0),
-        optax.adamw(lambda count: scalars[count, 2], b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decay),
+        optax.adamw(
+            lambda count: jnp.asarray(scalars)[count, 2], b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decay
+        ),
     )
     graph, _ = nnx.split(jaxtp.Decoder(model, rngs=nnx.Rngs(0)))
 
@@ -121,6 +123,11 @@ def test_the_step_is_the_textbook_update(one_device):
         total, count = nnx.merge(graph, nnx.from_flat_state(flat)).loss(inputs, labels)
         return total / count
 
+    @jax.jit
+    def updated(grads, moments, params):
+        changes, moments = update.update(grads, moments, params)
+        return optax.apply_updates(params, changes), moments
+
     value_and_grad = jax.jit(jax.value_and_grad(loss))
     moments = update.init(params)
     for i in range(STEPS):
@@ -128,14 +135,13 @@ def test_the_step_is_the_textbook_update(one_device):
         labels = tokens[:, 1:].at[0, :2].set(-100)
         value, grads = value_and_grad(params, tokens[:, :-1], labels)
         np.testing.assert_allclose([value, optax.tree.norm(grads)], scalars[i, :2], rtol=1e-5)
-        changes, moments = update.update(grads, moments, params)
-        params = optax.apply_updates(params, changes)
+        params, moments = updated(grads, moments, params)
     assert_close({name: state[name] for name in params}, params)
 
 
-@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("model", sweep(list(MODELS), "odd"))
 def test_each_device_holds_an_eighth_at_tp_8(model):
-    plan = plan_state(model, optimizers.build(SETTINGS, 10), make_mesh(tp=8))
+    plan = plan_state(MODELS[model], optimizers.build(SETTINGS, 10), make_mesh(tp=8))
     leaves = jax.tree.leaves(plan.create(seed=0))
     first = jax.devices()[0]
     held = sum(s.data.nbytes for leaf in leaves for s in leaf.addressable_shards if s.device == first)
@@ -149,6 +155,7 @@ def test_each_device_holds_an_eighth_at_tp_8(model):
     assert replicated == sum(v.size * v.dtype.itemsize for v in small)
 
 
+@pytest.mark.wide
 def test_evaluation_is_the_same_on_every_mesh():
     tokens = jax.random.randint(jax.random.key(9), (B, T + 1), 0, PLAIN.vocab_size)
     batch = {"inputs": tokens[:, :-1], "labels": tokens[:, 1:].at[3].set(-100)}
