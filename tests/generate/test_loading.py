@@ -74,7 +74,7 @@ def test_the_context_is_what_the_model_was_made_for(folder, attributes, context)
 
 def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, capsys):
     write(folder, "config.json", json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 12})
-    command = ["--model", str(folder), "--prompt", "to a cap to a cap", "--max-tokens", "3", "--json"]
+    command = ["--model", str(folder), "--prompt", "to a cap to a cap", "--max-tokens", "3", "--json", "-"]
     assert main(command) == 2
     error = capsys.readouterr().err
     assert "tokens, and the model was made for 12, with the text that follows" in error
@@ -92,7 +92,7 @@ def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, cap
 
 
 def test_a_text_and_a_chat(folder, monkeypatch, capsys):
-    assert main(["--model", str(folder), "--prompt", "to", "--max-tokens", "3", "--mesh.tp", "2", "--json"]) == 0
+    assert main(["--model", str(folder), "--prompt", "to", "--max-tokens", "3", "--mesh.tp", "2", "--json", "-"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["prompt_tokens"] == 1 + 3, "the first token, and a mark and two letters"
     prompts, dtypes = [], []
