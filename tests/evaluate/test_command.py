@@ -104,6 +104,7 @@ def test_what_precedes_a_text_counts_no_byte(folder, tmp_path, capsys):
         assert prepared["all"] == record["all"], "a dataset gives what its files do"
 
 
+@pytest.mark.wide
 def test_adapters_are_those_of_the_merged_model(folder, lines, tmp_path, capsys):
     with jax.set_mesh(jaxtp.make_mesh()):
         adapted = jaxtp.add_adapters(jaxtp.load_hf(folder), jaxtp.LoraConfig(rank=2))

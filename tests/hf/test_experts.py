@@ -428,6 +428,7 @@ def test_settings_of_experts_mean_nothing_without_them():
         write_attributes(config, FAMILIES["mixtral"], "float32")
 
 
+@pytest.mark.wide
 def test_adapters_beside_attention(tmp_path):
     model = jaxtp.load_hf(FOLDER / "mixtral")
     adapted = jaxtp.add_adapters(model, LoraConfig(rank=2, targets=("q_proj", "o_proj")))

@@ -60,6 +60,7 @@ CONFIGS = {
         remat="save_dots",
         loop=TWICE,
     ),
+    "windows alone": variant(num_kv_heads=2, pattern=({"sliding_window": 3}, {}), remat="none"),
     # A window shorter than a chunk over cp 4, and one that reaches into the chunk before the last.
     "short windows": variant(num_kv_heads=4, sliding_window=3, remat="none", learned_positions=T, rope_theta=None),
     "long windows": variant(num_kv_heads=2, sliding_window=7, lora=LoraConfig(rank=3), remat="save_gathered"),
@@ -80,7 +81,9 @@ CONFIGS = {
 }
 """Rows are packed: documents cross chunks, the last row is padding alone, and one from its middle on."""
 
-FIRST = [("windows", (1, 2, 2, 2), "gather"), ("llama", (1, 1, 2, 2), "ulysses")]
+FIRST = [("windows alone", (1, 2, 2, 2), "gather")]
+"""Gradients by ulysses are in tests/known_bugs, its logits below."""
+
 MESHES = [
     *((1, 1, 2, 1), (1, 1, 4, 1), (1, 1, 8, 1)),
     *((1, 1, 2, 2), (1, 1, 4, 2), (1, 1, 2, 4), (2, 1, 2, 1), (1, 2, 4, 1)),
@@ -91,11 +94,14 @@ TRIED = [("llama", mesh, method) for mesh in MESHES for method in ("ulysses", "g
 TRIED += [
     (name, SOME[(at + i) % len(SOME)], method)
     for i, (name, at, method) in enumerate(
-        (name, at, method) for name in CONFIGS for at, method in enumerate(("ulysses", "gather"))
+        (name, at, method)
+        for name in CONFIGS
+        if name != "windows alone"
+        for at, method in enumerate(("ulysses", "gather"))
     )
 ]
 TRIED += [("long windows", (2, 1, 4, 1), "gather"), ("windows", (2, 2, 2, 2), "auto")]
-TRIED += [("windows", (1, 1, 2, 4), "ulysses")]
+TRIED += [("windows", (1, 2, 2, 2), "gather"), ("windows", (1, 1, 2, 4), "ulysses")]
 
 
 def possible(name, mesh, method):
@@ -204,7 +210,7 @@ def packings(draw):
 
 
 @pytest.mark.parametrize("method", ["ulysses", "gather"])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(packing=packings())
 def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):
     length, places, rows, segments = packing
