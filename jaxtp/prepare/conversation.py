@@ -161,7 +161,8 @@ def _checked(messages: Any) -> list[Message]:
             raise ChatError(f"message {number} is not an object with role and content, but {shown(message)}")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
-                there = f"; there are {', '.join(map(repr, message))}" if key not in message else ""
-                said = "missing" if key not in message else f"not a string, but {shown(message.get(key))}"
-                raise ChatError(f"message {number}: {key!r} is {said}{shown(there)}")
+                if key in message:
+                    raise ChatError(f"message {number}: {key!r} is not a string, but {shown(message[key])}")
+                there = ", ".join(shown(name) for name in list(message)[:4]) or "none"
+                raise ChatError(f"message {number} has no {key!r}; there are {there}; rename them to role and content")
     return messages

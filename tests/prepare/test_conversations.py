@@ -135,7 +135,10 @@ def test_what_it_says_and_that_it_is_finished(folder, capsys):
         ({"messages": []}, "not a list of messages, but []"),
         ({"messages": ["x"]}, "message 1 is not an object with role and content"),
         ({"messages": [{"role": "user", "content": None}]}, "message 1: 'content' is not a string, but null"),
-        ({"messages": [{"from": "human", "value": "x"}]}, "message 1: 'role' is missing; there are 'from', 'value'"),
+        (
+            {"messages": [{"from": "human", "value": "x"}]},
+            'message 1 has no \'role\'; there are "from", "value"; rename them',
+        ),
         (said("a"), "no message has the role 'assistant'; there are user"),
         (said("a", "\ufdd0"), "holds U+FDD0, which is no character"),
         ({"message": []}, "no field 'messages'; did you mean 'message'?"),

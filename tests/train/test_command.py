@@ -169,7 +169,7 @@ MISTAKES = {
     ),
     "no such config": ("--config nowhere.yaml", "nowhere.yaml: No such file"),
     "config without a file": ("--config", "--config needs a file"),
-    "no such text": ("--data.path nowhere.txt", "nowhere.txt: No such file"),
+    "no such text": ("--data.path nowhere.txt", "data.path=nowhere.txt: there is no such file or dataset"),
     "folder for text": ("--data.path .", "has no dataset.json: it is not a dataset"),
     "vocabulary too small": ("--model.vocab-size 100", "go up to 255, and model.vocab_size=100 has fewer"),
     "sequence longer than the text": (
