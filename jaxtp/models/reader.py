@@ -8,7 +8,8 @@ differ.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any
 
 import jax
@@ -110,7 +111,7 @@ def laid_out(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> Read
         sharding = None if mesh is None else NamedSharding(mesh, spec)
         is_weight = isinstance(variable, nnx.Param)
         dtype = jnp.dtype(model.config.precision.compute) if is_weight else array.dtype
-        given = _layers(array, count, dtype, sharding)
+        given = _layers(count, dtype, sharding)(array)
         if donate:
             array.delete()
         return [variable.replace(one, out_sharding=spec) for one in given]
@@ -131,10 +132,14 @@ def laid_out(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> Read
     return Reader(nnx.merge(graph, nnx.from_flat_state(ends)), blocks)
 
 
-def _layers(array: Array, count: int | None, dtype: Any, sharding: NamedSharding | None) -> list[Array]:
-    """Returns the layers of a stack, or an array as it is, in a dtype and split by a sharding."""
+@cache
+def _layers(count: int | None, dtype: Any, sharding: NamedSharding | None) -> Callable[[Array], list[Array]]:
+    """Returns the program that gives the layers of a stack, or an array as it is, in a dtype and split by a sharding.
+
+    It is made once: arrays of one shape, and the models that are laid out later, have it without another trace.
+    """
 
     def layers(array: Array) -> list[Array]:
         return [array[index].astype(dtype) for index in range(count)] if count else [array.astype(dtype)]
 
-    return jax.jit(layers, out_shardings=sharding)(array)
+    return jax.jit(layers, out_shardings=sharding)

@@ -164,7 +164,7 @@ def test_a_conversation_is_read_on_from_what_the_cache_has(monkeypatch):
 
 
 def test_what_failed_is_not_gone_on_from(monkeypatch):
-    generator, decode = generator_on(None), Programs.decode
+    generator, decode = one(), Programs.decode
     expected = generator.generate(PROMPTS, SETTINGS)
 
     def fail(*arguments, **options):

@@ -95,16 +95,6 @@ def test_remat_changes_no_gradient(remat):
     assert_close({".".join(map(str, p)): v[...] for p, v in nnx.to_flat_state(grads)}, plain_gradients())
 
 
-def test_initial_weights_are_the_same_on_every_mesh():
-    def create(mesh):
-        with jax.set_mesh(mesh):
-            return jax.jit(lambda: nnx.state(jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(3))))()
-
-    one, many = create(jaxtp.make_mesh()), create(jaxtp.make_mesh(2, 2, 2))
-    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(many), strict=True):
-        np.testing.assert_array_equal(a, b)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
