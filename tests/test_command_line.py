@@ -208,7 +208,7 @@ def test_bash_completes(tmp_path):
     asked = (
         f"source {tmp_path / 'jaxtp.bash'}; "
         "f=$(complete -p jaxtp | sed 's/.*-F \\([^ ]*\\) .*/\\1/'); "
-        'COMP_WORDS=(jaxtp train --model.lora.r); COMP_CWORD=2; COMPREPLY=(); $f; echo "${COMPREPLY[@]}"'
+        'COMP_WORDS=(jaxtp train --model.lora.ra); COMP_CWORD=2; COMPREPLY=(); $f; echo "${COMPREPLY[@]}"'
     )
     path = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, env=path)

@@ -1,6 +1,7 @@
 """Killed at random instants and given again, the command makes what it makes undisturbed, byte for byte."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -76,10 +77,13 @@ def test_ended_at_each_moment_in_turn_and_resumed_to_the_byte(inputs, tmp_path, 
 
 
 @pytest.mark.journey
-def test_goes_on_when_nobody_reads_its_output(inputs, tmp_path):
+def test_ends_in_silence_when_nobody_reads_its_output_and_can_go_on(inputs, tmp_path):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [str(inputs), "--on-error", "skip", "--out", str(tmp_path / "out")]
+    flags = [str(inputs), "--on-error", "skip", "--out", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "jaxtp.prepare", *flags]
     with os.fdopen(writing) as nobody:
-        subprocess.run([sys.executable, "-m", "jaxtp.prepare", *command], stdout=nobody, check=True, timeout=120)
+        ended = subprocess.run(command, stdout=nobody, stderr=subprocess.PIPE, timeout=120)
+    assert (ended.returncode, ended.stderr) == (-signal.SIGPIPE, b"")
+    subprocess.run(command, check=True, timeout=120, stdout=subprocess.DEVNULL)
     assert (tmp_path / "out/dataset.json").exists()

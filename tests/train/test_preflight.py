@@ -146,7 +146,10 @@ def test_each_axis_of_several_devices_is_measured():
     [
         ("['--train.steps', '3']", "differ in their configuration"),
         ("['--run.dir', 'elsewhere']", "differ in their configuration"),
-        ("['--data.path', '/nowhere']", "process 1 (on {host}) cannot go on: /nowhere: No such file or directory"),
+        (
+            "['--data.path', '/nowhere']",
+            "process 1 (on {host}) cannot go on: data.path=/nowhere: there is no such file or dataset",
+        ),
         ("['--nonsense']", "process 1 (on {host}) cannot go on: its command line is refused, see what it said"),
     ],
 )
