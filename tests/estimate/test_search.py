@@ -8,7 +8,7 @@ import pytest
 from support import sweep
 
 import jaxtp
-from jaxtp.config import ConfigError
+from jaxtp.config import ConfigError, changed
 from jaxtp.estimate import alternatives
 from jaxtp.estimate.alternatives import faster, remedies
 from jaxtp.estimate.reasons import UNITS, in_unit, what_would_fit, why
@@ -227,13 +227,22 @@ def test_changes_that_only_together_make_it_fit():
     assert not any(other.startswith(f"{change} ") for change in changes for other in changes), "none holds another"
 
 
+def test_groups_along_tp_stay_among_fast_links_unless_the_run_lets_them_out():
+    inside = meshes_to_try(CONFIG, 16, H100.domain)
+    anywhere = meshes_to_try(changed(CONFIG, {"mesh.tp_across_hosts": True}), 16, H100.domain)
+    assert {sizes["tp"] for sizes in inside} == {1, 2, 4, 8}
+    assert {sizes["tp"] for sizes in anywhere} == {1, 2, 4, 8, 16}
+    assert {sizes["tp"] for sizes in meshes_to_try(CONFIG, 6, H100.domain)} == {1, 2, 3, 6}, "one host has all of them"
+
+
 @pytest.mark.wide
 def test_where_no_single_thing_would_do_all_go_together():
     """256 devices are as many as the model and its batch can be split over."""
     lora = dataclasses.replace(FUSED, model=dataclasses.replace(FUSED.model, lora=jaxtp.LoraConfig(rank=16)))
     room = 1.01 * room_for(lora, devices=256)
     small = dataclasses.replace(H100, memory=room / 0.9, reserved=0)
-    tight = search(with_precision(compute="float32"), target(small, 256, 0.75), MODEL_FACTS, meshes_to_try(CONFIG, 256))
+    anywhere = changed(with_precision(compute="float32"), {"mesh.tp_across_hosts": True})
+    tight = search(anywhere, target(small, 256, 0.75), MODEL_FACTS, meshes_to_try(anywhere, 256))
     remedy = next(other for other in remedies(tight, MODEL_FACTS) if "--model.lora.rank 16" in other.change)
     assert remedy.change.startswith("--model.precision.compute bfloat16 --model.attention auto XLA_PYTHON")
     assert remedy.setting.has_margin
