@@ -169,8 +169,9 @@ def moved_bias(bias: Array, times_chosen: Array, rate: float) -> Array:
 
     Wang et al., arXiv 2408.15664.
     """
-    mean = jnp.mean(times_chosen, axis=-1, keepdims=True)
-    return bias + rate * jnp.sign(mean - times_chosen).astype(bias.dtype)
+    # Compared as whole numbers: a mean is rounded, and an expert that has just the mean load would move.
+    total = jnp.sum(times_chosen, axis=-1, keepdims=True)
+    return bias + rate * jnp.sign(total - times_chosen.shape[-1] * times_chosen).astype(bias.dtype)
 
 
 def _in_one(reduce: Callable[[Array], Array], tree: Any) -> Any:
