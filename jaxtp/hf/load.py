@@ -172,9 +172,13 @@ def _read(
     source: _Source, needed: Mapping[str, list[Place]], abstract: nnx.State, mesh: Mesh | None
 ) -> dict[str, Array]:
     """Returns all parameters by path, padded and split as the model declares."""
-    arrays: dict[str, Array] = {}
     variables = named_variables(abstract)
     left = Counter(place.target for found in needed.values() for place in found)
+    stacked = {ours: variables[ours] for ours, index in left if index is not None}
+    arrays = _zeros(
+        {ours: jax.ShapeDtypeStruct(tuple(v.shape), v.dtype) for ours, v in stacked.items()},
+        {ours: _sharding(mesh, spec_of(v)) for ours, v in stacked.items()},
+    )
     parts: dict[tuple[str, int | None], _Part] = {}
     for name, found in needed.items():
         for ours, index in (place.target for place in found):
@@ -185,18 +189,12 @@ def _read(
             left[ours, index] -= 1
             if left[ours, index]:  # tensors of other experts are to come
                 continue
-            placed, variable = parts.pop((ours, index)).placed(), variables[ours]
+            placed = parts.pop((ours, index)).placed()
             if index is None:
                 arrays[ours] = placed
                 continue
-            if ours not in arrays:
-                arrays[ours] = _zeros(
-                    tuple(variable.shape), jnp.dtype(variable.dtype), _sharding(mesh, spec_of(variable))
-                )
-            stacked = _with_layer(arrays[ours], placed, np.int32(index))
-            arrays[ours] = jax.block_until_ready(
-                stacked
-            )  # or layers would pile up in memory, each waiting for its turn
+            # Waiting for each, or layers would pile up in memory until their turn comes.
+            arrays[ours] = jax.block_until_ready(_with_layer(arrays[ours], placed, np.int32(index)))
     return arrays
 
 
@@ -204,9 +202,11 @@ def _sharding(mesh: Mesh | None, declared: PartitionSpec) -> Sharding:
     return SingleDeviceSharding(jax.devices()[0]) if mesh is None else NamedSharding(mesh, declared)
 
 
-def _zeros(shape: tuple[int, ...], dtype: jnp.dtype, sharding: Sharding) -> Array:
-    zeros: Array = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=sharding)(shape, dtype)
-    return zeros
+def _zeros(shapes: Mapping[str, jax.ShapeDtypeStruct], shardings: Mapping[str, Sharding]) -> dict[str, Array]:
+    """Returns zeros by name, all of them from one program: it is compiled once, whatever the number of stacks."""
+    zeros = jax.jit(lambda: {n: jnp.zeros(s.shape, s.dtype) for n, s in shapes.items()}, out_shardings=dict(shardings))
+    arrays: dict[str, Array] = zeros()
+    return arrays
 
 
 @partial(jax.jit, donate_argnums=0)
