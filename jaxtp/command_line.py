@@ -9,20 +9,23 @@ import contextlib
 import dataclasses
 import difflib
 import io
+import itertools
 import re
-import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import cache, partial, reduce
+from operator import or_
 from pathlib import Path
-from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from docstring_parser import parse_from_object
 
-from jaxtp.config import ConfigError, Switch, flag, leaves, read_values, to_yaml, validate
+from jaxtp.config import ConfigError, Switch, flag, hints_of, leaves, merged, read_values, to_yaml, validate
+from jaxtp.launch.environment import columns
 from jaxtp.reading import shown
 
 T = TypeVar("T")
@@ -31,6 +34,12 @@ HELP, SHORT_HELP, ALL_HELP = "--help", "-h", "--help-all"
 CONFIG, MESH, PRINT = "--config", "--mesh", "--print-config"
 _SECTION = "mesh"
 """The section that --mesh sets as a whole."""
+_NONE = ("none", "null")
+_LEAST_COLUMNS = 20
+"""Columns that help needs at least; tyro never ends where there are less than six."""
+_SIZES = "sizes of axes, as in --mesh fsdp=2,tp=4"
+_JOIN = "__"
+"""Stands between the keys of a setting in the name of a field."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,28 +82,38 @@ class Command(Generic[T]):
             command has no use for.
           SystemExit: help or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
         """
-        path, flags = _taken(CONFIG, argv, "a file, as in --config configs/tiny.yaml")
+        own = {name.replace("-", "_").replace("__", "--", 1): name for name in (PRINT, ALL_HELP)}
+        path, flags = _taken(CONFIG, [own.get(name, name) for name in argv], "a file, as in --config configs/tiny.yaml")
         if self._has_one_mesh:
-            mesh, flags = _taken(MESH, flags, "sizes of axes, as in --mesh fsdp=2,tp=4")
+            mesh, flags = _taken(MESH, flags, _SIZES)
             flags = [*([] if mesh is None else self._sizes(mesh)), *flags]
         values, default = self._file(path)
         if {HELP, SHORT_HELP, ALL_HELP} & set(flags):
             self._print_help(flags, default)
             raise SystemExit(0)
-        self._refuse_foreign(flags)
         given = [name for name in flags if name != PRINT]
-        parsed = _parse(self.schema, _joined(given), default, self.program)
+        named = self._settings(given)
+        if missing := [name for name in self._required() if name not in named]:
+            raise ConfigError(f"{self.program} needs {flag(self.schema, missing[0])}; see {self.program} {HELP}")
         config = validate(
             self.schema,
-            dataclasses.asdict(parsed),
+            merged({} if default is tyro.MISSING else dataclasses.asdict(default), self._words(given, named, default)),
             source="command line",
-            spelled=lambda keys, value: f"{flag(self.schema, keys)} {value}",
+            spelled=self._spelled,
         )
-        config, notes = fit(config, {*leaves(values), *_named(given)}) if fit else (config, [])
+        config, notes = fit(config, {*leaves(values), *map(".".join, named)}) if fit else (config, [])
         if PRINT in flags:
             print("".join(f"# {note}\n" for note in notes) + to_yaml(self.printed(config)), end="")
             raise SystemExit(0)
         return config, notes
+
+    def _spelled(self, keys: Sequence[Any], value: Any) -> str:
+        """Returns a setting and its value as they are typed: a positional one by its name in the help."""
+        kind = hints_of(self.schema)[keys[0]]
+        marks = getattr(kind, "__metadata__", ())
+        names = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
+        name = names[0] if tyro.conf.Positional in marks and names else flag(self.schema, keys)
+        return f"{name} {shown(value, 300) or repr(value)}"
 
     def everything(self) -> Any:
         """Returns a schema of all that the command line takes, flags of this module too, for completion in a shell."""
@@ -134,13 +153,111 @@ class Command(Generic[T]):
     def _is_foreign(self, name: str) -> bool:
         return any(name == other or name.startswith(f"{other}.") for other in self.without)
 
-    def _refuse_foreign(self, flags: Sequence[str]) -> None:
-        for name in _named(flags):
-            if self._is_foreign(name) or self._is_foreign(name.removeprefix("no_").replace(".no_", ".")):
-                spelled = name.replace("_", "-")
+    def _settings(self, flags: Sequence[str]) -> set[tuple[str, ...]]:
+        """Returns the settings that flags name, each by its keys.
+
+        Raises:
+          ConfigError: there is no such setting, it has no flag, or the command has no use for it.
+        """
+        known: Mapping[str, tuple[str, ...]] = spellings(self.schema)  # type: ignore[arg-type]
+        switches = {keys for keys, kind, _ in _settings_of(self.schema) if _plain(kind) is bool}
+        named: set[tuple[str, ...]] = set()
+        for spelled, equals, value in (given.partition("=") for given in flags):
+            if not re.fullmatch(r"--[^\W_][^\s]*", spelled):  # a value, such as "-- and more", or for tyro to refuse
+                continue
+            name = spelled.removeprefix("--").replace("-", "_")
+            keys = known.get(name, tuple(name.split(".")))
+            if self._is_foreign(".".join(keys)):
                 raise ConfigError(
-                    f"--{spelled}: {self.program} has no use for it; leave it out (in a {CONFIG} file it may stay)"
+                    f"{spelled}: {self.program} has no use for it; leave it out (in a {CONFIG} file it may stay)"
                 )
+            if name not in known:
+                raise ConfigError(f"{shown(spelled)}: {self._instead(name)}")
+            if equals and keys in switches:
+                on, off = list(_names(self.schema, keys, bool))[:2]
+                raise ConfigError(
+                    f"{spelled}={shown(value)}: it takes no value; {_spelled(on)} turns it on, and {_spelled(off)} off"
+                )
+            named.add(keys)
+        return named
+
+    def _required(self) -> list[tuple[str, ...]]:
+        """Returns the keys of the settings that have no default and are not told by their place."""
+        return [
+            keys
+            for keys, kind, default in _settings_of(self.schema)
+            if default is dataclasses.MISSING and tyro.conf.Positional not in getattr(kind, "__metadata__", ())
+        ]
+
+    def _instead(self, name: str) -> str:
+        """Says why a flag is none of the command, and what to give instead; its name as in `spellings`."""
+        if f"--{name.replace('_', '-')}" in (PRINT, HELP, ALL_HELP):
+            return "it takes no value"
+        keys = tuple(name.split("."))
+        kind = next((kind for known, kind, _ in _settings_of(self.schema) if known == keys), None)
+        marks = getattr(kind, "__metadata__", ())
+        if tyro.conf.Positional in marks:
+            return "give its value alone, without a flag"
+        if tyro.conf.Fixed in marks:
+            return f"{name} has no flag; set it in a {CONFIG} file"
+        offered = [
+            other
+            for other, there in spellings(self.schema).items()  # type: ignore[arg-type]
+            if not self._is_foreign(".".join(there))
+        ]
+        if within := next((other for other in offered if other.startswith(f"{name}.")), None):
+            return f"it is a section of settings, such as {_spelled(within)}"
+        own = [] if self._required() else [CONFIG, PRINT, *([MESH] if self._has_one_mesh else [])]
+        known = [*offered, *(flag.removeprefix("--").replace("-", "_") for flag in (*own, HELP))]
+        section, dot, last = name.rpartition(".")
+        alike = [other for other in known if other.rpartition(".")[2] == last]
+        beside = [other.removeprefix(f"{section}.") for other in known if dot and other.startswith(f"{section}.")]
+        if kind is not None:
+            close = [next(_names(self.schema, keys, kind))]
+        elif alike:
+            close = difflib.get_close_matches(name, alike, n=1, cutoff=0)
+        elif beside:
+            close = [f"{section}.{other}" for other in difflib.get_close_matches(last, beside, n=1, cutoff=0.5)]
+        else:
+            close = difflib.get_close_matches(name, known, n=1)
+        more = f"{HELP} {section}" if beside else ALL_HELP if self.first else HELP
+        hint = f"did you mean {_spelled(close[0])}?" if close else f"{self.program} {more} shows all"
+        return f"{self.program} has no such setting; {hint}"
+
+    def _words(self, flags: Sequence[str], named: Set[tuple[str, ...]], default: Any) -> dict[str, Any]:
+        """Returns the plain values that flags give, by section.
+
+        tyro takes half a millisecond for each field of a schema, so it sees only those that are named. It decides which
+        words belong to which flag; `validate` then checks the words, as it checks a file.
+
+        Args:
+          flags: the flags.
+          named: keys of the settings in them.
+          default: the configuration that they change, `tyro.MISSING` if there is none.
+
+        Raises:
+          ConfigError: a flag without its value, or a value without its flag.
+        """
+        view = _for_words(self.schema, default, named)
+        if not dataclasses.fields(view) and not flags:
+            return {}
+        errors, no_terminal = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+        try:
+            with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(no_terminal):
+                words = vars(_parse(view, _joined(flags), tyro.MISSING, self.program))
+        except SystemExit:
+            problem = shown(_within_frame(errors.getvalue()), 300)
+            if missing := re.match(r"Missing value for argument '(--\S+)'", problem):
+                problem = f"{missing[1]} needs a value; one that begins with - is given as {missing[1]}=-..."
+            raise ConfigError(f"{problem}; see {self.program} {HELP}") from None
+        kinds = {_JOIN.join(keys): kind for keys, kind, _ in _settings_of(self.schema)}
+        values: dict[str, Any] = {}
+        for name, value in words.items():
+            *sections, key = name.split(_JOIN)
+            if _is_none(kinds[name], value):
+                value = None
+            reduce(lambda inner, section: inner.setdefault(section, {}), sections, values)[key] = value
+        return values
 
     def _print_help(self, flags: Sequence[str], default: Any) -> None:
         """Prints the help that is asked for: the first settings, those of a section, or all."""
@@ -236,7 +353,7 @@ def choose_name(
     if name in (HELP, SHORT_HELP, ALL_HELP):
         width = max(map(len, commands)) + 2
         print(f"usage: {program} COMMAND ...\n")
-        fill = partial(textwrap.fill, width=shutil.get_terminal_size().columns, subsequent_indent=" " * (width + 2))
+        fill = partial(textwrap.fill, width=columns(_LEAST_COLUMNS), subsequent_indent=" " * (width + 2))
         print(*(fill(f"  {command:<{width}}{text}") for command, text in commands.items()), sep="\n")
         print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
@@ -270,6 +387,7 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
 
 
 def _parse(schema: Any, flags: Sequence[str], default: Any, program: str) -> Any:
+    columns(_LEAST_COLUMNS)
     given = {} if default is tyro.MISSING else {"default": default}
     return tyro.cli(schema, args=flags, prog=program, description="", config=(tyro.conf.AvoidSubcommands,), **given)
 
@@ -280,7 +398,7 @@ def _view(schema: Any, is_offered: Callable[[str], bool], prefix: str, own: list
     texts, hints = _docstrings(schema), get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):
         kind, marks = hints[field.name], getattr(hints[field.name], "__metadata__", ())
-        if dataclasses.is_dataclass(inner := getattr(kind, "__origin__", kind)):
+        if dataclasses.is_dataclass(inner := _plain(kind)):
             section = _view(inner, is_offered, f"{prefix}{field.name}.", [])
             kind = Annotated[(section, *marks)] if marks else section
             fields.append((field.name, kind, dataclasses.field(default=section())))
@@ -305,11 +423,16 @@ def _shown(kind: Any, text: str, default: Any, name: str | None = None, metavar:
     return Annotated[kind, said]
 
 
+def _plain(kind: Any) -> Any:
+    """Returns a type without what annotates it."""
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
+
+
 def _metavar(kind: Any) -> str | None:
     """Returns a name for the values of a setting that may have none; None where tyro's own says it."""
-    plain = getattr(kind, "__origin__", kind) if hasattr(kind, "__metadata__") else kind
-    others = [getattr(part, "__origin__", part) for part in get_args(plain) if part is not type(None)]
-    if len(others) != 1 or len(get_args(plain)) != 2:
+    inner = get_args(_plain(kind))
+    others = [_plain(part) for part in inner if part is not type(None)]
+    if len(others) != 1 or len(inner) != 2:
         return None
     return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0])
 
@@ -328,7 +451,7 @@ def _begun(text: str) -> str:
 
 def _wrapped(text: str) -> str:
     """Returns a text with its paragraphs as wide as the terminal; those of commands and what is indented stay whole."""
-    width = shutil.get_terminal_size().columns
+    width = columns(_LEAST_COLUMNS)
     fill = partial(textwrap.fill, width=width, break_on_hyphens=False, break_long_words=False)
     paragraphs = []
     for paragraph in text.strip().split("\n\n"):
@@ -396,19 +519,25 @@ def _taken(name: str, argv: Sequence[str], needs: str) -> tuple[str | None, list
                 raise ConfigError(f"{name} needs {needs}")
             values.append(arguments.pop(0))
             if name == MESH and arguments and re.match(r"\w+=", arguments[0]):
-                whole = f"{values[-1]},{arguments[0]}"
+                whole = f"{values[-1].rstrip(',')},{arguments[0]}"
                 raise ConfigError(f"{MESH} {values[-1]} {arguments[0]}: one mesh is {MESH} {whole}, without a space")
         elif argument.startswith(f"{name}="):
             values.append(argument.removeprefix(f"{name}="))
         else:
             others.append(argument)
+    if "" in values:
+        raise ConfigError(f"{name} is empty; it needs {needs}")
     if len(values) > 1:
         raise ConfigError(f"{name} is given twice, as {shown(values[0])} and {shown(values[1])}; give it once")
     return (values[0] if values else None), others
 
 
 def _joined(flags: Sequence[str]) -> list[str]:
-    """Returns flags in which a list of meshes that is given in parts, as `--mesh tp=2 --mesh tp=4`, is one."""
+    """Returns flags in which a list of meshes that is given in parts, as `--mesh tp=2 --mesh tp=4`, is one.
+
+    Raises:
+      ConfigError: there is no mesh in it.
+    """
     meshes: list[str] = []
     others: list[str] = []
     into = others
@@ -419,11 +548,92 @@ def _joined(flags: Sequence[str]) -> list[str]:
         else:
             into = others if name.startswith("-") else into
             into.append(name)
-    return [*others, MESH, *meshes] if MESH in {name.partition("=")[0] for name in flags} else list(flags)
+    if MESH not in {name.partition("=")[0] for name in flags}:
+        return list(flags)
+    if not meshes:
+        raise ConfigError(f"{MESH} needs {_SIZES}")
+    return [*others, MESH, *meshes]
 
 
-def _named(flags: Sequence[str]) -> Iterator[str]:
-    """Yields the dotted names of what flags give; -- may be followed by - or _ between words, and the value by =."""
-    for name in flags:
-        if name.startswith("--"):
-            yield name.partition("=")[0].removeprefix("--").replace("-", "_")
+@cache
+def spellings(schema: Any) -> dict[str, tuple[str, ...]]:
+    """Returns the keys of the setting that each flag gives, by the flag without --, its words joined by _."""
+    return {name: keys for keys, kind, _ in _settings_of(schema) for name in _names(schema, keys, kind)}
+
+
+def _settings_of(schema: Any, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Yields the keys, the type and the default of each setting."""
+    for field in dataclasses.fields(schema):
+        kind, keys = hints_of(schema)[field.name], (*prefix, field.name)
+        if dataclasses.is_dataclass(section := _plain(kind)):
+            yield from _settings_of(section, keys)
+        else:
+            made = field.default_factory
+            yield keys, kind, field.default if made is dataclasses.MISSING else made()
+
+
+def _names(schema: Any, keys: tuple[str, ...], kind: Any) -> Iterator[str]:
+    """Yields the names of the flags that give a setting, as tyro makes them of its type."""
+    marks = getattr(kind, "__metadata__", ())
+    if tyro.conf.Positional in marks or tyro.conf.Fixed in marks:
+        return
+    name = flag(schema, keys).removeprefix("--").replace("-", "_")
+    yield name
+    section, dot, last = name.rpartition(".")
+    if _plain(kind) is bool:
+        yield f"{section}{dot}no_{last}"
+    for alias in (alias for mark in marks for alias in getattr(mark, "aliases", None) or ()):
+        yield alias.removeprefix("--").replace("-", "_")
+
+
+def _for_words(schema: Any, default: Any, named: Set[tuple[str, ...]]) -> Any:
+    """Returns a schema of the settings that are named, and of those without a flag, with words for their values.
+
+    It has no sections: the name of a field is the setting's keys, joined.
+    """
+    fields: list[tuple[str, Any, Any]] = []
+    for keys, kind, value in _settings_of(schema):
+        plain, marks = _plain(kind), getattr(kind, "__metadata__", ())
+        if keys not in named and tyro.conf.Positional not in marks:
+            continue
+        if default is not tyro.MISSING:
+            value = reduce(getattr, keys, default)
+        if (word := _word(plain)) != plain and value is not None and value is not dataclasses.MISSING:
+            value = tuple(map(str, value)) if isinstance(value, tuple) else str(value)
+        if tyro.conf.UseAppendAction in marks:
+            value = ()  # or tyro would add to those of a file
+        said = tyro.conf.arg(name=flag(schema, keys).removeprefix("--"), help="")
+        kept = (mark for mark in marks if mark is not tyro.conf.FlagCreatePairsOff)  # a file may have turned it on
+        fields.append((_JOIN.join(keys), Annotated[(word, *kept, said)], dataclasses.field(default=value)))
+    return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True)
+
+
+def _word(kind: Any) -> Any:
+    """Returns the type of what is typed for a value, before it is validated: a word, words, or as it is."""
+    kind = _plain(kind)
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return str if all(isinstance(value, str) for value in inner) else kind
+    if origin in (Union, UnionType):
+        return reduce(or_, (str if _plain(part) is bool else _word(part) for part in inner))
+    if origin is tuple:
+        return tuple[_word(inner[0]), ...]  # type: ignore[misc]
+    return str if kind in (int, float, Path) else kind
+
+
+def _is_none(kind: Any, value: Any) -> bool:
+    """Returns whether a word is none, as YAML and Python spell it, of a setting that may be none and no text."""
+    inner = {_plain(part) for part in get_args(_plain(kind))}
+    return type(None) in inner and not {str, Path} & inner and isinstance(value, str) and value.lower() in _NONE
+
+
+def _spelled(name: str) -> str:
+    """Returns the flag of a name in `spellings`."""
+    return f"--{name.replace('_', '-')}"
+
+
+def _within_frame(message: str) -> str:
+    """Returns the first paragraph of an error that tyro has drawn a frame around."""
+    lines = [line.strip("│ ") for line in message.splitlines() if not line.startswith(("╭", "╰"))]
+    first = itertools.takewhile(lambda line: not line.startswith("─"), lines)
+    return " ".join(first).rstrip(".")

@@ -7,10 +7,10 @@ range applies), a default, and a docstring that becomes its help. YAML files giv
 
 import dataclasses
 import difflib
-import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -24,7 +24,7 @@ from jaxtp.reading import MAX_YAML, parse_yaml, read_bytes, shown
 
 T = TypeVar("T")
 
-_adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = functools.cache(pydantic.TypeAdapter)
+_adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapter)
 
 
 BASE = "base"
@@ -73,7 +73,14 @@ def expand(path: Path) -> Path:
         raise ConfigError(f"should be a path, and {path.parts[0]} is nobody's home") from None
 
 
-UserPath = Annotated[Path, pydantic.AfterValidator(expand)]
+def _not_empty(path: Any) -> Any:
+    """Returns a path as it is given; an empty one would be the current folder, as of a variable that is not set."""
+    if path == "":
+        raise ConfigError("should be a path, and is empty; . is the current folder")
+    return path
+
+
+UserPath = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterValidator(expand)]
 """May begin with ~."""
 Keys = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")]
 """Words that a flag gives one at a time."""
@@ -145,12 +152,20 @@ def merged(below: Any, above: Any) -> Any:
     return {**below, **above, **shared}
 
 
+def hints_of(schema: Any) -> Mapping[str, Any]:
+    """Returns the type of each field of a schema, with what annotates it."""
+    return _hints(schema)
+
+
+_hints: Callable[[Any], Mapping[str, Any]] = cache(partial(get_type_hints, include_extras=True))
+
+
 def flag(schema: Any, keys: Sequence[Any]) -> str:
     """Returns the flag that sets a value of a schema: `--mesh.tp` for `mesh.tp`; without a section that has no name."""
     names = []
     for key in keys:
         key = _aliases(schema).get(key, key)
-        annotated = get_type_hints(schema, include_extras=True).get(key) if dataclasses.is_dataclass(schema) else None
+        annotated = hints_of(schema).get(key) if dataclasses.is_dataclass(schema) else None
         if annotated is None:
             break  # within the value
         given = [name for part in get_args(annotated)[1:] if (name := getattr(part, "name", None)) is not None]
@@ -260,7 +275,7 @@ def _complaint(item: Mapping[str, Any]) -> str:
 
 def _aliases(schema: Any) -> dict[str, str]:
     """Returns the names of the fields whose key is another: one that no field can have, as it is a word of Python."""
-    hints = get_type_hints(schema, include_extras=True) if dataclasses.is_dataclass(schema) else {}
+    hints = hints_of(schema) if dataclasses.is_dataclass(schema) else {}
     extras = ((name, extra) for name, kind in hints.items() for extra in get_args(kind))
     return {extra.alias: name for name, extra in extras if isinstance(extra, FieldInfo) and extra.alias is not None}
 

@@ -34,6 +34,8 @@ PASSING = 75
 INTERRUPTED = 130
 """The exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
 
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+"""Control characters, which a terminal may obey, but for the end of a line."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -78,7 +80,7 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
 
 def fail(program: str, error: Exception | str) -> int:
     """Prints a user's mistake on stderr; returns the exit code, 2."""
-    say(f"{program}: error: {error}")
+    say(f"{program}: error: {_CONTROL.sub(lambda found: found[0].encode('unicode_escape').decode(), str(error))}")
     return MISTAKE
 
 

@@ -18,6 +18,7 @@ from jaxtp.entry import UserError
 from jaxtp.launch.agreement import several
 from jaxtp.launch.environment import accept_absent_gpus
 from jaxtp.launch.hosts import by_host, hosts
+from jaxtp.reading import shown
 
 DP = "dp"
 FSDP = "fsdp"
@@ -51,6 +52,8 @@ MAX_LISTED = 12
 """Meshes in a message."""
 _MAX_DIGITS = 100
 """Most digits of a size in a command line."""
+_MAX_DEVICES = 2**31 - 1
+"""Most devices of a mesh: JAX counts them in 32 bits."""
 
 
 class MeshError(UserError):
@@ -262,16 +265,21 @@ def parse_mesh(text: str, *, what_is_left: bool = False) -> dict[str, int]:
       MeshError: it is not of that form.
     """
     sizes: dict[str, int] = {}
+    said = f"--mesh {shown(text)}"
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
         if axis not in AXES:
-            raise MeshError(f"--mesh {text}: {axis!r} is not an axis; they are {', '.join(AXES)}, as in fsdp=2,tp=4")
+            raise MeshError(
+                f"{said}: {shown(repr(axis))} is not an axis; they are {', '.join(AXES)}, as in fsdp=2,tp=4"
+            )
         fits = size.isdecimal() and len(size) <= _MAX_DIGITS and int(size) >= 1
         if not fits and not (what_is_left and size == "-1"):
-            raise MeshError(f"--mesh {text[:100]}: {axis}={size[:100]} is not a number of devices: 1, 2, ...")
+            raise MeshError(f"{said}: {axis}={shown(size)} is not a number of devices: 1, 2, ...")
         if axis in sizes:
-            raise MeshError(f"--mesh {text}: {axis} is there twice; a mesh has one size for each axis")
+            raise MeshError(f"{said}: {axis} is there twice; a mesh has one size for each axis")
         sizes[axis] = int(size)
+    if (devices := math.prod(sizes.values())) > _MAX_DEVICES:
+        raise MeshError(f"{said}: these are {devices:,} devices, and JAX counts {_MAX_DEVICES:,} at most")
     return sized(**sizes)
 
 

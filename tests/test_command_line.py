@@ -14,13 +14,15 @@ import yaml
 from jaxtp.__main__ import main as jaxtp_main
 from jaxtp.bench.__main__ import COMMANDS as BENCH
 from jaxtp.check.__main__ import COMMAND as CHECK
-from jaxtp.command_line import Command, completion
+from jaxtp.command_line import Command, completion, spellings
 from jaxtp.config import ConfigError
 from jaxtp.convert.__main__ import COMMANDS as CONVERT
 from jaxtp.entry import UserError
 from jaxtp.estimate.__main__ import COMMAND as ESTIMATE
 from jaxtp.evaluate.__main__ import COMMAND as EVALUATE
 from jaxtp.generate.__main__ import COMMAND as GENERATE
+from jaxtp.launch.__main__ import COMMAND as LAUNCH
+from jaxtp.prepare.__main__ import COMMAND as PREPARE
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.config import NOT_OF_ITS_COST, TrainConfig
 
@@ -73,6 +75,18 @@ def test_no_setting_is_named_that_is_not_there(program):
         schema = command.schema
         for key in name.split("."):
             schema = schema.__dataclass_fields__[key].default if isinstance(schema, type) else getattr(schema, key)
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_every_flag_that_the_help_has_is_known(program, terminal, capsys):
+    """Flags are looked up before tyro parses those that are given."""
+    command = COMMANDS[program]
+    text = printed(command, "--help-all", capsys=capsys)
+    heads = re.findall("^(?:│ )? {0,4}(--[a-z].*?)(?:  |$)", text, re.MULTILINE)
+    listed = {name for head in heads if "{fixed}" not in head for name in re.findall(r"--[a-z][\w.-]*", head)}
+    known = {f"--{name.replace('_', '-')}" for name in spellings(command.schema)}
+    assert listed - known <= {"--config", "--mesh", "--print-config"}
+    assert listed & known
 
 
 def test_help_of_a_section(terminal, capsys):
@@ -150,6 +164,48 @@ def test_several_meshes_are_one_list():
         (TRAIN, ["--config", "a.yaml", "--config=b.yaml"], "--config is given twice, as a.yaml and b.yaml"),
         (CONVERT["export"], ["a", "b", "--mesh", "cp=2"], "jaxtp convert export takes fsdp and tp, and not cp"),
         (CONVERT["export"], ["a", "b", "--config", "c.yaml"], "jaxtp convert export has no settings in files"),
+        (TRAIN, ["--mesh.tq", "3"], "--mesh.tq: jaxtp train has no such setting; did you mean --mesh.tp?"),
+        (
+            TRAIN,
+            ["--train.remat", "full"],
+            "--train.remat: jaxtp train has no such setting; did you mean --model.remat",
+        ),
+        (TRAIN, ["--confg=a.yaml"], "--confg: jaxtp train has no such setting; did you mean --config?"),
+        (
+            TRAIN,
+            ["--\x1b[2J\udcff"],
+            r"Unrecognized options: --\x1b[2J\udcff; see jaxtp train --help",
+        ),
+        (TRAIN, ["--data.mixture", "x"], "--data.mixture: data.mixture has no flag; set it in a --config file"),
+        (TRAIN, ["--mesh.tp", "x"], "--mesh.tp x: should be a valid integer"),
+        (TRAIN, ["--model.remat=fool"], "--model.remat fool: should be 'none', "),
+        (TRAIN, ["--mesh.tp"], "--mesh.tp needs a value; one that begins with - is given as --mesh.tp=-...; see jaxtp"),
+        (TRAIN, ["--mesh", ""], "--mesh is empty; it needs sizes of axes, as in --mesh fsdp=2,tp=4"),
+        (TRAIN, ["--mesh", "tp=2,", "fsdp=2"], "one mesh is --mesh tp=2,fsdp=2, without a space"),
+        (TRAIN, ["--mesh", "\x1b[31mred\nx"], r"--mesh \x1b[31mred\nx: '\x1b[31mred\nx' is not an axis"),
+        (TRAIN, ["--mesh", "dp=65536,tp=65536"], "these are 4,294,967,296 devices, and JAX counts 2,147,483,647"),
+        (ESTIMATE, ["--mesh", "--as-configured"], "--mesh needs sizes of axes, as in --mesh fsdp=2,tp=4"),
+        (TRAIN, ["--print_config=true"], "--print_config: it takes no value"),
+        (
+            TRAIN,
+            ["--train.allow-oversize=true"],
+            "--train.allow-oversize=true: it takes no value; --train.allow-oversize turns it on, and "
+            "--train.no-allow-oversize off",
+        ),
+        (TRAIN, ["--run.dir", ""], "--run.dir '': should be a path, and is empty; . is the current folder"),
+        (TRAIN, ["--model.lora", "4"], "--model.lora: it is a section of settings, such as --model.lora.from"),
+        (TRAIN, ["--optimizer.lr", "1"], "no such setting; jaxtp train --help optimizer shows all"),
+        (TRAIN, ["--optimizer.learning-rat", "1"], "no such setting; did you mean --optimizer.learning-rate?"),
+        (PREPARE, ["--mesh", "tp=2"], "--mesh: jaxtp prepare has no such setting; jaxtp prepare --help-all shows all"),
+        (PREPARE, ["--inputs", "a.txt"], "--inputs: give its value alone, without a flag"),
+        (LAUNCH, ["--logs", "x"], "jaxtp launch needs --processes; see jaxtp launch --help"),
+        (LAUNCH, ["--config", "x"], "jaxtp launch has no settings in files; give flags alone"),
+        (CONVERT["export"], ["", "b"], "RUN_DIR '': should be a path, and is empty"),
+        (TRAIN, ["--mesh.tp", "\x1b[2J"], r"--mesh.tp \x1b[2J: should be a valid integer"),
+        (TRAIN, ["\udcff\0" + 999 * "9"], r"Unrecognized options: \udcff\x00999"),
+        (TRAIN, ["--mesh.tp", "4", "5"], "Unrecognized options: 5; see jaxtp train --help"),
+        (CONVERT["export"], ["a"], "HF_DIR"),
+        (ESTIMATE, ["--tier", "5"], "invalid choice '5' for argument '--tier'. Expected one of ('1', '2', '3')"),
         (CHECK, ["--checkpoint.every", "5"], "--checkpoint.every: jaxtp check has no use for it; leave it out"),
         (CHECK, ["--train.log-every=5"], "--train.log-every: jaxtp check has no use for it"),
         (ESTIMATE, ["--train.no-allow-oversize"], "jaxtp estimate has no use for it"),
@@ -161,6 +217,41 @@ def test_mistakes(command, flags, message):
     with pytest.raises(UserError) as error:
         command.load(flags)
     assert message in str(error.value)
+
+
+def test_a_flag_turns_off_what_a_file_turns_on(tmp_path):
+    for on in (True, False):
+        (tmp_path / "c.yaml").write_text(yaml.safe_dump({"model": "m", "prompt": ["a", "b"], "chat": on}))
+        flags = ["--config", str(tmp_path / "c.yaml")]
+        assert [GENERATE.load([*flags, *more])[0].chat for more in ([], ["--chat"], ["--no-chat"])] == [on, True, False]
+    assert GENERATE.load([*flags, "--prompt", "c"])[0].prompt == ("c",), "and a list replaces that of the file"
+
+
+def test_a_value_may_look_like_a_flag():
+    for text in ("--- a/file", "-- and so on", "---", "-x", "--"):
+        assert GENERATE.load(["--model", "m", f"--prompt={text}"])[0].prompt == (text,)
+    for text in ("--- a/file", "-- and so on"):
+        assert GENERATE.load(["--model", "m", "--prompt", text])[0].prompt == (text,)
+
+
+def test_none_is_no_value_where_a_setting_may_have_none(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: {learned_positions: 16}\ndata: {path: none}")
+    flags = ["--config", str(tmp_path / "c.yaml")]
+    assert TRAIN.load(flags)[0].model.learned_positions == 16
+    assert TRAIN.load([*flags, "--model.learned-positions", "none"])[0].model.learned_positions is None
+    assert TRAIN.load([*flags, "--model.learned-positions", "null"])[0].model.learned_positions is None
+    assert TRAIN.load(flags)[0].data.path.name == "none", "which is a name like others"
+
+
+def test_own_flags_are_spelled_either_way(capsys):
+    assert printed(TRAIN, "--print_config", capsys=capsys) == printed(TRAIN, "--print-config", capsys=capsys)
+    assert printed(TRAIN, "--help_all", capsys=capsys) == printed(TRAIN, "--help-all", capsys=capsys)
+
+
+@pytest.mark.parametrize("columns", ["1", "5", "19"])
+def test_help_ends_in_a_terminal_of_few_columns(columns, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", columns)
+    assert max(map(len, printed(GENERATE, "--help", capsys=capsys).splitlines())) > int(columns)
 
 
 def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(tmp_path):

@@ -7,7 +7,6 @@ from typing import Any
 from jaxtp import entry
 from jaxtp.checkpoint.orbax_logs import quieten
 from jaxtp.command_line import Command, choose
-from jaxtp.config import expand
 from jaxtp.convert.config import EXPORT, IMPORT, PLAN, Export, Import, Plan
 from jaxtp.convert.exports import export_run
 from jaxtp.convert.imports import import_run
@@ -36,7 +35,7 @@ def _run(argv: Sequence[str]) -> None:
     elif isinstance(command, Export):
         print(export_run(command))
     else:
-        print("\n".join(plan_lines(expand(command.source), command.ignore_config)))
+        print("\n".join(plan_lines(command.source, command.ignore_config)))
 
 
 if __name__ == "__main__":

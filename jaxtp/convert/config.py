@@ -1,19 +1,18 @@
 """The command line of `jaxtp convert`."""
 
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from jax.sharding import Mesh
 
-from jaxtp.config import Keys, Switch
+from jaxtp.config import Keys, Switch, UserPath
 from jaxtp.layers.parameter import DType
 from jaxtp.mesh import mesh_of, sized
 from jaxtp.models.families.family import Layout
 
-Source = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
-Run = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+Source = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="HF_DIR")]
+Run = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,16 +89,16 @@ class Export:
     family: str | None = None
     """model_type, such as qwen3 or gemma2; by default that of the model it began with, or the first that fits."""
 
-    tokenizer_from: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    tokenizer_from: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder in Hugging Face format whose tokenizer files are copied; by default the hf/ of an imported run."""
 
     merged: Switch = False
     """Writes the whole model of a run that trained adapters, which are added to the kernels that they are beside."""
 
-    adapters: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Folder of adapters in PEFT's format, to add to the kernels that they are beside, in float32."""
 
-    base: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
     """Model beside the adapters of a run that trained some, where it is not where the run found it."""
 
     dtype: Annotated[DType | None, tyro.conf.arg(metavar="{float32,bfloat16,float16}")] = None

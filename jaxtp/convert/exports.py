@@ -40,7 +40,7 @@ def export_run(command: Export) -> str:
       HFError: no family can be this model, or the folder cannot be written.
       CheckpointError: there is no checkpoint, or it is damaged.
     """
-    source = expand(command.run)
+    source = command.run
     if (source / CONFIG).is_file():
         return _export_folder(command, source)
     checkpoint = newest(source)
@@ -70,16 +70,16 @@ def _export_folder(command: Export, source: Path) -> str:
     folder = open_folder(source)
     config = import_config(folder, None, {}, command.ignore_config)
     family = folder.attributes["model_type"]
-    found = open_peft(expand(command.adapters), config, family)
+    found = open_peft(command.adapters, config, family)
     mesh = command.mesh.make()
     with jax.set_mesh(mesh):
         model = load_folder(folder, config, mesh, progress("read"))
     given = command.tokenizer_from
     save_hf(
         merge_peft(model, found, config, mesh),
-        expand(command.out),
+        command.out,
         family=command.family or family,
-        tokenizer_from=expand(given) if given is not None else source if has_tokenizer(source) else None,
+        tokenizer_from=given if given is not None else source if has_tokenizer(source) else None,
         attributes=carried(source),
         dtype=command.dtype or dtype_of(folder),
         experts=command.experts,
@@ -92,11 +92,11 @@ def _export_folder(command: Export, source: Path) -> str:
 def _export_model(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
     whole, found = replace(config, lora=LoraConfig()), None
     if command.adapters is not None:
-        found = open_peft(expand(command.adapters), whole, kept_family(checkpoint))
-    model = load_merged(checkpoint, info, whole, mesh, _base(command))
+        found = open_peft(command.adapters, whole, kept_family(checkpoint))
+    model = load_merged(checkpoint, info, whole, mesh, command.base)
     save_hf(
         model if found is None else merge_peft(model, found, whole, mesh),
-        expand(command.out),
+        command.out,
         family=command.family or kept_family(checkpoint),
         tokenizer_from=_tokenizer(command, checkpoint, info),
         attributes=_attributes(checkpoint, info),
@@ -114,10 +114,10 @@ def _attributes(checkpoint: Path, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], config: ModelConfig, mesh: Mesh) -> None:
-    given = _base(command)
+    given = command.base
     save_peft(
         load_adapters(checkpoint, config, mesh) if given is None else load_adapted(checkpoint, info, mesh, given),
-        expand(command.out),
+        command.out,
         base=given or (info[BASE]["from"] if config.from_hf is not None else None),
         family=command.family or kept_family(checkpoint),
         tokenizer_from=_tokenizer(command, checkpoint, info),
@@ -126,14 +126,10 @@ def _export_adapters(command: Export, checkpoint: Path, info: dict[str, Any], co
     )
 
 
-def _base(command: Export) -> Path | None:
-    return None if command.base is None else expand(command.base)
-
-
 def _tokenizer(command: Export, checkpoint: Path, info: dict[str, Any]) -> Path | None:
     """Returns the folder of the tokenizer's files: as asked for, as they came with the model, or that of the data."""
     if command.tokenizer_from is not None:
-        return expand(command.tokenizer_from)
+        return command.tokenizer_from
     data = info["config"].get("data", {}).get("path")
     folders = (kept_files(checkpoint), None if data is None else expand(Path(data)))
     found = next((folder for folder in folders if folder is not None and has_tokenizer(folder)), None)

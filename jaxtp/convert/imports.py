@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jaxtp.checkpoint.manager import Checkpoints
-from jaxtp.config import expand, to_yaml
+from jaxtp.config import to_yaml
 from jaxtp.convert.config import Import
 from jaxtp.hf.attributes import family_of
 from jaxtp.hf.folder import Folder, open_folder
@@ -37,9 +37,9 @@ def import_run(command: Import) -> str:
       HFError: the folder cannot be imported, or the run's is not empty or cannot be written.
       CheckpointError: the checkpoint cannot be written.
     """
-    target = expand(command.run)
+    target = command.run
     with appearing(target) as partial:
-        source = open_folder(expand(command.source))
+        source = open_folder(command.source)
         precision = None if command.dtype is None else Precision(param=command.dtype)
         model_config = import_config(source, precision, {}, command.ignore_config)
         mesh = command.mesh.make()

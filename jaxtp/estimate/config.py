@@ -1,13 +1,12 @@
 """The command line of `jaxtp estimate`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
 from pydantic import Field
 
-from jaxtp.config import CountOrZero, Positive, Switch, allowed
+from jaxtp.config import CountOrZero, Positive, Switch, UserPath, allowed
 from jaxtp.hardware import TABLE
 from jaxtp.train.config import FIRST, TrainConfig
 
@@ -49,14 +48,14 @@ class EstimateConfig(TrainConfig):
     """Texts to generate at a time, each data.sequence_length tokens long: weights, KV cache and speed on each mesh too.
     0 for training alone."""
 
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """File to write every number to, for machines."""
 
-    write: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
+    write: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.yaml")] = None
     """File to write the best setting to, for jaxtp train --config FILE.yaml: all that was asked for, with the
     best mesh, remat and micro-batches. Not written if nothing fits."""
 
-    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
     """File to draw memory by kind and time by part over tp in (pip install 'jaxtp[plot]')."""
 
     timeout: Positive = 300.0

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import itertools
 import os
+import shutil
 import stat
 import sys
 import tempfile
@@ -29,6 +30,14 @@ _NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiact
 """Files of which one is there wherever a GPU of NVIDIA is: the driver's, those of containers, that of WSL2."""
 _MOST_KEPT = 4 * 2**30
 """Bytes of compiled programs that are kept, and of plans of rows; a training step for GPUs takes some MB."""
+
+
+def columns(least: int, environment: MutableMapping[str, str] = os.environ) -> int:
+    """Returns the columns of the terminal, `least` of them at least, and has libraries think so too."""
+    found = shutil.get_terminal_size().columns
+    if found < least:
+        environment["COLUMNS"] = str(least)
+    return max(found, least)
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = _NVIDIA) -> None:

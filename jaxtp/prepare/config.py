@@ -173,6 +173,8 @@ def _contradictions(config: PrepareConfig) -> Iterator[str]:
         if config.inputs or config.out is not None:
             yield "--verify DIR reads a dataset and does nothing else: give no inputs and no --out"
         return
+    if "" in config.inputs:
+        yield "an INPUT is empty, as of a variable that is not set; give a file or a folder"
     if not config.inputs:
         yield "name at least one INPUT: a file or a folder"
     if config.out is None:

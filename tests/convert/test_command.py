@@ -46,6 +46,7 @@ def test_in_and_out_bit_by_bit(imported, tmp_path):
     )
 
 
+@pytest.mark.journey
 def test_a_model_and_adapters_become_one_model(imported, tmp_path, capsys):
     """From its folder or its run alike, with the tokenizer; bit by bit as merged here."""
     source = imported / "source"
@@ -67,6 +68,7 @@ def test_a_model_and_adapters_become_one_model(imported, tmp_path, capsys):
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.wide
 def test_what_says_nothing_of_the_computation_goes_out_again(imported, tmp_path):
     """Without a tokenizer too; a model that was trained from the start was made for what it was trained on."""
     info = {"config": {"data": {"sequence_length": 96}}}
@@ -80,6 +82,7 @@ def test_what_says_nothing_of_the_computation_goes_out_again(imported, tmp_path)
     assert json.loads((tmp_path / "out/config.json").read_text())["max_position_embeddings"] == 512
 
 
+@pytest.mark.journey
 def test_the_run_can_be_inspected_and_verified(imported, capsys):
     assert checkpoint(["inspect", str(imported / "run")]) == 0
     assert checkpoint(["verify", str(imported / "run")]) == 0

@@ -119,6 +119,7 @@ def test_one_mesh_and_its_settings_as_they_are(tmp_path, capsys):
     assert "head and logits" in out
 
 
+@pytest.mark.journey
 def test_compiled_too(tmp_path, capsys):
     file = tmp_path / "estimate.json"
     assert main([*TINY, "--hardware", "a100x8", "--mesh", "fsdp=2,tp=4", "--tier", "2", "--json", str(file)]) == 0
@@ -262,6 +263,7 @@ def test_a_file_that_it_did_not_write_is_kept(tmp_path, capsys):
     assert file.read_text() == "model:\n  num_layers: 3\n"
 
 
+@pytest.mark.journey
 def test_a_picture(tmp_path):
     pytest.importorskip("matplotlib")
     file = tmp_path / "plot.png"
@@ -295,7 +297,7 @@ def test_help_teaches(capsys):
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
         ("--hardware h100x8 --write /proc/nothing/x.yaml", "--write /proc/nothing/x.yaml: No such file"),
         ("--hardware h100x8 --plot plot.xyz", "--plot plot.xyz: pictures are "),
-        ("--hardware h100x8 --memory-fraction 2", "--memory-fraction 2.0: should be"),
+        ("--hardware h100x8 --memory-fraction 2", "--memory-fraction 2: should be"),
         ("--hardware mi300xx8 --model.attention cudnn", "it runs on cuda, not on rocm; use auto (blockwise or xla)"),
         ("--hardware v5ex8 --model.attention cudnn", "it runs on cuda, not on tpu; use auto (blockwise or xla)"),
         (

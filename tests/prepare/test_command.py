@@ -52,7 +52,7 @@ def test_help_explains_every_setting_and_verify(capsys):
         (["x", "--out", "d", "--train-bpe", "300", "--eos", ""], "--eos is empty"),
         (["x", "--out", "d", "--prompt-field", "p"], "--prompt-field and --completion-field go together"),
         (["x", "--out", "d", "--prompt-field", "p", "--completion-field", "c", "--field", "f"], "--field is for"),
-        (["x", "--out", "d", "--held-out", "1"], "--held-out 1.0: should be less than 1"),
+        (["x", "--out", "d", "--held-out", "1"], "--held-out 1: should be less than 1"),
         (["x", "--out", "d", "--shard-tokens", "0"], "--shard-tokens 0: should be greater than or equal to 1"),
         (["x", "--verify", "d"], "--verify DIR reads a dataset and does nothing else"),
     ],

@@ -150,7 +150,7 @@ def test_each_axis_of_several_devices_is_measured():
             "['--data.path', '/nowhere']",
             "process 1 (on {host}) cannot go on: data.path=/nowhere: there is no such file or dataset",
         ),
-        ("['--nonsense']", "process 1 (on {host}) cannot go on: its command line is refused, see what it said"),
+        ("['--nonsense']", "process 1 (on {host}) cannot go on: --nonsense: jaxtp train has no such setting; "),
     ],
 )
 def test_all_processes_end_with_the_mistake_of_one(lie, message, tmp_path, monkeypatch, capsys):
