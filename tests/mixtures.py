@@ -78,7 +78,7 @@ def expected(weights, x, counts, config):
             return probe(y.reshape(x.shape), sums), (y, sums)
 
         trained = {name: weights[name] for name in ("router", "gate", "up", "down")}
-        (_, (y, sums)), (grads, grad_x) = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(trained, flat)
+        (_, (y, sums)), (grads, grad_x) = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(trained, flat)
         parts = {"output": y.reshape(x.shape), "input": grad_x.reshape(x.shape), **sums, **grads}
         return {name: np.asarray(array) for name, array in parts.items()}
 
@@ -141,7 +141,7 @@ def expected_balance(weights, layers, counts, labels, config):
             loss, squared = balance_of(router, layers, counts, labels, chosen, k)
             return loss + 0.3 * squared, (loss, squared)
 
-        (_, sums), grads = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)(router, layers)
+        (_, sums), grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))(router, layers)
         names = ("balance_loss", "router_z_loss", "router", "input")
         return {name: np.asarray(array) for name, array in zip(names, (*sums, *grads), strict=True)}
 

@@ -67,7 +67,7 @@ def decoder_logits(weights, config, ids, layers=None):
 
     `layers`: of every layer the stack that it is in, its place there, its window and the base of its rotation.
     """
-    x = weights["embedding.embedding"][ids]
+    x = jnp.asarray(weights["embedding.embedding"])[ids]
     for stack, place, window, theta in layers or [
         ("blocks", i, None, config.rope_theta) for i in range(config.num_layers)
     ]:

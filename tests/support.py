@@ -36,7 +36,7 @@ def random_weights(build, seed=0, scale=0.1):
 
 def moved(name, array, seed, scale):
     noise = np.random.default_rng([seed, zlib.crc32(name.encode())]).standard_normal(array.shape)
-    return jnp.asarray((np.asarray(array, np.float64) + scale * noise).astype(array.dtype))
+    return (np.asarray(array, np.float64) + scale * noise).astype(array.dtype)
 
 
 def state_on_mesh(build, weights, mesh):
@@ -49,7 +49,7 @@ def state_on_mesh(build, weights, mesh):
 def without_mesh(build, weights):
     """`graph, state` of `build()` without a mesh, holding the given weights."""
     graph, state = nnx.split(nnx.eval_shape(build))
-    filled = [(path, v.replace(weights[".".join(map(str, path))])) for path, v in nnx.to_flat_state(state)]
+    filled = [(path, v.replace(jnp.asarray(weights[".".join(map(str, path))]))) for path, v in nnx.to_flat_state(state)]
     return graph, nnx.from_flat_state(filled)
 
 

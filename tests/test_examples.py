@@ -71,7 +71,8 @@ def test_so_does_its_proposed_plan(name):
     assert_same(train_on((1, 2, 4), builder(module), plan, inputs_of(module)), on_one_device(name))
 
 
-@pytest.mark.parametrize("name", sweep(NAMES, "vit"))
+@pytest.mark.wide
+@pytest.mark.parametrize("name", NAMES)
 def test_a_proposed_plan_moves_no_more_than_the_one_by_hand(name):
     """Nothing but what it says: the bytes of the compiled step are those that were predicted."""
     (module, by_hand), mesh = example(name), jaxtp.make_mesh(fsdp=2, tp=4)

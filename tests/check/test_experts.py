@@ -14,6 +14,8 @@ from jaxtp.layers.experts import MixtureOfExperts
 from jaxtp.mesh import TP
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 
+pytestmark = pytest.mark.wide
+
 MODEL = jaxtp.ModelConfig(
     vocab_size=32, d_model=16, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8, num_experts=4
 )

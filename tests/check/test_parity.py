@@ -127,7 +127,7 @@ def one_device(request, interpreted):
 
 
 TRIED += [(name, case((1, 2, 4), True)) for name in ("rings", "rings of adapters")]
-FIRST = {"llama": case((2, 2, 2), True), "rings": case((1, 2, 4), True)}
+FIRST = {"llama": case((2, 2, 2), True)}
 
 
 @pytest.mark.parametrize(

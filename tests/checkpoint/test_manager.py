@@ -117,6 +117,7 @@ def test_an_unpadded_table_is_still_split_over_every_device_that_held_it(mesh, v
     assert table.sharding.shard_shape(table.shape) == (vocab, 16 // (mesh[1] * mesh[2]))
 
 
+@pytest.mark.wide
 def test_padding_is_zero_after_a_restore(written):
     folder, _ = written
     plan = blueprint((1, 1, 8))
@@ -128,6 +129,7 @@ def test_padding_is_zero_after_a_restore(written):
     assert not table[19:].any()
 
 
+@pytest.mark.wide
 def test_restored_in_another_dtype(written):
     folder, expected = written
     plan = blueprint((1, 2, 4), dataclasses.replace(MODEL, precision=jaxtp.Precision(param="bfloat16")))
@@ -231,6 +233,7 @@ def test_every_damage_is_found_or_harmless(tmp_path):
     assert alone == {True, False}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("file", ["info/metadata", "state/_METADATA", "state/d/*"])
 def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file, monkeypatch):
     """A healthy checkpoint stays where it is while the file system fails, and is used when it answers again."""

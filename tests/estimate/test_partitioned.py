@@ -75,7 +75,7 @@ def test_there_are_twelve_meshes():
             for i, mesh in enumerate(dict.fromkeys(MESHES))
         ),
         pytest.param((2, 2, 1, 2), ("full", 2), id="micro-batches", marks=pytest.mark.wide),
-        pytest.param((1, 2, 1, 4), ("save_dots", 2, None, RINGS), id="rings"),
+        pytest.param((1, 2, 1, 4), ("save_dots", 2, None, RINGS), id="rings", marks=pytest.mark.wide),
         *(
             pytest.param((2, 1, 2, 2), ("full", 2, None, WINDOWED, 32, "adamw", way), id=way, marks=pytest.mark.wide)
             for way in ("ulysses", "gather")

@@ -69,6 +69,7 @@ def test_meshes_of_many_devices_are_listed_at_once(devices, count):
     assert len(fitting_meshes(devices)) == count
 
 
+@pytest.mark.wide
 def test_of_a_batch_with_many_divisors_some_are_tried_and_that_is_said():
     config = dataclasses.replace(CONFIG, data=DataConfig(sequence_length=128, global_batch_size=2_000_000))
     result = search(config, Target(H100, 8, 1e12), MODEL_FACTS, [sized(dp=8)])
@@ -164,6 +165,7 @@ def test_the_best_is_explained():
     assert any("leaves" in sentence and "for computing" in sentence for sentence in words[2:])
 
 
+@pytest.mark.wide
 def test_another_kernel_of_attention_is_searched_with_all_meshes():
     """With less to hold, another mesh or remat may be the best."""
     least = min(setting.memory.total for setting in of_eight().all)
@@ -189,6 +191,7 @@ def with_precision(**dtypes):
     return dataclasses.replace(CONFIG, model=dataclasses.replace(MODEL, precision=jaxtp.Precision(**dtypes)))
 
 
+@pytest.mark.wide
 def test_changes_are_searched_together():
     result = found(config=with_precision(compute="float32"))
     together, *others = faster(result, MODEL_FACTS)
@@ -267,6 +270,7 @@ def test_experts_are_over_tp_or_inside_on_every_mesh():
     assert not every.refused
 
 
+@pytest.mark.wide
 def test_a_mixture_that_does_not_fit_is_told_of_adapters_that_it_can_have():
     least = min(search_mixture(devices=1).all, key=lambda setting: setting.memory.total)
     tight = search_mixture(least.memory.state, devices=1)
@@ -315,6 +319,7 @@ def test_times_are_in_the_unit_that_a_person_would_use(seconds, said):
     assert in_unit(seconds, UNITS) == said
 
 
+@pytest.mark.wide
 def test_where_nothing_fits_it_says_what_would():
     least = min(setting.memory.total for setting in of_eight().all)
     tight = found(room=least * 0.7)
@@ -358,6 +363,7 @@ def test_what_is_faster_but_less_sure_is_not_called_as_fast():
     assert f"{best.time.expected / time.expected:.2f} x as fast, but less sure to fit" in sentence
 
 
+@pytest.mark.wide
 def test_more_memory_for_jax_is_told_where_it_helps():
     where = target(dataclasses.replace(H100, memory=4.2e9, reserved=0.0), 8, 0.5)
     result = search(CONFIG, where, MODEL_FACTS, meshes_to_try(CONFIG, 8))

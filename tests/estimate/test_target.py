@@ -112,6 +112,7 @@ def test_that_it_does_not_fit_is_told_apart(tmp_path):
         ask_fake("print(json.dumps({'error': 'does not fit: 30 of 16 GB', 'fits': False}))", tmp_path)
 
 
+@pytest.mark.wide
 def test_a_compiler_that_takes_too_long_is_ended(tmp_path):
     pid_file = tmp_path / "pid"
     code = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"

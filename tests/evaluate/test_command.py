@@ -23,15 +23,13 @@ from jaxtp.train.__main__ import main as train
 
 
 @pytest.fixture(scope="module")
-def places(tmp_path_factory):
-    """A run on bytes, and its data."""
-    folder = tmp_path_factory.mktemp("runs")
+def data(tmp_path_factory):
+    """Documents, and the dataset of their bytes beside them."""
+    folder = tmp_path_factory.mktemp("data")
     lines = [json.dumps({"text": line * (1 + i % 3)}) + "\n" for i, line in enumerate(TEXT.splitlines())]
     (folder / "a.jsonl").write_text("".join(lines))
     assert prepare([str(folder / "a.jsonl"), "--held-out", "0.02", "--out", str(folder / "data")]) == 0
-    flags = ["--data.path", str(folder / "data"), "--run.dir", str(folder / "run"), "--train.steps", "3"]
-    assert train([*SMALL, *flags, "--eval.batches", "100", "--eval.every", "3"]) == 0
-    return folder
+    return folder / "data"
 
 
 def evaluated(capsys, *flags):
@@ -50,11 +48,14 @@ def refused(capsys, *flags):
     return captured.err
 
 
-def test_a_run_has_the_loss_of_its_own_evaluation(places, capsys):
-    record = evaluated(capsys, "--model", places / "run", "--data", places / "data", "--mesh.fsdp", 2, "--mesh.tp", 2)
-    *_, expected = records(places / "run", "eval_loss").values()
+@pytest.mark.journey
+def test_a_run_has_the_loss_of_its_own_evaluation(data, tmp_path, capsys):
+    flags = ["--data.path", str(data), "--run.dir", str(tmp_path / "run"), "--train.steps", "3"]
+    assert train([*SMALL, *flags, "--eval.batches", "100", "--eval.every", "3"]) == 0
+    record = evaluated(capsys, "--model", tmp_path / "run", "--data", data, "--mesh.fsdp", 2, "--mesh.tp", 2)
+    *_, expected = records(tmp_path / "run", "eval_loss").values()
     assert record["all"]["loss"] == pytest.approx(expected, rel=1e-5)
-    split = open_dataset(places / "data").splits["validation"]
+    split = open_dataset(data).splits["validation"]
     assert record["all"]["documents"] == split.num_documents
     assert record["all"]["tokens"] == record["all"]["bytes"] == split.num_tokens - split.num_documents
     assert record["all"]["bits_per_byte"] == pytest.approx(record["all"]["loss"] / np.log(2))
@@ -85,6 +86,7 @@ def test_sources_and_lengths(folder, lines, tmp_path, capsys):
     assert limited["all"]["documents"] == 3
 
 
+@pytest.mark.wide
 def test_what_precedes_a_text_counts_no_byte(folder, tmp_path, capsys):
     """A tokenizer that begins each text: then its first token is predicted too."""
     model, text = tmp_path / "model", tmp_path / "text.txt"
@@ -152,6 +154,7 @@ def test_contradictions(folder, lines, capsys):
         assert message in refused(capsys, *flags)
 
 
+@pytest.mark.wide
 def test_a_context_is_not_exceeded(folder, lines, tmp_path, capsys):
     model = tmp_path / "model"
     model.mkdir()
@@ -165,7 +168,7 @@ def test_a_context_is_not_exceeded(folder, lines, tmp_path, capsys):
     assert evaluated(capsys, *given, "--sequence-length", 33, "--beyond-context")["sequence_length"] == 33
 
 
-def test_inputs_that_cannot_be_measured(folder, places, tmp_path, capsys):
+def test_inputs_that_cannot_be_measured(folder, data, tmp_path, capsys):
     model = ["--model", folder]
     for name, content in {
         "empty.txt": b"",
@@ -187,14 +190,14 @@ def test_inputs_that_cannot_be_measured(folder, places, tmp_path, capsys):
         ("--text", tmp_path / "nothing.jsonl"): "no document in it that is not empty",
         ("--text", tmp_path / "empty.tx"): f"did you mean {tmp_path / 'empty.txt'}?",
         ("--text", tmp_path / "folder"): "no file in this folder",
-        ("--text", places / "data"): f"--data {places / 'data'} reads it",
+        ("--text", data): f"--data {data} reads it",
         ("--data", tmp_path / "one.txt"): "--text",
         ("--data", tmp_path / "folders"): f"did you mean {tmp_path / 'folder'}?",
-        ("--data", places / "data"): f"Prepare the documents again with --tokenizer {folder}",
-        ("--data", places / "run"): "dataset",
+        ("--data", data): f"Prepare the documents again with --tokenizer {folder}",
+        ("--data", data.parent): "dataset",
     }.items():
         assert message in refused(capsys, *model, *flags)
-    long = refused(capsys, *model, "--text", places / "a.jsonl", "--max-document-bytes", 100)
+    long = refused(capsys, *model, "--text", data.parent / "a.jsonl", "--max-document-bytes", 100)
     assert "line 2: more than 100 bytes; a larger --max-document-bytes reads it" in long
     one = ["--text", str(tmp_path / "one.txt")]
     assert main([*map(str, model), *one]) == 2

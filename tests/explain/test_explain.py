@@ -77,6 +77,7 @@ def test_over_cp_weights_are_stored_and_tokens_divided():
         jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
 
 
+@pytest.mark.wide
 def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
     sizes = {"fsdp": 2, "tp": 4}
     with jax.set_mesh(jaxtp.make_mesh(**sizes)):

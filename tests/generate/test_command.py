@@ -41,16 +41,7 @@ def places(tmp_path_factory):
     (folder / "lines.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in TEXT.splitlines()))
     dataset = ["--train-bpe", "300", "--held-out", "0.1", "--out", str(folder / "data")]
     assert prepare([str(folder / "lines.jsonl"), *dataset]) == 0
-    model = [
-        "--model.vocab-size",
-        "301",
-        "--model.num-kv-heads",
-        "2",
-        "--mesh.cp",
-        "2",
-        "--mesh.tp",
-        "2",
-    ]  # one, to be compiled once
+    model = ["--model.vocab-size", "301", "--model.num-kv-heads", "2", *mesh(1, 1, 1)]  # one, to be compiled once
     for run, data in {"bytes": "text.txt", "tokens": "data"}.items():
         flags = ["--data.path", str(folder / data), "--run.dir", str(folder / run), "--train.steps", "10"]
         assert train([*SMALL, *model, *flags, "--optimizer.learning-rate", "0.02"]) == 0
@@ -87,20 +78,21 @@ def test_a_run_goes_on_with_a_text(places, run, capsys):
     assert "mesh    dp 1 x fsdp 1 x cp 1 x tp 1 = 1 CPU device\n" in found.err
     assert "prefill " in found.err
     assert "decode  9 tokens in " in found.err
-    assert generate(capsys, *flags, *mesh(2, 2, 2)).out == found.out
 
 
 @pytest.mark.wide
 def test_on_another_mesh_and_in_sixteen_bits(places, capsys):
     flags = ["--model", places / "bytes", "--prompt", "line 12: the quick", "--max-tokens", 10]
-    assert generate(capsys, *flags, *mesh(1, 1, 4)).out == generate(capsys, *flags).out
+    expected = generate(capsys, *flags).out
+    assert [generate(capsys, *flags, *mesh(*sizes)).out for sizes in ((1, 1, 4), (2, 2, 2))] == [expected, expected]
     assert generate(capsys, *flags, "--dtype", "bfloat16").err.splitlines()[0].endswith("parameters, bfloat16")
 
 
+@pytest.mark.journey
 def test_files_of_prompts_and_objects(places, tmp_path, capsys):
     (tmp_path / "p.txt").write_text("line 1\n\nline 2: the quick\r\n")
     (tmp_path / "p.jsonl").write_text('{"q": "line 1"}\n{"q": "line 2: the quick", "other": 1}\n')
-    flags = ["--model", places / "tokens", "--max-tokens", 4, "--temperature", 1, "--seed", 3]
+    flags = ["--model", places / "tokens", "--max-tokens", 4, "--temperature", 1, "--seed", 4]
     as_text = generate(capsys, *flags, "--prompt", "x", "--prompt-file", tmp_path / "p.txt").out
     as_json = generate(
         capsys, *flags, "--json", "-", "--prompt", "x", "--prompt-file", tmp_path / "p.jsonl", "--field", "q"
@@ -108,8 +100,8 @@ def test_files_of_prompts_and_objects(places, tmp_path, capsys):
     records = [json.loads(line) for line in as_json.out.splitlines()]
     prompts = ["x", "line 1", "line 2: the quick"]
     assert [record["prompt"] for record in records] == prompts
-    assert all(len(record["ids"]) == len(record["logprobs"]) == 4 for record in records)
-    assert {record["finish"] for record in records} == {"length"}
+    assert all(1 <= len(record["ids"]) == len(record["logprobs"]) <= 4 for record in records)
+    assert all(len(record["ids"]) == 4 for record in records if record["finish"] == "length")
     assert [record["index"] for record in records] == [0, 1, 2]
     found = generate(capsys, *flags, "--json", "-", "--prompt", "x", "--prompt-file", tmp_path / "p.txt").out
     with_a_gap = [json.loads(line) for line in found.splitlines()]
@@ -120,6 +112,7 @@ def test_files_of_prompts_and_objects(places, tmp_path, capsys):
     assert [json.loads(line)["ids"] for line in again.out.splitlines()] == [record["ids"] for record in records]
 
 
+@pytest.mark.journey
 def test_a_stop_text(places, capsys):
     flags = ["--model", places / "bytes", "--prompt", "line 12: the quick", "--max-tokens", 10]
     text = generate(capsys, *flags).out.rstrip("\n")
@@ -133,6 +126,7 @@ def chat(monkeypatch, capsys, entered, *flags):
     return code, capsys.readouterr()
 
 
+@pytest.mark.journey
 def test_a_chat_knows_what_was_said(places, tmp_path, monkeypatch, capsys):
     (tmp_path / "t.jinja").write_text(TEMPLATE)
     flags = ["--model", places / "bytes", "--chat", "--template", tmp_path / "t.jinja", "--max-tokens", 6]
@@ -161,6 +155,7 @@ class Writes(io.RawIOBase):
         return len(data)
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("form", [[], ["--json", "-"]])
 def test_texts_are_written_whole_in_the_order_of_their_prompts(form, places, tmp_path, monkeypatch, capsys):
     """However much longer than what is buffered; meanwhile standard error says how far it is."""
@@ -269,6 +264,7 @@ def in_terminal(process):
     return process.wait()
 
 
+@pytest.mark.wide
 def test_an_answer_that_is_stopped_leaves_the_generator_as_it_was(places, monkeypatch):
     """Between two tokens, and within a program, where what the devices hold is lost."""
     source = open_source(places / "bytes")
@@ -310,6 +306,7 @@ def test_an_interrupt_ends_an_answer_and_not_the_chat(places, tmp_path, monkeypa
     assert made[1] == "<user> a\n<assistant> some\n<user> b\n<bot>"
 
 
+@pytest.mark.wide
 def test_a_run_that_has_moved_from_its_data(places, tmp_path, capsys):
     shutil.copytree(places, tmp_path / "moved")
     run, data = tmp_path / "moved/tokens", tmp_path / "moved/data"

@@ -102,7 +102,8 @@ def test_logprobs_are_those_of_the_model():
     np.testing.assert_allclose(result.logprobs, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("mesh", sweep([(1, 1, 8), (2, 2, 2)], (2, 2, 2)), ids=str)
+@pytest.mark.wide
+@pytest.mark.parametrize("mesh", [(1, 1, 8), (2, 2, 2)], ids=str)
 def test_a_seed_gives_the_same_text_in_any_batch_and_on_any_mesh(mesh):
     together = one().generate(PROMPTS, SAMPLED)
     assert len({result.ids for result in together}) == len(PROMPTS)
@@ -140,6 +141,7 @@ def test_rows_that_end_make_room_and_no_prompt_is_padded():
     assert (timing.prefill_tokens, timing.kept_tokens) == (sum(map(len, prompts)), 0)
 
 
+@pytest.mark.wide
 def test_a_conversation_is_read_on_from_what_the_cache_has(monkeypatch):
     """Also when an answer is given up, when another is asked for, and when the memory has to grow."""
     monkeypatch.setattr("jaxtp.generate.engine.CHAT_SLOTS", 64)
@@ -163,6 +165,7 @@ def test_a_conversation_is_read_on_from_what_the_cache_has(monkeypatch):
     assert result.ids == plain.generate([turns[-1]], SETTINGS)[0].ids
 
 
+@pytest.mark.wide
 def test_what_failed_is_not_gone_on_from(monkeypatch):
     generator, decode = one(), Programs.decode
     expected = generator.generate(PROMPTS, SETTINGS)
@@ -179,6 +182,7 @@ def test_what_failed_is_not_gone_on_from(monkeypatch):
     assert generator.generate(PROMPTS, SETTINGS) == expected
 
 
+@pytest.mark.wide
 def test_an_interrupt_while_tokens_are_made_loses_none_that_were_read(monkeypatch):
     generator, wait = generator_on(None), Chosen.wait
     expected = one().generate(PROMPTS[2:3], SETTINGS)
@@ -199,6 +203,7 @@ def test_an_interrupt_while_tokens_are_made_loses_none_that_were_read(monkeypatc
     assert generator.speed.timing.prefill_tokens == 1
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(("seconds", "calls"), [(0.0, TOKENS - 1), (1e6, 4)])  # 1, 2, 4, and the rest
 def test_several_tokens_in_a_call_are_those_of_one_in_each(seconds, calls, monkeypatch):
     expected, made, decode = one().generate(PROMPTS, SAMPLED), [], Programs.decode
@@ -219,7 +224,8 @@ WIDE = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("case", sweep([(None, 1), ((1, 1, 2), 4), ((1, 2, 2), 8)], ((1, 2, 2), 8)), ids=str)
+@pytest.mark.wide
+@pytest.mark.parametrize("case", [(None, 1), ((1, 1, 2), 4), ((1, 2, 2), 8)], ids=str)
 def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
     """By the compiled loop: no copy, conversion, transposition or gather of as much as a kernel or a memory, and what
     its instructions read is at most 1.1 times the weights and the cache."""
@@ -351,6 +357,7 @@ def test_programs_are_of_the_mesh_of_the_model():
     assert mesh_sizes(programs_module.mesh_of(model_on((2, 2, 2)))) == sized(dp=2, fsdp=2, tp=2)
 
 
+@pytest.mark.wide
 def test_a_text_ends_with_the_context_and_a_prompt_beyond_it_is_refused():
     generator, prompts = generator_on(None, context=LENGTH), [PROMPTS[2], PROMPTS[0]]
     room = LENGTH - len(PROMPTS[2])
@@ -368,6 +375,7 @@ def test_a_text_ends_with_the_context_and_a_prompt_beyond_it_is_refused():
     assert one().speed.cut_texts == 0
 
 
+@pytest.mark.wide
 def test_prompts_that_are_none_are_counted():
     settings = dataclasses.replace(SAMPLED, seed=SAMPLED.seed - 1)
     with_a_gap = one().generate([None, *PROMPTS], settings)

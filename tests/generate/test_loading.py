@@ -72,6 +72,7 @@ def test_the_context_is_what_the_model_was_made_for(folder, attributes, context)
     assert open_source(folder).context == context
 
 
+@pytest.mark.journey
 def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, capsys):
     write(folder, "config.json", json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 12})
     command = ["--model", str(folder), "--prompt", "to a cap to a cap", "--max-tokens", "3", "--json", "-"]
@@ -109,6 +110,7 @@ def test_a_text_and_a_chat(folder, monkeypatch, capsys):
     assert prompts[0].count(1) == 1, "the template spells the first token, and it is not put there twice"
 
 
+@pytest.mark.wide
 def test_adapters_are_added_before_the_cast(folder, capsys):
     """In float32 to the stored weights, on a mesh; of a run, they are added to what it trained."""
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):

@@ -79,7 +79,7 @@ def test_from_any_mesh_and_merged_on_it(folders, tmp_path, sizes):
     assert kernel.sharding == model.blocks.mlp.down.kernel[...].sharding
 
 
-@pytest.mark.parametrize("sizes", sweep([None, {"fsdp": 2, "tp": 2}, {"cp": 2, "tp": 2}], {"cp": 2, "tp": 2}), ids=str)
+@pytest.mark.parametrize("sizes", sweep([None, {"fsdp": 2, "tp": 2}, {"cp": 2, "tp": 2}]), ids=str)
 def test_added_to_a_loaded_model_they_begin_as_nothing(folders, tmp_path, sizes):
     folder, _ = folders
     with contextlib.nullcontext() if sizes is None else jax.set_mesh(jaxtp.make_mesh(**sizes)):
@@ -107,7 +107,8 @@ GEMMA2 = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("config", [GPT2, pytest.param(GEMMA2, marks=pytest.mark.wide)], ids=["gpt2", "gemma2"])
+@pytest.mark.wide
+@pytest.mark.parametrize("config", [GPT2, GEMMA2], ids=["gpt2", "gemma2"])
 def test_of_other_layers(config, tmp_path):
     """A projection that there is not has none; what is a part of a tensor is exported merged."""
     model = jaxtp.add_adapters(jaxtp.Decoder(config, rngs=nnx.Rngs(0)), LoraConfig(rank=2))

@@ -84,9 +84,7 @@ def assert_same(one, other):
         np.testing.assert_array_equal(array, other[name], err_msg=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh"), sweep_of([EXPERTS, MESHES], ("mixtral", MESHES[1]), ("qwen3_moe_dense", MESHES[2])), ids=str
-)
+@pytest.mark.parametrize(("name", "mesh"), sweep_of([EXPERTS, MESHES], ("qwen3_moe_dense", MESHES[2])), ids=str)
 def test_stacked_out_and_in(name, mesh, tmp_path):
     read = []
     model = load_on(FOLDER / name, **mesh)
@@ -121,6 +119,7 @@ def test_each_device_has_whole_experts_or_a_part_of_each(tp, shape):
     assert {shard.data.shape for shard in gate.addressable_shards} == {shape}
 
 
+@pytest.mark.wide
 def test_the_command_has_the_flag(tmp_path):
     assert main(["import", str(FOLDER / "qwen3_moe"), str(tmp_path / "run")]) == 0
     for layout, flags in (("separate", []), ("stacked", ["--experts", "stacked"])):

@@ -11,7 +11,7 @@ from hf_reference import FOLDER
 from hypothesis import given
 from hypothesis import strategies as st
 from structures import changed, examples, gives_one_of, is_one_clear_message
-from support import sweep
+from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
@@ -113,9 +113,10 @@ KINDS = {  # ranks, attributes, the scale of each module, and what is noted
 
 
 @pytest.mark.parametrize(
-    "sizes", sweep([{"fsdp": 2, "tp": 2}, {"tp": 4}, {"cp": 2, "fsdp": 2}], {"fsdp": 2, "tp": 2}), ids=str
+    ("kind", "sizes"),
+    sweep_of([KINDS, MESHES], *((kind, MESHES[0]) for kind in ("rslora", "some excluded", "ranks and scales"))),
+    ids=str,
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_adapters_are_what_they_add_to_the_kernels(kind, sizes, base, tmp_path):
     """`W + scale * (B @ A)^T`, wherever there is one."""
     ranks, attributes, scale, notes = KINDS[kind]
@@ -160,7 +161,7 @@ TOGETHER = {"gpt2": {"transformer.h.{}.attn.c_attn": QKV}}
 TOGETHER["phi3"] = {"model.layers.{}.self_attn.qkv_proj": QKV, "model.layers.{}.mlp.gate_up_proj": GATE_UP}
 
 
-@pytest.mark.parametrize("name", TOGETHER)
+@pytest.mark.parametrize("name", sweep(list(TOGETHER), "gpt2"))
 def test_projections_in_one_share_their_a(name, tmp_path):
     """They are added to kernels, and not trained."""
     model, random = jaxtp.load_hf(FOLDER / name), np.random.default_rng(0)

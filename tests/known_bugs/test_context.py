@@ -25,6 +25,8 @@ from jaxtp.layers.kernels import KERNELS
 from jaxtp.mesh import CP, mesh_of, sized
 from jaxtp.models.decoder import Decoder
 
+pytestmark = pytest.mark.wide
+
 B, T, N, K, H = 2, 16, 4, 2, 4
 WRONG = 1e-3
 RIGHT = 1e-5
@@ -132,7 +134,7 @@ def without_documents(q, k, v, segments, **settings):
     return run(q, k, v, None, **settings)
 
 
-@pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_maxtext_4476_packed_documents_do_not_leak(method):
     """https://github.com/AI-Hypercomputer/maxtext/issues/4476: a fast kernel attended across the documents of a packed
     row without a word. Here every kernel and method keeps them apart.
@@ -141,7 +143,7 @@ def test_maxtext_4476_packed_documents_do_not_leak(method):
     assert off(method, kernel=without_documents)["output"] > WRONG
 
 
-@pytest.mark.parametrize("method", ["gather", pytest.param("ulysses", marks=pytest.mark.wide)])
+@pytest.mark.parametrize("method", ["gather", "ulysses"])
 def test_automodel_2999_segments_are_those_of_the_whole_row(method):
     """https://github.com/NVIDIA-NeMo/Automodel/pull/2999: over cp some models passed over where the documents of packed
     rows begin and end. Here a device knows those of the whole row, and not of its own part alone."""
@@ -250,7 +252,6 @@ def test_verl_4250_labels_are_shifted_before_the_split(monkeypatch):
     assert max(gradients.values()) > WRONG
 
 
-@pytest.mark.wide
 def test_megatron_lm_673_gradients_are_not_divided_by_cp(monkeypatch):
     """https://github.com/NVIDIA/Megatron-LM/issues/673: the loss was scaled by cp beside a gradient that was divided by
     it, or not, so that norms depended on cp. Here gradients are summed, and divided by the number of tokens once."""
@@ -268,7 +269,6 @@ def test_megatron_lm_673_gradients_are_not_divided_by_cp(monkeypatch):
     assert gradients["blocks.mlp.down.kernel"] == pytest.approx(0.5, abs=1e-4)
 
 
-@pytest.mark.wide
 def test_megatron_lm_4075_positions_are_those_in_the_whole_row(monkeypatch):
     """https://github.com/NVIDIA/Megatron-LM/pull/4075: where a device has a part of a packed sequence, rotary positions
     could be counted from zero again. Here they are those in the row, or in the document."""

@@ -63,6 +63,7 @@ def document_errors():
     return [np.abs(packed[segments == i + 1] - one[:length]).max() for i, (one, length) in enumerate(found)]
 
 
+@pytest.mark.wide
 def test_nanovlm_201_positions_begin_anew_with_each_document(monkeypatch):
     """https://github.com/huggingface/nanoVLM/issues/201: the documents of a row shared its positions, so that all but
     the first stood where they never do alone. Here positions are those in the document."""
@@ -128,6 +129,7 @@ def nats(*texts, batch_size=2, packing="none", score=None):
 SHORT, LONG = [3, 1, 4], [1, 5, 9, 2, 6, 5, 3, 5, 8]
 
 
+@pytest.mark.wide
 def test_mlx_lm_1855_a_document_scores_the_same_beside_a_longer_one():
     """https://github.com/ml-explore/mlx-lm/pull/1855: the score of a document that was not the longest of its batch had
     the log-probability of a token of padding in it. Here what fills a row has no label."""

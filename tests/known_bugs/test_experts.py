@@ -25,6 +25,8 @@ from jaxtp.layers.grouped import grouped_matmul
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import DP, SEQUENCE, TP
 
+pytestmark = pytest.mark.wide
+
 CONFIG = ExpertsConfig(num_experts=E, d_ff=F)
 OVER_TP, INSIDE = (1, 2, 1, 2), (2, 1, 1, 4)
 WRONG = 1e-3
@@ -106,7 +108,6 @@ def test_megatron_lm_5047_the_auxiliary_loss_does_not_depend_on_tp(monkeypatch):
     assert jax.__version__ >= "0.12" or isinstance(refused.value, MissingReductionError)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("detached", [False, True])
 def test_automodel_1412_the_auxiliary_loss_is_whole_and_has_a_gradient(monkeypatch, detached):
     """https://github.com/NVIDIA-NeMo/Automodel/pull/1412: the auxiliary loss was divided by the devices along dp, and
@@ -129,7 +130,7 @@ def of_the_batch(routing):
     return jax.tree.map(means, routing)
 
 
-@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("planted", [False, True])
 def test_torchtitan_3000_the_balance_of_micro_batches_adds_up(monkeypatch, planted):
     """https://github.com/pytorch/torchtitan/pull/3000: an auxiliary loss of a batch, a product of means, is another one
     for its micro-batches, so that accumulation is refused there. Here it is that of each sequence."""
@@ -158,9 +159,7 @@ def own_part_alone(length, grad):
 gathered.defvjp(lambda x: (gathered(x), x.shape[1]), own_part_alone)
 
 
-@pytest.mark.parametrize(
-    "mesh", [pytest.param(OVER_TP, id="over tp"), pytest.param(INSIDE, id="inside", marks=pytest.mark.wide)]
-)
+@pytest.mark.parametrize("mesh", [OVER_TP, INSIDE], ids=["over tp", "inside"])
 def test_torchtitan_1805_gradients_of_tokens_are_summed_over_tp(monkeypatch, mesh):
     """https://github.com/pytorch/torchtitan/issues/1805: the backward pass of experts lacked a reduction over tp. Here
     a token's gradient has in it what the experts, or the parts of them, on other devices add.
@@ -205,7 +204,6 @@ def beyond_is_nan(rows, kernels, sizes_E, method):
     return jnp.where(there[:, None], grouped_matmul(rows, kernels, sizes_E, method), jnp.nan)
 
 
-@pytest.mark.wide
 @pytest.mark.parametrize("mesh", [OVER_TP, INSIDE], ids=["over tp", "inside"])
 def test_pytorch_193633_nothing_reads_the_rows_beyond_all_experts(monkeypatch, mesh):
     """https://github.com/pytorch/pytorch/issues/193633: rows beyond the last group of a grouped product are left as
@@ -253,7 +251,7 @@ def axis_size_of(mesh):
     return mesh[0] * mesh[1] * mesh[2] * mesh[3]
 
 
-@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("planted", [False, True])
 def test_vllm_55514_ties_are_broken_by_the_lower_index(monkeypatch, planted):
     """https://github.com/vllm-project/vllm/pull/55514: of experts with equal scores a fallback chose others than the
     kernel. Here the lower index goes first everywhere."""
@@ -272,7 +270,7 @@ def test_vllm_55514_ties_are_broken_by_the_lower_index(monkeypatch, planted):
     assert error > WRONG if planted else error < RIGHT
 
 
-@pytest.mark.parametrize("planted", [False, pytest.param(True, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("planted", [False, True])
 def test_megatron_lm_2121_padding_is_routed_nowhere(monkeypatch, planted):
     """https://github.com/NVIDIA/Megatron-LM/pull/2121: tokens of padding took part in the balance of experts. Here they
     have no expert, take no place among rows and count for nothing."""
@@ -289,7 +287,7 @@ def test_megatron_lm_2121_padding_is_routed_nowhere(monkeypatch, planted):
         assert min(found["output"], found["times_chosen"], found["computed"]) > WRONG
 
 
-@pytest.mark.parametrize("said", [True, pytest.param(False, marks=pytest.mark.wide)])
+@pytest.mark.parametrize("said", [True, False])
 def test_torchtitan_1448_weights_of_experts_are_normalised_where_the_model_says_so(said):
     """https://github.com/pytorch/torchtitan/issues/1448: the weights of the chosen experts were not divided by their
     sum, as the converted model had it, and its gradients were far too large. Here the model's configuration says it.
@@ -324,5 +322,6 @@ def chosen_of_close_logits():
     config = ExpertsConfig(num_experts=4, d_ff=4)
     layer = MixtureOfExperts(1, config, precision=Precision(compute="bfloat16"), rngs=nnx.Rngs(0))
     logits = 1 + np.arange(4, dtype=np.float32) / 1000
-    routed = layer._route(None, False, np.ones((1, 1, 1)), {"router": jnp.asarray(logits[None])}, np.ones((1, 1)), None)
-    return np.asarray(routed[0]).ravel().tolist()
+    weights, one = {"router": jnp.asarray(logits[None])}, np.ones((1, 1, 1))
+    chosen = jax.jit(lambda weights: layer._route(None, False, one, weights, one[0], None)[0])(weights)
+    return np.asarray(chosen).ravel().tolist()

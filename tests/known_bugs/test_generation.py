@@ -8,12 +8,15 @@ from functools import cache
 
 import jax
 import numpy as np
+import pytest
 import reference
 from flax import nnx
 from support import random_weights, without_mesh
 
 import jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer
+
+pytestmark = pytest.mark.wide
 
 CONFIG = jaxtp.ModelConfig(
     vocab_size=259, d_model=16, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=8, d_ff=16, rope_theta=10.0

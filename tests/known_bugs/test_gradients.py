@@ -8,6 +8,7 @@ from functools import cache
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from support import by_name, random_weights, relative_error, state_on_mesh
 
@@ -144,6 +145,7 @@ def head_errors(softcap):
     return [relative_error(a, b) for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)]
 
 
+@pytest.mark.wide
 def test_unsloth_10616_padded_ids_have_no_probability_where_logits_are_capped(monkeypatch):
     """https://github.com/unslothai/unsloth/pull/10616: logits beyond the vocabulary were -inf, and the cap, which came
     after, made them finite, so that they had probability. Here they are left out after the cap."""
@@ -160,6 +162,7 @@ def masks(spec, keys):
         return np.asarray(drop(jnp.ones((4, 8, 16)), keys)) > 0
 
 
+@pytest.mark.wide
 def test_transformers_31412_dropout_differs_between_devices_of_the_batch():
     """https://github.com/huggingface/transformers/issues/31412: with one seed, all devices dropped the same elements of
     their rows. Here each row has a key of its own, and its mask is the same on every mesh."""

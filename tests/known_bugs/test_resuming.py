@@ -99,6 +99,7 @@ def written(tmp_path_factory):
     return folder, held
 
 
+@pytest.mark.wide
 def test_torchtitan_1136_a_vocabulary_that_nothing_divides_comes_back_whole(written):
     """https://github.com/pytorch/torchtitan/issues/1136: with a vocabulary that the devices did not divide, a resumed
     run had another loss. Here a checkpoint has no padding, and every mesh makes its own.
@@ -116,6 +117,7 @@ def test_torchtitan_1136_a_vocabulary_that_nothing_divides_comes_back_whole(writ
     assert not table[21:].any()
 
 
+@pytest.mark.wide
 def test_automodel_2511_a_tied_head_is_the_table(written):
     """https://github.com/NVIDIA-NeMo/Automodel/pull/2511: the head of a tied model was an array of its own that
     training moved and no checkpoint held. Here there is one array, and both its uses make its gradient.

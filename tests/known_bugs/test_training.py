@@ -91,6 +91,7 @@ def gradients(sizes, row=None):
     )
 
 
+@pytest.mark.wide
 def test_transformers_34191_micro_batches_weigh_as_many_tokens_as_they_have():
     """https://github.com/huggingface/transformers/pull/34191: with gradient accumulation the loss was the mean of the
     micro-batches' means, so that a token in a short row weighed more. Here sums are added up and divided once."""
@@ -112,6 +113,7 @@ def local_squares(grads, mesh):
     return np.array([parts[device] for device in devices])
 
 
+@pytest.mark.wide
 def test_transformer_engine_715_what_devices_hold_copies_of_counts_once_in_the_norm():
     """https://github.com/ROCm/TransformerEngine/pull/715: weights that are equal along tp were counted once for each
     device in the gradient's norm. Here the norm is that of one device; clipping divides by it."""
@@ -123,6 +125,7 @@ def test_transformer_engine_715_what_devices_hold_copies_of_counts_once_in_the_n
     assert counted_twice > plain * (1 + WRONG)
 
 
+@pytest.mark.wide
 def test_deepspeed_8478_each_expert_counts_once_in_the_norm():
     """https://github.com/deepspeedai/DeepSpeed/pull/8478: devices that hold different experts averaged the norms of
     their own parts. Here the norm is of all experts, wherever they are."""
@@ -134,6 +137,7 @@ def test_deepspeed_8478_each_expert_counts_once_in_the_norm():
     assert averaged < divided.grad_norm * (1 - WRONG)
 
 
+@pytest.mark.wide
 def test_torchtitan_2574_fewer_kv_heads_than_devices():
     """https://github.com/pytorch/torchtitan/issues/2574: a model whose kv heads tp does not divide stopped in a reshape
     without a word of why. Here devices share the head, and its gradient is the sum of theirs."""
@@ -143,6 +147,7 @@ def test_torchtitan_2574_fewer_kv_heads_than_devices():
         assert_close({name: divided[name]}, {name: whole[name]})
 
 
+@pytest.mark.wide
 def test_accelerate_2926_the_schedule_goes_one_step_with_each_update():
     """https://github.com/huggingface/accelerate/issues/2926: the schedule went on by one step for each process. Here
     the rate is that of the update, however many devices and micro-batches take part in it."""
@@ -157,6 +162,7 @@ def test_accelerate_2926_the_schedule_goes_one_step_with_each_update():
     assert float(schedule(3)) != pytest.approx(float(schedule(2 * 3)), rel=WRONG), "as two processes had it"
 
 
+@pytest.mark.wide
 def test_habitat_lab_2226_a_gradient_that_is_not_finite_changes_nothing():
     """https://github.com/facebookresearch/habitat-lab/issues/2226: clipping passed a NaN on to the optimizer, which
     wrote it into every weight. Here such a step leaves weights and moments as they are, and is counted.
@@ -174,6 +180,7 @@ def test_habitat_lab_2226_a_gradient_that_is_not_finite_changes_nothing():
         np.testing.assert_array_equal(found[name], before[name], err_msg=name)
 
 
+@pytest.mark.wide
 def test_fast_llm_542_norms_and_biases_do_not_decay(monkeypatch):
     """https://github.com/ServiceNow/Fast-LLM/issues/542: after a change of how they are made, norms and biases were
     decayed as matrices are. Here what decays is told by name, in whichever stack a layer is."""

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from runs import free_address
+from support import sweep
 
 from jaxtp.entry import MISTAKE, PASSING, WRONG
 from jaxtp.launch import peers
@@ -85,7 +86,7 @@ def test_what_process_0_learns_ends_the_others_too(process, capsys):
     )
 
 
-@pytest.mark.parametrize("me", [0, 1])
+@pytest.mark.parametrize("me", sweep([0, 1], 1))
 def test_one_that_is_silent_is_lost(me, process, monkeypatch, capsys):
     monkeypatch.setattr(peers, "SILENCE", 2.0)
     watched, others, codes = process(me)

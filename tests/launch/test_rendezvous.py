@@ -72,6 +72,7 @@ def test_ids_and_counts_that_cannot_be_end_all_at_once(places, said):
     assert time.monotonic() - began < 10
 
 
+@pytest.mark.journey
 def test_a_second_process_0_on_its_host_cannot_listen():
     ends = meeting([(0, 3), (0, 3), (1, 3)], seconds=1.5)
     assert sum("this host cannot listen there (Address already in use)" in end for end in ends) == 1

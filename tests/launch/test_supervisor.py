@@ -37,7 +37,10 @@ def test_processes_that_end_well_are_0_and_each_has_a_log(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("death", "said", "code"),
-    [("sys.exit('no such thing')", "process 1 ended with exit code 1", 1), ("os.kill(0, 9)", "killed by SIGKILL", 137)],
+    [
+        pytest.param("sys.exit('no such thing')", "process 1 ended with exit code 1", 1, marks=pytest.mark.journey),
+        ("os.kill(0, 9)", "killed by SIGKILL", 137),
+    ],
 )
 def test_when_one_dies_all_end_and_its_last_words_are_shown(death, said, code, tmp_path, monkeypatch, capsys):
     """Those that ignore being asked to end are killed, with what they have started."""
@@ -58,6 +61,7 @@ def test_when_one_dies_all_end_and_its_last_words_are_shown(death, said, code, t
             time.sleep(0.01)
 
 
+@pytest.mark.journey
 def test_they_are_started_again_as_often_as_asked(tmp_path, capsys):
     count = tmp_path / "count"
     code = f"open({str(count)!r}, 'a').write(me)\ntime.sleep(0.5)\nsys.exit(os.path.getsize({str(count)!r}) < 5)"
@@ -88,6 +92,7 @@ def test_a_signal_reaches_all_and_ends_it(tmp_path):
     assert "again" not in error
 
 
+@pytest.mark.journey
 def test_lines_of_gloo_are_not_shown(tmp_path, capsys):
     noise = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number is : 1"
     code = f"print('{noise}'); print('words of', me); print('{noise}', flush=True); sys.exit(me == '1')"
@@ -149,6 +154,7 @@ def test_processes_end_with_the_one_that_started_them(number, tmp_path):
         time.sleep(0.02)
 
 
+@pytest.mark.journey
 def test_a_hang_up_that_was_ignored_stays_ignored(tmp_path):
     """As under nohup."""
     code = "print('up', flush=True); time.sleep(2)"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from support import TOLERANCE, assert_close, relative_error
+from support import TOLERANCE, assert_close, relative_error, sweep
 
 import jaxtp
 from jaxtp.collectives import axis_index, batch_spec, device_view
@@ -107,6 +107,7 @@ QUERIES, KEYS = 13, 18
 ANY_PART = st.lists(st.integers(0, 36), min_size=QUERIES, max_size=QUERIES, unique=True).map(sorted)
 
 
+@pytest.mark.wide
 @given(st.lists(ROW, min_size=ROWS, max_size=ROWS), st.integers(1, 50), ANY_PART, st.integers(-9, 37))
 @settings(max_examples=15)
 def test_any_part(rows, window, queries, first_key):
@@ -127,6 +128,7 @@ def test_any_part(rows, window, queries, first_key):
     np.testing.assert_allclose(found["values"], right["values"], atol=2e-5)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_sixteen_bits_without_documents(dtype):
     arrays = draw(21, 2, 1, 16, dtype)
@@ -148,7 +150,7 @@ NOT_SEEN = {
 }
 
 
-@pytest.mark.parametrize("case", NOT_SEEN)
+@pytest.mark.parametrize("case", sweep(NOT_SEEN, "documents"))
 def test_blocks_that_are_excluded_are_not_read(case):
     """What is not a number stays one wherever it is read, whatever the mask makes of it."""
     segments, window, block, readers, read = NOT_SEEN[case]

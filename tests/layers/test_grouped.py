@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from support import TOLERANCE, assert_close, sweep
+from support import TOLERANCE, assert_close, sweep, sweep_of
 
 import jaxtp
 from jaxtp.collectives import device_view
@@ -101,8 +101,9 @@ def test_one_group(method):
         assert_close(found(method, *arrays, sizes), expected(*arrays, sizes), TOLERANCE)
 
 
-@pytest.mark.parametrize("dtype", sweep(["bfloat16", "float16"], "bfloat16"))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "dtype"), sweep_of([METHODS, ["bfloat16", "float16"]], ("xla", "bfloat16")), ids=str
+)
 def test_sixteen_bits_are_summed_in_float32(method, dtype):
     """Of a long sum in 16 bits not much would be left."""
     arrays, sizes = draw((600, 3), groups=2, dtype=dtype, rows=500), np.array([450, 20])
@@ -112,6 +113,7 @@ def test_sixteen_bits_are_summed_in_float32(method, dtype):
     assert_close(result, expected(*arrays, sizes), float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.wide
 def test_the_blocks_of_a_gpu():
     """Those that are really taken, with widths that they do not divide."""
     arrays, sizes = draw((200, 136), groups=2, rows=300), np.array([129, 150])

@@ -106,8 +106,9 @@ def test_nothing_over_fsdp_has_the_shape_of_an_activation():
     assert all(len(c.shape) <= 2 for c in found if c.axes == ("fsdp",))
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("overlap", ["none", "ring"])
-@pytest.mark.parametrize("policy", sweep(list(SEQUENCE_PARALLEL), "save_gathered"))
+@pytest.mark.parametrize("policy", SEQUENCE_PARALLEL)
 def test_frozen_weights_are_gathered_again_too(policy, overlap):
     found = block_collectives((1, 2, 4), policy, lora=LoraConfig(rank=4), overlap=overlap)
     adapters = 7  # of each one of A and B is divided over fsdp
@@ -140,7 +141,7 @@ EXACT["large vocabulary"] = dataclasses.replace(PLAIN, vocab_size=509, precision
 EXACT["large vocabulary, tied"] = dataclasses.replace(BIASED, vocab_size=509, sequence_parallel=False)
 EXACT["written out"] = dataclasses.replace(BIASED, scan_layers=False)
 EXACT["norms on both sides"] = dataclasses.replace(BIASED, norm="layer", norm_placement="both", tie_embeddings=False)
-EXACT_FIRST = ["layer norms", "experts", "rings", "large vocabulary, tied", "written out"]
+EXACT_FIRST = ["experts", "rings", "large vocabulary, tied"]
 """Together they have biases, shared kv heads, a padded vocabulary, both norms, and each way to move over tp."""
 
 BOUNDED = {
@@ -211,9 +212,7 @@ EVERY_OVER_CP = [
 ]
 
 
-@pytest.mark.parametrize(
-    "case", sweep(list(dict.fromkeys(EVERY_OVER_CP)), FIRST_OVER_CP[1], FIRST_OVER_CP[-1]), ids=str
-)
+@pytest.mark.parametrize("case", sweep(list(dict.fromkeys(EVERY_OVER_CP)), FIRST_OVER_CP[-1]), ids=str)
 def test_the_budget_is_exact_over_cp(case):
     name, mesh, policy = case
     context, model = OVER_CP[name]
@@ -230,8 +229,9 @@ def test_the_budget_is_exact_over_cp(case):
 ATTENTION_OVER_CP = {"ulysses": {"all-to-all"}, "gather": {"all-gather", "reduce-scatter"}, "halo": {"permute"}}
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("name", ATTENTION_OVER_CP)
-@pytest.mark.parametrize("policy", sweep(["none", "full"], "full"))
+@pytest.mark.parametrize("policy", ["none", "full"])
 def test_attention_over_cp_moves_what_its_method_needs_and_nothing_else(name, policy):
     """In units of (cp-1)/cp * T/cp * H/tp elements for each sequence, as `layers/context.py` has it."""
     (context, model), cp, tp = OVER_CP[name], 4, 2
@@ -255,6 +255,7 @@ def test_attention_over_cp_moves_what_its_method_needs_and_nothing_else(name, po
     assert not activations, "between attention and attention nothing of a token moves over cp"
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=4)], ids=["all", "adapters"])
 def test_gradients_of_micro_batches_are_summed_over_dp_once(lora):
     config, mesh = dataclasses.replace(PLAIN, lora=lora), (4, 1, 2)
@@ -280,6 +281,7 @@ def test_norms_of_queries_and_keys_stay_within_the_budget(name, mesh, policy):
     assert all(sent <= budget[place] * (1 + 1e-9) for place, sent in counted.items())
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("sequence_parallel", [True, False], ids=["sequence", "all-reduce"])
 def test_embedding_head_and_loss_move_what_the_design_says(sequence_parallel):
     """An all-reduce or its two halves for embedding and head; for the loss three all-reduces of a float per token."""
@@ -323,7 +325,7 @@ def test_the_budget_of_experts_is_exact(case):
 
 @pytest.mark.parametrize(
     ("num_experts", "policy", "experts_per_token"),
-    sweep_of([[8, 6], SEQUENCE_PARALLEL, [1, 4]], (8, "full", 4), (6, "save_dots", 4)),
+    sweep_of([[8, 6], SEQUENCE_PARALLEL, [1, 4]], (6, "save_dots", 4)),
 )
 def test_experts_move_over_tp_what_a_dense_mlp_does(num_experts, policy, experts_per_token):
     """Whatever k is, and beside it two floats for each choice."""

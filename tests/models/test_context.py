@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import TOLERANCE, random_weights, relative_error, sizes_of, state_on_mesh, without_mesh
+from support import TOLERANCE, random_weights, relative_error, sizes_of, state_on_mesh, sweep, without_mesh
 
 import jaxtp
 from jaxtp.check import parity
@@ -81,9 +81,6 @@ CONFIGS = {
 }
 """Rows are packed: documents cross chunks, the last row is padding alone, and one from its middle on."""
 
-FIRST = [("windows alone", (1, 2, 2, 2), "gather")]
-"""Gradients by ulysses are in tests/known_bugs, its logits below."""
-
 MESHES = [
     *((1, 1, 2, 1), (1, 1, 4, 1), (1, 1, 8, 1)),
     *((1, 1, 2, 2), (1, 1, 4, 2), (1, 1, 2, 4), (2, 1, 2, 1), (1, 2, 4, 1)),
@@ -94,10 +91,7 @@ TRIED = [("llama", mesh, method) for mesh in MESHES for method in ("ulysses", "g
 TRIED += [
     (name, SOME[(at + i) % len(SOME)], method)
     for i, (name, at, method) in enumerate(
-        (name, at, method)
-        for name in CONFIGS
-        if name != "windows alone"
-        for at, method in enumerate(("ulysses", "gather"))
+        (name, at, method) for name in CONFIGS for at, method in enumerate(("ulysses", "gather"))
     )
 ]
 TRIED += [("long windows", (2, 1, 4, 1), "gather"), ("windows", (2, 2, 2, 2), "auto")]
@@ -109,7 +103,7 @@ def possible(name, mesh, method):
     return method != "ulysses" or queries % mesh[2] == 0
 
 
-TRIED = [tried for tried in dict.fromkeys(TRIED) if possible(*tried) and tried not in FIRST]
+TRIED = [tried for tried in dict.fromkeys(TRIED) if possible(*tried)]
 
 
 @cache
@@ -118,10 +112,10 @@ def on_one_device(name):
     return initial, parity.run(CONFIGS[name], ONE_DEVICE, initial)
 
 
-@pytest.mark.parametrize(
-    ("name", "mesh", "method"), [*FIRST, *(pytest.param(*tried, marks=pytest.mark.wide) for tried in TRIED)], ids=str
-)
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "mesh", "method"), TRIED, ids=str)
 def test_a_mesh_with_cp_equals_one_device(name, mesh, method):
+    """The default suite trains a mixture over cp in test_experts.py."""
     initial, expected = on_one_device(name)
     case = Case(sizes_of(mesh), mesh[-1] > 1, method)
     numbers = parity.run(CONFIGS[name], case, initial, audited=True)
@@ -209,7 +203,7 @@ def packings(draw):
     return len(document), places, rows, segments
 
 
-@pytest.mark.parametrize("method", ["ulysses", "gather"])
+@pytest.mark.parametrize("method", sweep(["ulysses", "gather"], "gather"))
 @settings(max_examples=10)
 @given(packing=packings())
 def test_a_document_alone_equals_the_same_packed_at_any_place(method, packing):

@@ -53,7 +53,7 @@ def variant(*, optimizer="adamw", packed=True, loop=BASE.train, **model):
 
 
 CONFIGS = {
-    "mixture": BASE,
+    "mixture": variant(selection_bias=True, loop=dataclasses.replace(BASE.train, selection_bias_rate=0.25)),
     "some layers are dense": variant(
         num_layers=4,
         num_kv_heads=2,
@@ -192,8 +192,8 @@ def test_balance_is_that_of_one_device(step):
     np.testing.assert_array_equal(times.sum(axis=1), [tokens * BALANCED.experts_per_token] * BALANCED.num_layers)
     assert dropped == 0
     before = random_weights(lambda: jaxtp.Decoder(BALANCED, rngs=nnx.Rngs(0)))["blocks.mlp.selection_bias"]
-    mean = times.mean(axis=1, keepdims=True)
-    np.testing.assert_array_equal(biases, np.asarray(before) + RATE * np.sign(mean - times).astype(np.float32))
+    towards = np.sign(times.sum(axis=1, keepdims=True) - BALANCED.num_experts * times)
+    np.testing.assert_array_equal(biases, np.asarray(before) + RATE * towards.astype(np.float32))
 
 
 @pytest.mark.wide

@@ -69,12 +69,12 @@ TRIED = [
     *(("9 and 3", sized(fsdp=2, tp=4), variant) for variant in VARIANTS),
     *(("7 and 1", sized(dp=2, tp=2), variant) for variant in ("everything", "adapters")),
 ]
-FIRST = [("9 and 3", sized(fsdp=2, tp=4), "everything")]
 
 
-@pytest.mark.parametrize(("tried"), sweep(TRIED, *FIRST), ids=str)
-def test_a_padded_model_is_that_of_one_device(tried):
-    name, sizes, variant = tried
+@pytest.mark.wide
+@pytest.mark.parametrize(("name", "sizes", "variant"), TRIED, ids=str)
+def test_a_padded_model_is_that_of_one_device(name, sizes, variant):
+    """The default suite trains one with padding in tests/train/test_muon.py."""
     config = run_of(name, **VARIANTS[variant])
     initial = parity.initial_arrays(config)
     expected = parity.run(config, ONE_DEVICE, initial)
@@ -145,6 +145,7 @@ def test_what_is_padded_is_cut_off_again(factors, tp, first):
     np.testing.assert_array_equal(cut(padded, padding, tp), array)
 
 
+@pytest.mark.wide
 def test_a_cache_of_padded_heads_generates_what_one_device_does():
     config = run_of("9 and 3", qk_norm="projection").model
     build = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))

@@ -61,7 +61,9 @@ def ours():
     return loss, named(gradients)
 
 
+@pytest.mark.wide
 def test_it_equals_the_plain_mathematics(ours):
+    """The default suite compares such a model, of windows and of all positions, with transformers' in tests/hf."""
     plain = lambda w: reference.cross_entropy(reference.decoder_logits(w, MODEL, IDS, LAYERS), IDS)[0]
     loss, gradients = jax.jit(jax.value_and_grad(plain))(weights())
     np.testing.assert_allclose(ours[0], loss, rtol=1e-6)
@@ -83,11 +85,13 @@ def test_the_budget_is_exact():
     assert counted == pytest.approx(budget)
 
 
+@pytest.mark.wide
 def test_cached_equals_uncached():
     cached, whole = cached_and_whole(*without_mesh(build(MODEL), weights()), IDS, 5)
     assert_close({"hidden": cached}, {"hidden": whole})
 
 
+@pytest.mark.wide
 def test_scan_pattern_and_unrolling_draw_the_same_dropout():
     """A window of all positions makes another kind of block of the same mathematics."""
     alike = dataclasses.replace(PLAIN, num_layers=4, dropout=0.4)

@@ -44,7 +44,8 @@ def test_a_step_moves_its_budget(mesh, remat):
     assert "convolution/causal_convolution" in {module for module, _ in counted} or mesh[1] == 1
 
 
-@pytest.mark.parametrize("remat", ["save_dots", pytest.param("full", marks=pytest.mark.wide)])
+@pytest.mark.wide
+@pytest.mark.parametrize("remat", ["save_dots", "full"])
 def test_its_products_are_those_of_the_compiled_program(remat):
     config = dataclasses.replace(MODEL, num_layers=1, remat=remat)
     work = step_costs(config, sized(fsdp=2, tp=2), batch_size=B, sequence_length=T)
@@ -58,6 +59,7 @@ def test_a_block_keeps_what_it_declares(remat):
     assert declared == kept_activations(config, 2, T)
 
 
+@pytest.mark.wide
 def test_memory_and_the_search_for_a_setting():
     small, large = (
         memory_per_device(dataclasses.replace(CONFIG, model=dataclasses.replace(PATTERN, conv_features=n)), sized(tp=2))
@@ -120,6 +122,7 @@ class Daring(GatedConvolution):
     over_cp = True
 
 
+@pytest.mark.wide
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DaringModel(ToyModel):
     """A decoder of them."""
@@ -127,6 +130,7 @@ class DaringModel(ToyModel):
     layer = Daring
 
 
+@pytest.mark.wide
 def test_the_check_finds_a_layer_that_wrongly_says_so():
     small = shrink(dataclasses.replace(CONFIG, model=DaringModel(**vars(MODEL))), [CP])
     small = changed(small, {"mesh.context": "gather", "model.sequence_parallel": False})
@@ -140,6 +144,7 @@ def test_its_settings_are_written_and_read_back():
     assert validate(ToyModel, plain, source="a file") == PATTERN
 
 
+@pytest.mark.wide
 def test_cached_equals_uncached():
     build = lambda: jaxtp.Decoder(PATTERN, rngs=nnx.Rngs(0))
     ids = np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 6), np.int32)

@@ -63,7 +63,6 @@ EXPERTS = dataclasses.replace(MODEL, attention="xla", num_experts=4, experts_per
                 {"remat": "full", "sequence_parallel": False},
             ],
         ],
-        ((1, 2, 4), {"remat": "save_dots"}),
     ),
     ids=str,
 )

@@ -151,7 +151,7 @@ FAULTS = {
 }
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(KINDS, st.sampled_from(sorted(FAULTS)), st.integers(0, 20), st.sampled_from([3, 5, 7]))
 def test_an_invalid_plan_is_refused(kinds, fault, pick, tp):
     model = nnx.eval_shape(lambda: Graph(kinds, nnx.Rngs(0)))

@@ -65,6 +65,7 @@ def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_
         assert sent(stock, "tp") <= 1.25 * sent(ours, "tp")
 
 
+@pytest.mark.wide
 def test_without_a_shared_input_each_projection_reduces_for_itself():
     plan = {pattern: style for pattern, style in ALL_REDUCE.items() if "w" in pattern}
     found = {

@@ -256,6 +256,7 @@ def test_tied_parameters_are_left_whole():
     assert "shares a parameter" in reason(proposal, "a").why
 
 
+@pytest.mark.wide
 def test_vocabularies_are_split_where_that_saves_more_than_it_moves():
     """64 x 16 floats against 8 x 6 positions: not; 4,096 x 16: yes; one table for both ends: by its rows."""
     assert {"embed", "head"}.isdisjoint(propose(Decoder, IDS))

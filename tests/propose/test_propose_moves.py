@@ -70,6 +70,7 @@ def test_a_llama_block_moves_what_is_said_and_no_more_than_by_hand():
     assert moved <= bytes_over_tp(build, inside(TUTORIAL), (X,), mesh)
 
 
+@pytest.mark.wide
 def test_norms_of_heads_stay_where_the_heads_are():
     """`nnx.MultiHeadAttention` with normalised queries and keys: as by hand, their norms are gathered."""
     build, mesh = lambda: encoder(nnx.Rngs(0)), jaxtp.make_mesh(fsdp=2, tp=4)

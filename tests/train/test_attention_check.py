@@ -6,7 +6,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from support import sweep
+from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.config import ConfigError
@@ -93,12 +93,11 @@ def nothing_but_nan(q, k, v, segments_BT, **settings):
 @pytest.mark.parametrize(
     ("planted", "what"),
     [
-        (no_documents, "its output"),
+        *(
+            pytest.param(planted, "its output", marks=pytest.mark.wide)
+            for planted in (no_documents, no_softcap, another_scale, documents_of_the_first_row, without_the_last_key)
+        ),
         (window_off_by_one, "its output"),
-        (no_softcap, "its output"),
-        (another_scale, "its output"),
-        (documents_of_the_first_row, "its output"),
-        (without_the_last_key, "its output"),
         (half_a_gradient, "its gradient of the keys"),
         (nothing_but_nan, "its output"),
     ],
@@ -154,19 +153,25 @@ def test_a_right_kernel_passes_with_a_part(use):
     assert worst(RIGHT.run, PART_USES[use]) < 1
 
 
+@pytest.mark.wide
 def test_the_fused_kernels_pass_with_a_part():
     assert worst(partial(fused_attention, interpret=True), PART_USES["documents, window and softcap"]) < 1
 
 
-@pytest.mark.parametrize("planted", [queries_one_further, keys_one_further])
-@pytest.mark.parametrize("use", sweep(list(PART_USES), "documents, window and softcap"))
+@pytest.mark.parametrize(
+    ("planted", "use"),
+    sweep_of([[queries_one_further, keys_one_further], PART_USES], (keys_one_further, "documents, window and softcap")),
+)
 def test_a_kernel_that_shifts_positions_by_one_is_found(planted, use):
     assert worst(planted, PART_USES[use]) > 1
 
 
 @pytest.mark.parametrize(
     "planted",
-    [keys_from_the_beginning, one_chunk, documents_one_further, without_what_is_before_the_sequence],
+    sweep(
+        [keys_from_the_beginning, one_chunk, documents_one_further, without_what_is_before_the_sequence],
+        keys_from_the_beginning,
+    ),
 )
 def test_a_kernel_that_takes_a_part_for_another_is_found(planted):
     assert worst(planted, PART_USES["documents, window and softcap"]) > 1

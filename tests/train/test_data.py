@@ -117,6 +117,7 @@ def test_what_does_not_fit_the_data(tmp_path, dataset, command, capsys, name):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.journey
 def test_a_token_beyond_the_vocabulary_stops_the_run_with_its_place(tmp_path, dataset, command, capsys):
     tokens = dataset / "train-00000.tokens"
     whole = tokens.read_bytes()

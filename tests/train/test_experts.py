@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import SMALL, TEXT, finish, mesh, records
-from support import sweep, sweep_of
+from support import sweep_of
 
 import jaxtp
 from jaxtp.audit.census import count_collectives
@@ -116,7 +116,7 @@ def on_one_device():
     return updated(ONE_DEVICE.sizes)
 
 
-@pytest.mark.parametrize(("sizes", "accumulation"), sweep_of([[WHOLE, INSIDE], [1, 2, 4]], (WHOLE, 2)), ids=str)
+@pytest.mark.parametrize(("sizes", "accumulation"), sweep_of([[WHOLE, INSIDE], [1, 2, 4]]), ids=str)
 def test_an_update_moves_each_bias_once(on_one_device, sizes, accumulation):
     """By the rate, up or down, whatever the mesh and the micro-batches: it is neither averaged nor decayed."""
     expected, numbers = on_one_device
@@ -145,7 +145,8 @@ def test_optimizers_over_whole_experts_and_parts_of_them(name, sizes):
     assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
-@pytest.mark.parametrize("sizes", sweep([WHOLE, INSIDE], INSIDE), ids=str)
+@pytest.mark.wide
+@pytest.mark.parametrize("sizes", [WHOLE, INSIDE], ids=str)
 def test_what_muon_moves_of_experts_is_what_is_declared(sizes):
     config = dataclasses.replace(RUN, optimizer=OptimizerConfig(name="muon"))
     found: list[Counter] = []

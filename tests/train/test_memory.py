@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
-from support import sizes_of, sweep
+from support import sizes_of, sweep, sweep_of
 
 import jaxtp
 from jaxtp.data.loader import abstract_batch
@@ -65,25 +65,27 @@ def test_state_bytes_are_those_of_a_real_state(mesh):
     assert memory.optimizer == held["optimizer"] + held["skipped"]
 
 
-@pytest.mark.parametrize("optimizer", ["lion", "adafactor", "muon"])
+MODELS = {
+    "plain": MODEL,
+    "tied": dataclasses.replace(MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")),
+    "adapters": dataclasses.replace(MODEL, lora=LoraConfig(rank=4), d_model=256, d_ff=512),
+}
+
+
 @pytest.mark.parametrize(
-    "model",
-    [
-        MODEL,
-        dataclasses.replace(MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")),
-        dataclasses.replace(MODEL, lora=LoraConfig(rank=4), d_model=256, d_ff=512),
-    ],
-    ids=["plain", "tied", "adapters"],
+    ("model", "optimizer"),
+    sweep_of([MODELS, ["lion", "adafactor", "muon"]], *zip(MODELS, ["muon", "lion", "adafactor"], strict=True)),
 )
 def test_state_bytes_are_the_planned_ones(model, optimizer):
-    config = TrainConfig(model=model, optimizer=OptimizerConfig(name=optimizer))
+    config = TrainConfig(model=MODELS[model], optimizer=OptimizerConfig(name=optimizer))
     arrays = stored_arrays(config)
     for mesh in [(1, 1, 8), (1, 2, 4), (2, 4, 1)]:
-        blueprint = plan_state(model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
+        blueprint = plan_state(config.model, optimizers.build(config.optimizer, 10), jaxtp.make_mesh(*mesh))
         memory = memory_per_device(config, sizes_of(mesh), arrays)
         assert memory.state == bytes_per_device(blueprint)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("param", "reduce", "width"), [("float32", "bfloat16", 4), ("bfloat16", "float32", 4), ("bfloat16", "bfloat16", 2)]
 )
@@ -112,6 +114,7 @@ def temporaries(traced):
     return traced.lower().compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.wide
 def test_an_evaluation_reads_micro_batches_as_a_step_does():
     *_, micro_batch = evaluation(4, 1, (1, 1, 1))
     *_, batch = evaluation(32, 8, (1, 1, 1))

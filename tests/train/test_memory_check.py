@@ -23,13 +23,18 @@ def test_nothing_is_said_of_devices_that_do_not_say(command, capsys):
     assert "memory  " not in capsys.readouterr().out
 
 
-def test_what_exceeds_a_device_is_refused_unless_told(command, tmp_path, monkeypatch, capsys):
+def test_what_exceeds_a_device_is_refused(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 1000)
     assert main(command) == 2
     error = capsys.readouterr().err
     assert "a step takes" in error
     assert "--train.allow-oversize" in error
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.journey
+def test_what_exceeds_a_device_runs_where_that_is_asked_for(command, monkeypatch, capsys):
+    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 1000)
     assert main([*command, "--train.allow-oversize"]) == 0
     assert "GB that JAX has there: does not fit" in capsys.readouterr().out
 

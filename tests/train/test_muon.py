@@ -73,7 +73,8 @@ def expected():
     return {name: update * 0.2 * max(update.shape[-2:]) ** 0.5 for name, update in updates.items()}, state.mu
 
 
-@pytest.mark.parametrize("sizes", sweep(MESHES, MESHES[0]), ids=str)
+@pytest.mark.wide
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
@@ -89,6 +90,7 @@ def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
         assert_close(whole, those, tolerance)
 
 
+@pytest.mark.wide
 def test_an_update_has_the_dtype_of_its_parameter():
     gradients = jax.tree.map(lambda w: w.astype("bfloat16"), weights())
     updates, state = jax.eval_shape(lambda gradients: two_updates(scale_by_muon(0.9), gradients), gradients)
@@ -153,7 +155,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("case", sweep(DECLARED, DECLARED[0]), ids=str)
+@pytest.mark.parametrize("case", sweep(DECLARED), ids=str)
 def test_what_it_moves_and_computes_is_what_is_declared(case):
     sizes, variant = case
     config = dataclasses.replace(RUN, model=VARIANTS[variant])

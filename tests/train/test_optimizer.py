@@ -93,10 +93,15 @@ def arrays():
 
 def three_updates(transformation):
     params, gradients = arrays(), jax.tree.map(jnp.cos, arrays())
-    state = transformation.init(params)
-    for _ in range(3):
+
+    @jax.jit
+    def updated(params, state):
         updates, state = transformation.update(gradients, state, params)
-        params = optax.apply_updates(params, updates)
+        return optax.apply_updates(params, updates), state
+
+    state = jax.jit(transformation.init)(params)
+    for _ in range(3):
+        params, state = updated(params, state)
     return params
 
 
@@ -197,8 +202,7 @@ def test_adafactor_keeps_its_moments_in_float32():
     """They are small, and after a thousand steps it changes them by less than a bfloat16's last digit."""
     params = {"blocks.up.kernel": jnp.ones((128, 128), jnp.bfloat16), "norm.scale": jnp.ones(128, jnp.bfloat16)}
     rule = optimizers.build(OptimizerConfig(name="adafactor"), 10)
-    state = rule.init(params)
-    _, after = rule.update(params, state, params)
+    state, after = jax.jit(lambda params: (state := rule.init(params), rule.update(params, state, params)[1]))(params)
     for moments in (state[1], after[1]):
         assert {array.dtype for array in jax.tree.leaves((moments.v_row, moments.v))} == {jnp.dtype("float32")}
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
@@ -208,7 +212,8 @@ def test_muon_orthogonalises_each_layer_s_matrix():
     config = OptimizerConfig(name="muon", learning_rate=1.0, warmup_steps=0, weight_decay=0, schedule="constant")
     params, gradients = arrays(), jax.tree.map(jnp.cos, arrays())
     transformation = optimizers.build(config, 10)
-    updates, _ = transformation.update(gradients, transformation.init(params), params)
+    updated = jax.jit(lambda gradients, params: transformation.update(gradients, transformation.init(params), params))
+    updates, _ = updated(gradients, params)
     for layer in updates["blocks.up.kernel"]:
         singular = np.linalg.svd(layer / (0.2 * 6**0.5), compute_uv=False)
         assert np.all((singular > 0.5) & (singular < 1.5)), singular  # Newton-Schulz's own accuracy

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from flax import nnx
 from runs import SMALL, TEXT, finish, mesh, records, wait_for_step
-from support import sweep
 
 import jaxtp
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
@@ -92,6 +91,7 @@ OVERFLOW = ["--optimizer.learning-rate", "1e30", *EXPLODE[2:]]
 """Weights whose norm is not finite after the first step."""
 
 
+@pytest.mark.journey
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     run = tmp_path / "run"
     (run / "non_finite").mkdir(parents=True)
@@ -108,7 +108,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
         json.loads(line, parse_constant=pytest.fail)
 
 
-@pytest.mark.parametrize("reaction", sweep(["stop", "skip"], "skip"))
+@pytest.mark.journey
+@pytest.mark.parametrize("reaction", ["stop", "skip"])
 def test_an_update_that_is_not_finite_is_never_saved(tmp_path, command, capsys, reaction):
     run = tmp_path / "run"
     saving = ["--checkpoint.every", "1", "--train.non-finite", reaction]
@@ -181,6 +182,7 @@ def test_a_damaged_newest_checkpoint_is_reported_and_the_one_before_it_used(tmp_
     assert records(damaged).keys() == records(whole).keys()
 
 
+@pytest.mark.journey
 def test_two_runs_on_one_folder(tmp_path, command, capsys):
     run = tmp_path / "run"
     run.mkdir()
@@ -230,6 +232,7 @@ def test_a_stalled_step_prints_the_stacks(capfd):
     assert error.count("test_a_stalled_step_prints_the_stacks") == 1, "once for each stall"
 
 
+@pytest.mark.journey
 @pytest.mark.parametrize("print_after", [0, 0.2])
 def test_a_stuck_process_is_ended(print_after):
     stuck = (
