@@ -254,7 +254,7 @@ def test_help_ends_in_a_terminal_of_few_columns(columns, monkeypatch, capsys):
     assert max(map(len, printed(GENERATE, "--help", capsys=capsys).splitlines())) > int(columns)
 
 
-def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(tmp_path):
+def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(tmp_path, monkeypatch):
     """Every setting that `estimate` does not offer, changed in a file: its numbers stay the same."""
     other = {
         "run": {"dir": "runs/x", "seed": 3},
@@ -265,6 +265,7 @@ def test_what_a_command_has_no_use_for_may_stand_in_a_file_and_changes_nothing(t
     names = {f"{section}.{name}" for section, values in other.items() for name in values}
     assert {name for name in names if not name.startswith("checkpoint")} <= set(NOT_OF_ITS_COST)
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(other))
+    monkeypatch.chdir(tmp_path)  # where no earlier run has settings of its own
     results = []
     for flags in ([], ["--config", str(tmp_path / "c.yaml")]):
         file = tmp_path / "e.json"

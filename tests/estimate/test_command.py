@@ -291,7 +291,7 @@ def test_help_teaches(capsys):
         ("--hardware h100x9999999967", "--hardware h100x9999999967: from 1 to 1,048,576 devices"),
         ("--hardware h100x0", "--hardware h100x0: from 1 to 1,048,576 devices"),
         (f"--hardware h100x1{'0' * 5000}", "--hardware h100x10000000000000000000...: from 1 to 1,048,576 devices"),
-        ("--hardware h100x8 --mesh tp=99999999999", "is 99,999,999,999 devices, and --hardware h100x8 is 8\n"),
+        ("--hardware h100x8 --mesh tp=2147483647", "is 2,147,483,647 devices, and --hardware h100x8 is 8\n"),
         ("--hardware h100x8 --mesh pp=8", "'pp' is not an axis; they are dp, fsdp, cp, tp"),
         ("--hardware h100x3 --mesh fsdp=3", "model.d_model=128 is not divisible by mesh.fsdp=3; fsdp can be 1, 2"),
         ("--hardware h100x8 --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
