@@ -117,7 +117,8 @@ class Command(Generic[T]):
 
     def everything(self) -> Any:
         """Returns a schema of all that the command line takes, flags of this module too, for completion in a shell."""
-        return self._offered(lambda name: not self._is_foreign(name))
+        marked = ((keys, getattr(kind, "__metadata__", ()), value) for keys, kind, value in _settings_of(self.schema))
+        return self._flat({".".join(keys): value for keys, marks, value in marked if tyro.conf.Fixed not in marks})
 
     @property
     def _has_one_mesh(self) -> bool:
@@ -273,7 +274,7 @@ class Command(Generic[T]):
             raise ConfigError(f"{HELP} {shown(after)}: {self.program} has no such section of settings; {hint}")
         short = bool(self.first) and flags[at] != ALL_HELP and after not in sections
         if short:
-            view = self._first_settings(default)
+            view = self._flat({name: reduce(getattr, name.split("."), default) for name in self.first})
             filled = view()
         else:
             within = f"{after}." if after in sections else ""
@@ -293,10 +294,14 @@ class Command(Generic[T]):
         """
         return _view(self.schema, is_offered, "", self._own_flags())
 
-    def _first_settings(self, default: Any) -> Any:
-        """Returns a schema of the first settings, each with the beginning of its text, and of this module's flags."""
+    def _flat(self, values: Mapping[str, Any]) -> Any:
+        """Returns a schema without sections: settings, each with the beginning of its text, and this module's flags.
+
+        Args:
+          values: defaults of the settings by dotted name.
+        """
         fields = [(name, kind, dataclasses.field(default=value)) for name, kind, value in self._own_flags()]
-        for name in self.first:
+        for name, value in values.items():
             if self._is_foreign(name):
                 continue
             keys = name.split(".")
@@ -304,8 +309,7 @@ class Command(Generic[T]):
             kind = get_type_hints(schema, include_extras=True)[keys[-1]]
             said = _begun(_docstrings(schema).get(keys[-1], ""))
             spelled = flag(self.schema, keys).removeprefix("--")
-            value = reduce(getattr, keys, default)
-            fields.append(("_".join(keys), _shown(kind, said, value, spelled), dataclasses.field(default=value)))
+            fields.append((_JOIN.join(keys), _shown(kind, said, value, spelled), dataclasses.field(default=value)))
         return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""})
 
     def _own_flags(self) -> list[tuple[str, Any, Any]]:
@@ -381,7 +385,10 @@ def completion(program: str, commands: Mapping[str, Command[Any] | Mapping[str, 
 def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -> Any:
     if isinstance(command, Command):
         return Annotated[command.everything(), tyro.conf.subcommand(name=name)]
-    inner: Any = Union[tuple(_subcommand(*item) for item in command.items())]  # noqa: UP007
+    kinds = [_subcommand(*item) for item in command.items()]
+    if len(kinds) == 1:  # tyro would take it for the family, and complete its flags without its name
+        kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
+    inner: Any = Union[tuple(kinds)]  # noqa: UP007
     family = dataclasses.make_dataclass(name, [("command", inner)])
     return Annotated[family, tyro.conf.subcommand(name=name)]
 

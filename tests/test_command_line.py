@@ -291,8 +291,27 @@ def test_completion_knows_commands_and_flags(shell):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
 
 
+def test_completion_offers_what_a_command_takes():
+    script = completion("jaxtp", {"bench": BENCH, "check": CHECK, "estimate": ESTIMATE}, "bash")
+    assert " comm" in script
+    assert "--message-bytes" in script
+    assert not re.search(r"--command\.|--checkpoint\.every|--data\.mixture|--metrics\.", script)
+
+
 @pytest.mark.journey
-def test_bash_completes(tmp_path):
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("train --model.lora.ra", "--model.lora.rank"),
+        ("bench com", "comm"),
+        ("bench comm --message", "--message-bytes"),
+        ("convert ex", "export"),
+        ("convert export --ad", "--adapters"),
+        ("train --model.remat save_d", "save_dots"),
+        ("check --checkpoint.", ""),
+    ],
+)
+def test_bash_completes(typed, offered, tmp_path):
     script = subprocess.run(
         [sys.executable, "-m", "jaxtp", "completion", "bash"], capture_output=True, text=True, check=True
     ).stdout
@@ -300,11 +319,11 @@ def test_bash_completes(tmp_path):
     asked = (
         f"source {tmp_path / 'jaxtp.bash'}; "
         "f=$(complete -p jaxtp | sed 's/.*-F \\([^ ]*\\) .*/\\1/'); "
-        'COMP_WORDS=(jaxtp train --model.lora.ra); COMP_CWORD=2; COMPREPLY=(); $f; echo "${COMPREPLY[@]}"'
+        f'COMP_WORDS=(jaxtp {typed}); COMP_CWORD={len(typed.split())}; COMPREPLY=(); $f; echo "${{COMPREPLY[@]}}"'
     )
     path = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, env=path)
-    assert done.stdout.strip() == "--model.lora.rank"
+    assert done.stdout.strip() == offered
 
 
 def test_values_that_are_no_setting_of_a_section_are_refused_before_the_mesh(tmp_path):
