@@ -82,7 +82,7 @@ class Command(Generic[T]):
             command has no use for.
           SystemExit: help or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
         """
-        own = {name.replace("-", "_").replace("__", "--", 1): name for name in (PRINT, ALL_HELP)}
+        own = {f"--{name[2:].replace('-', '_')}": name for name in (PRINT, ALL_HELP)}  # spelled as tyro lets others be
         path, flags = _taken(CONFIG, [own.get(name, name) for name in argv], "a file, as in --config configs/tiny.yaml")
         if self._has_one_mesh:
             mesh, flags = _taken(MESH, flags, _SIZES)
@@ -210,19 +210,10 @@ class Command(Generic[T]):
             return f"it is a section of settings, such as {_spelled(within)}"
         own = [] if self._required() else [CONFIG, PRINT, *([MESH] if self._has_one_mesh else [])]
         known = [*offered, *(flag.removeprefix("--").replace("-", "_") for flag in (*own, HELP))]
-        section, dot, last = name.rpartition(".")
-        alike = [other for other in known if other.rpartition(".")[2] == last]
-        beside = [other.removeprefix(f"{section}.") for other in known if dot and other.startswith(f"{section}.")]
-        if kind is not None:
-            close = [next(_names(self.schema, keys, kind))]
-        elif alike:
-            close = difflib.get_close_matches(name, alike, n=1, cutoff=0)
-        elif beside:
-            close = [f"{section}.{other}" for other in difflib.get_close_matches(last, beside, n=1, cutoff=0.5)]
-        else:
-            close = difflib.get_close_matches(name, known, n=1)
-        more = f"{HELP} {section}" if beside else ALL_HELP if self.first else HELP
-        hint = f"did you mean {_spelled(close[0])}?" if close else f"{self.program} {more} shows all"
+        close = next(_names(self.schema, keys, kind)) if kind is not None else _closest(name, known)
+        section = keys[0] if any(other.startswith(f"{keys[0]}.") for other in offered) else None
+        more = f"{HELP} {section}" if section else ALL_HELP if self.first else HELP
+        hint = f"did you mean {_spelled(close)}?" if close else f"{self.program} {more} shows all"
         return f"{self.program} has no such setting; {hint}"
 
     def _words(self, flags: Sequence[str], named: Set[tuple[str, ...]], default: Any) -> dict[str, Any]:
@@ -394,7 +385,7 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
 
 
 def _parse(schema: Any, flags: Sequence[str], default: Any, program: str) -> Any:
-    columns(_LEAST_COLUMNS)
+    columns(_LEAST_COLUMNS)  # before tyro asks for them
     given = {} if default is tyro.MISSING else {"default": default}
     return tyro.cli(schema, args=flags, prog=program, description="", config=(tyro.conf.AvoidSubcommands,), **given)
 
@@ -632,6 +623,20 @@ def _is_none(kind: Any, value: Any) -> bool:
     """Returns whether a word is none, as YAML and Python spell it, of a setting that may be none and no text."""
     inner = {_plain(part) for part in get_args(_plain(kind))}
     return type(None) in inner and not {str, Path} & inner and isinstance(value, str) and value.lower() in _NONE
+
+
+def _closest(name: str, known: Sequence[str]) -> str | None:
+    """Returns the dotted name that is meant: the same in another section, else one like it, best of its section."""
+    section, dot, last = name.rpartition(".")
+    same = [other for other in known if other.rpartition(".")[2] == last]
+    beside = [other.removeprefix(f"{section}.") for other in known if dot and other.startswith(f"{section}.")]
+    if same:
+        close = difflib.get_close_matches(name, same, n=1, cutoff=0)
+    elif beside:
+        close = [f"{section}.{other}" for other in difflib.get_close_matches(last, beside, n=1, cutoff=0.5)]
+    else:
+        close = difflib.get_close_matches(name, known, n=1)
+    return close[0] if close else None
 
 
 def _spelled(name: str) -> str:
