@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from jaxtp import entry
+from jaxtp.reading import shown
 
 PROGRAM = "jaxtp"
 COMPLETION = "completion"
@@ -61,9 +62,13 @@ def _complete(argv: Sequence[str], names: Sequence[str]) -> int:
     """Prints the script by which a shell completes all commands and their flags."""
     from jaxtp.command_line import choose_name, completion
 
-    shell, _ = choose_name(f"{PROGRAM} {COMPLETION}", {name: f"For {name}." for name in SHELLS}, argv)
+    program = f"{PROGRAM} {COMPLETION}"
+    shell, others = choose_name(program, {name: f"For {name}." for name in SHELLS}, argv, HELP)
+    if others:
+        raise entry.UserError(f"{program} takes a shell and nothing else, and {shown(' '.join(others))} follows")
     modules = {name: importlib.import_module(f"jaxtp.{name}.__main__") for name in names}
-    print(completion(PROGRAM, {name: getattr(m, "COMMANDS", None) or m.COMMAND for name, m in modules.items()}, shell))
+    commands = {name: getattr(m, "COMMANDS", None) or m.COMMAND for name, m in modules.items()}
+    print(completion(PROGRAM, commands, {COMPLETION: SHELLS}, shell))
     return 0
 
 

@@ -35,8 +35,10 @@ CONFIG, MESH, PRINT = "--config", "--mesh", "--print-config"
 _SECTION = "mesh"
 """The section that --mesh sets as a whole."""
 _NONE = ("none", "null")
-_LEAST_COLUMNS = 20
-"""Columns that help needs at least; tyro never ends where there are less than six."""
+_LEAST_COLUMNS, _COLUMNS_OF_ERRORS = 20, 80
+"""Columns that help needs at least; tyro never ends where there are less than six. It breaks words of errors."""
+_REST = "--"
+"""All words after it are values, also those that begin with dashes."""
 _SIZES = "sizes of axes, as in --mesh fsdp=2,tp=4"
 _JOIN = "__"
 """Stands between the keys of a setting in the name of a field."""
@@ -83,10 +85,13 @@ class Command(Generic[T]):
           SystemExit: help or `--print-config` (0), or a flag that does not parse (2), after a message on stderr.
         """
         own = {f"--{name[2:].replace('-', '_')}": name for name in (PRINT, ALL_HELP)}  # spelled as tyro lets others be
-        path, flags = _taken(CONFIG, [own.get(name, name) for name in argv], "a file, as in --config configs/tiny.yaml")
-        if self._has_one_mesh:
+        flags = [own.get(name, name) for name in itertools.takewhile(lambda name: name != _REST, argv)]
+        rest = argv[len(flags) :]
+        path, flags = _taken(CONFIG, flags, "a file, as in --config configs/tiny.yaml")
+        if self._meshes != "several":
             mesh, flags = _taken(MESH, flags, _SIZES)
-            flags = [*([] if mesh is None else self._sizes(mesh)), *flags]
+            if mesh is not None:
+                flags = [*(self._sizes(mesh) if self._meshes == "section" else [f"{MESH}={mesh}"]), *flags]
         values, default = self._file(path)
         if {HELP, SHORT_HELP, ALL_HELP} & set(flags):
             self._print_help(flags, default)
@@ -97,7 +102,10 @@ class Command(Generic[T]):
             raise ConfigError(f"{self.program} needs {flag(self.schema, missing[0])}; see {self.program} {HELP}")
         config = validate(
             self.schema,
-            merged({} if default is tyro.MISSING else dataclasses.asdict(default), self._words(given, named, default)),
+            merged(
+                {} if default is tyro.MISSING else dataclasses.asdict(default),
+                self._words([*_joined(given), *rest], named, default),
+            ),
             source="command line",
             spelled=self._spelled,
         )
@@ -109,10 +117,7 @@ class Command(Generic[T]):
 
     def _spelled(self, keys: Sequence[Any], value: Any) -> str:
         """Returns a setting and its value as they are typed: a positional one by its name in the help."""
-        kind = hints_of(self.schema)[keys[0]]
-        marks = getattr(kind, "__metadata__", ())
-        names = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
-        name = names[0] if tyro.conf.Positional in marks and names else flag(self.schema, keys)
+        name = _place(hints_of(self.schema)[keys[0]]) or flag(self.schema, keys)
         return f"{name} {shown(value, 300) or repr(value)}"
 
     def everything(self) -> Any:
@@ -121,10 +126,12 @@ class Command(Generic[T]):
         return self._flat({".".join(keys): value for keys, marks, value in marked if tyro.conf.Fixed not in marks})
 
     @property
-    def _has_one_mesh(self) -> bool:
-        """Whether it runs on one mesh, a section; others take a list of meshes to ask about."""
-        lists = any(flag(self.schema, [name]) == MESH for name in get_type_hints(self.schema) if name != _SECTION)
-        return not lists and dataclasses.is_dataclass(get_type_hints(self.schema).get(_SECTION))
+    def _meshes(self) -> Literal["section", "text", "several", "none"]:
+        """How it takes --mesh: as a section of sizes, as text, as several of these to ask about, or not at all."""
+        kinds = [_plain(kind) for keys, kind, _ in _settings_of(self.schema) if flag(self.schema, keys) == MESH]
+        if kinds:
+            return "several" if get_origin(kinds[0]) is tuple else "text"
+        return "section" if dataclasses.is_dataclass(get_type_hints(self.schema).get(_SECTION)) else "none"
 
     def _sizes(self, text: str) -> list[str]:
         """Returns a mesh as flags of the axes that the command's mesh has.
@@ -163,7 +170,10 @@ class Command(Generic[T]):
         known: Mapping[str, tuple[str, ...]] = spellings(self.schema)  # type: ignore[arg-type]
         switches = {keys for keys, kind, _ in _settings_of(self.schema) if _plain(kind) is bool}
         named: set[tuple[str, ...]] = set()
-        for spelled, equals, value in (given.partition("=") for given in flags):
+        for given, after in itertools.pairwise([*flags, ""]):
+            spelled, equals, value = given.partition("=")
+            if re.match("-[a-z]", spelled) and spelled[1:].replace("-", "_") in known:
+                raise ConfigError(f"{spelled}: flags begin with two dashes; did you mean -{spelled}?")
             if not re.fullmatch(r"--[^\W_][^\s]*", spelled):  # a value, such as "-- and more", or for tyro to refuse
                 continue
             name = spelled.removeprefix("--").replace("-", "_")
@@ -174,11 +184,10 @@ class Command(Generic[T]):
                 )
             if name not in known:
                 raise ConfigError(f"{shown(spelled)}: {self._instead(name)}")
-            if equals and keys in switches:
+            if keys in switches and (equals or after.lower() in ("true", "false")):
                 on, off = list(_names(self.schema, keys, bool))[:2]
-                raise ConfigError(
-                    f"{spelled}={shown(value)}: it takes no value; {_spelled(on)} turns it on, and {_spelled(off)} off"
-                )
+                whole = f"{spelled}{equals or ' '}{shown(value if equals else after)}"
+                raise ConfigError(f"{whole}: it takes no value; {_spelled(on)} turns it on, and {_spelled(off)} off")
             named.add(keys)
         return named
 
@@ -199,8 +208,11 @@ class Command(Generic[T]):
         marks = getattr(kind, "__metadata__", ())
         if tyro.conf.Positional in marks:
             return "give its value alone, without a flag"
-        if tyro.conf.Fixed in marks:
-            return f"{name} has no flag; set it in a {CONFIG} file"
+        for fixed, kind_of, _ in _settings_of(self.schema):
+            if fixed == keys[: len(fixed)] and tyro.conf.Fixed in getattr(kind_of, "__metadata__", ()):
+                return f"{'.'.join(fixed)} has no flag; set it in a {CONFIG} file"
+        if turned_off := self._off(name):
+            return f"{self.program} has no such setting; did you mean {turned_off}?"
         offered = [
             other
             for other, there in spellings(self.schema).items()  # type: ignore[arg-type]
@@ -208,13 +220,24 @@ class Command(Generic[T]):
         ]
         if within := next((other for other in offered if other.startswith(f"{name}.")), None):
             return f"it is a section of settings, such as {_spelled(within)}"
-        own = [] if self._required() else [CONFIG, PRINT, *([MESH] if self._has_one_mesh else [])]
+        own = [] if self._required() else [CONFIG, PRINT, *([MESH] if self._meshes == "section" else [])]
         known = [*offered, *(flag.removeprefix("--").replace("-", "_") for flag in (*own, HELP))]
         close = next(_names(self.schema, keys, kind)) if kind is not None else _closest(name, known)
         section = keys[0] if any(other.startswith(f"{keys[0]}.") for other in offered) else None
         more = f"{HELP} {section}" if section else ALL_HELP if self.first else HELP
         hint = f"did you mean {_spelled(close)}?" if close else f"{self.program} {more} shows all"
         return f"{self.program} has no such setting; {hint}"
+
+    def _off(self, name: str) -> str | None:
+        """Returns the flag that turns off what a name with no_ before it, or before its last part, is to turn off."""
+        section, dot, last = name.removeprefix("no_").rpartition(".")
+        meant = f"{section}{dot}{last.removeprefix('no_')}"
+        kinds = {".".join(keys): kind for keys, kind, _ in _settings_of(self.schema)}
+        keys: tuple[str, ...] = spellings(self.schema).get(meant, ())  # type: ignore[arg-type]
+        kind = _plain(kinds.get(".".join(keys)))
+        if meant == name or (kind is not bool and bool not in get_args(kind)):
+            return None
+        return _spelled(list(_names(self.schema, keys, kind))[1]) if kind is bool else f"{_spelled(meant)}=false"
 
     def _words(self, flags: Sequence[str], named: Set[tuple[str, ...]], default: Any) -> dict[str, Any]:
         """Returns the plain values that flags give, by section.
@@ -236,11 +259,9 @@ class Command(Generic[T]):
         errors, no_terminal = io.StringIO(), io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
         try:
             with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(no_terminal):
-                words = vars(_parse(view, _joined(flags), tyro.MISSING, self.program))
+                words = vars(_parse(view, flags, tyro.MISSING, self.program, _COLUMNS_OF_ERRORS))
         except SystemExit:
-            problem = shown(_within_frame(errors.getvalue()), 300)
-            if missing := re.match(r"Missing value for argument '(--\S+)'", problem):
-                problem = f"{missing[1]} needs a value; one that begins with - is given as {missing[1]}=-..."
+            problem = self._explained(_within_frame(errors.getvalue()))
             raise ConfigError(f"{problem}; see {self.program} {HELP}") from None
         kinds = {_JOIN.join(keys): kind for keys, kind, _ in _settings_of(self.schema)}
         values: dict[str, Any] = {}
@@ -250,6 +271,25 @@ class Command(Generic[T]):
                 value = None
             reduce(lambda inner, section: inner.setdefault(section, {}), sections, values)[key] = value
         return values
+
+    def _explained(self, problem: str) -> str:
+        """Returns what tyro says of a missing value, or of one without a flag, in this program's words."""
+        places = {keys[0]: kind for keys, kind, _ in _settings_of(self.schema) if _place(kind)}
+        if missing := re.match(r"Missing value for argument '([^']+)'", problem):
+            name = missing[1].rpartition("/")[2]  # the last of its names is the whole one
+            if name in places:
+                return f"{_place(places[name])} is missing; one that begins with - is given after {_REST}"
+            keys: tuple[str, ...] = spellings(self.schema).get(name[2:].replace("-", "_"), ())  # type: ignore[arg-type]
+            kind = next((_plain(kind) for known, kind, _ in _settings_of(self.schema) if known == keys), None)
+            if bool in get_args(kind):
+                return f"{name} needs a value: true, false or none"
+            return f"{name} needs a value; one that begins with - is given as {name}=-..."
+        head, colon, words = problem.partition("Unrecognized options:")
+        if colon and not head:
+            several = [_place(kind) for kind in places.values() if get_origin(_plain(kind)) is tuple]
+            together = f", and {several[0]}s stand together" if several else ""
+            return f"{shown(words.strip(), 300) or repr('')}: no flag takes this{together}"
+        return shown(problem, 300)
 
     def _print_help(self, flags: Sequence[str], default: Any) -> None:
         """Prints the help that is asked for: the first settings, those of a section, or all."""
@@ -309,7 +349,7 @@ class Command(Generic[T]):
         if not any(_is_required(field) for field in dataclasses.fields(self.schema)):  # type: ignore[arg-type]
             words = "YAML file of settings, which flags replace."
             own.append(("config_", _shown(Path | None, words, None, "config", "FILE"), None))
-        if self._has_one_mesh:
+        if self._meshes == "section":
             words = "Size of each axis of the mesh; one that is left out is 1."
             own.append(("mesh_", _shown(str | None, words, None, "mesh", "fsdp=2,tp=4"), None))
         if own:
@@ -348,7 +388,8 @@ def choose_name(
     if name in (HELP, SHORT_HELP, ALL_HELP):
         width = max(map(len, commands)) + 2
         print(f"usage: {program} COMMAND ...\n")
-        fill = partial(textwrap.fill, width=columns(_LEAST_COLUMNS), subsequent_indent=" " * (width + 2))
+        with columns(_LEAST_COLUMNS) as there:
+            fill = partial(textwrap.fill, width=there, subsequent_indent=" " * (width + 2))
         print(*(fill(f"  {command:<{width}}{text}") for command, text in commands.items()), sep="\n")
         print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
@@ -359,24 +400,32 @@ def choose_name(
     return name, rest
 
 
-def completion(program: str, commands: Mapping[str, Command[Any] | Mapping[str, Command[Any]]], shell: str) -> str:
+Commands = Mapping[str, Command[Any] | Mapping[str, Command[Any]]]
+"""Commands by name; those of a family by the names in it."""
+
+
+def completion(program: str, commands: Commands, words: Mapping[str, Sequence[str]], shell: str) -> str:
     """Returns the script by which a shell completes commands and their flags.
 
     Args:
       program: name of the program.
-      commands: by name, those of a family by the names in it.
+      commands: its commands.
+      words: other commands, each with the words of which it takes one.
       shell: bash, zsh or fish.
     """
-    kinds = tuple(_subcommand(name, command) for name, command in commands.items())
+    kinds = tuple(_subcommand(name, command) for name, command in {**commands, **words}.items())
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.OmitSubcommandPrefixes)
     flags = ["--tyro-print-completion", shell]
     return _printed(lambda: tyro.cli(Union[kinds], args=flags, prog=program, config=markers))  # type: ignore  # noqa: UP007
 
 
-def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -> Any:
+def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]] | Sequence[str]) -> Any:
     if isinstance(command, Command):
         return Annotated[command.everything(), tyro.conf.subcommand(name=name)]
-    kinds = [_subcommand(*item) for item in command.items()]
+    if isinstance(command, Mapping):
+        kinds = [_subcommand(*item) for item in command.items()]
+    else:
+        kinds = [Annotated[dataclasses.make_dataclass(word, []), tyro.conf.subcommand(name=word)] for word in command]
     if len(kinds) == 1:  # tyro would take it for the family, and complete its flags without its name
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
     inner: Any = Union[tuple(kinds)]  # noqa: UP007
@@ -384,10 +433,11 @@ def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -
     return Annotated[family, tyro.conf.subcommand(name=name)]
 
 
-def _parse(schema: Any, flags: Sequence[str], default: Any, program: str) -> Any:
-    columns(_LEAST_COLUMNS)  # before tyro asks for them
+def _parse(schema: Any, flags: Sequence[str], default: Any, program: str, least: int = _LEAST_COLUMNS) -> Any:
     given = {} if default is tyro.MISSING else {"default": default}
-    return tyro.cli(schema, args=flags, prog=program, description="", config=(tyro.conf.AvoidSubcommands,), **given)
+    config = (tyro.conf.AvoidSubcommands,)
+    with columns(least):
+        return tyro.cli(schema, args=flags, prog=program, description="", config=config, **given)
 
 
 def _view(schema: Any, is_offered: Callable[[str], bool], prefix: str, own: list[tuple[str, Any, Any]]) -> Any:
@@ -395,15 +445,20 @@ def _view(schema: Any, is_offered: Callable[[str], bool], prefix: str, own: list
     fields: list[tuple[str, Any, Any]] = [(name, kind, dataclasses.field(default=value)) for name, kind, value in own]
     texts, hints = _docstrings(schema), get_type_hints(schema, include_extras=True)
     for field in dataclasses.fields(schema):
-        kind, marks = hints[field.name], getattr(hints[field.name], "__metadata__", ())
+        name, kind = field.name, hints[field.name]
+        marks = getattr(kind, "__metadata__", ())
         if dataclasses.is_dataclass(inner := _plain(kind)):
-            section = _view(inner, is_offered, f"{prefix}{field.name}.", [])
+            section = _view(inner, is_offered, f"{prefix}{name}.", [])
             kind = Annotated[(section, *marks)] if marks else section
-            fields.append((field.name, kind, dataclasses.field(default=section())))
-        elif not is_offered(prefix + field.name):
-            fields.append((field.name, Annotated[kind, tyro.conf.Suppress], field))
+            fields.append((name, kind, dataclasses.field(default=section())))
+        elif not is_offered(prefix + name):
+            if _is_required(field):  # tyro hides none without a default
+                nothing = dataclasses.field(default=None)
+                fields.append((name, Annotated[_plain(kind) | None, tyro.conf.Suppress], nothing))
+            else:
+                fields.append((name, Annotated[kind, tyro.conf.Suppress], field))
         else:
-            fields.append((field.name, _shown(kind, texts.get(field.name, ""), field.default), field))
+            fields.append((name, _shown(kind, texts.get(name, ""), field.default), field))
     documented = {"__doc__": schema.__doc__}
     return dataclasses.make_dataclass(
         schema.__name__, fields, bases=(schema,), frozen=True, kw_only=True, namespace=documented
@@ -449,8 +504,8 @@ def _begun(text: str) -> str:
 
 def _wrapped(text: str) -> str:
     """Returns a text with its paragraphs as wide as the terminal; those of commands and what is indented stay whole."""
-    width = columns(_LEAST_COLUMNS)
-    fill = partial(textwrap.fill, width=width, break_on_hyphens=False, break_long_words=False)
+    with columns(_LEAST_COLUMNS) as width:
+        fill = partial(textwrap.fill, width=width, break_on_hyphens=False, break_long_words=False)
     paragraphs = []
     for paragraph in text.strip().split("\n\n"):
         is_code = paragraph.startswith(("jaxtp ", " "))
@@ -617,6 +672,13 @@ def _word(kind: Any) -> Any:
     if origin is tuple:
         return tuple[_word(inner[0]), ...]  # type: ignore[misc]
     return str if kind in (int, float, Path) else kind
+
+
+def _place(kind: Any) -> str | None:
+    """Returns the name that the help has for a positional value; None of a setting with a flag."""
+    marks = getattr(kind, "__metadata__", ())
+    names = (mark.metavar for mark in marks if getattr(mark, "metavar", None))
+    return next(names, None) if tyro.conf.Positional in marks else None
 
 
 def _is_none(kind: Any, value: Any) -> bool:

@@ -20,6 +20,7 @@ from jaxtp.convert.__main__ import COMMANDS as CONVERT
 from jaxtp.entry import UserError
 from jaxtp.estimate.__main__ import COMMAND as ESTIMATE
 from jaxtp.evaluate.__main__ import COMMAND as EVALUATE
+from jaxtp.explain.__main__ import COMMAND as EXPLAIN
 from jaxtp.generate.__main__ import COMMAND as GENERATE
 from jaxtp.launch.__main__ import COMMAND as LAUNCH
 from jaxtp.prepare.__main__ import COMMAND as PREPARE
@@ -174,7 +175,7 @@ def test_several_meshes_are_one_list():
         (
             TRAIN,
             ["--\x1b[2J\udcff"],
-            r"Unrecognized options: --\x1b[2J\udcff; see jaxtp train --help",
+            r"--\x1b[2J\udcff: no flag takes this; see jaxtp train --help",
         ),
         (TRAIN, ["--data.mixture", "x"], "--data.mixture: data.mixture has no flag; set it in a --config file"),
         (TRAIN, ["--mesh.tp", "x"], "--mesh.tp x: should be a valid integer"),
@@ -202,9 +203,26 @@ def test_several_meshes_are_one_list():
         (LAUNCH, ["--config", "x"], "jaxtp launch has no settings in files; give flags alone"),
         (CONVERT["export"], ["", "b"], "RUN_DIR '': should be a path, and is empty"),
         (TRAIN, ["--mesh.tp", "\x1b[2J"], r"--mesh.tp \x1b[2J: should be a valid integer"),
-        (TRAIN, ["\udcff\0" + 999 * "9"], r"Unrecognized options: \udcff\x00999"),
-        (TRAIN, ["--mesh.tp", "4", "5"], "Unrecognized options: 5; see jaxtp train --help"),
+        (TRAIN, ["\udcff\0" + 999 * "9"], r"\udcff\x00999"),
+        (TRAIN, ["--mesh.tp", "4", "5"], "5: no flag takes this; see jaxtp train --help"),
         (CONVERT["export"], ["a"], "HF_DIR"),
+        (CONVERT["import"], ["-x", "b"], "HF_DIR is missing; one that begins with - is given after --"),
+        (TRAIN, [""], "'': no flag takes this"),
+        (PREPARE, ["a", "--out", "o", "b"], "b: no flag takes this, and INPUTs stand together"),
+        (TRAIN, ["-train.steps", "5"], "-train.steps: flags begin with two dashes; did you mean --train.steps?"),
+        (TRAIN, ["--mesh.allow-padding", "true"], "--mesh.allow-padding true: it takes no value; "),
+        (TRAIN, ["--no-mesh.allow-padding"], "did you mean --mesh.no-allow-padding?"),
+        (TRAIN, ["--model.no-sequence-parallel"], "did you mean --model.sequence-parallel=false?"),
+        (TRAIN, ["--model.sequence-parallel"], "--model.sequence-parallel needs a value: true, false or none"),
+        (TRAIN, ["--model.ignore-config"], "--model.ignore-config needs a value; one that begins with - is given as"),
+        (
+            TRAIN,
+            ["--optimizer.groups.emb.learning-rate", "3"],
+            "optimizer.groups has no flag; set it in a --config file",
+        ),
+        (EXPLAIN, ["m.py:f", "--mesh", "tp=2", "--mesh", "tp=4"], "--mesh is given twice, as tp=2 and tp=4"),
+        (EXPLAIN, ["m.py:f", "--mesh", "tp=2", "fsdp=2"], "one mesh is --mesh tp=2,fsdp=2, without a space"),
+        (CHECK, ["--json", ""], "--json '': should be a path, and is empty"),
         (ESTIMATE, ["--tier", "5"], "invalid choice '5' for argument '--tier'. Expected one of ('1', '2', '3')"),
         (CHECK, ["--checkpoint.every", "5"], "--checkpoint.every: jaxtp check has no use for it; leave it out"),
         (CHECK, ["--train.log-every=5"], "--train.log-every: jaxtp check has no use for it"),
@@ -248,6 +266,24 @@ def test_own_flags_are_spelled_either_way(capsys):
     assert printed(TRAIN, "--help_all", capsys=capsys) == printed(TRAIN, "--help-all", capsys=capsys)
 
 
+def test_what_follows_two_dashes_is_no_flag():
+    values = ("--x.txt", "--help", "--config", "--print-config", "--mesh")
+    assert PREPARE.load(["--out", "o", "--", *values])[0].inputs == values
+    assert str(CONVERT["import"].load(["--mesh", "tp=2", "--", "-a", "--b"])[0].run) == "--b"
+
+
+def test_help_of_a_section_beside_values_without_a_flag(capsys):
+    text = printed(CONVERT["export"], "--help", "mesh", capsys=capsys)
+    assert "--mesh.tp" in text
+    assert "--family" not in text
+
+
+def test_completion_takes_a_shell_alone(capsys):
+    assert jaxtp_main(["completion", "bash", "--bogus"]) == 2
+    error = "jaxtp: error: jaxtp completion takes a shell and nothing else, and --bogus follows\n"
+    assert capsys.readouterr().err == error
+
+
 @pytest.mark.parametrize("columns", ["1", "5", "19"])
 def test_help_ends_in_a_terminal_of_few_columns(columns, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", columns)
@@ -284,7 +320,7 @@ def test_a_command_without_settings_of_its_own_first_shows_all(capsys):
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_knows_commands_and_flags(shell):
-    script = completion("jaxtp", {"train": TRAIN, "convert": CONVERT, "check": CHECK}, shell)
+    script = completion("jaxtp", {"train": TRAIN, "convert": CONVERT, "check": CHECK}, {"completion": ["zsh"]}, shell)
     for word in ("train", "convert", "export", "--model.lora.rank", "--mesh", "--config", "--merged"):
         assert word in script, word
     if shell == "bash":
@@ -292,38 +328,37 @@ def test_completion_knows_commands_and_flags(shell):
 
 
 def test_completion_offers_what_a_command_takes():
-    script = completion("jaxtp", {"bench": BENCH, "check": CHECK, "estimate": ESTIMATE}, "bash")
+    script = completion("jaxtp", {"bench": BENCH, "check": CHECK, "estimate": ESTIMATE}, {}, "bash")
     assert " comm" in script
     assert "--message-bytes" in script
     assert not re.search(r"--command\.|--checkpoint\.every|--data\.mixture|--metrics\.", script)
 
 
 @pytest.mark.journey
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("train --model.lora.ra", "--model.lora.rank"),
-        ("bench com", "comm"),
-        ("bench comm --message", "--message-bytes"),
-        ("convert ex", "export"),
-        ("convert export --ad", "--adapters"),
-        ("train --model.remat save_d", "save_dots"),
-        ("check --checkpoint.", ""),
-    ],
-)
-def test_bash_completes(typed, offered, tmp_path):
+def test_bash_completes(tmp_path):
     script = subprocess.run(
         [sys.executable, "-m", "jaxtp", "completion", "bash"], capture_output=True, text=True, check=True
     ).stdout
     (tmp_path / "jaxtp.bash").write_text(script)
-    asked = (
-        f"source {tmp_path / 'jaxtp.bash'}; "
-        "f=$(complete -p jaxtp | sed 's/.*-F \\([^ ]*\\) .*/\\1/'); "
-        f'COMP_WORDS=(jaxtp {typed}); COMP_CWORD={len(typed.split())}; COMPREPLY=(); $f; echo "${{COMPREPLY[@]}}"'
-    )
+    offered = {
+        "train --model.lora.ra": "--model.lora.rank",
+        "bench com": "comm",
+        "bench comm --message": "--message-bytes",
+        "convert ex": "export",
+        "convert export --ad": "--adapters",
+        "train --model.remat save_d": "save_dots",
+        "check --checkpoint.": "",
+        "comp": "completion",
+        "completion f": "fish",
+    }
+    asked = [f"source {tmp_path / 'jaxtp.bash'}", "f=$(complete -p jaxtp | sed 's/.*-F \\([^ ]*\\) .*/\\1/')"]
+    for typed in offered:
+        words = f"COMP_WORDS=(jaxtp {typed}); COMP_CWORD={len(typed.split())}; COMPREPLY=()"
+        asked.append(f'{words}; $f; echo "${{COMPREPLY[@]}}"')
     path = {**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"}
-    done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, env=path)
-    assert done.stdout.strip() == offered
+    done = subprocess.run(["bash", "-c", "\n".join(asked)], capture_output=True, text=True, check=True, env=path)
+    answers = [line.strip() for line in done.stdout.splitlines()]
+    assert dict(zip(offered, answers, strict=True)) == offered
 
 
 def test_values_that_are_no_setting_of_a_section_are_refused_before_the_mesh(tmp_path):

@@ -2,13 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import jax
 import tyro
 
-from jaxtp.config import ConfigError, Count
+from jaxtp.config import ConfigError, Count, UserPath
 from jaxtp.hardware import TABLE, Hardware, of_kind
 from jaxtp.hardware_file import find
 from jaxtp.mesh import CONTEXT, batch_parts, parts, sized
@@ -39,17 +38,17 @@ class CommConfig(TrainConfig):
     in_a_row: Count = 10
     """Runs in each measurement, divided by their number, so that starting one from Python counts for little."""
 
-    out: Annotated[Path | None, tyro.conf.arg(metavar="FILE.yaml")] = None
+    out: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.yaml")] = None
     """Hardware file to write with what was measured, for jaxtp estimate --hardware FILE.yamlx8."""
 
     like: Annotated[str | None, tyro.conf.arg(metavar="h100")] = None
     """Hardware that the rest of the file is taken from, and whose peak products are compared with; by default what the
     devices say that they are."""
 
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """File to write every number to, for machines."""
 
-    plot: Annotated[Path | None, tyro.conf.arg(metavar="FILE.png")] = None
+    plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
     """File to draw bandwidth over size, and computing beside communication over tp, in (pip install 'jaxtp[plot]')."""
 
 

@@ -1,11 +1,11 @@
 """The command line of `jaxtp check`."""
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
+from jaxtp.config import UserPath
 from jaxtp.train.config import FIRST, TrainConfig
 
 SHOWN_FIRST = ("meshes", "json", *FIRST)
@@ -20,5 +20,5 @@ class CheckConfig(TrainConfig):
     to 16 devices, and others that use each axis alone and together. With cp, attention by each method that is possible;
     mesh.context leaves one."""
 
-    json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """File to write every number to, for machines."""

@@ -8,7 +8,7 @@ import shutil
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,12 +32,18 @@ _MOST_KEPT = 4 * 2**30
 """Bytes of compiled programs that are kept, and of plans of rows; a training step for GPUs takes some MB."""
 
 
-def columns(least: int, environment: MutableMapping[str, str] = os.environ) -> int:
-    """Returns the columns of the terminal, `least` of them at least, and has libraries think so too."""
-    found = shutil.get_terminal_size().columns
-    if found < least:
-        environment["COLUMNS"] = str(least)
-    return max(found, least)
+@contextlib.contextmanager
+def columns(least: int, environment: MutableMapping[str, str] = os.environ) -> Iterator[int]:
+    """Has libraries write text of `least` columns or more meanwhile; yields the number of columns."""
+    before, found = environment.get("COLUMNS"), shutil.get_terminal_size().columns
+    try:
+        if found < least:
+            environment["COLUMNS"] = str(least)
+        yield max(found, least)
+    finally:
+        if found < least:
+            environment.pop("COLUMNS")
+            environment.update({} if before is None else {"COLUMNS": before})
 
 
 def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = _NVIDIA) -> None:
