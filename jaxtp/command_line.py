@@ -88,7 +88,7 @@ class Command(Generic[T]):
         flags = [own.get(name, name) for name in itertools.takewhile(lambda name: name != _REST, argv)]
         rest = argv[len(flags) :]
         path, flags = _taken(CONFIG, flags, "a file, as in --config configs/tiny.yaml")
-        if self._meshes != "several":
+        if self._meshes in ("section", "text"):
             mesh, flags = _taken(MESH, flags, _SIZES)
             if mesh is not None:
                 flags = [*(self._sizes(mesh) if self._meshes == "section" else [f"{MESH}={mesh}"]), *flags]

@@ -198,6 +198,7 @@ def test_several_meshes_are_one_list():
         (TRAIN, ["--optimizer.lr", "1"], "no such setting; jaxtp train --help optimizer shows all"),
         (TRAIN, ["--optimizer.learning-rat", "1"], "no such setting; did you mean --optimizer.learning-rate?"),
         (PREPARE, ["--mesh", "tp=2"], "--mesh: jaxtp prepare has no such setting; jaxtp prepare --help-all shows all"),
+        (PREPARE, ["--mesh"], "--mesh: jaxtp prepare has no such setting"),
         (PREPARE, ["--inputs", "a.txt"], "--inputs: give its value alone, without a flag"),
         (LAUNCH, ["--logs", "x"], "jaxtp launch needs --processes; see jaxtp launch --help"),
         (LAUNCH, ["--config", "x"], "jaxtp launch has no settings in files; give flags alone"),
