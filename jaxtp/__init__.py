@@ -4,30 +4,28 @@ Each name of `__all__` is imported when it is first used: `import jaxtp` itself 
 script that needs the layers alone, does not wait for Orbax or pydantic.
 """
 
-import re
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from jaxtp import entry as _entry  # noqa: F401 (first: it ends Ctrl-C while the others are imported)
+from jaxtp.config import entry as _entry  # noqa: F401 (first: it ends Ctrl-C while the others are imported)
 
 if TYPE_CHECKING:
-    from jaxtp.audit.audit import Audit as Audit
-    from jaxtp.audit.audit import AuditError as AuditError
-    from jaxtp.audit.audit import audit as audit
-    from jaxtp.explain.explanation import explain as explain
+    from jaxtp.analysis.audit import Audit as Audit
+    from jaxtp.analysis.audit import AuditError as AuditError
+    from jaxtp.analysis.audit import audit as audit
     from jaxtp.generate.engine import Generator as Generator
     from jaxtp.generate.loading import open_tokenizer as open_tokenizer
     from jaxtp.generate.request import Result as Result
-    from jaxtp.generate.settings import GenerationSettings as GenerationSettings
+    from jaxtp.generate.sampling import GenerationSettings as GenerationSettings
     from jaxtp.hf.adapters import add_adapters as add_adapters
     from jaxtp.hf.adapters import merge_adapters as merge_adapters
-    from jaxtp.hf.attributes import read_config as read_config
-    from jaxtp.hf.folder import HFError as HFError
+    from jaxtp.hf.config_json import read_config as read_config
     from jaxtp.hf.load import load_hf as load_hf
+    from jaxtp.hf.model_folder import HFError as HFError
+    from jaxtp.hf.peft import load_peft as load_peft
     from jaxtp.hf.peft import save_peft as save_peft
-    from jaxtp.hf.peft_load import load_peft as load_peft
     from jaxtp.hf.runs import load_run as load_run
     from jaxtp.hf.save import save_hf as save_hf
     from jaxtp.layers.attention import AttentionConfig as AttentionConfig
@@ -48,6 +46,7 @@ if TYPE_CHECKING:
     from jaxtp.layers.mlp import MLPConfig as MLPConfig
     from jaxtp.layers.norm import Norm as Norm
     from jaxtp.layers.norm import NormConfig as NormConfig
+    from jaxtp.layers.parameter import FrozenParam as FrozenParam
     from jaxtp.layers.parameter import Precision as Precision
     from jaxtp.mesh import DP as DP
     from jaxtp.mesh import FSDP as FSDP
@@ -58,32 +57,120 @@ if TYPE_CHECKING:
     from jaxtp.models.config import ModelConfig as ModelConfig
     from jaxtp.models.decoder import Decoder as Decoder
     from jaxtp.models.decoder import DecoderBlock as DecoderBlock
-    from jaxtp.parallel.layouts import Replicate as Replicate
-    from jaxtp.parallel.layouts import Shard as Shard
-    from jaxtp.parallel.parallelize import parallelize as parallelize
-    from jaxtp.parallel.plan import PlanError as PlanError
-    from jaxtp.parallel.styles import Colwise as Colwise
-    from jaxtp.parallel.styles import ContextParallel as ContextParallel
-    from jaxtp.parallel.styles import PrepareInput as PrepareInput
-    from jaxtp.parallel.styles import PrepareInputOutput as PrepareInputOutput
-    from jaxtp.parallel.styles import PrepareOutput as PrepareOutput
-    from jaxtp.parallel.styles import Rowwise as Rowwise
-    from jaxtp.parallel.styles import SequenceParallel as SequenceParallel
-    from jaxtp.propose.proposal import Proposal as Proposal
-    from jaxtp.propose.propose import propose_plan as propose_plan
+    from jaxtp.parallelize.parallelize import parallelize as parallelize
+    from jaxtp.parallelize.plan import PlanError as PlanError
+    from jaxtp.parallelize.styles import Colwise as Colwise
+    from jaxtp.parallelize.styles import ContextParallel as ContextParallel
+    from jaxtp.parallelize.styles import PrepareInput as PrepareInput
+    from jaxtp.parallelize.styles import PrepareInputOutput as PrepareInputOutput
+    from jaxtp.parallelize.styles import PrepareOutput as PrepareOutput
+    from jaxtp.parallelize.styles import Replicate as Replicate
+    from jaxtp.parallelize.styles import Rowwise as Rowwise
+    from jaxtp.parallelize.styles import SequenceParallel as SequenceParallel
+    from jaxtp.parallelize.styles import Shard as Shard
+    from jaxtp.tools.explain.explanation import explain as explain
+    from jaxtp.tools.explain.propose import Proposal as Proposal
+    from jaxtp.tools.explain.propose import propose_plan as propose_plan
 
     __version__: str
 
-with open(__file__, encoding="utf-8") as _source:
-    _IMPORTS = re.findall(r"^    from (\S+) import \w+ as (\w+)$", _source.read(), re.MULTILINE)
-_MODULE_OF = {name: module for module, name in _IMPORTS}
-"""The module of each public name, read from the imports above: they are stated once, for type checkers and for us."""
+_NAMES = {
+    "jaxtp.analysis.audit": (
+        "Audit",
+        "AuditError",
+        "audit",
+    ),
+    "jaxtp.generate.engine": ("Generator",),
+    "jaxtp.generate.loading": ("open_tokenizer",),
+    "jaxtp.generate.request": ("Result",),
+    "jaxtp.generate.sampling": ("GenerationSettings",),
+    "jaxtp.hf.adapters": (
+        "add_adapters",
+        "merge_adapters",
+    ),
+    "jaxtp.hf.config_json": ("read_config",),
+    "jaxtp.hf.model_folder": ("HFError",),
+    "jaxtp.hf.load": ("load_hf",),
+    "jaxtp.hf.peft": ("load_peft", "save_peft"),
+    "jaxtp.hf.runs": ("load_run",),
+    "jaxtp.hf.save": ("save_hf",),
+    "jaxtp.layers.attention": (
+        "AttentionConfig",
+        "CausalSelfAttention",
+    ),
+    "jaxtp.layers.branch": (
+        "Branch",
+        "BranchConfig",
+        "PositionwiseBranch",
+    ),
+    "jaxtp.layers.embedding": (
+        "VocabParallelEmbedding",
+        "VocabParallelHead",
+        "vocab_parallel_logits",
+    ),
+    "jaxtp.layers.experts": (
+        "ExpertsConfig",
+        "MixtureOfExperts",
+    ),
+    "jaxtp.layers.linear": (
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+    ),
+    "jaxtp.layers.lora": ("LoraConfig",),
+    "jaxtp.layers.loss": ("vocab_parallel_cross_entropy",),
+    "jaxtp.layers.mlp": (
+        "MLP",
+        "MLPConfig",
+    ),
+    "jaxtp.layers.norm": (
+        "Norm",
+        "NormConfig",
+    ),
+    "jaxtp.layers.parameter": (
+        "FrozenParam",
+        "Precision",
+    ),
+    "jaxtp.mesh": (
+        "DP",
+        "FSDP",
+        "TP",
+        "MeshError",
+        "make_mesh",
+    ),
+    "jaxtp.models.config": (
+        "BlockConfig",
+        "ModelConfig",
+    ),
+    "jaxtp.models.decoder": (
+        "Decoder",
+        "DecoderBlock",
+    ),
+    "jaxtp.parallelize.layouts": (
+        "Replicate",
+        "Shard",
+    ),
+    "jaxtp.parallelize.parallelize": ("parallelize",),
+    "jaxtp.parallelize.plan": ("PlanError",),
+    "jaxtp.parallelize.styles": (
+        "Colwise",
+        "ContextParallel",
+        "PrepareInput",
+        "PrepareInputOutput",
+        "PrepareOutput",
+        "Rowwise",
+        "SequenceParallel",
+    ),
+    "jaxtp.tools.explain.explanation": ("explain",),
+    "jaxtp.tools.explain.propose": ("Proposal", "propose_plan"),
+}
+"""The public names of each module; the imports above are the same for type checkers (`tests/test_lazy.py`)."""
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = sorted(_MODULE_OF)
 
 
 class _Package(ModuleType):
-    """Keeps `audit` and `explain` functions: Python would set them to the packages of these names, once imported."""
+    """Keeps `jaxtp.parallelize` the function: importing the package of that name would replace it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in _MODULE_OF or not isinstance(value, ModuleType):
@@ -91,6 +178,17 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+
+class _InitSignature:
+    """Gives a class the signature of its `__init__`, where the metaclass (NNX's, for one) defines `__call__`."""
+
+    def __get__(self, instance: object, owner: Any) -> Any:
+        if instance is not None:  # `inspect` then reads the instance's `__call__`
+            return None
+        inspect = import_module("inspect")
+        parameters = [*inspect.signature(owner.__init__).parameters.values()]
+        return inspect.Signature(() if owner.__init__ is object.__init__ else parameters[1:])
 
 
 if not TYPE_CHECKING:  # which would take any name for one that is there
@@ -101,6 +199,11 @@ if not TYPE_CHECKING:  # which would take any name for one that is there
             value = import_module("importlib.metadata").version(__name__)
         elif name in _MODULE_OF:
             value = getattr(import_module(_MODULE_OF[name]), name)
+            if isinstance(value, type) and type(value).__call__ is not type.__call__:
+                value.__signature__ = _InitSignature()
+            elif hasattr(value, "__dataclass_fields__") and isinstance(value, type):
+                plain = get_type_hints(value.__init__)  # without the ranges and flags in `Annotated`
+                value.__init__.__annotations__ = {**plain, "return": None}
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value
@@ -108,5 +211,5 @@ if not TYPE_CHECKING:  # which would take any name for one that is there
 
 
 def __dir__() -> list[str]:
-    """Returns the names that the package has, imported or not."""
-    return sorted({*globals(), *__all__, "__version__"})
+    """Returns the public names, imported or not."""
+    return [*__all__, "__version__"]

@@ -6,11 +6,25 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from jaxtp import entry
-from jaxtp.reading import shown
+from jaxtp.config import entry
+from jaxtp.config.reading import shown
 
 PROGRAM = "jaxtp"
 COMPLETION = "completion"
+COMMANDS = {
+    "bench": "jaxtp.tools.bench",
+    "check": "jaxtp.tools.check",
+    "checkpoint": "jaxtp.checkpoint",
+    "convert": "jaxtp.tools.convert",
+    "estimate": "jaxtp.tools.estimate",
+    "evaluate": "jaxtp.tools.evaluate",
+    "explain": "jaxtp.tools.explain",
+    "generate": "jaxtp.generate",
+    "launch": "jaxtp.tools.launch",
+    "prepare": "jaxtp.data.prepare",
+    "train": "jaxtp.train",
+}
+"""Package of each command."""
 SHELLS = ("bash", "zsh", "fish")
 HELP = f"""
 {PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version. For completion by Tab:
@@ -24,10 +38,9 @@ HELP = f"""
 def commands() -> dict[str, str]:
     """Returns each command, and the first line of its package's docstring; no command is imported."""
     found = {}
-    for folder in sorted(Path(__file__).parent.iterdir()):
-        if (folder / "__main__.py").is_file():
-            documented = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8"))) or ""
-            found[folder.name] = documented.partition("\n")[0]
+    for name, module in COMMANDS.items():
+        source = Path(__file__).parent.joinpath(*module.split(".")[1:], "__init__.py")
+        found[name] = (ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "").partition("\n")[0]
     return found
 
 
@@ -42,7 +55,7 @@ def script() -> NoReturn:
 
 
 def _run(argv: Sequence[str]) -> int:
-    from jaxtp.command_line import choose_name  # with tyro: Ctrl-C is heeded by now
+    from jaxtp.config.command_line import choose_name  # with tyro: Ctrl-C is heeded by now
 
     if list(argv) == ["--version"]:
         import jaxtp
@@ -55,18 +68,18 @@ def _run(argv: Sequence[str]) -> int:
     )
     if name == COMPLETION:
         return _complete(rest, list(listed))
-    return importlib.import_module(f"jaxtp.{name}.__main__").main(rest)
+    return importlib.import_module(f"{COMMANDS[name]}.__main__").main(rest)
 
 
 def _complete(argv: Sequence[str], names: Sequence[str]) -> int:
     """Prints the script by which a shell completes all commands and their flags."""
-    from jaxtp.command_line import choose_name, completion
+    from jaxtp.config.command_line import choose_name, completion
 
     program = f"{PROGRAM} {COMPLETION}"
     shell, others = choose_name(program, {name: f"For {name}." for name in SHELLS}, argv, HELP)
     if others:
         raise entry.UserError(f"{program} takes a shell and nothing else, and {shown(' '.join(others))} follows")
-    modules = {name: importlib.import_module(f"jaxtp.{name}.__main__") for name in names}
+    modules = {name: importlib.import_module(f"{COMMANDS[name]}.__main__") for name in names}
     commands = {name: getattr(m, "COMMANDS", None) or m.COMMAND for name, m in modules.items()}
     print(completion(PROGRAM, commands, {COMPLETION: SHELLS}, shell))
     return 0

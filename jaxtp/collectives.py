@@ -1,7 +1,7 @@
-"""Every collective of the package, written from the point of view of one device.
+"""All collectives of the package, written from the point of view of one device.
 
-A parallel layer runs its body through `device_view`; inside, each array is this device's shard and each function
-below is one line of communication. Autodiff derives the backward pass from them, in pairs:
+A parallel layer runs its body through `device_view`; inside, arrays are this device's shards and each function below is
+one collective. Autodiff derives the backward pass:
 
     forward                        backward (its transpose)
     enter_parallel, no sequence    all-reduce      (Megatron's f)
@@ -14,9 +14,8 @@ below is one line of communication. Autodiff derives the backward pass from them
     all_to_all                     all-to-all
     permute                        permute
 
-With no mesh there is one device, and every function returns its argument. Along axes of size 1 nothing is gathered:
-XLA for CPUs would copy what it need not move. `check_vma` stays on, as it is by
-default: a forgotten reduction is then a type error at trace time instead of a wrong gradient.
+Without a mesh every function returns its argument. Gathers over axes of size 1 are skipped, because XLA for CPUs would
+copy. `check_vma` stays on (the default): a missing reduction is then a type error at trace time, not a wrong gradient.
 
 Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequence-parallel forms.
 """
@@ -32,7 +31,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.hints import nearest_multiples
 from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, copies, current_mesh, parts
 
 GATHERED = "gathered"
@@ -53,18 +51,17 @@ CHOSEN = "chosen"
 
 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
-    """Runs `body` once per device of the mesh in context, on shards; with no mesh, as it is.
+    """Runs `body` once per device of the mesh in context, on shards; without a mesh, as is.
 
     Args:
-      body: a function of the shards that `in_specs` describes.
-      name: the layer's name, for the profile and for errors.
-      in_specs: for each argument a `PartitionSpec`, or a pytree of them like the argument: `layers.parameter.own`
-        gives a layer's weights by name, and their specs.
+      body: a function of shards.
+      name: for profiles and errors.
+      in_specs: per argument, a `PartitionSpec` or a pytree of them like the argument (see `layers.parameter.own`).
       out_specs: a pytree of `PartitionSpec` for the result.
 
     Raises:
-      ValueError: when called, if a dimension of an argument cannot be divided over its mesh axes.
-      MissingReductionError: when called, if a result differs between devices on which it is declared equal.
+      ValueError: when called, if a dim of an argument is not divisible by its mesh axes.
+      MissingReductionError: when called, if a result differs between devices on which `out_specs` declares it equal.
     """
 
     def call(*args: Any) -> Any:
@@ -84,12 +81,7 @@ def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], 
 
 
 class MissingReductionError(ValueError):
-    """A layer gives back what differs between devices, and declares that it is equal on them.
-
-    Args:
-      name: the layer.
-      found: JAX's own account of it.
-    """
+    """A layer's result differs between devices on which it is declared equal; `found` is JAX's message."""
 
     def __init__(self, name: str, found: str):
         axes = sorted(set(re.findall(r"across mesh ax[ie]s \(?'(\w+)'", found)))
@@ -101,33 +93,29 @@ class MissingReductionError(ValueError):
 
 
 def batch_spec(*dims: str | tuple[str, ...] | None) -> PartitionSpec:
-    """Returns the spec of an array of rows: the batch over its axes, then `dims`."""
+    """Returns the spec of rows: batch axes, then `dims`."""
     return PartitionSpec(BATCH, *dims)
 
 
 def token_spec(*dims: str | tuple[str, ...] | None) -> PartitionSpec:
-    """Returns the spec of tokens `[B, T, ...]` inside parallel layers: both over their axes, then `dims`."""
+    """Returns the spec of tokens `[B, T, ...]` inside parallel layers."""
     return batch_spec(CONTEXT, *dims)
 
 
 def constrain(x: Array, spec: PartitionSpec) -> Array:
-    """Asks the compiler to split a global array by `spec`; as it is without a mesh."""
+    """Constrains the sharding of a global array; no-op without a mesh."""
     if current_mesh() is None:
         return x
-    if not isinstance(x, jax.core.Tracer) and not isinstance(x.sharding, NamedSharding):  # made before there was a mesh
+    # An array created before the mesh was set.
+    if not isinstance(x, jax.core.Tracer) and not isinstance(x.sharding, NamedSharding):
         return jax.device_put(x, NamedSharding(jax.sharding.get_mesh(), spec))
     return lax.with_sharding_constraint(x, spec)
 
 
 def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> Array:
-    """Asks the compiler for more of a stored weight, and to leave its gradient split as the weight is.
+    """Gathers a global weight from spec `stored` to `gathered`; its gradient gets spec `stored`.
 
-    For code that is written on global arrays; inside `device_view` it is `load_weight`.
-
-    Args:
-      x: a global weight.
-      stored: how it is split.
-      gathered: how the result is.
+    For global arrays; inside `device_view` use `load_weight`.
     """
     gather = jax.custom_vjp(lambda x: constrain(x, gathered))
     gather.defvjp(lambda x: (constrain(x, gathered), None), lambda _, grad: (constrain(grad, stored),))
@@ -135,24 +123,25 @@ def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> A
 
 
 def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
-    """Checks that each dim of `shape` can be divided over its axes of the mesh in context.
+    """Checks that each dim is divisible by its axes of the mesh in context.
 
     Raises:
-      ValueError: one cannot; the message has the sizes and the nearest ones that can.
+      ValueError: a dim is not; the message has the nearest sizes that are.
     """
     for dim, axes in enumerate(spec):
         names = axes_of(axes)
         count = axis_size(*names)
         if shape[dim] % count:
+            below, above = shape[dim] // count * count, -(-shape[dim] // count) * count
             product = " x ".join(f"{axis}={axis_size(axis)}" for axis in names if axis_size(axis) > 1)
             raise ValueError(
                 f"{name}: dim {dim} of shape {shape} is {shape[dim]}, not divisible by {product}; "
-                f"nearest: {' or '.join(map(str, nearest_multiples(shape[dim], count)))}"
+                f"nearest: {f'{below} or {above}' if below else above}"
             )
 
 
 def axis_size(*axes: str) -> int:
-    """Returns the number of devices along some axes of the mesh in context; 1 without a mesh."""
+    """Returns the number of devices along `axes` of the mesh in context; 1 without a mesh."""
     mesh = current_mesh()
     return 1 if mesh is None else parts(mesh.shape, axes)
 
@@ -163,27 +152,25 @@ def axis_index(axis: str) -> Array | int:
 
 
 def vary(x: Array, *axes: str) -> Array:
-    """Marks `x`, equal on all devices along `axes`, as different on each: its gradient is summed over them."""
+    """Marks `x`, equal along `axes`, as different on each device: its gradient is summed over them."""
     return x if current_mesh() is None else lax.pcast(x, axes, to="varying")
 
 
 def vary_like(x: Array, *others: Array) -> Array:
-    """Marks `x` as different along the axes along which one of the others is, and it is not yet."""
+    """Marks `x` as varying along every axis along which one of `others` does."""
     varying = [jax.typeof(array).manual_axis_type.varying for array in (x, *others)]
     return vary(x, *sorted(set().union(*varying) - varying[0]))
 
 
 def vary_everywhere(x: Array) -> Array:
-    """Marks `x` as different on every device: each gives its own, also where it is declared equal."""
+    """Marks `x` as different on every device."""
     return vary(x, *(axis for axis in AXES if axis not in jax.typeof(x).manual_axis_type.varying))
 
 
 def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
     """Brings an activation to every device of a tp group.
 
-    Args:
-      x: the whole activation (`sequence_dim=None`), or this device's part of the sequence.
-      sequence_dim: the dim to all-gather: `[B, T/tp, D] -> [B, T, D]`.
+    With `sequence_dim`, `x` is this device's part and is all-gathered: `[B, T/tp, D] -> [B, T, D]`.
     """
     if sequence_dim is not None and current_mesh() is not None:
         return checkpoint_name(all_gather(x, TP, dim=sequence_dim), GATHERED)
@@ -191,12 +178,10 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
 
 
 def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
-    """Sums the partial results of a tp group.
+    """Sums this device's `x` over its tp group.
 
-    Args:
-      x: this device's summand.
-      sequence_dim: None to leave the whole sum on every device (all-reduce), or the dim of which each keeps its
-        part (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
+    Without `sequence_dim` every device gets the whole sum (all-reduce); otherwise each gets its part along that dim
+    (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
     """
     if current_mesh() is not None and sequence_dim is None:
         x = lax.psum(x, TP)
@@ -206,18 +191,18 @@ def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
 
 
 def all_reduce(x: Array, *axes: str) -> Array:
-    """Returns the sum over the devices along `axes`, on each of them."""
+    """Returns the sum over the devices along `axes`."""
     return x if current_mesh() is None else lax.psum(x, axes)
 
 
 def all_reduce_max(x: Array, axis: str) -> Array:
-    """Returns the maximum over the devices along `axis`, held constant under differentiation."""
+    """Returns the maximum over the devices along `axis`, without a gradient."""
     x = lax.stop_gradient(x)
     return x if current_mesh() is None else lax.pmax(x, axis)
 
 
 def all_gather(x: Array, *axes: str, dim: int = 0) -> Array:
-    """Joins the shards of the devices along `axes` along a dim: `[S, ...] -> [n * S, ...]`."""
+    """Concatenates the shards of the devices along `axes`: `[S, ...] -> [n * S, ...]`."""
     return x if axis_size(*axes) == 1 else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
@@ -227,14 +212,14 @@ def reduce_scatter(x: Array, axis: str) -> Array:
 
 
 def all_to_all(x: Array, *axes: str, split: int, join: int) -> Array:
-    """Sends the i-th part of dim `split` to the i-th device along `axes`, and joins what arrives along dim `join`."""
+    """Sends part i of dim `split` to device i along `axes`, and concatenates the received parts along `join`."""
     return x if current_mesh() is None else lax.all_to_all(x, axes, split, join, tiled=True)
 
 
 def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None) -> Array:
-    """Returns what another device along `axis` holds: the one before in a ring, or by pairs of source and target.
+    """Returns the array of the previous device along `axis`, or of the source in (source, target) `pairs`.
 
-    A device that is no target has zeros.
+    A device that is not a target gets zeros.
     """
     size = axis_size(axis)
     if current_mesh() is None:
@@ -256,23 +241,22 @@ def load_weight(
 ) -> Array:
     """Turns a stored shard into the weight that this device multiplies with.
 
-    Casts *before* it gathers, so that the gather moves the compute dtype; the gradient is cast *before* it is
-    reduced, so that the sum over devices is made in the reduction dtype. Those two differ, which is why this
-    is the one operation whose transpose is written by hand. Along axes on which the shard is different already
-    (`layers.gradients.keep_apart`) the gradient is not summed.
+    It casts *before* it gathers, so the gather moves the compute dtype; the gradient is cast *before* it is reduced, so
+    the sum over devices uses the reduction dtype. These dtypes differ, hence the hand-written transpose. The gradient
+    is not summed along axes on which the shard already varies (`layers.gradients.mark_unreduced`).
 
     Args:
-      shard: this device's part, in the parameter dtype.
-      fsdp_dim: the dim divided over fsdp, all-gathered here; None if fsdp holds copies.
+      shard: this device's part, in the param dtype.
+      fsdp_dim: dim that is split over fsdp and all-gathered here; None if fsdp holds replicas.
       compute: dtype of the result.
       reduce: dtype in which gradients are summed over devices.
-      accumulate: a wider dtype for the result, in which a device adds up the gradients of several uses.
-      gathered: False leaves the weight as fsdp divides it, for the tokens of all devices along fsdp: its gradient is
-        then whole, and is summed over the copies alone.
-      tp_dim: the dim divided over tp, if `tp_group` > 1.
-      tp_group: neighbouring tp devices that gather each other's parts (kv heads fewer than tp).
-      used_by_all_tp: the weight is equal over tp but used on different data there (a norm under sequence
-        parallelism), so that its gradient is summed over tp.
+      accumulate: a wider dtype for the result, in which gradients of several uses accumulate.
+      gathered: False leaves the weight split over fsdp, for the tokens of all devices along fsdp; its gradient is
+        summed over replicas only.
+      tp_dim: dim that is split over tp, if `tp_group` > 1.
+      tp_group: neighbouring tp devices that gather each other's parts (fewer kv heads than tp).
+      used_by_all_tp: the weight is equal over tp but used on different data (a norm under sequence parallelism), so its
+        gradient is summed over tp.
     """
     if current_mesh() is None:
         return shard.astype(compute).astype(accumulate or compute)
@@ -282,7 +266,7 @@ def load_weight(
     fsdp_dim = fsdp_dim if gathered else None
 
     def gather(shard: Array) -> Array:
-        # The copies first: the sum of their gradients then runs on what the reduce-scatter has left.
+        # Replicas first: their gradients are summed last, on the smaller result of the reduce-scatter.
         w = vary(shard.astype(compute), *summed)
         if tp_group > 1:
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
@@ -302,12 +286,11 @@ def load_weight(
     return load(shard)
 
 
-# XLA gathers along the first dim. To gather along another it would bring that to the front in the shards of all layers
-# at once, before they run: as much memory again as all kernels of experts take. So those are put in order one by one.
+# XLA gathers along the first dim. To gather along another dim it would first transpose the shards of all layers at
+# once, which takes as much memory again as all expert kernels. So each stacked kernel is transposed by itself.
 
 
 def _gather_parts(w: Array, dim: int) -> Array:
-    """Returns the weight whose parts are divided over fsdp along a dim."""
     if axis_size(*STORAGE) == 1 or not _is_inside_stack(w, dim):
         return all_gather(w, *STORAGE, dim=dim)
     whole = jnp.moveaxis(lax.all_gather(w, STORAGE), 0, dim)
@@ -315,7 +298,6 @@ def _gather_parts(w: Array, dim: int) -> Array:
 
 
 def _sum_parts(grad: Array, dim: int) -> Array:
-    """Returns this device's part of the sum over fsdp."""
     if not _is_inside_stack(grad, dim):
         return lax.psum_scatter(grad, STORAGE, scatter_dimension=dim, tiled=True)
     parted = grad.reshape(*grad.shape[:dim], axis_size(*STORAGE), -1, *grad.shape[dim + 1 :])
@@ -323,17 +305,17 @@ def _sum_parts(grad: Array, dim: int) -> Array:
 
 
 def _is_inside_stack(w: Array, dim: int) -> bool:
-    """Returns whether a dim is inside of several kernels; in one a product takes it where it is."""
+    """Returns whether `dim` is an inner dim of stacked kernels."""
     return w.ndim > 2 and dim > 0
 
 
 def is_tp_reduction(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether a primitive of a jaxpr sums over tp."""
+    """Returns whether a jaxpr primitive sums over tp."""
     axes = params.get("axes", params.get("axis_name", ()))
     return primitive.name in ("psum", "psum_invariant", "reduce_scatter") and TP in axes
 
 
 def is_weight_gather(primitive: Any, params: dict[str, Any]) -> bool:
-    """Returns whether a primitive of a jaxpr is `load_weight`'s gather; remat policies never save its result."""
+    """Returns whether a jaxpr primitive is `load_weight`'s gather, which remat policies never save."""
     over_storage = set(STORAGE) <= set(params.get("axis_name", ()))
     return primitive.name == "all_gather" and (over_storage or params["axis_index_groups"] is not None)

@@ -31,16 +31,14 @@ os.environ["JAX_PLATFORMS"] = "cpu"  # else the plugin looks for a GPU
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxtp.audit.tables import columns
-from jaxtp.estimate.topology import topology
-from jaxtp.estimate.worker import ABSENT_GPU
+from jaxtp.analysis.tables import columns
 from jaxtp.layers.activations import Part, segment_mask
-from jaxtp.layers.fused_attention import DTYPES, MOST_HEAD_DIM, fused_attention
+from jaxtp.layers.kernels.fused_attention import DTYPES, MOST_HEAD_DIM, fused_attention
 from jaxtp.mesh import mesh_of, sized
+from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 
 LENGTHS = (4096, 8192, 32768)
 PARTS, DEVICES = (32768, 131072), 8
@@ -85,11 +83,7 @@ def zigzag(place: Array, size: int, devices: int) -> Part:
 
 
 def h100() -> Mesh:
-    target = topology("h100", 1, 1)
-    described = topologies.get_topology_desc(
-        target.name, target.platform, topology=target.name, target_config=target.target_config
-    )
-    return mesh_of(sized(), described.devices)
+    return mesh_of(sized(), topology("h100", 1, 1).devices())
 
 
 def compile_with_gradients(

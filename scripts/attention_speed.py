@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtp.bench.timing import Program, medians
-from jaxtp.layers.kernels import KERNELS, KernelName
+from jaxtp.layers.kernels.select import KERNELS, KernelName
+from jaxtp.tools.bench.measure import Program, medians
 
 NAMES: tuple[KernelName, ...] = ("xla", "blockwise")
 LENGTHS, ROUNDS = (256, 1024, 4096), 5

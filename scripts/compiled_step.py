@@ -26,14 +26,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxtp
-from jaxtp.audit.compiling import compile_with_spmd_text
-from jaxtp.audit.hlo import count_collectives_in_hlo, count_flops_in_hlo
-from jaxtp.audit.tables import columns
-from jaxtp.check.shrink import Case
+from jaxtp.analysis.compiling import compile_with_spmd_text
+from jaxtp.analysis.hlo import count_collectives_in_hlo, count_flops_in_hlo
+from jaxtp.analysis.step_costs import step_costs
+from jaxtp.analysis.tables import columns
 from jaxtp.collectives import batch_spec
 from jaxtp.data.loader import abstract_batch
 from jaxtp.mesh import TP, mesh_sizes
-from jaxtp.models.costs import step_costs
+from jaxtp.tools.check.shrink import Case
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import OptimizerConfig, TrainConfig
 from jaxtp.train.state import Blueprint, TrainState, bytes_per_device, plan_state

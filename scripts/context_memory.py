@@ -19,13 +19,11 @@ from pathlib import Path
 os.environ["JAX_PLATFORMS"] = "cpu"  # else the plugin looks for a GPU
 
 import jax
-from jax.experimental import topologies
 
-from jaxtp.audit.tables import columns
-from jaxtp.config import changed, from_yaml
-from jaxtp.estimate.topology import topology
-from jaxtp.estimate.worker import ABSENT_GPU
+from jaxtp.analysis.tables import columns
+from jaxtp.config.schema import changed, from_yaml
 from jaxtp.mesh import mesh_of, sized
+from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.state import plan_state
@@ -42,11 +40,7 @@ def compiled(sizes: dict[str, int], context: str, length: int) -> tuple[int, int
     values = {"mesh": config.mesh.of_sizes(sizes), "mesh.context": context, "data.sequence_length": length}
     rows = sizes["fsdp"] * sizes["dp"]
     run = changed(config, {**values, "data.global_batch_size": rows, "train.accumulation": 1, "model.remat": "full"})
-    target = topology("h100", HOSTS, DEVICES // HOSTS)
-    described = topologies.get_topology_desc(
-        target.name, target.platform, topology=target.name, target_config=target.target_config
-    )
-    mesh = mesh_of(sizes, described.devices)
+    mesh = mesh_of(sizes, topology("h100", HOSTS, DEVICES // HOSTS).devices())
     blueprint = plan_state(run.model, optimizers.build(run.optimizer, run.train.steps), mesh)
     with jax.set_mesh(mesh):
         program = trace_step(run, blueprint).lower().compile(compiler_options=ABSENT_GPU)

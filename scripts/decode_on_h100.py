@@ -21,13 +21,14 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 
 import jaxtp
-from jaxtp.config import from_yaml
-from jaxtp.estimate.gpus import TARGET_CONFIGS
+from jaxtp.config.schema import from_yaml
+from jaxtp.generate.decode_model import to_decode_model
+from jaxtp.generate.decode_model import weight_bytes as bytes_of_weights
 from jaxtp.generate.programs import Programs, Shape, State
 from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import make_mesh, mesh_sizes
-from jaxtp.models.reader import laid_out, reading_bytes
+from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 from jaxtp.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
@@ -49,7 +50,7 @@ def measure(config: jaxtp.ModelConfig, mesh: jax.sharding.Mesh, slots: int) -> l
     """Returns the cells of a line."""
     make = lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0))  # noqa: E731
     with jax.set_mesh(mesh):
-        model, reader = nnx.eval_shape(make), nnx.eval_shape(lambda: laid_out(make(), mesh))
+        model, reader = nnx.eval_shape(make), nnx.eval_shape(lambda: to_decode_model(make(), mesh))
         memories = nnx.eval_shape(lambda: reader.empty(ROWS, slots))
     graph, weights = nnx.split(reader)
     flat = [
@@ -63,7 +64,7 @@ def measure(config: jaxtp.ModelConfig, mesh: jax.sharding.Mesh, slots: int) -> l
     compiled = programs.compiled_decode(State(memories))
     seconds = time.perf_counter() - started
     read, rearranged = bytes_of_a_turn(compiled.as_text(), LEAST)
-    weight_bytes = reading_bytes(model, mesh_sizes(mesh))
+    weight_bytes = bytes_of_weights(model, mesh_sizes(mesh))
     shards = (math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(memories))
     cache_bytes = sum(shards)
     held = weight_bytes + cache_bytes

@@ -19,11 +19,11 @@ import statistics
 from pathlib import Path
 
 import jaxtp
-from jaxtp.audit.tables import columns
-from jaxtp.estimate.target import compile_for
-from jaxtp.estimate.topology import TargetError
+from jaxtp.analysis.tables import columns
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import DP, FSDP, TP, sized
+from jaxtp.tools.estimate.compiler import TargetError
+from jaxtp.tools.estimate.tiers import compile_for
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 

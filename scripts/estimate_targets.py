@@ -16,10 +16,10 @@ from pathlib import Path
 
 from estimate_accuracy import GB, Point
 
-from jaxtp.audit.tables import columns
-from jaxtp.config import changed, from_yaml
-from jaxtp.estimate.target import Compiled, compile_for
+from jaxtp.analysis.tables import columns
+from jaxtp.config.schema import changed, from_yaml
 from jaxtp.mesh import describe_mesh
+from jaxtp.tools.estimate.tiers import Compiled, compile_for
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.memory import memory_per_device
 

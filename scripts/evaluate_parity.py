@@ -78,7 +78,7 @@ def write_tasks(folder: Path) -> None:
 def ours(python: str, folder: Path, flags: list[str]) -> dict[str, Any]:
     """Returns what the command writes."""
     out = folder / "numbers.json"
-    command = [python, "-m", "jaxtp.evaluate", *flags, "--json", str(out)]
+    command = [python, "-m", "jaxtp", "evaluate", *flags, "--json", str(out)]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)

@@ -22,8 +22,8 @@ from pathlib import Path
 from flax import nnx
 
 import jaxtp
-from jaxtp.audit.tables import columns
-from jaxtp.config import changed
+from jaxtp.analysis.tables import columns
+from jaxtp.config.schema import changed
 
 SIZES = {"d_model": 64, "num_layers": 2, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16}
 DENSE, EXPERTS, CHOSEN = 32, 8, 2

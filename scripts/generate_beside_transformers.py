@@ -28,7 +28,7 @@ def of_jaxtp(folder: str, dtype: str) -> Generate:
     from pathlib import Path
 
     import jaxtp
-    from jaxtp.generate.config import GenerateConfig
+    from jaxtp.generate.__main__ import GenerateConfig
     from jaxtp.generate.loading import open_source
 
     mesh = jaxtp.make_mesh()

@@ -30,7 +30,7 @@ from typing import Any
 
 import yaml
 
-from jaxtp.files import write_atomically
+from jaxtp.config.files import write_atomically
 
 Result = dict[str, Any]
 SEQUENCE, SECONDS_PER_PART = 4096, 900
@@ -67,11 +67,11 @@ class Machine:
     @property
     def hardware(self) -> str:
         """Returns the name by which `jaxtp estimate` knows a device; h100 for CPUs."""
-        from jaxtp.hardware import of_kind
+        from jaxtp.analysis.hardware import of_kind
 
         found = of_kind(self.kind)
         if found is None and not self.is_small:
-            raise LeftOutError(f"jaxtp/hardware.py does not have {self.kind!r}")
+            raise LeftOutError(f"jaxtp/analysis/hardware.py does not have {self.kind!r}")
         return "h100" if found is None else found.name
 
 
@@ -129,14 +129,49 @@ def step_settings(machine: Machine, model: Mapping[str, Any], rows: int, **mesh:
     }
 
 
+def devices(machine: Machine, out: Path, log: Path) -> Result:
+    """Times the self-check of the devices and of the collectives between them."""
+    import jax
+
+    from jaxtp.config.entry import WrongNumbersError
+    from jaxtp.mesh import make_mesh
+    from jaxtp.train.self_check import check_devices, check_outside_of_jit
+
+    mesh = make_mesh(fsdp=jax.device_count())
+    started = time.perf_counter()
+    try:
+        for check in (check_outside_of_jit, check_devices):
+            check(mesh, "float32" if machine.is_small else "bfloat16", on_cpu=True)
+    except WrongNumbersError as error:
+        return {"right": False, "wrong": str(error)}
+    return {"right": True, "check_seconds": time.perf_counter() - started}
+
+
+def allocators(machine: Machine, out: Path, log: Path) -> Result:
+    """Trains with each allocator of the GPU's memory: the losses are the same; on CPUs it has no effect."""
+    import jax
+
+    names = ["default", "cuda_async", *(["platform"] if jax.__version_info__ >= (0, 11) else [])]
+    found: Result = {}
+    losses = []
+    for name in names:
+        settings = step_settings(machine, ONE_B, 4) | {"launch": {"allocator": name}}
+        records = train(out, f"allocator-{name}", settings, log)
+        losses.append([record["loss"] for record in records])
+        found[f"tokens/s with {name}"] = statistics.median(r["tokens_per_second"] for r in records[len(records) // 2 :])
+        found[f"peak bytes with {name}"] = records[-1].get("memory_peak_bytes")
+    off = max(abs(a - b) / abs(a) for other in losses[1:] for a, b in zip(losses[0], other, strict=True))
+    return {"right": off < 1e-2, "loss_off": off, **found}
+
+
 def attention(machine: Machine, out: Path, log: Path) -> Result:
     """Compares every kernel that can run here with plain products in float32, and times it."""
     import jax
 
-    from jaxtp.bench.timing import medians
-    from jaxtp.layers.kernels import KERNELS, Use
+    from jaxtp.layers.kernels.select import KERNELS, Use
     from jaxtp.mesh import platform_of
-    from jaxtp.train.attention_check import TOLERANCE, problem, relative_errors, results
+    from jaxtp.tools.bench.measure import medians
+    from jaxtp.train.self_check import TOLERANCE, problem, relative_errors, results
 
     found: Result = {}
     length = 64 if machine.is_small else 1024
@@ -176,11 +211,11 @@ def experts(machine: Machine, out: Path, log: Path) -> Result:
     import jax.numpy as jnp
     import numpy as np
 
-    from jaxtp.bench.timing import medians
-    from jaxtp.check.parity import relative_error
-    from jaxtp.layers.grouped import grouped_matmul, refused
+    from jaxtp.layers.kernels.grouped import grouped_matmul, refused
     from jaxtp.mesh import platform_of
-    from jaxtp.train.attention_check import TOLERANCE
+    from jaxtp.tools.bench.measure import medians
+    from jaxtp.tools.check.parity import relative_error
+    from jaxtp.train.self_check import TOLERANCE
 
     groups, rows, width, features = (4, 64, 16, 24) if machine.is_small else (32, 8192, 2048, 768)
     random = np.random.default_rng(0)
@@ -240,7 +275,7 @@ def step(machine: Machine, out: Path, log: Path, name: str, model: Mapping[str, 
     measured = {key: statistics.median(r[key] for r in last) for key in names if last[0].get(key) is not None}
     said = out / f"{name}-estimate.json"
     asked = ["--config", str(out / f"{name}.yaml"), "--hardware", f"{machine.hardware}x1", "--mesh", "tp=1"]
-    run([sys.executable, "-m", "jaxtp.estimate", *asked, "--as-configured", "--json", str(said)], log, codes=(0, 1))
+    run([sys.executable, "-m", "jaxtp", "estimate", *asked, "--as-configured", "--json", str(said)], log, codes=(0, 1))
     estimated = json.loads(said.read_text())["meshes"][0]
     return {
         **measured,
@@ -262,7 +297,7 @@ def eight_b(machine: Machine, out: Path, log: Path) -> Result:
 
 def layers_that_fit(machine: Machine) -> int:
     """Returns the most layers of 8B's width of which a step takes 85% of the memory."""
-    from jaxtp.config import validate
+    from jaxtp.config.schema import validate
     from jaxtp.mesh import sized
     from jaxtp.train.config import TrainConfig
     from jaxtp.train.memory import memory_per_device
@@ -284,7 +319,7 @@ def ceiling(machine: Machine, out: Path, log: Path) -> Result:
     import jax
     import jax.numpy as jnp
 
-    from jaxtp.bench.timing import medians
+    from jaxtp.tools.bench.measure import medians
 
     size, dtype = (256, "float32") if machine.is_small else (8192, "bfloat16")
     a, b = (jax.random.normal(jax.random.key(i), (size, size), dtype) for i in (0, 1))
@@ -371,7 +406,7 @@ def several(machine: Machine, out: Path, log: Path) -> Result:
     if machine.count < 2:
         raise LeftOutError("there is one device")
     file = str(out / "hardware.yaml")
-    run([sys.executable, "-m", "jaxtp.bench", "comm", "--like", machine.hardware, "--out", file], log)
+    run([sys.executable, "-m", "jaxtp", "bench", "comm", "--like", machine.hardware, "--out", file], log)
     found: Result = {"hardware": yaml.safe_load((out / "hardware.yaml").read_text())}
     for tp, overlap in itertools.product((tp for tp in (2, 4, 8) if tp <= machine.count), ("none", "ring")):
         settings = step_settings(machine, EIGHT_B | {"num_layers": 8}, 4, tp=tp)
@@ -383,9 +418,11 @@ def several(machine: Machine, out: Path, log: Path) -> Result:
 
 
 PARTS: dict[str, Callable[[Machine, Path, Path], Result]] = {
+    "devices": devices,
     "attention": attention,
     "experts": experts,
     "numbers": numbers,
+    "allocators": allocators,
     "step-1b": one_b,
     "step-8b": eight_b,
     "ceiling": ceiling,

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtp.checkpoint.safetensors import DTYPES, read_header, write_file
+from jaxtp.hf.safetensors import DTYPES, read_header, write_file
 
 LAYERS, D, FF, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 12, 2048, 8192, 16, 4, 128, 32768
 DTYPE = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from jaxtp.data.loader import local_batches
+from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.data.samples import RowSettings, make_rows, shuffled
 from jaxtp.data.store import open_dataset
-from jaxtp.prepare.__main__ import main as prepare
 
 VOCAB = 256
 ROWS = 64

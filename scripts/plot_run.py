@@ -9,16 +9,16 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxtp.config import ConfigError
-from jaxtp.files import require_picture, write_picture
-from jaxtp.train.curves import SHOWN, draw
+from jaxtp.config.files import require_picture, write_picture
+from jaxtp.config.schema import ConfigError
+from jaxtp.train.trackers import CURVES, draw
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--metrics", nargs="+", default=SHOWN, help=f"default: {' '.join(SHOWN)}")
+    parser.add_argument("--metrics", nargs="+", default=CURVES, help=f"default: {' '.join(CURVES)}")
     parser.add_argument("--x", default="step", help="metric to draw over: step (default), tokens")
     parser.add_argument("--out", type=Path, default=Path("runs/plot.png"), help="default: runs/plot.png")
     arguments = parser.parse_args(argv)

@@ -22,9 +22,9 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
+from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.data.store import Split, open_dataset
 from jaxtp.data.tokenizer import load_tokenizer
-from jaxtp.prepare.__main__ import main as prepare
 
 LIBRARY = [sysconfig.get_paths()["stdlib"], "--include", "*.py", "--exclude", "site-packages", "--exclude", "test"]
 LIBRARY += ["--exclude", "tests", "--on-error", "skip", "--held-out", "0"]

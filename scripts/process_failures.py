@@ -34,7 +34,7 @@ import signal
 def fail(*_):
     raise OSError("the disk of this host is gone")
 signal.signal(signal.SIGUSR2, fail)
-from jaxtp import entry
+from jaxtp.config import entry
 from jaxtp.train.__main__ import PROGRAM, main
 entry.run(PROGRAM, main)
 """

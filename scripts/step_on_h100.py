@@ -22,10 +22,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from jaxtp.audit.schedule import read_schedule
-from jaxtp.audit.tables import columns
-from jaxtp.estimate.gpus import TARGET_CONFIGS
+from jaxtp.analysis.schedule import read_schedule
+from jaxtp.analysis.tables import columns
 from jaxtp.mesh import describe_mesh, sized
+from jaxtp.tools.estimate.compiler import TARGET_CONFIGS
 
 ROOT = Path(__file__).parent.parent
 GIB, GB = 2**30, 1e9
@@ -43,9 +43,9 @@ COMPILE = """
 import json, sys
 import jax
 from jax.experimental import topologies
-from jaxtp.audit.compiling import compile_with_spmd_text
-from jaxtp.audit.hlo import count_flops_in_hlo
-from jaxtp.config import changed, from_yaml
+from jaxtp.analysis.compiling import compile_with_spmd_text
+from jaxtp.analysis.hlo import count_flops_in_hlo
+from jaxtp.config.schema import changed, from_yaml
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer
 from jaxtp.train.config import TrainConfig

@@ -20,13 +20,14 @@ import jax
 import numpy as np
 
 import jaxtp
-from jaxtp.audit.tables import columns
+from jaxtp.analysis.tables import columns
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.collectives import batch_spec
-from jaxtp.config import changed
+from jaxtp.config.schema import changed
 from jaxtp.mesh import describe_mesh, mesh_sizes
 from jaxtp.train import optimizer, verify
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import verification_bytes
 from jaxtp.train.state import bytes_per_device, parameter_count, plan_state
 from jaxtp.train.step import make_train_step, trace_step
 
@@ -125,7 +126,7 @@ def main(argv: list[str] | None = None) -> None:
         f"the checksums in a step: {gradients / off:+.1%} by reading alone, {on / off - 1:+.1%} beside a step without"
     )
     print(f"a verification: {(whole - on) / off:.2f} steps more, {(whole - on) / off / 1000:.2%} of 1,000 steps")
-    print(f"host memory meanwhile: {verify.host_bytes(bench.plan) / 1e6:,.0f} MB")
+    print(f"host memory meanwhile: {verification_bytes(bench.plan) / 1e6:,.0f} MB")
 
 
 if __name__ == "__main__":

@@ -8,16 +8,15 @@ from flax import nnx
 from support import sizes_of
 
 import jaxtp
-from jaxtp.audit.census import count_collectives
-from jaxtp.audit.compiling import compile_with_spmd_text
-from jaxtp.audit.hlo import count_flops_in_hlo
-from jaxtp.audit.text import parse_module
-from jaxtp.communication import bytes_by_place
+from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.collective import bytes_by_place
+from jaxtp.analysis.compiling import compile_with_spmd_text
+from jaxtp.analysis.hlo import count_flops_in_hlo
+from jaxtp.analysis.step_costs import step_costs
+from jaxtp.analysis.text import parse_module
 from jaxtp.data.loader import abstract_batch
 from jaxtp.layers import remat
-from jaxtp.layers.lora import trained
 from jaxtp.mesh import mesh_of
-from jaxtp.models.costs import step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, MeshConfig, TrainConfig
 from jaxtp.train.state import plan_state
@@ -74,7 +73,7 @@ def kept(config, rows, length, tp=1):
     """The arrays that autodiff keeps of one block, abstract and whole."""
     with jax.set_mesh(jaxtp.make_mesh(tp=tp)):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
-        graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
+        graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
         block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(config.remat))
         x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.precision.compute)
         backward = jax.eval_shape(

@@ -6,6 +6,8 @@ import logging
 import os
 import re
 import signal
+import subprocess
+import zlib
 from importlib.metadata import version
 from pathlib import Path
 
@@ -65,7 +67,7 @@ if version("jax").startswith("0.10."):
 
 def pytest_configure(config):
     """Journeys have Threefry, as runs do: they compare this process with others that they start."""
-    if config.option.markexpr and not re.search(r"(?<!not )journey", config.option.markexpr):
+    if config.option.markexpr and not re.search(r"(?<!not )(journey|cluster)", config.option.markexpr):
         mlir.register_lowering(threefry2x32_p, mlir.lower_fun(_random_bits, multiple_results=True), platform="cpu")
 
 
@@ -79,13 +81,24 @@ for number, action in defaults.items():
 hypothesis.settings.register_profile("suite", deadline=None, max_examples=15)
 hypothesis.settings.load_profile("suite")
 
-TIERS = {"wide", "journey", "slow"}
+TIERS = {"wide", "journey", "slow", "cluster"}
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--sample", type=int, default=1, metavar="N", help="run one test in N, different ones each commit")
+
+
+def pytest_collection_modifyitems(config, items):
     """A test is in one tier, so that nothing runs twice and nothing is left out."""
     for item in items:
         assert len(TIERS.intersection(mark.name for mark in item.iter_markers())) <= 1, f"{item.nodeid}: several tiers"
+    if (n := config.option.sample) > 1:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, check=True
+        )
+        drawn = [zlib.crc32(commit.stdout + item.nodeid.encode()) % n == 0 for item in items]
+        config.hook.pytest_deselected(items=[item for item, is_drawn in zip(items, drawn, strict=True) if not is_drawn])
+        items[:] = itertools.compress(items, drawn)
 
 
 def pytest_collection_finish():

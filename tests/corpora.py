@@ -6,9 +6,9 @@ import random
 
 import zstandard
 
+from jaxtp.data.prepare.__main__ import main
 from jaxtp.data.store import open_dataset
 from jaxtp.data.tokenizer import load_tokenizer
-from jaxtp.prepare.__main__ import main
 
 WORDS = ["the", "of", "naïve", "語", "🙂", "def", "x1", "'", "3.14", "<|endoftext|>", "é", "", "", "\n", "\t", "\r\n"]
 

@@ -3,9 +3,9 @@
 import jax
 import numpy as np
 
-from jaxtp.checkpoint.logical import filled
+from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.train.loop import Loop
-from jaxtp.train.verify import named_arrays
+from jaxtp.train.state import named_arrays
 
 
 def flipped(array, position, bit=0):
@@ -23,10 +23,10 @@ def flipped(array, position, bit=0):
 
 def with_flip(state, name, position, bit=0):
     arrays = named_arrays(state)
-    return filled(state, arrays | {name: flipped(arrays[name], position, bit)})
+    return replace_arrays(state, arrays | {name: flipped(arrays[name], position, bit)})
 
 
-def flip_in_run(step, name, position):
+def flip_in_run(step, name, position, bit=0):
     """From now on a run's state gets a wrong bit, once, after that step; returns what makes it right again."""
     finish, left = Loop._finish_step, [step]
 
@@ -34,7 +34,7 @@ def flip_in_run(step, name, position):
         finish(self)
         if self._run.step in left:
             left.remove(self._run.step)
-            self._run.state = with_flip(self._run.state, name, position)
+            self._run.state = with_flip(self._run.state, name, position, bit)
 
     Loop._finish_step = finish_and_flip
     return finish

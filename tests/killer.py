@@ -15,8 +15,8 @@ import time
 import warnings
 from pathlib import Path
 
-from jaxtp.prepare import batches
-from jaxtp.prepare.__main__ import main
+from jaxtp.data.prepare import batches
+from jaxtp.data.prepare.__main__ import main
 
 warnings.filterwarnings("ignore", message=r"os\.fork\(\) was called", category=RuntimeWarning)
 

@@ -7,9 +7,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import sizes_of
 
 import jaxtp
-from jaxtp.audit.audit import audit
-from jaxtp.audit.compiling import compile_with_spmd_text
-from jaxtp.audit.hlo import count_collectives_in_hlo
+from jaxtp.analysis.audit import audit
+from jaxtp.analysis.compiling import compile_with_spmd_text
+from jaxtp.analysis.hlo import count_collectives_in_hlo
 from jaxtp.mesh import BATCH, TP, mesh_of, mesh_sizes
 
 

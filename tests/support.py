@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxtp.check.parity import on_host, place
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.generate.decode_model import DecodeModel
+from jaxtp.layers.parameter import PARAMETERS
 from jaxtp.mesh import sized
-from jaxtp.models.reader import Reader
+from jaxtp.tools.check.parity import on_host, place
 
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 1, 8), (1, 2, 4), (2, 2, 2), (8, 1, 1), (1, 8, 1)]
 TOLERANCE = 1e-5  # relative L2 norm per tensor, float32
@@ -29,7 +30,7 @@ def random_weights(build, seed=0, scale=0.1):
     """The arrays of `build()` without a mesh, by name, each parameter (biases and scales too) moved off its default."""
     named = named_variables(jax.jit(lambda: nnx.state(build()))())
     return {
-        name: moved(name, variable[...], seed, scale) if isinstance(variable, nnx.Param) else variable[...]
+        name: moved(name, variable[...], seed, scale) if isinstance(variable, PARAMETERS) else variable[...]
         for name, variable in named.items()
     }
 
@@ -62,7 +63,7 @@ def cached_and_whole(graph, state, ids, cut):
     @jax.jit
     def run(state, first, second):
         model, (rows, length) = nnx.merge(graph, state), ids.shape
-        reader = Reader(model)
+        reader = DecodeModel(model)
         found, memories = reader.continue_rows(first, reader.empty(rows, length), jnp.zeros(rows, jnp.int32))
         rest, _ = reader.continue_rows(second, memories, jnp.full(rows, cut))
         return jnp.concatenate([found, rest], axis=1), model.hidden(jnp.concatenate([first, second], axis=1))

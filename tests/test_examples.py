@@ -14,8 +14,8 @@ from moves import bytes_over_tp
 from support import sweep
 
 import jaxtp
-from jaxtp.parallel.modules import find_modules
-from jaxtp.parallel.plan import assign_styles
+from jaxtp.parallelize.module_wrappers import find_modules
+from jaxtp.parallelize.plan import assign_styles
 
 FOLDER = Path(__file__).parent.parent / "scripts" / "examples"
 NAMES = ["vit", "mixer", "encoder_decoder", "recurrent"]
@@ -95,7 +95,7 @@ def test_a_proposed_plan_is_megatron_s(name):
 
 def expanded(module, plan):
     """A plan by path instead of by pattern."""
-    paths = [found.paths for found in find_modules(module.build())]
+    paths = [info.paths for info in find_modules(module.build())]
     styles = zip(paths, assign_styles(plan, paths), strict=True)
     return {path[0]: style for path, (_, style) in styles if style}
 
@@ -118,7 +118,7 @@ def test_an_example_takes_the_proposed_plan(capsys):
     module, plan = example("mixer")
     main = importlib.import_module("train").main
     main(module.build, module.loss, module.batch, plan, ["--mesh", "tp=4", "--steps", "10", "--propose"])
-    assert "proposed for mesh dp 1 x fsdp 1 x cp 1 x tp 4" in capsys.readouterr().out
+    assert "plan for mesh dp 1 x fsdp 1 x cp 1 x tp 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("mesh", ["tp=3", "tp=four", "tpp=4", "tp", "tp=0", "tp=-1,dp=-1"])
@@ -142,7 +142,7 @@ def test_a_model_knows_nothing_of_this_package(name):
     [
         (["--mesh", "tp=x"], "tp=x is not a number of devices"),
         (["--mesh", "pp=2"], "'pp' is not an axis"),
-        (["--mesh", "tp=2,tp=4"], "tp is there twice"),
+        (["--mesh", "tp=2,tp=4"], "tp is given twice"),
         (["--steps", "0"], "--steps 0: should be 1 or more"),
         (["--steps", "-3"], "--steps -3: should be 1 or more"),
     ],

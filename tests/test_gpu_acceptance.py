@@ -21,9 +21,13 @@ def parts(folder):
 
 @pytest.mark.journey
 def test_parts_run_by_themselves_and_are_not_run_twice(tmp_path):
-    done = accept(tmp_path, "attention", "experts", "step-1b", "ceiling", "several")
+    done = accept(tmp_path, "devices", "attention", "experts", "allocators", "step-1b", "ceiling", "several")
     assert done.returncode == 0, done.stdout + done.stderr
     results = parts(tmp_path)
+    assert results["devices"]["right"]
+    assert results["devices"]["check_seconds"] > 0
+    assert results["allocators"]["loss_off"] == 0
+    assert results["allocators"]["tokens/s with cuda_async"] > 0
     assert results["attention"]["right"]
     assert {name.split()[0] for name in results["attention"]["kernels"]} == {"blockwise", "xla"}
     assert results["experts"]["right"]

@@ -3,13 +3,16 @@
 import ast
 import importlib.metadata
 import inspect
+import re
 import subprocess
 import sys
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
 import pytest
 
 import jaxtp
+from jaxtp.config.schema import ConfigError, validate
 
 HEAVY = ("jax", "flax", "optax", "orbax", "grain", "pydantic", "tyro", "rich", "numpy")
 
@@ -37,12 +40,60 @@ def test_type_checkers_see_no_other_name():
     assert sorted(node.names[0].asname for node in block.body if isinstance(node, ast.ImportFrom)) == jaxtp.__all__
 
 
-@pytest.mark.parametrize("name", ["audit", "explain"])
-def test_a_package_of_the_same_name_does_not_hide_a_function(name, monkeypatch):
-    monkeypatch.delitem(sys.modules, f"jaxtp.{name}", raising=False)
-    monkeypatch.delitem(vars(jaxtp), name, raising=False)
-    assert inspect.ismodule(importlib.import_module(f"jaxtp.{name}"))
-    assert inspect.isfunction(getattr(jaxtp, name))
+def test_a_package_of_the_same_name_does_not_hide_a_function(monkeypatch):
+    monkeypatch.delitem(sys.modules, "jaxtp.parallelize", raising=False)
+    monkeypatch.delitem(vars(jaxtp), "parallelize", raising=False)
+    assert inspect.ismodule(importlib.import_module("jaxtp.parallelize"))
+    assert inspect.isfunction(jaxtp.parallelize)
+
+
+FUNCTIONS_AND_CLASSES = [
+    name
+    for name in jaxtp.__all__
+    if callable(public := getattr(jaxtp, name))
+    and not (isinstance(public, type) and issubclass(public, BaseException))  # built in: they take a message
+]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_AND_CLASSES)
+def test_a_public_class_or_function_has_its_own_signature(name):
+    """The metaclass of NNX's modules shows `(*args, **kwargs)` for all of them."""
+    public = getattr(jaxtp, name)
+    signature = inspect.signature(public)
+    assert list(signature.parameters) != ["args", "kwargs"]
+    if isinstance(public, type) and public.__init__ is not object.__init__:
+        assert list(signature.parameters) == list(inspect.signature(public.__init__).parameters)[1:]
+
+
+@pytest.mark.parametrize("name", [name for name in jaxtp.__all__ if is_dataclass(getattr(jaxtp, name))])
+def test_the_signature_of_a_dataclass_has_plain_types_and_its_defaults(name):
+    public = getattr(jaxtp, name)
+    signature = inspect.signature(public)
+    assert not re.search("Annotated|<function|tyro|pydantic", str(signature))
+    assert len(str(signature)) < 200 * (1 + len(signature.parameters))
+    defaults = {field.name: field.default for field in fields(public) if field.default is not MISSING}
+    assert {name: signature.parameters[name].default for name in defaults} == defaults
+
+
+def test_a_dataclass_is_still_checked_after_its_signature_was_made_plain():
+    with pytest.raises(ConfigError, match="rank"):
+        validate(jaxtp.LoraConfig, {"rank": -1}, source="test")
+
+
+def test_only_public_names_are_listed():
+    assert dir(jaxtp) == sorted([*jaxtp.__all__, "__version__"])
+
+
+def test_signatures_of_what_comes_of_a_public_class_are_their_own():
+    class Scaled(jaxtp.Branch):
+        def __init__(self, factor):
+            self.factor = factor
+
+        def __call__(self, x_BTD, sequences=None):
+            return self.factor * x_BTD
+
+    assert list(inspect.signature(Scaled).parameters) == ["factor"]
+    assert list(inspect.signature(Scaled(2)).parameters) == ["x_BTD", "sequences"]
 
 
 def test_a_name_that_is_not_there():

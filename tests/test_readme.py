@@ -12,6 +12,8 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,14 +23,14 @@ from flax import nnx
 import jaxtp
 from jaxtp.__main__ import commands
 from jaxtp.__main__ import main as run_command
-from jaxtp.config import from_yaml
+from jaxtp.config.schema import from_yaml
 from jaxtp.data.manifest import read_manifest
 from jaxtp.layers.parameter import Precision
 from jaxtp.train.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "configs/README.md", *sorted(ROOT.glob("jaxtp/*/README.md"))]
+PAGES = [README, ROOT / "configs/README.md", *sorted(ROOT.glob("jaxtp/*/**/README.md"))]
 MAP = [ROOT / "jaxtp/README.md", ROOT / "jaxtp/CONTRIBUTING.md", ROOT / "jaxtp/CHANGELOG.md"]
 FOLLOWED = [page for page in PAGES if "```sh\n" in page.read_text()]
 
@@ -291,6 +293,15 @@ def test_set_up_commands_are_what_ci_runs():
     assert install.endswith(".venv/bin/pip install -e . && .venv/bin/python -m jaxtp.train")
     assert test == ".venv/bin/pip install -e '.[dev]' && .venv/bin/python -m pytest"
     assert 'pip" install -qq -e ".[dev]"' in (ROOT / ".ci/run").read_text()
+
+
+@pytest.mark.journey
+def test_a_script_in_the_folder_that_holds_the_clone_imports_the_package(tmp_path):
+    """`git clone` names the clone's folder as the package, and Python would take it for a namespace package."""
+    (tmp_path / "jaxtp").symlink_to(ROOT)
+    (tmp_path / "mine.py").write_text("import jaxtp\nprint(jaxtp.Decoder.__name__)")
+    done = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.stdout == "Decoder\n", f"{done.stderr}\nof an older install? {SET_UP} -e . installs it again"
 
 
 def test_every_command_of_the_pages_is_one_that_is_followed():

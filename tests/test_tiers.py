@@ -19,10 +19,13 @@ TIERS = [
 def test_ci_runs_the_tiers_that_the_default_suite_leaves_out():
     script = (ROOT / ".ci/run").read_text()
     default, newest = re.findall(r"^ *check \S+ \S+(.*)$", script, re.MULTILINE)
-    assert default.split() == TIERS
+    (apart,) = re.findall(r'^ *part "Slurm and Open MPI" .* -m (\w+)$', script, re.MULTILINE)
+    assert [*default.split(), apart] == TIERS
     assert newest.split() == [], "the others are sweeps that depend on no version"
-    journeys = re.search(r"-m journey ((?:tests\S+|\\\n|\s)+)$", script, re.MULTILINE)[1].replace("\\", "").split()
-    assert "tests/launch" in journeys
+    journeys = (
+        re.search(r"-m journey --sample \d ((?:tests\S+|\\\n|\s)+)$", script, re.MULTILINE)[1].replace("\\", "").split()
+    )
+    assert "tests/distributed" in journeys
     assert all((ROOT / path).exists() for path in journeys), "of several processes and of a run that is killed"
     left_out = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
     assert all(f"not {tier}" in left_out for tier in TIERS)

@@ -5,7 +5,6 @@ those of the positions before it in its document, and a row layer sums.
 """
 
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxtp
 from jaxtp.collectives import batch_spec, constrain, device_view, token_spec
-from jaxtp.config import Count
-from jaxtp.hints import not_divisible
+from jaxtp.config.hints import not_divisible
+from jaxtp.config.schema import Count
 from jaxtp.layers.activations import segment_positions
 from jaxtp.layers.branch import Branch, BranchConfig
 from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.costs import Cached, Kept, Streamed, Weight, Working, itemsize
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.parameter import own, parameter
@@ -45,8 +43,8 @@ class ConvolutionConfig(BranchConfig):
         among = {f"mesh.{TP}": self.conv_features}
         yield from not_divisible("model.conv_features", self.conv_features, "mesh.tp", sizes[TP], among)
 
-    def smaller(self, small):
-        return {"conv_features": small.size(self.conv_features, 16), **super().smaller(small)}
+    def shrink(self, small):
+        return {"conv_features": small.size(self.conv_features, 16), **super().shrink(small)}
 
 
 class CausalConvolution(nnx.Module):
@@ -92,12 +90,11 @@ class GatedConvolution(Branch):
     """The branch. It needs positions before its own, and finds them on the same device only: it does not say that it
     works `over_cp`, and a model with it is refused there."""
 
-    def __init__(self, d_model, config, *, sequence_parallel, precision, rngs):
-        self.config, self.precision = config, precision
-        shared = {"sequence_parallel": sequence_parallel, "precision": precision, "rngs": rngs}
-        self.enter = ColumnParallelLinear(d_model, (config.conv_features, config.conv_features), **shared)
-        self.convolution = CausalConvolution(config, precision, rngs)
-        self.out = RowParallelLinear(config.conv_features, d_model, **shared)
+    def __init__(self, d_model, config, **context):
+        self.config, self.precision = config, context["precision"]
+        self.enter = ColumnParallelLinear(d_model, (config.conv_features, config.conv_features), **context)
+        self.convolution = CausalConvolution(config, self.precision, context["rngs"])
+        self.out = RowParallelLinear(config.conv_features, d_model, **context)
 
     def __call__(self, x_BTD, sequences=Sequences()):
         gate_BTF, values_BTF = self.enter(x_BTD)
@@ -112,19 +109,6 @@ class GatedConvolution(Branch):
         y_BTF, values = self.convolution.extend(values_BTF, memory[0], new)
         return self.out(jax.nn.silu(gate_BTF) * y_BTF), (values,)
 
-    def costs(self, share, *, read):
-        config = self.config
-        features = share.tokens * (config.conv_features // share.tp) * itemsize(self.precision.compute)
-        size = config.conv_width * config.conv_features
-        yield from self.enter.costs(share, "gate, values")
-        yield Weight(module=CONVOLUTION, size=size, precision=self.precision, fsdp=False)
-        yield Streamed((config.conv_width + 3) * features)
-        yield Working((config.conv_width + 3) * features)
-        if share.remat == "none":
-            yield Kept((config.conv_width + 4) * features)
-        yield Cached(features)
-        yield from self.out.costs(share, "convolution out", read=read)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ToyBlock(ConvolutionConfig, BlockConfig):
@@ -138,9 +122,8 @@ class ToyModel(jaxtp.ModelConfig, ToyBlock):
     layer = GatedConvolution
 
     def branches(self, block, rngs):
-        shared = {"sequence_parallel": self.sequence_parallel, "precision": self.precision, "rngs": rngs}
-        layer = partial(self.layer, self.d_model, block, **shared)
-        return {"convolution": layer(), "mlp": MLP(self.d_model, block, lora=self.lora, **shared)}
+        context = self.layer_context(rngs)
+        return {"convolution": self.layer(self.d_model, block, **context), "mlp": MLP(self.d_model, block, **context)}
 
 
 class LocallyNormed(CausalConvolution):
@@ -154,9 +137,9 @@ class LocallyNormed(CausalConvolution):
 class WrongConvolution(GatedConvolution):
     """A convolution that is right on one device."""
 
-    def __init__(self, d_model, config, **shared):
-        super().__init__(d_model, config, **shared)
-        self.convolution = LocallyNormed(config, shared["precision"], shared["rngs"])
+    def __init__(self, d_model, config, **context):
+        super().__init__(d_model, config, **context)
+        self.convolution = LocallyNormed(config, context["precision"], context["rngs"])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,21 @@
 """Inspects, verifies and compares checkpoints.
 
-They are Orbax checkpoints that do not depend on the mesh that wrote them.
+They are Orbax checkpoints that any mesh can restore.
 """
+
+import logging
+import sys
+
+
+def silence_orbax() -> None:
+    """Silences Orbax's warnings and unawaited TensorStore futures: our errors report damage."""
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).setLevel(logging.CRITICAL)
+    default_hook = sys.unraisablehook
+
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
+        is_read = "_read_array_index_and_device_put" in repr(unraisable.object)
+        if not is_read and "Event loop is closed" not in str(unraisable.exc_value):
+            default_hook(unraisable)
+
+    sys.unraisablehook = hook

@@ -1,42 +1,45 @@
-"""`jaxtp checkpoint`: what is in a checkpoint, whether it is whole, how two differ."""
+"""`jaxtp checkpoint`: inspects, verifies and compares checkpoints."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import tyro
 
-from jaxtp import entry
-from jaxtp.checkpoint.orbax_logs import quieten
-from jaxtp.checkpoint.reader import difference, open_checkpoint
-from jaxtp.command_line import Command, choose
-from jaxtp.config import UserPath
-from jaxtp.files import require_writable, write_json
-from jaxtp.launch.environment import accept_absent_gpus
+from jaxtp.checkpoint import silence_orbax
+from jaxtp.checkpoint.storage import StoredCheckpoint, describe_difference, open_checkpoint
+from jaxtp.config import entry
+from jaxtp.config.command_line import Command, choose
+from jaxtp.config.files import require_writable, write_json
+from jaxtp.config.schema import UserPath
+from jaxtp.distributed.environment import accept_absent_gpus
+from jaxtp.mesh import describe_mesh, sized
 
 PROGRAM = "jaxtp checkpoint"
 Folder = Annotated[UserPath, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+_RECORDED = ("next_sample", "mesh", "processes", "versions", "corpus", "config")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written:
-    """Settings of every one of the commands."""
+class JsonOutput:
+    """Flags of every command."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """File to write the result to, for machines."""
+    """JSON file to write the result to."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inspect(Written):
-    """Command line of `jaxtp checkpoint inspect`, and of `verify`."""
+class Inspect(JsonOutput):
+    """Flags of `jaxtp checkpoint inspect` and `verify`."""
 
     dir: Folder
     """Folder of a run (its newest checkpoint), or of one checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Diff(Written):
-    """Command line of `jaxtp checkpoint diff`."""
+class Diff(JsonOutput):
+    """Flags of `jaxtp checkpoint diff`."""
 
     a: Folder
     """Folder of a run (its newest checkpoint), or of one checkpoint."""
@@ -45,39 +48,63 @@ class Diff(Written):
     """The other one."""
 
 
-def inspect(asked: Inspect) -> int:
-    """Prints what a checkpoint holds; returns 0."""
-    stored = open_checkpoint(asked.dir)
-    print(f"{stored.folder}, {stored.bytes_on_disk():,} bytes on disk")
-    print(*stored.summary(), "", stored.table(), sep="\n")
-    write_json("--json", asked.json, stored.record())
+def inspect(args: Inspect) -> int:
+    """Prints the contents of a checkpoint."""
+    stored = open_checkpoint(args.dir)
+    info, record = stored.info, _record(stored)
+    print(f"{stored.folder}, {record['bytes']:,} bytes on disk")
+    print(f"step      {stored.folder.name}, next sample {info['next_sample']:,}")
+    print(f"written   on mesh {describe_mesh(sized(**info['mesh']))} by {info['processes']} process(es)")
+    print(f"versions  {', '.join(f'{name} {version}' for name, version in info['versions'].items())}")
+    print(f"data      {json.dumps(info['corpus'])}")
+    print(*(f"{section:<10}{json.dumps(values)}" for section, values in info["config"].items()), "", sep="\n")
+    for name, array in record["arrays"].items():
+        shape = "x".join(map(str, array["shape"])) or "scalar"
+        print(f"{name:<60}{shape:<18}{array['dtype']:<10}{array['bytes']:>14,}  {array['split'] or ''}")
+    write_json("--json", args.json, record)
     return 0
 
 
-def verify(asked: Inspect) -> int:
-    """Prints the arrays that are not as they were saved; returns 1 if there are any."""
-    stored = open_checkpoint(asked.dir)
+def _record(stored: StoredCheckpoint) -> dict[str, Any]:
+    arrays = {
+        name: {
+            "shape": list(array.shape),
+            "dtype": str(array.dtype),
+            "bytes": array.size * array.dtype.itemsize,
+            "split": stored.info["specs"].get(name),
+        }
+        for name, array in stored.arrays.items()
+    }
+    size = sum(path.stat().st_size for path in stored.folder.rglob("*") if path.is_file())
+    recorded = {name: stored.info[name] for name in _RECORDED}
+    return {"folder": str(stored.folder), "step": int(stored.folder.name), "bytes": size, **recorded, "arrays": arrays}
+
+
+def verify(args: Inspect) -> int:
+    """Prints arrays that differ from their checksums; returns 1 if any do."""
+    stored = open_checkpoint(args.dir)
     problems = {}
     for name in stored.arrays:
         if (problem := stored.verify(name)) is not None:
             problems[name] = problem
             print(f"{name}: {problem}")
-    print(f"{stored.folder}: {len(stored.arrays)} arrays, {len(problems) or 'no'} problems")
-    write_json("--json", asked.json, {"folder": str(stored.folder), "arrays": len(stored.arrays), "problems": problems})
+    found = f"{len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}"
+    print(f"{stored.folder}: {len(stored.arrays)} arrays, {found}")
+    write_json("--json", args.json, {"folder": str(stored.folder), "arrays": len(stored.arrays), "problems": problems})
     return 1 if problems else 0
 
 
-def diff(asked: Diff) -> int:
-    """Prints by how much each array differs between two checkpoints; returns 1 if any does."""
-    one, other = open_checkpoint(asked.a), open_checkpoint(asked.b)
+def diff(args: Diff) -> int:
+    """Prints how much each array differs between two checkpoints; returns 1 if any does."""
+    one, other = open_checkpoint(args.a), open_checkpoint(args.b)
     names = dict.fromkeys((*one.arrays, *other.arrays))
     differ = {}
     for name in names:
-        if found := difference(one, other, name):
+        if found := describe_difference(one, other, name):
             differ[name] = found
             print(f"{found:<23} {name}")
     print(f"{len(differ) or 'none'} of {len(names)} arrays differ")
-    write_json("--json", asked.json, {"a": str(one.folder), "b": str(other.folder), "differ": differ})
+    write_json("--json", args.json, {"a": str(one.folder), "b": str(other.folder), "differ": differ})
     return 1 if differ else 0
 
 
@@ -103,17 +130,17 @@ _ACTIONS: dict[str, Callable[[Any], int]] = {"inspect": inspect, "verify": verif
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code: 0, 1 for arrays that differ, 2 for a user's mistake."""
+    """Runs the command; returns 0, 1 if arrays differ, 2 for a user error."""
     accept_absent_gpus()
-    quieten()
+    silence_orbax()
     return entry.attempt(PROGRAM, lambda: _run(argv))
 
 
 def _run(argv: Sequence[str]) -> int:
     command, flags = choose(PROGRAM, COMMANDS, argv)
-    asked, _ = command.load(flags)
-    require_writable("--json", asked.json)
-    return _ACTIONS[command.program.rpartition(" ")[2]](asked)
+    args, _ = command.load(flags)
+    require_writable("--json", args.json)
+    return _ACTIONS[command.program.rpartition(" ")[2]](args)
 
 
 if __name__ == "__main__":

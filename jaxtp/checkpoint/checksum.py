@@ -1,54 +1,114 @@
-"""A checksum of an array, the same however it is split over devices, computed where it lies; or one of each part.
+"""Computes checksums of arrays on their devices, and compares replicas.
 
-The bits of each element are mixed with its position (the finaliser of MurmurHash3, Austin Appleby, public domain) and
-summed modulo 2^32, twice with different seeds: integer sums do not depend on their order, so each device sums its part.
-A change of one element never escapes, because mixing has an inverse; one of several escapes with a probability of 2^-64
-(2^-32 in `device_checksums`, which have one seed).
+The bits of each element are mixed with its position (the finalizer of MurmurHash3, Austin Appleby, public domain) and
+summed modulo 2^32, twice with different seeds. Integer sums are independent of order and thus of the mesh. Mixing is
+invertible, so a change of one element is always detected; a change of several is missed with probability 2^-64 (2^-32
+in `device_checksums`, which has one seed).
 
-Whatever is restored is summed again where it lies before it is used.
+A device with corrupted memory reports no error, but its replica (over dp, or over tp where an array is replicated)
+differs. Each save compares replicas, since it checksums every device's memory anyway.
 """
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from jaxtp.collectives import device_view, vary_everywhere
-from jaxtp.mesh import AXES
+from jaxtp.collectives import axis_index, axis_size, device_view, vary_everywhere
+from jaxtp.config.entry import WrongNumbersError
+from jaxtp.distributed.agreement import process_name
+from jaxtp.mesh import AXES, axes_of
 
 CHECKSUMS = "checksums"
-"""Name of the module that sums what each device holds."""
+"""Name of the module in the audit of collectives."""
+DIAGNOSE = "Leave the host out of the run, and run its vendor's diagnostics (NVIDIA: dcgmi diag -r 4)"
+
+ReplicaGroups = list[list[int]]
+"""For each part of an array, the mesh positions of the devices that hold it."""
+MeshPositions = dict[str, set[int]]
+"""Mesh positions of devices, by array name."""
 
 _SEEDS = (np.uint32(0x9E3779B9), np.uint32(0x7F4A7C15))
 _UNSIGNED = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+_MAX_PROCESSES = 8
+"""Processes in a message."""
+
+
+class UnequalCopiesError(WrongNumbersError):
+    """Replicas of an array differ between devices."""
+
+
+class NonFiniteError(WrongNumbersError):
+    """A state is not finite. It is never saved: it cannot recover."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums of arrays from one pass over each device's data."""
+
+    rows: Sequence[np.ndarray]
+    """uint32 `[3, devices]` for each array: two checksums, and the number of elements that are not finite."""
+    replicas: dict[str, ReplicaGroups]
+
+    def _one_replica(self) -> dict[str, np.ndarray]:
+        return {
+            name: row[:, [group[0] for group in groups]].sum(1, dtype=np.uint64)
+            for row, (name, groups) in zip(self.rows, self.replicas.items(), strict=True)
+        }
+
+    def checksums(self) -> dict[str, str]:
+        """Returns 16 hexadecimal digits for each array, the same on any mesh."""
+        sums = self._one_replica().items()
+        return {name: "".join(f"{int(word) % 2**32:08x}" for word in words[:2]) for name, words in sums}
+
+    def unequal_replicas(self) -> MeshPositions:
+        """Returns the devices whose replica differs from the majority."""
+        return minority_devices([row[0] for row in self.rows], self.replicas)
+
+    def not_finite(self) -> dict[str, int]:
+        """Returns nonzero counts of non-finite elements."""
+        return {name: int(words[2]) for name, words in self._one_replica().items() if words[2]}
+
+
+def sums(arrays: Mapping[str, Array]) -> Sums:
+    """Sums arrays with elements of at most 4 bytes; every process with a part must call it.
+
+    Temporary memory is at most the largest array's size.
+    """
+    columns = [_columns(array) for array in arrays.values()]
+    replicas = replica_groups_by_name(arrays)
+    meshes = {_mesh_of(each) for each in columns}
+    mesh = meshes.pop() if len(meshes) == 1 else None
+    if mesh is None:
+        return Sums([np.asarray(each) for each in columns], replicas)
+    replicated = NamedSharding(mesh, PartitionSpec())  # one transfer for all arrays
+    return Sums(list(np.asarray(jax.jit(_stack, out_shardings=replicated)(*columns))), replicas)
 
 
 def checksums(arrays: Mapping[str, Array]) -> dict[str, str]:
-    """Returns 16 hexadecimal digits for each array, whose elements have at most 4 bytes.
-
-    One array at a time: what a compiler keeps in between is then at most of the size of the largest.
-    """
-    sums = {name: [int(_sum(array, seed)) for seed in _SEEDS] for name, array in arrays.items()}
-    return {name: "".join(f"{word:08x}" for word in words) for name, words in sums.items()}
+    """Returns `Sums.checksums` of arrays."""
+    return sums(arrays).checksums()
 
 
 def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) -> Array:
-    """Returns a checksum of what each device holds of each array, uint32 `[arrays, devices]`; inside a `jax.jit`.
+    """Returns a checksum of each device's part of each array, uint32 `[arrays, devices]`; call it in `jax.jit`.
 
-    Every device reads its own memory and sends nothing: where devices should hold copies, their numbers are equal only
-    if the copies are. A column lies on the device that it is of, in the order of the mesh in context.
+    There is no communication: each column lies on its device. Equal replicas have equal checksums.
 
     Args:
-      arrays: those to sum; their elements have at most 4 bytes.
-      specs: how each is split.
+      arrays: elements have at most 4 bytes.
+      specs: on the mesh in context.
     """
 
     def on_device(*shards: Array) -> Array:
-        # At once: a loop over layers would have gradients written out before it, which the update makes as it goes.
-        sums = [vary_everywhere(_sum_at_once(shard, jnp.asarray(_SEEDS[0]))) for shard in shards]
+        # A loop over layers would make XLA write gradients to memory that the update otherwise fuses.
+        sums = [vary_everywhere(_checksum(shard, jnp.asarray(_SEEDS[0]))) for shard in shards]
         return jnp.stack(sums)[:, None]
 
     out = PartitionSpec(None, AXES)
@@ -56,26 +116,128 @@ def device_checksums(arrays: Sequence[Array], specs: tuple[PartitionSpec, ...]) 
     return columns
 
 
+def replica_groups(sharding: Sharding, shape: tuple[int, ...]) -> ReplicaGroups:
+    """Returns groups of devices with the same part of an array."""
+    if not isinstance(sharding, NamedSharding):
+        return [[0]]
+    indices = sharding.devices_indices_map(shape)
+    groups: dict[tuple[tuple[int | None, int | None], ...], list[int]] = {}
+    for position, device in enumerate(sharding.mesh.devices.flat):
+        part = tuple((dim.start, dim.stop) for dim in indices[device] or ())
+        groups.setdefault(part, []).append(position)
+    return list(groups.values())
+
+
+def replica_groups_by_name(arrays: Mapping[str, Array]) -> dict[str, ReplicaGroups]:
+    """Returns the `replica_groups` of each array."""
+    return {name: replica_groups(array.sharding, array.shape) for name, array in arrays.items()}
+
+
+def minority_devices(table: Iterable[np.ndarray], replicas: Mapping[str, ReplicaGroups]) -> MeshPositions:
+    """Returns the devices whose replica differs from the majority, or all of a part without a majority.
+
+    Args:
+      table: checksums, uint32 `[arrays, devices]`, in mesh order.
+    """
+    found: MeshPositions = {}
+    for row, (name, groups) in zip(table, replicas.items(), strict=True):
+        for group in groups:
+            (usual, count), *others = Counter(row[group].tolist()).most_common()
+            if others:
+                tied = others[0][1] == count
+                found.setdefault(name, set()).update(each for each in group if tied or row[each] != usual)
+    return found
+
+
+def describe_devices(positions: MeshPositions, devices: Sequence[jax.Device], hosts: Sequence[str]) -> str:
+    """Describes arrays and devices by process; `positions` index `devices`, `hosts` are host names by process."""
+    by_process: dict[int, list[jax.Device]] = {}
+    for position in sorted(set().union(*positions.values())):
+        by_process.setdefault(devices[position].process_index, []).append(devices[position])
+    described = []
+    for process, wrong in by_process.items():
+        local = sorted(device.id for device in devices if device.process_index == process)
+        ids, numbers = (
+            ", ".join(map(str, each)) for each in ([d.id for d in wrong], [local.index(d.id) for d in wrong])
+        )
+        plural = "s" if len(wrong) > 1 else ""
+        described.append(f"device{plural} {ids}, number{plural} {numbers} of {process_name(process, hosts[process])}")
+    hidden = len(described) - _MAX_PROCESSES
+    more = f", and devices of {hidden} more processes" if hidden > 0 else ""
+    first, *others = positions
+    arrays = f" and {len(others)} more array{'s' if len(others) > 1 else ''}" if others else ""
+    return f"{first}{arrays} on {'; '.join(described[:_MAX_PROCESSES])}{more}"
+
+
+def describe_not_finite(counts: Mapping[str, int]) -> str:
+    """Describes non-finite arrays by their counts."""
+    name, count = next(iter(counts.items()))
+    more = len(counts) - 1
+    others = f", as do {more} more arrays" if more > 1 else ", as does 1 more array" if more else ""
+    return f"{name} has {count:,} element{'s that are' if count > 1 else ' that is'} not finite{others}"
+
+
+def _columns(array: Array) -> Array:
+    """Returns the sums of an array, uint32 `[3, devices]`; each device has its column."""
+    mesh = _mesh_of(array)
+    if mesh is None:
+        return _sum_array(array)
+    with jax.set_mesh(mesh):
+        return _sum_parts(array, array.sharding.spec)  # type: ignore[attr-defined]
+
+
+def _mesh_of(array: Array) -> Mesh | None:
+    mesh = array.sharding.mesh if isinstance(array.sharding, NamedSharding) else None
+    return mesh if isinstance(mesh, Mesh) else None
+
+
 @jax.jit
-def _sum(array: Array, seed: np.uint32) -> Array:
-    return _sum_from(array, jnp.asarray(seed))
+def _sum_array(array: Array) -> Array:
+    return _sums_at(array, [jnp.asarray(seed) for seed in _SEEDS], [0] * array.ndim)[:, None]
 
 
-def _sum_from(array: Array, seed: Array) -> Array:
-    if array.ndim > 2:  # stacked layers, one at a time: less is kept in between
-        layers = jnp.arange(array.shape[0], dtype=jnp.uint32)
-        sums = lax.map(lambda layer: _sum_from(layer[0], _mix(seed + layer[1])), (array, layers))
-        return jnp.sum(sums, dtype=jnp.uint32)
-    return _sum_at_once(array, seed)
+@partial(jax.jit, static_argnums=1)
+def _sum_parts(array: Array, spec: PartitionSpec) -> Array:
+    split = [axes_of(entry) for entry in spec] + [()] * (array.ndim - len(spec))
+
+    def on_device(part: Array) -> Array:
+        starts = [_part_index(axes) * size for axes, size in zip(split, part.shape, strict=True)]
+        return vary_everywhere(_sums_at(part, [jnp.asarray(seed) for seed in _SEEDS], starts))[:, None]
+
+    columns: Array = device_view(on_device, CHECKSUMS, in_specs=(spec,), out_specs=PartitionSpec(None, AXES))(array)
+    return columns
 
 
-def _sum_at_once(array: Array, seed: Array) -> Array:
-    """Returns what `_sum_from` does."""
+def _part_index(axes: tuple[str, ...]) -> int | Array:
+    index: int | Array = 0
+    for axis in axes:
+        index = index * axis_size(axis) + axis_index(axis)
+    return index
+
+
+def _stack(*columns: Array) -> Array:
+    return jnp.stack(columns)
+
+
+def _sums_at(part: Array, seeds: Sequence[Array], starts: Sequence[int | Array]) -> Array:
+    """Returns the sums, uint32 `[3]`, of a part that begins at `starts` in each dim."""
+    if part.ndim > 2:  # one layer at a time needs less temporary memory
+        layers = jnp.arange(part.shape[0], dtype=jnp.uint32) + jnp.uint32(starts[0])
+
+        def of_layer(layer: tuple[Array, Array]) -> Array:
+            return _sums_at(layer[0], [_mix(seed + layer[1]) for seed in seeds], starts[1:])
+
+        return jnp.sum(lax.map(of_layer, (part, layers)), axis=0, dtype=jnp.uint32)
+    wrong = ~jnp.isfinite(part) if jnp.issubdtype(part.dtype, jnp.floating) else jnp.zeros_like(part, bool)
+    return jnp.stack([*(_checksum(part, seed, starts) for seed in seeds), jnp.sum(wrong, dtype=jnp.uint32)])
+
+
+def _checksum(array: Array, seed: Array, starts: Sequence[int | Array] = ()) -> Array:
     bits = array.astype(jnp.uint8) if array.dtype == bool else array
     bits = lax.bitcast_convert_type(bits, _UNSIGNED[bits.dtype.itemsize]).astype(jnp.uint32)
     position = jnp.broadcast_to(seed, array.shape)
-    for dim in range(array.ndim):
-        position = _mix(position + lax.broadcasted_iota(jnp.uint32, array.shape, dim))
+    for dim, start in zip(range(array.ndim), starts or [0] * array.ndim, strict=True):
+        position = _mix(position + (lax.broadcasted_iota(jnp.uint32, array.shape, dim) + jnp.uint32(start)))
     return jnp.sum(_mix(bits ^ position), dtype=jnp.uint32)
 
 

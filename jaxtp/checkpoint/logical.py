@@ -1,7 +1,6 @@
-"""Converts between the arrays of a mesh, which may be padded, and those of a checkpoint, which are not.
+"""Converts between padded arrays on a mesh and unpadded logical arrays.
 
-A size that tp does not divide is padded on that mesh. Checkpoints hold the logical shape, so that any mesh
-can read them; no array is ever whole on one device, unless none of its other dims can be divided.
+A size that tp does not divide is padded on that mesh. Checkpoints store logical shapes, so any mesh can read them.
 """
 
 import math
@@ -19,98 +18,94 @@ from jaxtp.mesh import TP, axes_of, mesh_sizes, parts
 Arrays = dict[str, Array]
 """Arrays by dotted path, such as `model.blocks.mlp.down.kernel`."""
 
+Variable = nnx.Variable[Any]
 
-def named_variables(state: nnx.State) -> dict[str, nnx.Variable[Any]]:
+
+def named_variables(state: nnx.State) -> dict[str, Variable]:
     """Returns the variables of a state by dotted path."""
     return {".".join(map(str, path)): variable for path, variable in nnx.to_flat_state(state)}
 
 
-def filled(state: nnx.State, arrays: Arrays) -> nnx.State:
-    """Returns the variables of a state, real or abstract, with other arrays, which are given by dotted path."""
+def replace_arrays(state: nnx.State, arrays: Arrays) -> nnx.State:
+    """Returns a copy of a state, real or abstract, with these arrays."""
     variables = zip(nnx.to_flat_state(state), named_variables(state), strict=True)
     return nnx.from_flat_state([(path, variable.replace(arrays[name])) for (path, variable), name in variables])
 
 
 def logical_size(state: nnx.State) -> int:
-    """Returns the number of elements of a state, padding not counted."""
+    """Returns the number of elements without padding."""
     return sum(math.prod(logical_shape(variable)) for variable in named_variables(state).values())
 
 
 def to_logical(state: nnx.State, mesh: Mesh) -> Arrays:
-    """Returns the arrays of a state without padding, sharded as `abstract_logical` says."""
+    """Returns arrays without padding, sharded as in `abstract_logical`."""
     targets = abstract_logical(state, mesh)
-    return {name: without_padding(variable, targets[name]) for name, variable in named_variables(state).items()}
+    return {name: remove_padding(variable, targets[name]) for name, variable in named_variables(state).items()}
 
 
 def abstract_logical(state: nnx.State, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns shape, dtype and sharding of each array without padding; the state may be abstract."""
-    return {name: _logical(variable, mesh) for name, variable in named_variables(state).items()}
+    """Returns the logical shape, dtype and sharding of each array."""
+    return {name: _abstract(variable, mesh) for name, variable in named_variables(state).items()}
 
 
 def from_logical(arrays: Arrays, state: nnx.State, mesh: Mesh) -> nnx.State:
-    """Fills a state of this mesh from logical arrays: padded with zeros, split as the state declares.
-
-    Args:
-      arrays: as `to_logical` gives them.
-      state: the state to fill, real or abstract; it is not changed.
-      mesh: the mesh of the result.
-    """
+    """Returns `state` with logical arrays padded and sharded for `mesh`."""
     variables = named_variables(state)
-    return filled(state, {name: with_padding(arrays[name], variables[name], mesh) for name in variables})
+    return replace_arrays(state, {name: add_padding(arrays[name], variables[name], mesh) for name in variables})
 
 
-def split_dims(variable: nnx.Variable[Any]) -> tuple[tuple[str, ...], ...]:
-    """Returns the mesh axes that a variable declares for each of its dims."""
+def split_dims(variable: Variable) -> tuple[tuple[str, ...], ...]:
+    """Returns a variable's declared mesh axes for each dim."""
     axes = [axes_of(entry) for entry in spec_of(variable)]
     return (*axes, *[()] * (len(variable.shape) - len(axes)))
 
 
-def divided(
+def divisible_axes(
     shape: Sequence[int], axes: Sequence[tuple[str, ...]], sizes: Mapping[str, int]
 ) -> tuple[tuple[str, ...], ...]:
-    """Returns the axes of each dim of an array; those that do not divide theirs move to one that they divide."""
-    over = [tuple(names) for names in axes]
-    odd = [dim for dim, size in enumerate(shape) if size % parts(sizes, over[dim])]
-    for dim in odd:
-        moving, over[dim] = over[dim], ()
-        for other in (dim for dim in range(len(shape)) if dim not in odd):
-            if shape[other] % parts(sizes, over[other] + moving) == 0:
-                over[other] += moving
+    """Returns each dim's axes; axes that do not divide their dim move to another that they divide."""
+    result = [tuple(names) for names in axes]
+    indivisible = [dim for dim, size in enumerate(shape) if size % parts(sizes, result[dim])]
+    for dim in indivisible:
+        moving, result[dim] = result[dim], ()
+        for other in (dim for dim in range(len(shape)) if dim not in indivisible):
+            if shape[other] % parts(sizes, result[other] + moving) == 0:
+                result[other] += moving
                 break
-    return tuple(over)
+    return tuple(result)
 
 
-def logical_spec(variable: nnx.Variable[Any], sizes: Mapping[str, int]) -> PartitionSpec:
-    """Returns how a variable is split once it has no padding."""
-    return PartitionSpec(*divided(logical_shape(variable), split_dims(variable), sizes))
+def logical_spec(variable: Variable, sizes: Mapping[str, int]) -> PartitionSpec:
+    """Returns a variable's spec without padding."""
+    return PartitionSpec(*divisible_axes(logical_shape(variable), split_dims(variable), sizes))
 
 
-def _logical(variable: nnx.Variable[Any], mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _abstract(variable: Variable, mesh: Mesh) -> jax.ShapeDtypeStruct:
     sharding = NamedSharding(mesh, logical_spec(variable, mesh_sizes(mesh)))
     return jax.ShapeDtypeStruct(logical_shape(variable), variable.dtype, sharding=sharding)
 
 
-# JAX keeps a program by its function: a lambda or a `partial` made here would be compiled anew at each call.
-def without_padding(variable: nnx.Variable[Any], target: jax.ShapeDtypeStruct) -> Array:
-    """Returns the array of a variable without padding, sharded as the target is."""
+# JAX caches programs by function: a lambda or `partial` here would recompile at each call.
+def remove_padding(variable: Variable, target: jax.ShapeDtypeStruct) -> Array:
+    """Returns a variable's array without padding, sharded as `target`."""
     array: Array = variable[...]
     if array.shape == target.shape:
         return array
-    cut_to = jax.jit(cut, static_argnums=(1, 2), out_shardings=target.sharding)
-    kept: Array = cut_to(array, padding_of(variable), mesh_sizes(target.sharding.mesh)[TP])
-    return kept
+    unpad = jax.jit(cut, static_argnums=(1, 2), out_shardings=target.sharding)
+    logical: Array = unpad(array, padding_of(variable), mesh_sizes(target.sharding.mesh)[TP])
+    return logical
 
 
-def with_padding(array: Array, variable: nnx.Variable[Any], mesh: Mesh) -> Array:
-    """Returns a logical array as a variable of this mesh holds it."""
+def add_padding(array: Array, variable: Variable, mesh: Mesh) -> Array:
+    """Returns a logical array in a variable's shape and sharding on `mesh`."""
     if array.shape == tuple(variable.shape):
         return array
-    return padded(array, padding_of(variable), NamedSharding(mesh, spec_of(variable)))
+    return pad_array(array, padding_of(variable), NamedSharding(mesh, spec_of(variable)))
 
 
-def padded(array: Array, padding: Padding, sharding: Sharding) -> Array:
-    """Returns a logical array with the padding of the mesh of a sharding, split by it."""
+def pad_array(array: Array, padding: Padding, sharding: Sharding) -> Array:
+    """Returns a logical array, padded for the mesh of `sharding`."""
     assert isinstance(sharding, NamedSharding), "without a mesh nothing is padded"
-    pad_to = jax.jit(pad, static_argnums=(1, 2), out_shardings=sharding)
-    with_zeros: Array = pad_to(array, padding, mesh_sizes(sharding.mesh)[TP])
-    return with_zeros
+    pad_with_zeros = jax.jit(pad, static_argnums=(1, 2), out_shardings=sharding)
+    padded: Array = pad_with_zeros(array, padding, mesh_sizes(sharding.mesh)[TP])
+    return padded

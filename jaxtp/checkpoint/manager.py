@@ -1,134 +1,259 @@
-"""Saves and restores a run: asynchronously, sharded, atomically, checked, on any mesh, by one process or several."""
+"""Saves and restores a run: asynchronously, sharded, atomically, verified, on any mesh and any number of processes.
+
+Orbax writes in the background, each process its part. The processes meet twice: when all parts are written, and when
+process 0 has committed the checkpoint. A failing process skips these barriers; `SaveBarriers` saves the others from
+waiting for the timeout.
+"""
 
 import contextlib
+import itertools
+import os
+import re
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import Mesh
+from orbax.checkpoint import checkpoint_managers as policies
 
-from jaxtp.checkpoint.damage import (
+from jaxtp.checkpoint.checksum import (
+    DIAGNOSE,
+    NonFiniteError,
+    Sums,
+    UnequalCopiesError,
+    describe_devices,
+    describe_not_finite,
+    sums,
+)
+from jaxtp.checkpoint.io_errors import (
     CheckpointError,
     DamagedError,
-    agreed,
-    patiently,
-    reason,
+    UnwritableError,
+    describe_error,
+    disk_full_message,
+    read_on_all,
     require_shared,
+    retry_io,
 )
-from jaxtp.checkpoint.keeping import policy
-from jaxtp.checkpoint.logical import abstract_logical, from_logical, named_variables, to_logical
-from jaxtp.checkpoint.saving import SaveMeetings, WaitedError, in_vain
-from jaxtp.checkpoint.stored import agreed_info, describe_arrays, newest, read_verified, seal, stored_info
-from jaxtp.launch.agreement import agree, several, share
+from jaxtp.checkpoint.logical import Arrays, abstract_logical, from_logical, named_variables, to_logical
+from jaxtp.checkpoint.storage import (
+    BoundedHandler,
+    Info,
+    describe_arrays,
+    newest_checkpoint,
+    read_info,
+    read_info_on_all,
+    read_verified,
+    seal,
+)
+from jaxtp.distributed.agreement import all_gather_json, call_everywhere, host_names, is_multiprocess
 from jaxtp.layers.parameter import spec_of
 
 EVAL_LOSS = "eval_loss"
+BARRIER_SECONDS = 1200
+"""Time to write a checkpoint, after which a process that does not arrive has failed."""
+_BARRIERS = ("async_write_complete", "async_commit_complete")
+"""Orbax's names."""
 _DAMAGED = "damaged"
-_MOMENT = 3.0
-"""Seconds that a process which fails waits for the save under way, if there are several."""
+_FREE_SPACE = "; free some space and run the same command again, which first deletes the unfinished checkpoint"
+_CLOSE_SECONDS = 3.0
+"""How long a process that fails waits for the save in progress, if there are several processes."""
+_instances = itertools.count()
+
+
+class PeerFailedError(Exception):
+    """Another process failed to write its part or timed out."""
+
+
+class PeerUnwritableError(UnwritableError):
+    """Another process did not write its part of a checkpoint."""
+
+
+def is_peer_failure(error: Exception) -> bool:
+    """Returns whether an error only reports another process's failure."""
+    timeout = isinstance(error, TimeoutError) and error.errno is None
+    return timeout or isinstance(error, PeerFailedError | jax.errors.JaxRuntimeError)
+
+
+class SaveBarriers:
+    """Barriers of the processes that write a checkpoint; Orbax calls it to wait.
+
+    Orbax also calls it twice at the start and twice at the end of any save. A process that reaches the end without
+    passing a barrier has failed, and ends the waiting of the others.
+    """
+
+    def __init__(self) -> None:
+        everyone = set(range(jax.process_count()))
+        self._prefix = f"jaxtp{next(_instances)}"  # equal in all processes, which open their folders in the same order
+        self.processes = ocp.options.MultiprocessingOptions(
+            primary_host=0, active_processes=everyone, barrier_sync_key_prefix=self._prefix
+        )
+        self.options = ocp.AsyncOptions(timeout_secs=BARRIER_SECONDS, barrier_sync_fn=self)
+        self._barrier = ocp.multihost.get_barrier_sync_fn(processes=everyone)
+        # JAX's coordinator fails a barrier at once, for all, if a process arrives with another list of members.
+        self._poison_barrier = ocp.multihost.get_barrier_sync_fn(processes=everyone | {len(everyone)})
+        self._ahead: list[str] = []
+        self._at_start = 0
+
+    def start(self, step: int) -> None:
+        """Prepares for the save of a step, after the previous save."""
+        self._ahead = [f"{self._prefix}_{name}.{step}" for name in _BARRIERS]
+        self._at_start = 2
+
+    def __call__(self, *, key: str, timeout_ms: int) -> None:
+        """Waits for all processes; raises `PeerFailedError` if any failed or is late."""
+        if key in self._ahead:
+            self._wait(key, timeout_ms)
+            self._ahead.remove(key)
+        elif self._at_start:
+            self._at_start -= 1
+            self._wait(key, timeout_ms)
+        elif not self._ahead:
+            self._wait(key, timeout_ms)
+        else:  # this save failed here or elsewhere: no process waits at its end
+            for skipped in self._ahead:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._poison_barrier(key=skipped, timeout_ms=timeout_ms)
+
+    def _wait(self, key: str, timeout_ms: int) -> None:
+        try:
+            self._barrier(key=key, timeout_ms=timeout_ms)
+        except jax.errors.JaxRuntimeError as error:
+            late = re.search(r"timed out task names:\s*(\d+)", str(error))
+            raise PeerFailedError(
+                f"process {late[1]} did not write its part within {BARRIER_SECONDS} s"
+                if late
+                else "another process failed"
+            ) from error
+
+
+class _Saved(Protocol):
+    step: int
+
+
+class KeepBest(policies.PreservationPolicy):
+    """Keeps the checkpoint with the lowest validation loss (the newest on ties).
+
+    Orbax's policy keeps losses in memory, so a resumed run would delete the earlier best checkpoint.
+    """
+
+    def __init__(self, losses: Mapping[int, float]):
+        self._losses = losses
+
+    def should_preserve(self, checkpoints: Sequence[_Saved], *, context: object) -> Sequence[bool]:
+        """Returns whether to keep each checkpoint."""
+        steps = [each.step for each in checkpoints]
+        best = min((step for step in steps if step in self._losses), key=lambda s: (self._losses[s], -s), default=None)
+        return [step == best for step in steps]
+
+
+def _retention(keep: int, keep_every: int, losses: Mapping[int, float] | None) -> policies.PreservationPolicy:
+    rules: list[policies.PreservationPolicy] = [policies.LatestN(keep)]
+    if keep_every:
+        rules.append(policies.EveryNSteps(keep_every))
+    if losses is not None:
+        rules.append(KeepBest(losses))
+    return policies.AnyPreservationPolicy(rules)
 
 
 class Checkpoints:
-    """The checkpoints of one run, in one folder, one subfolder for each step.
+    """The checkpoints of one run: a folder with a subfolder for each step.
+
+    A save returns when the arrays have been copied to host memory. A background thread writes them into a temporary
+    folder, renamed when complete, so a killed run keeps the previous checkpoint. Arrays have logical, unpadded shapes
+    and checksums, which a restore verifies. All processes call the constructor and each method together, and fail
+    together.
 
     Args:
-      folder: the folder; it is created if it is missing.
-      keep: number of the newest to keep.
-      keep_every: also keeps those whose step is a multiple of it; 0 for none.
-      keep_best: also keeps the one with the lowest validation loss.
-
-    A save returns when the arrays have been copied to host memory, and is written by a background thread into a
-    temporary folder that is renamed when complete: a run killed inside a save leaves the checkpoint before it. Arrays
-    have logical, unpadded shapes, and a checksum each, which a restore compares.
-
-    The processes of a run open it, and call each of its methods, together: what one of them cannot do, none has done.
+      keep: number of newest checkpoints to keep.
+      keep_every: also keeps multiples; 0 for none.
+      keep_best: also keeps the lowest validation loss.
 
     Raises:
-      CheckpointError: the folder cannot be made or read, or the processes do not see the same in it.
+      CheckpointError: the folder is unusable, or differs between processes.
     """
 
     def __init__(self, folder: Path, *, keep: int = 2, keep_every: int = 0, keep_best: bool = False):
         self.folder = folder
         self._losses: dict[int, float] = {}
-        self._meetings = SaveMeetings()
+        self._barriers = SaveBarriers()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policy(keep, keep_every, self._losses if keep_best else None),
+            preservation_policy=_retention(keep, keep_every, self._losses if keep_best else None),
             cleanup_tmp_directories=True,
             create=False,
-            save_root_metadata=False,  # it takes a meeting of all processes, and there is none to save
-            multiprocessing_options=self._meetings.processes,
-            async_options=self._meetings.options,
+            save_root_metadata=False,  # needs a barrier for nothing to save
+            multiprocessing_options=self._barriers.processes,
+            async_options=self._barriers.options,
         )
-        self._manager = agreed(lambda: self._open(options))
-        if several():
-            require_shared(folder, self._listed)
-        if keep_best:  # they decide what is deleted, so process 0 speaks for all
-            self._losses.update(share(self._stored_losses() if jax.process_index() == 0 else [])[0])
+        self._manager = read_on_all(lambda: self._open(options))
+        if is_multiprocess():
+            require_shared(folder, self._visible_steps)
+        if keep_best:  # process 0 decides for all which checkpoints are deleted
+            self._losses.update(all_gather_json(self._stored_losses() if jax.process_index() == 0 else [])[0])
 
     def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
-        def opened() -> ocp.CheckpointManager:
+        def open_folder() -> ocp.CheckpointManager:
             if jax.process_index() == 0:
                 self.folder.mkdir(parents=True, exist_ok=True)
-            return ocp.CheckpointManager(self.folder.resolve(), options=options, item_names=("state", "info"))
+            handlers = ocp.handlers.DefaultCheckpointHandlerRegistry()
+            handlers.add("state", ocp.args.PyTreeSave, BoundedHandler())
+            handlers.add("info", ocp.args.JsonSave, ocp.JsonCheckpointHandler())
+            return ocp.CheckpointManager(self.folder.resolve(), options=options, handler_registry=handlers)
 
         try:
-            return patiently(self.folder, opened)
+            return retry_io(self.folder, open_folder)
         except OSError as error:
             raise CheckpointError(f"{self.folder}: {error.strerror}") from None
 
-    def _listed(self) -> list[Any]:
-        """Returns whether the folder is there, and the steps of the finished checkpoints in it now."""
-        patiently(self.folder, self._manager.reload)
-        return [self.folder.is_dir(), self.steps()]
+    def _visible_steps(self) -> tuple[bool, list[int]]:
+        retry_io(self.folder, self._manager.reload)
+        return self.folder.is_dir(), self.steps()
 
     def _stored_losses(self) -> list[tuple[int, float]]:
-        """Returns step and validation loss of the checkpoints that have one and can be read."""
         found = []
         for step in self.steps():
             with contextlib.suppress(CheckpointError):
-                found.append((step, stored_info(self.folder / str(step)).get(EVAL_LOSS)))
+                found.append((step, read_info(self.folder / str(step)).get(EVAL_LOSS)))
         return [(step, loss) for step, loss in found if loss is not None]
 
     def steps(self) -> list[int]:
-        """Returns the steps of the finished checkpoints, oldest first."""
-        return sorted(self._manager.all_steps())
+        """Returns the steps of finished checkpoints on disk, oldest first."""
+        return retry_io(self.folder, lambda: _steps_in(self.folder))
 
     def save(
         self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any], *, eval_loss: float | None = None
     ) -> None:
-        """Starts to save; waits first for the save before it.
+        """Starts to save, after the previous save has ended.
 
         Args:
-          step: number of updates made so far.
-          state: every variable of the run.
-          mesh: the mesh that holds it.
-          info: JSON values to store beside the arrays.
-          eval_loss: validation loss at this step, if it was evaluated.
+          step: number of updates so far.
+          info: JSON values.
 
         Raises:
-          CheckpointError: this save, or the one before it, could not be written: a full disk, a folder that is gone, a
-            step that is not after the newest.
+          UnwritableError: this or the previous save failed, or the step is not after the newest.
+          NonFiniteError, UnequalCopiesError: the state is corrupt; nothing is saved.
         """
         arrays = to_logical(state, mesh)
+        summed = self.require_sound(arrays, mesh, f"step {step} is not saved")
         specs = {name: str(spec_of(variable)) for name, variable in named_variables(state).items()}
-        described = seal({**info, EVAL_LOSS: eval_loss, "specs": specs, **describe_arrays(arrays)})
-        agreed(self._require_writable)
+        sealed = seal({**info, EVAL_LOSS: eval_loss, "specs": specs, **describe_arrays(arrays, summed)})
+        call_everywhere(self._require_writable, (UnwritableError,))
 
-        self._agree_written(self._manager.wait_until_finished)
-        self._meetings.begin(step)
+        self.wait()
+        self._barriers.start(step)
         if eval_loss is not None:
             self._losses[step] = eval_loss
         try:
             saved = self._manager.save(
                 step,
-                args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), info=ocp.args.JsonSave(described)),
+                args=ocp.args.Composite(state=ocp.args.PyTreeSave(arrays), info=ocp.args.JsonSave(sealed)),
             )
-        except Exception as error:  # of this process alone, perhaps, while the others wait for it: nothing to agree on
+        except Exception as error:  # other processes may be waiting, so do not exchange errors here
             raise self._unwritable(error) from error
         if not saved:
             raise self._unwritable(ValueError(f"step {step} is not after the newest"))
@@ -137,50 +262,35 @@ class Checkpoints:
         """Waits until the last save is on disk.
 
         Raises:
-          CheckpointError: it could not be written.
+          UnwritableError: the save failed; all processes raise the failed process's error.
         """
-        self._agree_written(self._manager.wait_until_finished)
+
+        def finish() -> None:
+            try:
+                self._manager.wait_until_finished()
+            except Exception as error:
+                raise self._unwritable(error) from error
+
+        call_everywhere(finish, (UnwritableError, PeerUnwritableError))
 
     def _require_writable(self) -> None:
-        """Checks that this process can write in the folder: one that fails later is waited for by the others."""
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 file.write(bytes(4096))
         except OSError as error:
             raise self._unwritable(error) from None
 
-    def _agree_written(self, write: Callable[[], None]) -> None:
-        """Writes; if one process could not, all of them raise its error, rather than that they waited for it."""
+    def info(self, step: int) -> Info:
+        """Returns the info of a checkpoint."""
+        folder = self.folder / str(step)
+        return read_info_on_all(folder, lambda: folder)[1]
 
-        def attempt() -> None:
-            try:
-                write()
-            except Exception as error:
-                raise self._unwritable(error) from error
-
-        agree(attempt, (CheckpointError, WaitedError))
-
-    def info(self, step: int) -> dict[str, Any]:
-        """Returns what `save` stored beside the arrays.
-
-        Raises:
-          CheckpointError: it is damaged (`DamagedError`), or cannot be read.
-        """
-        place = self.folder / str(step)
-        return agreed_info(place, lambda: place)[1]
-
-    def restore(self, step: int, state: nnx.State, mesh: Mesh, info: Mapping[str, Any] | None = None) -> nnx.State:
-        """Reads a checkpoint into the shapes and shardings that `state` declares on `mesh`.
-
-        Args:
-          step: step of the checkpoint.
-          state: an abstract (or real) state of the same model; its dtypes may be others than those stored.
-          mesh: any mesh, whichever one wrote the checkpoint.
-          info: what `info` returns for this checkpoint, if it has been read.
+    def restore(self, step: int, state: nnx.State, mesh: Mesh, info: Info | None = None) -> nnx.State:
+        """Reads a checkpoint into the shapes and shardings of `state` on `mesh`.
 
         Raises:
           DamagedError: the checkpoint is damaged.
-          CheckpointError: it holds other arrays than the state, or cannot be read.
+          CheckpointError: the checkpoint is unreadable or does not match the state.
         """
         info = self.info(step) if info is None else info
         target = abstract_logical(state, mesh)
@@ -191,16 +301,12 @@ class Checkpoints:
         return from_logical(read_verified(self.folder / str(step), target, info), state, mesh)
 
     def set_aside(self, step: int) -> Path:
-        """Moves a damaged checkpoint out of the way, to `damaged/` beside the folder; returns where it is.
-
-        Raises:
-          CheckpointError: it cannot be moved.
-        """
+        """Moves a damaged checkpoint to `damaged/` next to the folder; raises `CheckpointError` if that fails."""
         source = self.folder / str(step)
-        target = Path(share(str(agreed(lambda: self._move_aside(source))))[0])
+        target = Path(all_gather_json(str(read_on_all(lambda: self._move_aside(source))))[0])
         self._manager.reload()
-        if several():
-            require_shared(self.folder, self._listed)
+        if is_multiprocess():
+            require_shared(self.folder, self._visible_steps)
         return target
 
     def _move_aside(self, source: Path) -> Path:
@@ -217,11 +323,7 @@ class Checkpoints:
         return target
 
     def close(self) -> None:
-        """Waits until the last save is on disk.
-
-        Raises:
-          CheckpointError: it could not be written.
-        """
+        """Waits as `wait`, and closes."""
         try:
             self.wait()
         finally:
@@ -231,11 +333,7 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Closes; an error that is under way is not replaced by that of the last save.
-
-        It may be an error of this process alone, so with several it waits for a moment only: the others end too, and
-        the save under way is not finished.
-        """
+        """Closes without replacing an active error; waits briefly, since other processes may lack it."""
         if error is None:
             self.close()
             return
@@ -247,47 +345,86 @@ class Checkpoints:
 
         closing = threading.Thread(target=close, daemon=True)
         closing.start()
-        closing.join(_MOMENT if several() else None)
+        closing.join(_CLOSE_SECONDS if is_multiprocess() else None)
 
-    def _unwritable(self, error: Exception) -> CheckpointError:
-        last = self.steps()
-        left = f"the checkpoint at step {last[-1]} is whole" if last else "there is no checkpoint yet"
-        kind = WaitedError if in_vain(error) else CheckpointError
-        return kind(f"{self.folder}: a checkpoint could not be written ({reason(error)}); {left}")
+    def require_sound(self, arrays: Arrays, mesh: Mesh, what: str, advice: str = "") -> Sums:
+        """Checks that all elements are finite and replicas are equal; returns the sums.
+
+        Args:
+          what: begins the error message.
+          advice: ends the message about non-finite elements.
+
+        Raises:
+          NonFiniteError, UnequalCopiesError: in all processes.
+        """
+        summed = sums(arrays)
+        if counts := summed.not_finite():
+            raise NonFiniteError(f"{what}: {describe_not_finite(counts)}; {advice or self.describe_newest()}")
+        if positions := summed.unequal_replicas():
+            where = describe_devices(positions, list(mesh.devices.flat), host_names())
+            raise UnequalCopiesError(
+                f"{what}: silent corruption: copies differ: {where}. {DIAGNOSE}; {self.describe_newest()}"
+            )
+        return summed
+
+    def describe_newest(self) -> str:
+        """Describes the newest checkpoint after the current save has ended."""
+        with contextlib.suppress(CheckpointError):
+            self.wait()
+        return self.describe_disk()
+
+    def describe_disk(self) -> str:
+        """Describes the newest checkpoint on disk now."""
+        try:
+            last = _steps_in(self.folder)
+        except OSError as error:
+            return f"{self.folder} cannot be listed ({error.strerror})"
+        return f"the checkpoint at step {last[-1]} is whole" if last else "there is no checkpoint"
+
+    def _unwritable(self, error: Exception) -> UnwritableError:
+        kind = PeerUnwritableError if is_peer_failure(error) else UnwritableError
+        advice = "" if disk_full_message(error) is None else _FREE_SPACE
+        # If the folder is missing, Orbax's message only covers its internals.
+        why = describe_error(error) if self.folder.is_dir() else "the folder is gone"
+        return kind(f"{self.folder}: a checkpoint could not be written ({why}); {self.describe_disk()}{advice}")
+
+
+def _steps_in(folder: Path) -> list[int]:
+    try:
+        names = [entry.name for entry in os.scandir(folder) if entry.is_dir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted(int(name) for name in names if name.isdecimal() and str(int(name)) == name)
 
 
 def restore_newest(
     checkpoints: Checkpoints,
     state: nnx.State,
     mesh: Mesh,
-    accept: Callable[[dict[str, Any]], None],
+    accept: Callable[[Info], None],
     warn: Callable[[str], None],
-) -> tuple[int, nnx.State, dict[str, Any]] | None:
-    """Returns step, state and info of the newest checkpoint that is whole; None if there is none at all.
+) -> tuple[int, nnx.State, Info] | None:
+    """Restores the newest undamaged checkpoint: step, state and info, or None if there is none.
 
     Args:
-      checkpoints: the checkpoints of the run.
-      state: an abstract state, as `Checkpoints.restore` wants it.
-      mesh: the mesh of the result.
-      accept: raises if the info is that of another run, which is no damage.
-      warn: takes a message for each damaged checkpoint, which is set aside.
+      accept: raises if the info belongs to another run.
+      warn: called for each damaged checkpoint, which is moved away.
 
     Raises:
-      CheckpointError: there are checkpoints, and every one is damaged, or the newest that is not cannot be read, or is
-        of another model; all are left as they are.
+      CheckpointError: all are damaged, or the newest other is unreadable or of another model.
     """
     damaged: list[tuple[int, DamagedError]] = []
     for step in reversed(checkpoints.steps()):
         try:
             info = checkpoints.info(step)
             accept(info)
-            found = step, checkpoints.restore(step, state, mesh, info), info
+            restored = step, checkpoints.restore(step, state, mesh, info), info
         except DamagedError as error:
             damaged.append((step, error))
             continue
         for bad, why in damaged:
             warn(f"{why}; moved to {checkpoints.set_aside(bad)}, going on from step {step}")
-        return found
+        return restored
     if damaged:
         reasons = "; ".join(str(why) for _, why in damaged)
         raise CheckpointError(f"{reasons}; name another --run.dir to start afresh")
@@ -295,20 +432,16 @@ def restore_newest(
 
 
 def load_weights(run: Path, weights: nnx.State, mesh: Mesh) -> tuple[nnx.State, Path]:
-    """Reads the model's parameters in the newest checkpoint of a run, and nothing else of it.
+    """Reads only the parameters in a run's newest checkpoint; returns them and its folder.
 
     Args:
-      run: its folder, or the folder of its checkpoints, or that of one of them.
-      weights: the abstract parameters, which may have another dtype than those stored.
-      mesh: the mesh of the result.
-
-    Returns:
-      The parameters, and the checkpoint that they are from.
+      run: folder of a run, of its checkpoints, or of one checkpoint.
+      weights: abstract; stored dtypes may differ.
 
     Raises:
-      CheckpointError: there is none, or it is damaged, cannot be read, or its parameters have other names or shapes.
+      CheckpointError: the checkpoint is missing, damaged, unreadable, or of other names or shapes.
     """
-    folder, info = agreed_info(run, lambda: newest(run))
+    folder, info = read_info_on_all(run, lambda: newest_checkpoint(run))
     target = {f"model.{name}": array for name, array in abstract_logical(weights, mesh).items()}
     restored = read_verified(folder, target, info)
     return from_logical({name.removeprefix("model."): a for name, a in restored.items()}, weights, mesh), folder

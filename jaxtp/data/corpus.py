@@ -1,4 +1,4 @@
-"""The data of a run: prepared datasets, a text file, or the sources of the standard library."""
+"""The data of a run: prepared datasets, a text file, or the standard library."""
 
 import hashlib
 import platform
@@ -8,34 +8,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from jaxtp.config import expand, nearest_file
+from jaxtp.config.entry import UserError
+from jaxtp.config.schema import expand, nearest_file
 from jaxtp.data.documents import Documents, InMemory, Tokens
 from jaxtp.data.manifest import BYTES, TRAIN, VALIDATION, TokenizerInfo
 from jaxtp.data.store import open_dataset
-from jaxtp.entry import UserError
 
 BYTE_TOKENIZER = TokenizerInfo(BYTES, None, 256, None)
 PREFIX = "prefix"
-"""Key of the tokens that each document begins with in `Corpus.describe`, where there are any."""
-_SKIPPED_FOLDERS = {
-    "test",
-    "tests",
-    "idle_test",
-    "site-packages",
-    "dist-packages",
-    "encodings",
-    "__pycache__",
-}
+"""Key of the tokens that each document starts with in `Corpus.describe`."""
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "encodings", "__pycache__"}
 _HELD_OUT_ONE_IN = 20
 _PREPARED_FIRST = (".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
 
 
 class CorpusError(UserError):
-    """A corpus that is missing, unreadable or too small, or of parts that do not fit each other."""
+    """A corpus is missing, unreadable, too small or inconsistent."""
 
 
 @dataclass(frozen=True)
@@ -53,43 +44,39 @@ class Corpus:
     """All data of a run."""
 
     sources: tuple[Source, ...]
-    """One source, or those of a mixture; all by one tokenizer."""
-
     tokenizer: TokenizerInfo
-
     description: str
-    """Name of the data, for people."""
 
     @property
     def unit(self) -> str:
-        """The word for tokens: bytes or tokens."""
+        """`bytes` or `tokens`."""
         return "bytes" if self.tokenizer.kind == BYTES else "tokens"
 
     @property
     def train_tokens(self) -> int:
-        """Number of tokens of all sources to train on."""
+        """Training tokens of all sources."""
         return sum(source.train.num_tokens for source in self.sources)
 
     @property
     def loss_tokens(self) -> int | None:
-        """Number of tokens that the loss counts; None where that is all but the first of each document."""
+        """Tokens with a loss; None for all but the first of each document."""
         if not any(source.train.has_prompts for source in self.sources):
             return None
         return sum(source.train.num_loss_tokens for source in self.sources)
 
     @property
     def validation_tokens(self) -> int:
-        """Number of tokens of all sources that are held out."""
+        """Validation tokens of all sources."""
         return sum(source.validation.num_tokens for source in self.sources)
 
-    @cached_property  # the loop asks at every save
+    @cached_property  # every save reads it
     def identity(self) -> str:
-        """Hash of all that is read, and of the weights."""
+        """Hash of all documents and weights."""
         parts = [f"{s.weight} {s.train.identity} {s.validation.identity}" for s in self.sources]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
-    def describe(self) -> dict[str, Any]:
-        """Returns what a run stores, to notice when the data of a resumed run change, and to generate texts alike."""
+    def describe(self) -> dict[str, object]:
+        """Returns a run's data record, for `generate` and to detect changes on resume."""
         prefix = list(self.tokenizer.prefix)
         return {
             "source": self.description,
@@ -97,32 +84,27 @@ class Corpus:
             "validation_tokens": self.validation_tokens,
             "tokenizer": self.tokenizer.name,
             "sha256": self.identity,
-            **({PREFIX: prefix} if prefix else {}),  # older runs say nothing of it
+            **({PREFIX: prefix} if prefix else {}),  # absent in older runs
         }
 
 
 def load_corpus(
     path: Path | None, mixture: Mapping[str, float] | None = None, validation: Path | None = None
 ) -> Corpus:
-    """Opens what a run reads; of prepared datasets nothing but their sizes is read here.
+    """Opens the data of a run; reads no tokens of prepared datasets.
 
     Args:
-      path: a dataset that `jaxtp prepare` made, or a text file; None for the standard library.
-      mixture: instead of `path`, weights of several such, by path.
-      validation: documents to evaluate on instead of those that are held out of them: a dataset (its validation split,
-        or all of it if it has none) or a text file.
-
-    Raises:
-      CorpusError: nothing readable there, parts by different tokenizers, or nothing to evaluate on.
-      DatasetError: a dataset is unfinished or damaged.
+      path: a prepared dataset or text file; None for the standard library.
+      mixture: weights by path, instead of `path`.
+      validation: a text file, or a dataset (its validation split, else all of it).
     """
     if mixture:
         parts = {name: _open(expand(Path(name))) for name in mixture}
     else:
         parts = {"": _open(path) if path else standard_library()}
-    held_out = _open(validation) if validation else None
-    _require_one_tokenizer({**parts, **({str(validation): held_out} if held_out else {})})
-    sources = tuple(_source(name, (mixture or {}).get(name, 1.0), part, held_out) for name, part in parts.items())
+    other = _open(validation) if validation else None
+    _require_one_tokenizer({**parts, **({str(validation): other} if other else {})})
+    sources = tuple(_source(name, (mixture or {}).get(name, 1.0), part, other) for name, part in parts.items())
     tokenizer = next(iter(parts.values())).tokenizer
     description = " + ".join(f"{weight:g} x {name}" for name, weight in (mixture or {}).items())
     return Corpus(sources, tokenizer, description or next(iter(parts.values())).description)
@@ -130,7 +112,7 @@ def load_corpus(
 
 @dataclass(frozen=True)
 class Part:
-    """The data in one place."""
+    """A path's data."""
 
     train: Documents | None
     validation: Documents | None
@@ -139,35 +121,24 @@ class Part:
 
 
 def standard_library(root: Path | None = None) -> Part:
-    """Returns the sources of the standard library of this Python, in the order of their paths; a file is a document.
+    """Returns a standard library's source files; by default the interpreter's.
 
-    Without test folders, site-packages and `encodings` (tables, not prose). A file is held out if a hash of its
-    path says so, about one in twenty.
-
-    Args:
-      root: the library's folder; default, that of the running interpreter.
-
-    Raises:
-      CorpusError: the folder has no Python sources, as in some minimal or zipped installations.
+    Skips tests, site-packages and `encodings` (tables). A hash of its path holds out about 1 in 20 files.
     """
     root = root or Path(sysconfig.get_paths()["stdlib"])
     paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    kept = [path for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts)]
+    paths = [path for path in paths if not _SKIPPED_FOLDERS.intersection(path.parts)]
     files: dict[bool, list[bytes]] = {True: [], False: []}
-    for path in kept:
-        files[_held_out(path)].append(_read(root / path))
+    for path in paths:
+        files[_is_held_out(path)].append(_read(root / path))
     if not any(files[False]) or not any(files[True]):
         raise CorpusError(f"{root}: no Python sources to train on; name a text file of your own with --data.path FILE")
-    source = f"standard library of Python {platform.python_version()}, {len(kept)} files"
+    source = f"standard library of Python {platform.python_version()}, {len(paths)} files"
     return Part(_in_memory(files[False], str(root)), _in_memory(files[True], str(root)), BYTE_TOKENIZER, source)
 
 
 def text_file(path: Path) -> Part:
-    """Returns any file as the bytes of one document; the last twentieth is held out.
-
-    Raises:
-      CorpusError: the file is missing, unreadable or empty, or of a format that `jaxtp prepare` reads.
-    """
+    """Returns a file as one document; holds out the last twentieth."""
     if path.suffix in _PREPARED_FIRST and path.exists():
         raise CorpusError(
             f"data.path={path} is not plain text: make a dataset of it by jaxtp prepare {path} --out FOLDER (with "
@@ -193,9 +164,9 @@ def _open(path: Path) -> Part:
     return Part(splits.get(TRAIN), splits.get(VALIDATION), dataset.tokenizer, str(path))
 
 
-def _source(name: str, weight: float, part: Part, held_out: Part | None) -> Source:
-    # A dataset that was prepared for evaluation may hold nothing out itself.
-    validation = held_out.validation or held_out.train if held_out else part.validation
+def _source(name: str, weight: float, part: Part, other: Part | None) -> Source:
+    # a dataset for evaluation may have no validation split
+    validation = other.validation or other.train if other else part.validation
     if part.train is None:
         raise CorpusError(f"{part.description} has no documents to train on; prepare it with a smaller --held-out")
     if validation is None:
@@ -209,8 +180,8 @@ def _source(name: str, weight: float, part: Part, held_out: Part | None) -> Sour
 def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
     (name, part), *others = parts.items()
     ours = part.tokenizer
-    for other, of_other in others:
-        theirs = of_other.tokenizer
+    for other, other_part in others:
+        theirs = other_part.tokenizer
         both = f"{name or part.description} and {other}"
         if replace(theirs, prefix=ours.prefix, eos_id=ours.eos_id) != ours:
             raise CorpusError(
@@ -226,19 +197,19 @@ def _require_one_tokenizer(parts: Mapping[str, Part]) -> None:
 
 
 def _in_memory(contents: list[bytes], source: str) -> InMemory:
-    kept = [content for content in contents if content]
-    tokens: Tokens = np.frombuffer(b"".join(kept), dtype=np.uint8)
-    return InMemory(tokens, np.array([len(content) for content in kept], np.int64), source)
+    documents = [content for content in contents if content]
+    tokens: Tokens = np.frombuffer(b"".join(documents), dtype=np.uint8)
+    return InMemory(tokens, np.array(list(map(len, documents)), np.int64), source)
 
 
-def _held_out(path: Path) -> bool:
+def _is_held_out(path: Path) -> bool:
     digest = hashlib.sha256(path.as_posix().encode()).digest()
     return int.from_bytes(digest[:8], "big") % _HELD_OUT_ONE_IN == 0
 
 
 def _read(path: Path) -> bytes:
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a device may never end, a pipe never begin
+        if not stat.S_ISREG(path.stat().st_mode):  # a device may never end, a pipe may block
             raise CorpusError(f"{path}: not a regular file; copy its text into one")
         return path.read_bytes()
     except OSError as error:

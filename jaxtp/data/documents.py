@@ -1,4 +1,4 @@
-"""Documents of tokens, one after the other, read where they lie: the interface of all training data."""
+"""Documents of tokens: the interface of all training data."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -6,30 +6,23 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jaxtp.data.manifest import DOCUMENTS, PROMPTS, TOKENS
 
-Tokens = NDArray[np.unsignedinteger[Any]]
+Tokens = NDArray[np.integer]
 
 
 class Documents(ABC):
-    """Documents of token ids in shards, such as a split of a prepared dataset (`data/store.py`).
-
-    Args:
-      num_documents: number of documents in each shard.
-      num_tokens: number of tokens in each shard.
-      dtype: dtype of the tokens.
-    """
+    """Documents in shards, e.g. a dataset's split (`data/store.py`)."""
 
     has_prompts = False
-    """Whether documents may begin with a prompt, which the loss leaves out."""
+    """Whether documents may start with a prompt, which the loss ignores."""
 
-    def __init__(self, num_documents: Sequence[int], num_tokens: Sequence[int], dtype: np.dtype[Any]):
-        # The first document and the first token of each shard, and at the end how many there are.
+    def __init__(self, num_documents: Sequence[int], num_tokens: Sequence[int], dtype: np.dtype[np.integer]):
+        # The first document and the first token of each shard, and the totals at the end.
         self._first_document = list(accumulate(num_documents, initial=0))
         self._first_token = list(accumulate(num_tokens, initial=0))
         self.num_documents, self.num_tokens = self._first_document[-1], self._first_token[-1]
@@ -38,54 +31,42 @@ class Documents(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """Hash of the contents, in hexadecimal digits."""
+        """Hash of the contents, in hexadecimal."""
 
     @abstractmethod
     def place(self, index: int) -> str:
-        """Returns where a document lies, for messages: `data/x/train-00003.tokens, document 17`."""
+        """Returns e.g. `data/x/train-00003.tokens, document 17`."""
 
     @abstractmethod
-    def _array(self, shard: int, suffix: str) -> NDArray[Any]:
-        """Returns an array of a shard: its tokens, its offsets (the first token of each document), or its prompts."""
+    def _array(self, shard: int, suffix: str) -> Tokens:
+        """Returns a shard's tokens, offsets (first token of each document), or prompts."""
 
     @property
     def num_loss_tokens(self) -> int:
-        """Number of tokens that the loss counts: without prompts, and without first tokens, which follow nothing."""
+        """Tokens except prompts and the first token of each document."""
         if not self.has_prompts:
             return self.num_tokens - self.num_documents
         shards = enumerate(self.lengths())
         return sum(int(np.maximum(n - np.maximum(self._array(shard, PROMPTS), 1), 0).sum()) for shard, n in shards)
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Yields the number of tokens of each document, an array for each shard."""
+        """Yields document lengths in tokens, an array per shard."""
         for shard in range(len(self._first_token) - 1):
             yield np.diff(self._array(shard, DOCUMENTS))
 
     def document(self, index: int, start: int = 0, stop: int | None = None) -> Tokens:
-        """Returns the tokens `[start:stop]` of a document, neither negative: a view of the shard.
-
-        Raises:
-          IndexError: there is no such document.
-        """
+        """Returns tokens `[start:stop]` (nonnegative), a view of the shard."""
         shard, row = self._locate(index)
         first, last = self._array(shard, DOCUMENTS)[row : row + 2].tolist()
         return self._array(shard, TOKENS)[first + start : last if stop is None else min(last, first + stop)]
 
     def prompt_length(self, index: int) -> int:
-        """Returns the number of tokens at a document's beginning that are its prompt; 0 if documents have none.
-
-        Raises:
-          IndexError: there is no such document.
-        """
+        """Returns the number of prompt tokens."""
         shard, row = self._locate(index)
         return int(self._array(shard, PROMPTS)[row]) if self.has_prompts else 0
 
     def tokens(self, start: int, stop: int) -> Tokens:
-        """Returns tokens by their position among those of all documents; a view where they lie in one shard.
-
-        Raises:
-          IndexError: the range goes beyond the last token.
-        """
+        """Returns a range of all tokens; a view within one shard."""
         if not 0 <= start <= stop <= self.num_tokens:
             raise IndexError(f"tokens {start} to {stop} of {self.num_tokens}")
         parts = []
@@ -97,11 +78,7 @@ class Documents(ABC):
         return parts[0] if len(parts) == 1 else np.concatenate([*parts, np.empty(0, self._dtype)])
 
     def document_at(self, position: int) -> int:
-        """Returns the index of the document that holds the token at a position among those of all documents.
-
-        Raises:
-          IndexError: there is no such token.
-        """
+        """Returns the document index of a token position."""
         if not 0 <= position < self.num_tokens:
             raise IndexError(f"token {position} of {self.num_tokens}")
         shard = bisect_right(self._first_token, position) - 1
@@ -110,7 +87,6 @@ class Documents(ABC):
         return self._first_document[shard] + row
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """Returns the shard of a document, and its index there."""
         if not 0 <= index < self.num_documents:
             raise IndexError(f"document {index} of {self.num_documents}")
         shard = bisect_right(self._first_document, index) - 1
@@ -118,17 +94,11 @@ class Documents(ABC):
 
 
 class InMemory(Documents):
-    """Documents that are one array.
-
-    Args:
-      tokens: `[num_tokens]`, the tokens of all documents.
-      lengths: number of tokens of each document.
-      source: where they are from, for messages.
-    """
+    """Documents in one array; `source` names them in messages."""
 
     def __init__(self, tokens: Tokens, lengths: NDArray[np.int64], source: str):
         super().__init__([len(lengths)], [len(tokens)], tokens.dtype)
-        self._arrays = {TOKENS: tokens, DOCUMENTS: np.concatenate([[0], np.cumsum(lengths)])}
+        self._arrays: dict[str, Tokens] = {TOKENS: tokens, DOCUMENTS: np.concatenate([[0], np.cumsum(lengths)])}
         self._source = source
 
     @cached_property
@@ -137,8 +107,8 @@ class InMemory(Documents):
         return hashlib.sha256(b"".join(array.tobytes() for array in self._arrays.values())).hexdigest()
 
     def place(self, index: int) -> str:
-        """Returns where a document lies, for messages."""
+        """Returns source and index."""
         return f"{self._source}, document {index}"
 
-    def _array(self, shard: int, suffix: str) -> NDArray[Any]:
+    def _array(self, shard: int, suffix: str) -> Tokens:
         return self._arrays[suffix]

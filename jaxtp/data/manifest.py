@@ -1,14 +1,16 @@
-"""The manifest of a dataset: `dataset.json`, which `jaxtp prepare` writes and `jaxtp.data.store` reads."""
+"""The manifest of a dataset, `dataset.json`."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import numpy as np
+from pydantic import Field, TypeAdapter, ValidationError
 
-from jaxtp.entry import UserError
+from jaxtp.config.entry import UserError
+from jaxtp.config.reading import shown
 
 FORMAT = 1
 MANIFEST = "dataset.json"
@@ -21,49 +23,45 @@ TOKENS, DOCUMENTS, PROMPTS = "tokens", "documents", "prompts"
 OFFSET = np.dtype("<u8")
 PROMPT = np.dtype("<u4")
 
-BYTES, HUGGING_FACE = "bytes", "huggingface"
-"""Kinds of tokenizer."""
-_MAX_VOCAB_SIZE = 2**32
+BYTES: Final = "bytes"
+HUGGING_FACE: Final = "huggingface"
+"""Kinds of tokenizers."""
 
+Count = Annotated[int, Field(ge=0, le=2**60)]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
 T = TypeVar("T")
 
 
 class DatasetError(UserError):
-    """A folder that is no dataset, or an unfinished or damaged one."""
+    """A folder is no dataset, or the dataset is unfinished or damaged."""
 
 
 @dataclass(frozen=True)
 class TokenizerInfo:
     """The tokenizer that made the tokens."""
 
-    kind: str
-    """`bytes`, or `huggingface` for a `tokenizer.json`."""
-
+    kind: Literal["bytes", "huggingface"]
     sha256: str | None
     """The sha256 of `tokenizer.json`; None for bytes."""
-
-    vocab_size: int
-    """Every id is below it."""
-
-    eos_id: int | None
-    """The token that ends each document; None where none does."""
-
-    prefix: tuple[int, ...] = ()
-    """The tokens that each document begins with, such as that of the beginning of a text."""
+    vocab_size: Annotated[int, Field(ge=0, le=2**32)]
+    eos_id: TokenId | None
+    """The token that ends each document, if one does."""
+    prefix: tuple[TokenId, ...] = ()
+    """The tokens that each document starts with, such as BOS."""
 
     @property
     def name(self) -> str:
-        """A name that no other tokenizer has."""
+        """A unique name."""
         return self.sha256 or self.kind
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """The token that ends each document, as a set that is empty where none does."""
+        """The end token, as a set."""
         return frozenset() if self.eos_id is None else frozenset((self.eos_id,))
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the tokens on disk: the smallest that holds every id."""
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The smallest dtype for every id, used on disk."""
         size = self.vocab_size
         return np.dtype("<u1" if size <= 2**8 else "<u2" if size <= 2**16 else "<u4")
 
@@ -72,17 +70,17 @@ class TokenizerInfo:
 class Shard:
     """Sizes and checksums of one shard."""
 
-    documents: int
-    tokens: int
-    text_bytes: int
+    documents: Count
+    tokens: Count
+    text_bytes: Count
     """Bytes of the documents as UTF-8, before tokenization."""
-    longest: int
+    longest: Count
     """Number of tokens of the longest document."""
     sha256: Mapping[str, str]
-    """The sha256 of each file, by suffix."""
+    """Checksum of each file, by suffix."""
 
-    def file_sizes(self, dtype: np.dtype[Any]) -> dict[str, int]:
-        """Returns the bytes of each file, by suffix."""
+    def file_sizes(self, dtype: np.dtype[np.unsignedinteger]) -> dict[str, int]:
+        """Returns file sizes in bytes, by suffix."""
         sizes = {
             TOKENS: self.tokens * dtype.itemsize,
             DOCUMENTS: (self.documents + 1) * OFFSET.itemsize,
@@ -98,127 +96,128 @@ class Manifest:
     tokenizer: TokenizerInfo
     splits: Mapping[str, tuple[Shard, ...]]
     prompts: bool = False
-    """Whether the documents are instruction data: each with the length of its prompt."""
+    """Whether each document has the length of its prompt (instruction data)."""
     skipped: Mapping[str, int] = field(default_factory=dict)
     """Number of files, rows or documents that were left out, by reason."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, object] = field(default_factory=dict)
     """Settings of `jaxtp prepare`."""
     inputs: Mapping[str, int] = field(default_factory=dict)
-    """Number of files that were read, and their bytes."""
+    """Number of input files, and their bytes."""
 
     def to_json(self) -> str:
-        """Returns the text of `dataset.json`; the same dataset gives the same text."""
+        """Returns the text of `dataset.json`; deterministic."""
         record = asdict(self)
         record["splits"] = {n: totals(shards) | {"shards": record["splits"][n]} for n, shards in self.splits.items()}
         order = ("tokenizer", "prompts", "splits", "skipped", "inputs", "arguments")
         return json.dumps({"format": FORMAT, **{key: record[key] for key in order}}, indent=1) + "\n"
 
 
+@dataclass(frozen=True)
+class _Split:
+    documents: Count
+    tokens: Count
+    text_bytes: Count
+    longest: Count
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True)
+class _Record:
+    tokenizer: TokenizerInfo
+    splits: dict[str, _Split]
+    prompts: bool
+    skipped: dict[str, int]
+    arguments: dict[str, object]
+    inputs: dict[str, int]
+
+
 def shard_file(folder: Path, split: str, shard: int, suffix: str) -> Path:
-    """Returns the path of a shard's file: `folder/train-00003.tokens`."""
+    """Returns e.g. `folder/train-00003.tokens`."""
     return folder / f"{split}-{shard:05}.{suffix}"
 
 
 def totals(shards: tuple[Shard, ...]) -> dict[str, int]:
-    """Returns the sizes of a split, from those of its shards."""
+    """Returns the sizes of a split."""
     sums = {name: sum(getattr(shard, name) for shard in shards) for name in ("documents", "tokens", "text_bytes")}
     return {**sums, "longest": max((shard.longest for shard in shards), default=0)}
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads and checks `dataset.json`; looks at no other file.
+    """Reads and checks only `dataset.json`.
 
     Raises:
-      DatasetError: it is missing, unreadable, of another format, or does not add up.
+      DatasetError: the manifest is missing, unreadable, inconsistent or in another format.
     """
     path = folder / MANIFEST
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
+        content = path.read_bytes()
+        record = json.loads(content.decode())
     except (FileNotFoundError, NotADirectoryError):
-        raise DatasetError(_not_there(folder)) from None
+        raise DatasetError(_missing(folder)) from None
     except OSError as error:
         raise DatasetError(f"{path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise DatasetError(f"{path}: damaged: not JSON: {error}") from None
     try:
-        return _manifest(record)
+        if isinstance(record, dict) and type(version := record.get("format")) is int and version != FORMAT:
+            raise DatasetError(f"format {version}; this version of jaxtp reads format {FORMAT}")
+        return _manifest(parse(_Record, content))
     except DatasetError as error:
         raise DatasetError(f"{path}: {error}") from None
 
 
-def _not_there(folder: Path) -> str:
+def _missing(folder: Path) -> str:
     if not folder.exists():
         return f"{folder}: no such folder; make a dataset there by jaxtp prepare INPUT --out {folder}"
     if not folder.is_dir():
         return f"{folder} is not a folder; name the one that jaxtp prepare was given as --out"
     return (
-        f"{folder} has no {MANIFEST}: it is not a dataset, or an unfinished one, "
-        "which the command that began it goes on with"
+        f"{folder} has no {MANIFEST}: it is not a dataset, or an unfinished one, which the same jaxtp prepare command "
+        "finishes"
     )
 
 
-def _manifest(record: Any) -> Manifest:
-    found = _take(record, "format", int)
-    if found != FORMAT:
-        raise DatasetError(f"format {found}; this version of jaxtp reads format {FORMAT}")
-    tokenizer = read_tokenizer_info(_take(record, "tokenizer", dict))
-    prompts = _take(record, "prompts", bool)
-    splits = {name: _split(name, value, prompts) for name, value in _take(record, "splits", dict).items()}
-    others = (_take(record, key, dict) for key in ("skipped", "arguments", "inputs"))
-    return Manifest(tokenizer, splits, prompts, *others)
-
-
-def read_tokenizer_info(record: Any) -> TokenizerInfo:
-    """Returns a tokenizer that `dataclasses.asdict` wrote; datasets that are older than prefixes have none.
+def parse(schema: type[T], content: bytes) -> T:
+    """Parses JSON into a dataclass with strict types.
 
     Raises:
-      DatasetError: it is none.
+      DatasetError: a value is missing, out of range or of another type.
     """
-    kind, size = _take(record, "kind", str), _count(record, "vocab_size", _MAX_VOCAB_SIZE)
-    eos = None if record.get("eos_id") is None else _count(record, "eos_id", size - 1)
-    if kind not in (BYTES, HUGGING_FACE):
-        raise DatasetError(f"damaged: tokenizer kind {kind!r} is neither {BYTES} nor {HUGGING_FACE}")
-    prefix = record.get("prefix", [])
-    if not isinstance(prefix, list) or not all(type(token) is int and 0 <= token < size for token in prefix):
-        raise DatasetError(f"damaged: prefix = {prefix}")
-    return TokenizerInfo(kind, None if kind == BYTES else _take(record, "sha256", str), size, eos, tuple(prefix))
+    try:
+        return TypeAdapter(schema).validate_json(content, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = ".".join(map(str, first["loc"])) or "the file"
+        value = "" if first["type"] == "missing" else f" = {shown(repr(first['input']))}"
+        raise DatasetError(f"damaged: {name}{value}: {first['msg']}") from None
 
 
-def _split(name: str, record: Any, prompts: bool) -> tuple[Shard, ...]:
-    if name not in SPLITS:
-        raise DatasetError(f"damaged: unknown split {name!r}")
-    shards = tuple(read_shard(shard, prompts) for shard in _take(record, "shards", list))
-    for key, value in totals(shards).items():
-        if _count(record, key) != value:
-            raise DatasetError(f"damaged: {key} of {name} are not those of its shards")
-    return shards
+def _manifest(record: _Record) -> Manifest:
+    check_tokenizer(record.tokenizer)
+    for name, split in record.splits.items():
+        if name not in SPLITS:
+            raise DatasetError(f"damaged: unknown split {name!r}")
+        for shard in split.shards:
+            check_shard(shard, record.prompts)
+        for key, value in totals(split.shards).items():
+            if getattr(split, key) != value:
+                raise DatasetError(f"damaged: {key} of {name} are not those of its shards")
+    splits = {name: split.shards for name, split in record.splits.items()}
+    return Manifest(record.tokenizer, splits, record.prompts, record.skipped, record.arguments, record.inputs)
 
 
-def read_shard(record: Any, prompts: bool) -> Shard:
-    """Returns a shard that `dataclasses.asdict` wrote.
+def check_tokenizer(info: TokenizerInfo) -> None:
+    """Raises `DatasetError` for ids beyond the vocabulary or a missing checksum."""
+    for token in (*info.end_ids, *info.prefix):
+        if token >= info.vocab_size:
+            raise DatasetError(f"damaged: token {token} is beyond vocab_size = {info.vocab_size}")
+    if (info.sha256 is None) != (info.kind == BYTES):
+        raise DatasetError(f"damaged: tokenizer {info.kind} with sha256 = {info.sha256}")
 
-    Raises:
-      DatasetError: it is none.
-    """
-    sha256 = _take(record, "sha256", dict)
-    if set(sha256) != {TOKENS, DOCUMENTS, *([PROMPTS] if prompts else [])}:
-        raise DatasetError(f"damaged: a shard of the files {', '.join(sha256) or 'none'}")
-    counts = {name: _count(record, name) for name in ("documents", "tokens", "text_bytes", "longest")}
-    shard = Shard(**counts, sha256={suffix: _take(sha256, suffix, str) for suffix in sha256})
+
+def check_shard(shard: Shard, prompts: bool) -> None:
+    """Raises `DatasetError` for unexpected files or impossible sizes."""
+    if set(shard.sha256) != {TOKENS, DOCUMENTS, *([PROMPTS] if prompts else [])}:
+        raise DatasetError(f"damaged: a shard of the files {', '.join(shard.sha256) or 'none'}")
     if not 1 <= shard.documents <= shard.tokens or not 1 <= shard.longest <= shard.tokens:
         raise DatasetError(f"damaged: a shard of {shard.documents} documents and {shard.tokens} tokens")
-    return shard
-
-
-def _count(record: Any, key: str, most: int = 2**60) -> int:
-    value = _take(record, key, int)
-    if not 0 <= value <= most:
-        raise DatasetError(f"damaged: {key} = {value}")
-    return value
-
-
-def _take(record: Any, key: str, kind: type[T]) -> T:
-    value = record.get(key) if isinstance(record, dict) else None
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise DatasetError(f"damaged: {key!r} is missing or not of type {kind.__name__}")
-    return value

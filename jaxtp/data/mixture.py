@@ -1,12 +1,12 @@
-"""Mixes several sources by weight: says which of them each sample is from.
+"""Interleaves sources by weight: endlessly for training, each row once for evaluation.
 
-Sample `i` of a mixture is from one source, and the so-many-th of it, whatever the mesh or where a run was resumed. A
-cycle of samples holds each source exactly by its weight, and within it every source is less than one sample from its
-share at any point: the schedule of Tijdeman, "The chairman assignment problem", Discrete Mathematics 32 (1980). So any
-window of samples is exact to within one for two sources and to within less than two for more, which cannot be
-had closer for weights in general.
+In training, sample `i` is the k-th sample of one source, on any mesh and after any resume. A cycle holds exactly each
+source's share, and at any point in it each source is less than one sample from its share: the schedule of Tijdeman,
+"The chairman assignment problem", Discrete Mathematics 32 (1980). Any window of samples is exact to within one for two
+sources and to within less than two for more, the best possible for general weights. Grain's shares drift, since it
+rounds weights.
 
-Grain's own mixing rounds weights, so that its shares drift.
+An evaluation uses the same rows for every batch size and seed.
 """
 
 import sys
@@ -14,37 +14,37 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import SupportsIndex, TypeVar
 
+import grain
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.files import fingerprint
+from jaxtp.config.files import fingerprint
+from jaxtp.data.rows import IGNORE, Row, Samples
 
 T = TypeVar("T")
 
 ALGORITHM = "Tijdeman 1"
-"""Name of the schedule, and its version: one that gives other cycles for the same weights is another."""
+"""Name and version of the training schedule: a change of its cycles needs another version."""
+VALIDATION_ALGORITHM = "by weight 1"
+"""Name and version of the order of an evaluation."""
 PARTS = 10_000
-"""Number of samples in a cycle at most: weights are rounded to this part of their sum."""
+"""Maximum number of samples in a cycle: weights are rounded to this fraction of their sum."""
+_VALIDATION_SEED = 0
 
 
 class Mixture(Sequence[T]):
-    """Samples of several endless sources.
-
-    Args:
-      sources: samples of each source, by index.
-      weights: weight of each source, above 0; only their ratios matter, and of these four digits.
-    """
+    """Samples of endless sources; only weight ratios matter, to four digits."""
 
     def __init__(self, sources: Sequence[Sequence[T]], weights: Sequence[float]):
         self._sources = sources
         self.counts = cycle_counts(weights)
         self._cycle = schedule(self.counts)
         chosen = self._cycle[:, None] == np.arange(len(sources))
-        self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1  # a sample's index among those of its source in the cycle
+        self._ranks = np.cumsum(chosen, axis=0)[chosen] - 1  # index of each sample within its source and cycle
 
     @property
     def identity(self) -> str:
-        """Hash of the sources of a cycle's samples, in hexadecimal digits."""
+        """Hash of a cycle."""
         return fingerprint(self._cycle.tolist())
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Mixture(Sequence[T]):
         return self._sources[source][position]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """Returns the source of a sample, and its index there."""
+        """Returns a sample's source and its index there."""
         cycle, offset = divmod(index, len(self._cycle))
         source = int(self._cycle[offset])
         return source, cycle * self.counts[source] + int(self._ranks[offset])
@@ -65,22 +65,69 @@ class Mixture(Sequence[T]):
 
 
 def cycle_counts(weights: Sequence[float]) -> list[int]:
-    """Returns the samples of each source in a cycle: the smallest integers in the weights' ratio, to 1 / `PARTS`."""
+    """Returns samples per source in a cycle: the smallest integers in the weights' ratio, to 1 / `PARTS`."""
     total = sum(map(Fraction, weights))
     parts = [max(round(Fraction(weight) / total * PARTS), 1) for weight in weights]
     return [part // int(np.gcd.reduce(parts)) for part in parts]
 
 
 def schedule(counts: Sequence[int]) -> NDArray[np.int64]:
-    """Returns the source of each sample of a cycle, `[sum(counts)]`."""
+    """Returns the sources in a cycle, `[sum(counts)]`."""
     shares, total = np.asarray(counts, np.int64), int(sum(counts))
     slack = max(2 * len(counts) - 2, 1)
-    given = np.zeros(len(counts), np.int64)
+    chosen_so_far = np.zeros(len(counts), np.int64)
     order = np.zeros(total, np.int64)
     for step in range(1, total + 1):
-        owed = shares * step - given * total  # by source, in units of 1 / total samples
-        eligible = owed * slack >= total  # as far behind as Tijdeman's bound lets it be chosen
-        deadline = (total - owed - total / slack) / shares  # steps until it would be too far behind
+        owed = shares * step - chosen_so_far * total  # in units of 1 / total samples
+        eligible = owed * slack >= total  # within Tijdeman's bound
+        deadline = (total - owed - total / slack) / shares  # steps until it is too far behind
         order[step - 1] = chosen = int(np.argmin(np.where(eligible, deadline, np.inf)))
-        given[chosen] += 1
+        chosen_so_far[chosen] += 1
     return order
+
+
+def validation_samples(
+    sources: Sequence[Sequence[Row]], weights: Sequence[float], *, batches: int, batch_size: int
+) -> Samples:
+    """Returns at most `batches` batches, each row at most once.
+
+    Sources give rows by weight until they run out. Ignored padding rows fill the last batch.
+    """
+    order = _validation_order([len(rows) for rows in sources], weights, batches * batch_size)
+    shuffled = [grain.MapDataset.source(rows).seed(_VALIDATION_SEED).shuffle() for rows in sources]
+    return grain.MapDataset.source(_ValidationRows(shuffled, order, -len(order) % batch_size))
+
+
+def validation_order_identity(lengths: Sequence[int], weights: Sequence[float]) -> str:
+    """Returns a hash of the first 1000 rows' order, before shuffling."""
+    return fingerprint(_validation_order(lengths, weights, 1000).tolist())
+
+
+class _ValidationRows(Sequence[Row]):
+    """Rows ordered by `[n, 2]` source and index, then unlabeled `padding` rows."""
+
+    def __init__(self, sources: Sequence[Samples], order: NDArray[np.int64], padding: int):
+        self._sources, self._order, self._padding = sources, order, padding
+
+    def __len__(self) -> int:
+        return len(self._order) + self._padding
+
+    def __getitem__(self, index: SupportsIndex) -> Row:  # type: ignore[override]
+        is_padding = int(index) >= len(self._order)
+        source, position = self._order[0 if is_padding else int(index)].tolist()
+        row: Row = self._sources[source][position]
+        if is_padding:
+            row = {name: np.full_like(array, IGNORE if name == "labels" else 0) for name, array in row.items()}
+        return row
+
+    def __repr__(self) -> str:
+        return f"ValidationRows({len(self._order)} rows)"  # Grain prints its sources in errors
+
+
+def _validation_order(lengths: Sequence[int], weights: Sequence[float], count: int) -> NDArray[np.int64]:
+    """Returns `[count, 2]`, source and index: row k of a source is due at (k + 1/2) / weight."""
+    counts = [min(length, count) for length in lengths]
+    source = np.repeat(np.arange(len(counts)), counts)
+    position = np.concatenate([np.arange(n) for n in counts])
+    due = (position + 0.5) / np.asarray(weights)[source]
+    return np.stack([source, position], axis=1)[np.argsort(due, kind="stable")[:count]]

@@ -1,11 +1,8 @@
-"""Packs whole documents into rows, with the least padding that is quick to find.
+"""Packs whole documents into rows with little padding.
 
-Best fit decreasing, on the histogram of lengths rather than on the documents one by one (Krell et al., arXiv
-2107.02027): each step places all documents of a length that fit the rows with the same room. It takes time by the
-number of different lengths, hardly by that of the documents.
-
-Rows are planned, not streamed: which documents share a row is decided once, so any row can be asked for by its index.
-Grain's own packing is an iterator with a state for each process.
+Best fit decreasing on the histogram of lengths (Krell et al., arXiv 2107.02027): each step places all documents of one
+length that fit rows with the same room. Its time depends on the number of distinct lengths, hardly on the document
+count. Planning ahead gives random access by row index; Grain's packing is an iterator with state in each process.
 """
 
 import bisect
@@ -17,34 +14,25 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtp.config.entry import UserError
 from jaxtp.data.documents import Documents
-from jaxtp.data.plans import Block, Wanted, find_plan
+from jaxtp.data.plans import Block, PlanRequest, find_plan
 from jaxtp.data.rows import SEGMENTS, Row, Rows, check_vocabulary, empty_row
-from jaxtp.entry import UserError
 
 VERSION = 1
-"""Version of the packing: one that gives other rows for the same documents is another."""
+"""Version of the packing: a change of its rows needs another version."""
 BLOCK = 2**17
-"""Number of documents that are packed among themselves. A plan takes some MB of memory while it is made, however many
-there are."""
+"""Documents that are packed together; bounds the memory of planning to some MB."""
 
 Pattern = tuple[int, ...]
 """Lengths of the documents in a row."""
 
 
 class Packed(Rows):
-    """Rows of whole documents, each with a segment of its own; what is left of a row is padding.
+    """Rows of whole documents, each a segment, and padding.
 
-    A document longer than a row is cut into full rows and a rest, if `long` is "split": each token is an input once.
-
-    Args:
-      documents: documents to pack.
-      length: T.
-      vocab_size: every token is below it.
-      long: what to do with a document longer than a row: "split", "drop" or "stop".
-
-    Raises:
-      LongDocumentError: there is one, and `long` is "stop".
+    `long` handles documents longer than a row: "split" cuts them into full rows and a rest (each token is an input
+    once), "drop" omits them, "stop" raises `LongDocumentError`.
     """
 
     algorithm = f"best fit {VERSION}"
@@ -52,9 +40,8 @@ class Packed(Rows):
     def __init__(self, documents: Documents, length: int, vocab_size: int, long: str = "split"):
         super().__init__(documents, length, vocab_size)
         key = plan_key(documents, length, long)
-        most = documents.num_documents + documents.num_tokens // length
-        # Its arrays are memory maps: the plan is on disk, and in memory only where it is read.
-        plan = find_plan(Wanted(key, documents.num_documents, most, partial(self._plan, long)))
+        max_pieces = documents.num_documents + documents.num_tokens // length
+        plan = find_plan(PlanRequest(key, max_pieces, partial(self._plan, long)))
         self._pieces, self._rows, self.identity = plan.pieces, plan.rows, plan.sha256
         self.num_split, self.num_dropped = plan.num_split, plan.num_dropped
         self.padding = 1 - plan.num_tokens / max(len(self) * length, 1)
@@ -72,7 +59,7 @@ class Packed(Rows):
         return row
 
     def _place(self, row: Row, at: int, segment: int, document: int, start: int) -> int:
-        """Writes a document from token `start` on into a row; returns how many of its tokens are inputs there."""
+        """Copies a document from token `start`; returns its number of inputs."""
         tokens = self._documents.document(document, start, start + self._length + 1)
         check_vocabulary(tokens, self._documents, document, self._vocab_size)
         used = min(len(tokens), self._length)
@@ -83,7 +70,6 @@ class Packed(Rows):
         return used
 
     def _plan(self, long: str) -> Iterator[Block]:
-        """Yields the rows of the documents, of at most `BLOCK` documents at a time."""
         first = 0
         for lengths in _blocks(self._documents.lengths()):
             documents = np.arange(first, first + len(lengths))
@@ -104,18 +90,14 @@ class Packed(Rows):
 
 
 class LongDocumentError(UserError):
-    """A document longer than a row, where the configuration does not allow it."""
+    """A document exceeds a row, which the configuration forbids."""
 
 
 def plan_key(documents: Documents, length: int, long: str) -> bytes:
-    """Returns a hash `[32]` of all that a plan depends on: the documents' lengths, as they are read, and settings.
-
-    Raises:
-      DatasetError: the lengths are not those that their dataset was made with.
-    """
+    """Returns the sha256 of document lengths and settings."""
     digest = hashlib.sha256(json.dumps([Packed.algorithm, BLOCK, length, long]).encode())
     for part in documents.lengths():
-        digest.update(len(part).to_bytes(8, "little"))  # documents of two shards do not share a block
+        digest.update(len(part).to_bytes(8, "little"))  # a block never spans two shards
         digest.update(part.astype("<i8").tobytes())
     return digest.digest()
 
@@ -129,7 +111,7 @@ def _blocks(parts: Iterator[NDArray[np.int64]]) -> Iterator[NDArray[np.int64]]:
 def _pieces(
     documents: NDArray[np.int64], lengths: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Returns documents cut at multiples of `room`: document and first token `[n, 2]`, and number of tokens `[n]`."""
+    """Cuts at multiples of `room`; returns document and first token `[n, 2]`, and sizes `[n]`."""
     parts = -(-lengths // room)
     owner = np.repeat(np.arange(len(lengths)), parts)
     part = np.arange(len(owner)) - np.repeat(np.cumsum(parts) - parts, parts)
@@ -141,7 +123,7 @@ def _pieces(
 def pack(
     pieces: NDArray[np.int64], sizes: NDArray[np.int64], room: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Returns the pieces in the order of their rows, the size of each, and the number of pieces in each row."""
+    """Returns pieces in row order, their sizes, and the pieces per row."""
     by_size = np.argsort(sizes, kind="stable")
     histogram = np.bincount(sizes, minlength=room + 1)
     next_of_size = np.cumsum(histogram) - histogram
@@ -158,21 +140,21 @@ def pack(
 
 
 def best_fit(histogram: NDArray[np.int64], room: int) -> list[tuple[Pattern, int]]:
-    """Returns rows for documents, the longest first, each where it leaves the least room.
+    """Places documents, longest first, each where it leaves the least room.
 
     Args:
-      histogram: number of documents `[room + 1]` of each length; those of length 0 need no row.
-      room: length of a row.
+      histogram: documents per length, `[room + 1]`.
+      room: row length.
 
     Returns:
-      The patterns of lengths, each with the number of rows that are filled like it.
+      The patterns of lengths, and the number of rows of each.
     """
     rows = _OpenRows()
     for size in range(room, 0, -1):
         remaining = int(histogram[size])
         while remaining:
             pattern, count, left = rows.take(size) or ((), remaining, room)
-            each = left // size  # what is left after the first of them is still the least room that suffices
+            each = left // size  # after the first, this is still the least room that fits
             full, rest = divmod(min(remaining, count * each), each)
             rows.leave((*pattern, *[size] * each), full, left - each * size)
             rows.leave((*pattern, *[size] * rest), min(rest, 1), left - rest * size)
@@ -182,21 +164,19 @@ def best_fit(histogram: NDArray[np.int64], room: int) -> list[tuple[Pattern, int
 
 
 class _OpenRows:
-    """Rows that are begun, by the room that is left in them."""
+    """Rows by their remaining room."""
 
     def __init__(self) -> None:
         self._by_room: dict[int, list[tuple[Pattern, int]]] = {}
-        self._rooms: list[int] = []  # the keys that have rows, ascending
+        self._rooms: list[int] = []  # the keys with rows, ascending
 
     def leave(self, pattern: Pattern, count: int, room: int) -> None:
-        """Adds `count` rows of a pattern."""
         if count:
             if not self._by_room.setdefault(room, []):
                 bisect.insort(self._rooms, room)
             self._by_room[room].append((pattern, count))
 
     def take(self, size: int) -> tuple[Pattern, int, int] | None:
-        """Removes the rows with the least room that suffices; returns their pattern, their number, and the room."""
         fitting = bisect.bisect_left(self._rooms, size)
         if fitting == len(self._rooms):
             return None
@@ -207,5 +187,4 @@ class _OpenRows:
         return pattern, count, room
 
     def all(self) -> list[tuple[Pattern, int]]:
-        """Returns every pattern, with the number of its rows."""
         return [row for rows in self._by_room.values() for row in rows]

@@ -8,33 +8,29 @@ import grain
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtp.config.entry import UserError
+from jaxtp.config.files import fingerprint
 from jaxtp.data.documents import Documents, Tokens
-from jaxtp.entry import UserError
-from jaxtp.files import fingerprint
 
 IGNORE = -100
-"""A label that does not count, as in `layers/loss.py`."""
+"""A label without a loss, as in `layers/loss.py`."""
 
 SEGMENTS = "segments"
 
 Row = dict[str, NDArray[np.int32]]
-"""`inputs` and `labels`, `[T]`: a label is the token that follows, or `IGNORE`. Packed rows also have `SEGMENTS`: 1,
-2, ... for their documents in turn, 0 for padding."""
+"""`inputs` and `labels`, `[T]`: a label is the next token, or `IGNORE`. Packed rows also have `SEGMENTS`: 1, 2, ... for
+their documents, 0 for padding."""
 
 Samples: TypeAlias = "grain.MapDataset[Row]"
-"""Rows by index, in any order, that Grain reads ahead."""
+"""Rows by index, which Grain reads ahead."""
 
 
 class TokenError(UserError):
-    """A token that the vocabulary does not have."""
+    """A token outside the vocabulary."""
 
 
 def check_vocabulary(tokens: Tokens, documents: Documents, index: int, vocab_size: int) -> None:
-    """Checks that tokens of one document are in the vocabulary.
-
-    Raises:
-      TokenError: one is not below `vocab_size`.
-    """
+    """Raises `TokenError` if a document's token is not below `vocab_size`."""
     if len(tokens) and (largest := int(tokens.max())) >= vocab_size:
         raise TokenError(
             f"{documents.place(index)}: token {largest} is beyond model.vocab_size={vocab_size}; "
@@ -43,24 +39,18 @@ def check_vocabulary(tokens: Tokens, documents: Documents, index: int, vocab_siz
 
 
 class Rows(Sequence[Row]):
-    """Rows of documents.
-
-    Args:
-      documents: documents that the rows are made of.
-      length: T.
-      vocab_size: every token is below it.
-    """
+    """Rows of `length` tokens, made of documents."""
 
     algorithm: str
-    """Name and version of how documents become rows."""
+    """Name and version."""
     identity: str
-    """Hash of the tokens' places in the rows, in hexadecimal digits; not of the tokens."""
+    """Hash of the positions of tokens in the rows, not of the tokens."""
     padding = 0.0
-    """Share of all positions that hold no token."""
+    """Fraction of positions without a token."""
     num_split = 0
-    """Number of documents that were cut because they are longer than a row."""
+    """Number of documents that were cut."""
     num_dropped = 0
-    """Number of documents that were left out because they are longer than a row."""
+    """Number of documents that were left out."""
 
     def __init__(self, documents: Documents, length: int, vocab_size: int):
         self._documents, self._length, self._vocab_size = documents, length, vocab_size
@@ -75,13 +65,13 @@ class Rows(Sequence[Row]):
 
     @abstractmethod
     def _row(self, index: int) -> Row:
-        """Returns a row that exists."""
+        """Returns an existing row."""
 
 
 class Concatenated(Rows):
-    """All tokens one after the other, cut into rows wherever they are full; only the last one is padded.
+    """All tokens in sequence, cut into rows; only the last row is padded.
 
-    Attention crosses from document to document. Each token is an input once.
+    Attention crosses documents. Each token is an input once.
     """
 
     algorithm = "concatenated 1"
@@ -107,5 +97,5 @@ class Concatenated(Rows):
 
 
 def empty_row(length: int) -> Row:
-    """Returns a row of nothing but padding."""
+    """Returns a row of padding."""
     return {"inputs": np.zeros(length, np.int32), "labels": np.full(length, IGNORE, np.int32)}

@@ -1,83 +1,67 @@
-"""The samples of a run: the rows of its documents, in an order that depends on nothing but the seed.
+"""The samples of a run: document rows, in an order that depends only on the seed.
 
-Sample `i` is the same row whatever the mesh, the number of processes or the batch size: epoch by epoch, each in its own
-order, and of several sources by weight. So the global index of the next sample is all that a run must remember.
+Sample `i` is the same row on any mesh, with any number of processes and any batch size, so a run stores only the next
+sample's global index.
 
-A checkpoint holds hashes of what the algorithms do: of the plan of rows, of a mixture's cycle and of what Grain's
-shuffle does with a few fixed lengths. A name and a version stand beside each hash, for messages alone. So an upgrade
-that changes nothing is no obstacle, and one that changes the order of the samples is never silent.
+A checkpoint hashes the order: the row plan, a mixture's cycle, and Grain's shuffle of a few fixed lengths; names and
+versions next to the hashes are for messages. Only an upgrade that changes the order stops a run.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Literal
 
 import grain
 
-from jaxtp.data import held_out, mixture
+from jaxtp.config.files import fingerprint
+from jaxtp.data import mixture
 from jaxtp.data.corpus import Corpus, CorpusError, Source
 from jaxtp.data.documents import Documents
 from jaxtp.data.packing import Packed
 from jaxtp.data.rows import Concatenated, Rows, Samples
-from jaxtp.files import fingerprint
 
 Packing = Literal["documents", "concatenated"]
 LongDocuments = Literal["split", "drop", "stop"]
 ORDER = "order"
-"""Key of what decides the order of the samples in `Data.describe`."""
+"""Key of the order of the samples in `Data.description`."""
 ROWS, SHUFFLE, MIXTURE, HELD_OUT = "rows", "shuffle", "mixture", "held_out"
-"""Its parts: which documents share a row, the order of an epoch, the sources in turn, and the rows of an evaluation."""
+"""Its parts: documents to rows, the order of an epoch, the order of sources, and the rows of an evaluation."""
 
 
 @dataclass(frozen=True)
 class RowSettings:
-    """Settings by which documents become rows."""
+    """How documents become rows of `length` tokens."""
 
     length: int
-    """T."""
-
     vocab_size: int
-    """Every token is below it."""
-
     packing: Packing = "documents"
-    """Whole documents, each with a segment of its own, or all tokens one after the other."""
-
+    """Whole documents, each a segment, or all tokens one after the other."""
     long_documents: LongDocuments = "split"
-    """Handling of a document longer than a row, where they are packed."""
+    """For packed documents longer than a row."""
 
 
 class Data:
-    """The samples of a corpus.
-
-    Args:
-      corpus: the documents.
-      settings: settings by which they become rows.
-      seed: seed of the order of the samples to train on; those to evaluate on are always the same.
-
-    Raises:
-      CorpusError: there are not enough tokens for one sequence.
-      LongDocumentError: a document is too long, where the settings do not allow it.
-    """
+    """The samples of a corpus; the seed affects only the training order."""
 
     def __init__(self, corpus: Corpus, settings: RowSettings, seed: int):
         for source in corpus.sources:
-            if (there := source.train.num_tokens) < settings.length:
+            if (count := source.train.num_tokens) < settings.length:
                 raise CorpusError(
-                    f"{source.name or corpus.description} has {there:,} {corpus.unit} to train on, less than one "
+                    f"{source.name or corpus.description} has {count:,} {corpus.unit} to train on, less than one "
                     f"sequence of data.sequence_length={settings.length}; use more of them, or at most "
-                    f"--data.sequence-length {there}"
+                    f"--data.sequence-length {count}"
                 )
         self.corpus = corpus
         self.train_rows = [make_rows(source.train, settings) for source in corpus.sources]
-        held_out_of = _distinct(corpus.sources)
-        self.validation_rows = [make_rows(source.validation, settings) for source in held_out_of]
+        validation_sources = _distinct(corpus.sources)
+        self.validation_rows = [make_rows(source.validation, settings) for source in validation_sources]
         self.weights = [source.weight for source in corpus.sources]
         self.train = shuffled(self.train_rows, self.weights, seed)
-        self._validation_weights = [source.weight for source in held_out_of]
-        read = (*corpus.sources, *held_out_of)
-        for rows, source in zip((*self.train_rows, *self.validation_rows), read, strict=True):
+        self._validation_weights = [source.weight for source in validation_sources]
+        sources = (*corpus.sources, *validation_sources)
+        for rows, source in zip((*self.train_rows, *self.validation_rows), sources, strict=True):
             if not len(rows):
                 raise CorpusError(
                     f"{source.name or corpus.description}: every document is longer than "
@@ -85,38 +69,36 @@ class Data:
                 )
 
     def epochs(self, samples: int) -> list[float]:
-        """Returns how often so many samples go through each source."""
+        """Returns the epochs of each source in `samples` samples."""
         shares = [weight / sum(self.weights) for weight in self.weights]
         return [samples * share / len(rows) for share, rows in zip(shares, self.train_rows, strict=True)]
 
-    @cached_property  # the loop asks at every save
-    def description(self) -> dict[str, Any]:
-        """The corpus's description, and what decides the order of its samples; it is alike in all processes of a run.
-
-        Each part of the order is its algorithm's name and version, and a hash of what it does with these data.
-        """
+    @cached_property  # every save reads it
+    def description(self) -> dict[str, object]:
+        """The corpus's description, and algorithm and hash of each part of the order."""
         order = {
             ROWS: (self.train_rows[0].algorithm, fingerprint([rows.identity for rows in self.train_rows])),
             SHUFFLE: (f"grain {version('grain')}", shuffle_identity()),
-            HELD_OUT: (held_out.ALGORITHM, self._held_out_identity()),
+            HELD_OUT: (mixture.VALIDATION_ALGORITHM, self._validation_identity()),
         }
         if len(self.weights) > 1:
             order[MIXTURE] = mixture.ALGORITHM, mixture.Mixture(self.train_rows, self.weights).identity
         parts = {part: {"algorithm": name, "sha256": sha256} for part, (name, sha256) in order.items()}
         return {**self.corpus.describe(), ORDER: parts}
 
-    def _held_out_identity(self) -> str:
+    def _validation_identity(self) -> str:
         lengths = [len(rows) for rows in self.validation_rows]
-        order = held_out.order_identity(lengths, self._validation_weights)
+        order = mixture.validation_order_identity(lengths, self._validation_weights)
         return fingerprint([order, *(rows.identity for rows in self.validation_rows)])
 
     def validation(self, batches: int, batch_size: int) -> Samples:
-        """Returns at most so many batches of held-out rows, each row once, as `held_out` describes."""
-        return held_out.held_out(self.validation_rows, self._validation_weights, batches=batches, batch_size=batch_size)
+        """Returns at most `batches` validation batches, each row once."""
+        weights = self._validation_weights
+        return mixture.validation_samples(self.validation_rows, weights, batches=batches, batch_size=batch_size)
 
 
 def _distinct(sources: Sequence[Source]) -> list[Source]:
-    """Returns sources that hold out different documents: one for all that share theirs, with their weights' sum."""
+    """Merges sources with equal validation documents."""
     distinct: dict[str, Source] = {}
     for source in sources:
         weight = distinct[source.validation.identity].weight if source.validation.identity in distinct else 0.0
@@ -125,12 +107,7 @@ def _distinct(sources: Sequence[Source]) -> list[Source]:
 
 
 def make_rows(documents: Documents, settings: RowSettings) -> Rows:
-    """Returns the rows of documents.
-
-    Raises:
-      CorpusError: documents with prompts are to be concatenated.
-      LongDocumentError: a document is too long, where the settings do not allow it.
-    """
+    """Returns the rows of documents; raises `CorpusError` or `LongDocumentError`."""
     if settings.packing == "concatenated":
         if documents.has_prompts:
             raise CorpusError(
@@ -142,16 +119,16 @@ def make_rows(documents: Documents, settings: RowSettings) -> Rows:
 
 
 def shuffled(sources: Sequence[Rows], weights: Sequence[float], seed: int) -> Samples:
-    """Returns all rows of all sources, endlessly; each epoch of a source in an order of its own."""
+    """Returns all sources' rows, endlessly; shuffles each epoch anew."""
     endless = [grain.MapDataset.source(rows).seed(seed).shuffle().repeat() for rows in sources]
     return endless[0] if len(endless) == 1 else grain.MapDataset.source(mixture.Mixture(endless, weights))
 
 
 @cache
 def shuffle_identity() -> str:
-    """Returns a hash of how samples are shuffled, in hexadecimal digits: of the same few whatever the data are."""
+    """Returns a hash of Grain's shuffles of a few fixed lengths."""
     found = []
     for length in (7, 1000, 10**6 + 3, 2**31 - 1):
-        samples: Any = shuffled([range(length)], [1.0], seed=3)  # type: ignore[list-item]
+        samples = shuffled([range(length)], [1.0], seed=3)  # type: ignore[list-item]
         found += [int(samples[epoch * length + place * length // 7]) for epoch in range(3) for place in range(7)]
     return fingerprint(found)

@@ -1,20 +1,17 @@
-"""Datasets of tokens on disk, memory-mapped; `jaxtp prepare` writes them.
+"""Memory-mapped token datasets, written by `jaxtp prepare`.
 
-The format, version 1. A dataset is a folder:
+Format version 1, a folder:
 
-- `dataset.json`: the manifest, written last and atomically; without it the folder is unfinished. JSON: the format's
-  version; of the tokenizer its kind, the sha256 of its file, the vocabulary size, the id of the end token and those of
-  the prefix; whether documents have prompts; for each split its totals and shards; of each shard its documents, tokens,
-  bytes of text, longest document and the sha256 of its files; what was left out and why; the inputs and arguments.
-- `tokenizer.json`: the tokenizer in the format of Hugging Face; not there for bytes.
-- For each split (`train`, `validation`) shards, numbered from 0, in order:
-  - `train-00000.tokens`: the documents one after the other, little-endian uint8 for a vocabulary of up to 256, uint16
-    up to 65,536, else uint32. A document begins with the prefix and ends in the end token, if there are such.
-  - `train-00000.documents`: little-endian uint64 `[n + 1]`: document i of the n is the tokens from entry i up to entry
-    i + 1. The first entry is 0, the last the number of tokens, and no document is empty or straddles shards.
-  - `train-00000.prompts`, of instruction data only: little-endian uint32 `[n]`: how many tokens at the beginning of a
-    document are prompt.
-- `inputs.jsonl`: what was read (path, bytes, time of modification), for `jaxtp prepare` alone.
+- `dataset.json`: the manifest (`manifest.py`), written last and atomically; without it the folder is unfinished.
+- `tokenizer.json`: the tokenizer in Hugging Face format; absent for bytes.
+- For each split (`train`, `validation`) shards, numbered from 0:
+  - `train-00000.tokens`: the concatenated documents, little-endian uint8 for a vocabulary of up to 256, uint16 up to
+    65,536, else uint32. Each document starts with the manifest's prefix, if any, and ends with its end token, if any.
+  - `train-00000.documents`: little-endian uint64 `[n + 1]`: document i spans tokens [entry i, entry i + 1). The first
+    entry is 0, the last the number of tokens; no document is empty or split over shards.
+  - `train-00000.prompts`, for instruction data only: little-endian uint32 `[n]`: prompt tokens at each document's
+    start.
+- `inputs.jsonl`: path, bytes and modification time of each input, for `jaxtp prepare` only.
 """
 
 import hashlib
@@ -22,12 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from jaxtp.data.documents import Documents
+from jaxtp.config.files import sha256
+from jaxtp.data.documents import Documents, Tokens
 from jaxtp.data.manifest import (
     DOCUMENTS,
     OFFSET,
@@ -36,17 +33,17 @@ from jaxtp.data.manifest import (
     TOKENIZER,
     TOKENS,
     DatasetError,
+    Manifest,
     Shard,
     TokenizerInfo,
     read_manifest,
     shard_file,
 )
-from jaxtp.files import sha256
 
 __all__ = ["Dataset", "DatasetError", "Split", "open_dataset", "verify"]
 
 _BLOCK = 2**22
-"""Number of entries of a file that `verify` holds in memory at a time."""
+"""Entries of a file that `verify` holds in memory."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +56,11 @@ class Dataset:
 
 
 def open_dataset(folder: Path) -> Dataset:
-    """Opens a dataset: checks the manifest, and that every file has the size that it says; reads no data.
-
-    Raises:
-      DatasetError: an unfinished, damaged or foreign folder; the message names the file.
-    """
+    """Opens a dataset: checks the manifest and all file sizes, not the data."""
     manifest = read_manifest(folder)
     splits, dtype = {}, manifest.tokenizer.dtype
     for name, shards in manifest.splits.items():
-        splits[name] = Split(folder, name, shards, dtype, manifest.prompts)
+        splits[name] = Split(folder, name, manifest)
         for index, shard in enumerate(shards):
             for suffix, size in shard.file_sizes(dtype).items():
                 _require_size(shard_file(folder, name, index, suffix), size)
@@ -85,21 +78,23 @@ def _require_size(path: Path, expected: int) -> None:
 
 
 class Split(Documents):
-    """The documents of one split, in order, over all its shards.
+    """The documents of one split.
 
-    Nothing is read before it is asked for, and what is read stays the operating system's to drop: memory does not grow
-    with the data. Any number of threads may read; a pickled split opens its files anew.
+    Files are mapped on first use, so memory does not grow with the data. Threads may share a split; unpickling maps its
+    files again.
     """
 
-    def __init__(self, folder: Path, name: str, shards: tuple[Shard, ...], dtype: np.dtype[Any], has_prompts: bool):
-        super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
-        self.has_prompts = has_prompts
+    def __init__(self, folder: Path, name: str, manifest: Manifest):
+        shards = manifest.splits[name]
         self._folder, self._name, self._shards = folder, name, shards
+        dtype = manifest.tokenizer.dtype
+        super().__init__([shard.documents for shard in shards], [shard.tokens for shard in shards], dtype)
+        self.has_prompts = manifest.prompts
         self.longest = max((shard.longest for shard in shards), default=0)
         """Number of tokens of the longest document."""
-        self._maps: dict[tuple[int, str], NDArray[Any]] = {}
+        self._maps: dict[tuple[int, str], Tokens] = {}
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_maps": {}}
 
     def __repr__(self) -> str:
@@ -107,48 +102,44 @@ class Split(Documents):
 
     @property
     def num_text_bytes(self) -> int:
-        """Bytes of the documents as UTF-8: what a loss per byte divides by."""
+        """Bytes of the documents as UTF-8, for losses per byte."""
         return sum(shard.text_bytes for shard in self._shards)
 
     @cached_property
     def identity(self) -> str:
-        """The sha256 of the shards' checksums: another one is other data."""
+        """The sha256 of the shards' checksums."""
         sums = "".join(shard.sha256[suffix] for shard in self._shards for suffix in sorted(shard.sha256))
         return hashlib.sha256(sums.encode()).hexdigest()
 
     def lengths(self) -> Iterator[NDArray[np.int64]]:
-        """Yields the number of tokens of each document, an array for each shard.
-
-        Raises:
-          DatasetError: the offsets are not those of the manifest's documents.
-        """
+        """Yields document lengths in tokens, an array per shard; checks the offsets first."""
         for index, shard in enumerate(self._shards):
             for problem in _verify_offsets(shard_file(self._folder, self._name, index, DOCUMENTS), shard):
                 raise DatasetError(f"{problem}: damaged dataset; jaxtp prepare --verify {self._folder}")
             yield np.diff(self._array(index, DOCUMENTS))
 
     def place(self, index: int) -> str:
-        """Returns where a document lies, for messages: `data/x/train-00003.tokens, document 17`."""
+        """Returns a document's location, e.g. `data/x/train-00003.tokens, document 17`."""
         shard, row = self._locate(index)
         return f"{shard_file(self._folder, self._name, shard, TOKENS)}, document {row}"
 
-    def _array(self, shard: int, suffix: str) -> NDArray[Any]:
-        """Returns a file as an array; two threads that come first both map it, and either map will do."""
+    def _array(self, shard: int, suffix: str) -> Tokens:
         found = self._maps.get((shard, suffix))
         if found is None:
             path = shard_file(self._folder, self._name, shard, suffix)
             try:
-                # Offsets as signed integers: numpy would make float64 of uint64 and an index together.
+                # Offsets are read as signed integers: NumPy promotes uint64 and an index to float64.
+                dtypes: dict[str, np.dtype[np.integer]]
                 dtypes = {TOKENS: self._dtype, DOCUMENTS: np.dtype("<i8"), PROMPTS: PROMPT}
                 found = np.memmap(path, dtypes[suffix], mode="r").view(np.ndarray)
-            except (OSError, ValueError) as error:  # a ValueError for an empty file or one whose size is no multiple
+            except (OSError, ValueError) as error:  # ValueError: an empty file, or a size that is no multiple
                 raise DatasetError(f"{path}: damaged dataset: {error}") from None
-            self._maps[shard, suffix] = found
+            self._maps[shard, suffix] = found  # if two threads map a file, either map will do
         return found
 
 
 def verify(dataset: Dataset) -> Iterator[str]:
-    """Reads all of a dataset, a few MB at a time; yields what is not as it was written."""
+    """Reads a whole dataset, a few MB at a time; yields every difference from its manifest."""
     tokenizer = dataset.tokenizer
     if tokenizer.sha256 is not None:
         yield from _verify_sum(dataset.folder / TOKENIZER, tokenizer.sha256)
@@ -174,7 +165,6 @@ def _verify_sum(path: Path, expected: str) -> Iterator[str]:
 
 
 def _verify_offsets(path: Path, shard: Shard) -> Iterator[str]:
-    """Yields what is wrong with offsets, which ascend from 0 to the number of tokens, or with the longest document."""
     last, longest = np.zeros(1, np.int64), 0
     for number, block in enumerate(_blocks(path, OFFSET)):
         offsets = block.view(np.int64)
@@ -189,8 +179,8 @@ def _verify_offsets(path: Path, shard: Shard) -> Iterator[str]:
         yield f"{path}: the longest document has {longest} tokens, and had {shard.longest}"
 
 
-def _blocks(path: Path, dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
-    """Yields a file in pieces; nothing where it cannot be read, which `_verify_sum` has reported."""
+def _blocks(path: Path, dtype: np.dtype[np.unsignedinteger]) -> Iterator[NDArray[np.unsignedinteger]]:
+    """Yields a file in pieces; nothing if unreadable, which `_verify_sum` reports."""
     try:
         with path.open("rb") as file:
             while (block := np.fromfile(file, dtype, _BLOCK)).size:

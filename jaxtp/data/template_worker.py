@@ -1,8 +1,7 @@
-"""Loads and renders chat templates, one request after the other, within limits; `data.template` starts it.
+"""The process that renders chat templates within limits; `chat_template.py` starts it.
 
-A model's template is somebody else's program. It may ask for more memory or time than there is in a hundred ways,
-within one operator or one method of a string. The kernel bounds a process of its own in all of them. It imports nothing
-of jaxtp, so that it starts quickly.
+A template is untrusted code: a single operator or string method can exhaust memory or time. The kernel limits both for
+this process. It imports nothing from jaxtp, to start quickly.
 """
 
 import json
@@ -18,30 +17,25 @@ from functools import cache, lru_cache
 from typing import Any, BinaryIO
 
 TEXT, REFUSED, FAILED, BROKEN = range(4)
-"""Kinds of answer: the rendered text; or why the template refuses the conversation, why it fails, or why it is none."""
+"""Kinds of answers: the rendered text, or the message of a refusal, a failure or an invalid template."""
 
 OUT_OF_MEMORY = 77
 """Exit code."""
 
 _SHOWN = 300
-"""Number of characters of an error that are kept: a template may have written it."""
+"""Characters of an error, which a template may have written."""
 
 
 class RefusedError(Exception):
-    """Raised by a template itself."""
+    """Raised by a template."""
 
 
 def main(memory: int, characters: int) -> None:
-    """Answers requests until there are no more.
-
-    Args:
-      memory: bytes that the process may take at most.
-      characters: number of characters that a text may have at most.
-    """
+    """Answers requests, within `memory` bytes and `characters` per text."""
     with suppress(ValueError, OSError):  # not every system limits it
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # it ends the process, even within one long operation
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, even within one long operation
     try:
         _serve(sys.stdin.buffer, sys.stdout.buffer, characters)
     except MemoryError:
@@ -65,14 +59,13 @@ def _serve(requests: BinaryIO, answers: BinaryIO, characters: int) -> None:
 
 
 def _answer(template: str, variables: Mapping[str, Any] | None) -> tuple[int, str]:
-    """Loads a template, and renders it if there are variables."""
     try:
         render = _load(template)
     except Exception as error:
         return BROKEN, _shown(error)
     try:
         text = "" if variables is None else render(**variables)
-        text.encode()  # a template may write what is no character
+        text.encode()  # a template may write a lone surrogate
         return TEXT, text
     except RefusedError as error:
         return REFUSED, _shown(error)
@@ -109,7 +102,7 @@ def _refuse(message: str) -> None:
 
 
 def _to_json(value: Any, **options: Any) -> str:
-    """Returns a value as JSON, without Jinja's own escapes for HTML."""
+    """Returns a value as JSON, without Jinja's HTML escapes."""
     return json.dumps(value, **{"ensure_ascii": False, **options})
 
 

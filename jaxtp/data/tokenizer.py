@@ -1,7 +1,7 @@
-"""Turns text into tokens and back: bytes, or any `tokenizer.json` of Hugging Face.
+"""Tokenizers: bytes, or any Hugging Face `tokenizer.json`.
 
-Nothing is added on encoding: no special tokens, no truncation, no padding, no dropout. Unless told otherwise, text that
-spells a special token, such as `<|endoftext|>`, is text.
+Encoding adds no special tokens, truncation, padding or dropout. By default, text that spells a special token stays
+text.
 """
 
 import hashlib
@@ -11,51 +11,50 @@ import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtp.config.reading import inside, read_bytes
 from jaxtp.data.corpus import BYTE_TOKENIZER
+from jaxtp.data.documents import Tokens
 from jaxtp.data.manifest import BYTES, HUGGING_FACE, TOKENIZER, TokenizerInfo, read_manifest
 from jaxtp.data.tokenizer_files import TokenizerError, reading
-from jaxtp.reading import inside, read_bytes
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Library
 
 END_TOKENS = (
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "</s>",
-    "<eos>",
-    "[EOS]",
-    "<|eos|>",
+    *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]", "<|eos|>"),
     "<\uff5cend\u2581of\u2581sentence\uff5c>",
 )
-"""Usual names of the token that ends a document."""
+"""Well-known names of the end token."""
 
 _MAX_FILE = 2**28
-"""Bytes of a file at most; the largest have some 50 million."""
+"""Bytes; the largest files have some 50 million."""
 _PIECE = 2**20
-"""Characters after which a long text is cut, where that changes nothing: so one text keeps all cores busy."""
+"""Characters after which a long text is cut, so that one text uses all cores."""
 _GROUP = 2**24
-"""Characters that are encoded at a time; the library holds about 100 bytes for each token until it is done."""
+"""Characters that are encoded at a time; the library takes about 100 bytes per token meanwhile."""
 _CUT = re.compile(r"(?<=\S)\n")
 
 
 class ByteTokenizer:
-    """Makes a token of each byte of UTF-8."""
+    """Each byte of UTF-8 is a token."""
 
     info = BYTE_TOKENIZER
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
         """Returns the bytes of each text."""
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def decode(self, ids: NDArray[Any]) -> bytes:
+    def decode(self, ids: Tokens) -> bytes:
         """Returns the bytes."""
         return np.asarray(ids).astype(np.uint8).tobytes()
 
-    def num_bytes(self, ids: NDArray[Any]) -> int:
-        """Returns the number of bytes that ids stand for."""
+    def num_bytes(self, ids: Tokens) -> int:
+        """Returns the bytes of the text."""
         return len(ids)
 
 
@@ -64,13 +63,13 @@ class HuggingFaceTokenizer:
 
     Args:
       content: the file.
-      name: its name in messages.
-      eos: the end token, or its id; None to find it by the names that are in use.
-      has_eos: whether documents end in it.
-      special_tokens: whether text that spells a special token becomes that token.
+      name: for messages.
+      eos: the end token or its id; None to search for a well-known name.
+      has_eos: whether documents end with it.
+      special_tokens: whether text can spell special tokens.
 
     Raises:
-      TokenizerError: it is not a tokenizer, or has no such end token.
+      TokenizerError: `content` is invalid or lacks the end token.
     """
 
     def __init__(
@@ -89,54 +88,42 @@ class HuggingFaceTokenizer:
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise TokenizerError(f"{name}: a tokenizer without a vocabulary")
-        size = max(ids.values()) + 1  # not their number: there may be gaps
+        size = max(ids.values()) + 1  # ids may have gaps
         eos_id = _end_token(ids, name, eos) if has_eos else None
         self.info = TokenizerInfo(HUGGING_FACE, hashlib.sha256(content).hexdigest(), size, eos_id)
-        """The description of the tokenizer that a dataset has."""
-        file = json.loads(self._tokenizer.to_str())  # not the content, of which the library may read what is no JSON
+        file = json.loads(self._tokenizer.to_str())  # not `content`: the library also reads invalid JSON
         self._added = self._tokenizer.get_added_tokens_decoder()
         self._cuts_at_lines = _splits_like_gpt2(file) and not any(
             token.lstrip or "\n" in token.content for token in self._added.values()
         )
         self._is_byte_level = _type(file, "decoder") == "ByteLevel"
 
-    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """Returns the ids of each text, without an end token; works on all cores.
-
-        Raises:
-          TokenizerError: the tokenizer has no token for something in them.
-        """
+    def encode_batch(self, texts: Sequence[str]) -> list[Tokens]:
+        """Encodes without end tokens; raises `TokenizerError`."""
         pieces = [(index, piece) for index, text in enumerate(texts) for piece in self._pieces(text)]
-        ids: list[list[NDArray[Any]]] = [[] for _ in texts]
+        ids: list[list[Tokens]] = [[] for _ in texts]
         for group in _groups(pieces):
             for (index, _), encoded in zip(group, self._encode([piece for _, piece in group]), strict=True):
                 ids[index].append(encoded)
         return [found[0] if len(found) == 1 else np.concatenate(found) for found in ids]
 
-    def decode(self, ids: NDArray[Any]) -> bytes:
-        """Returns the text of ids, as UTF-8; special tokens are spelled out, but for the end token.
+    def decode(self, ids: Tokens) -> bytes:
+        """Returns UTF-8 text, with special tokens spelled except the end token.
 
-        Ids may begin or end within a character.
-
-        Raises:
-          TokenizerError: an id that is not in the vocabulary.
+        Ids may start or end within a character. Raises `TokenizerError` for ids outside the vocabulary.
         """
-        kept = [token for token in np.asarray(ids).tolist() if token != self.info.eos_id]
+        tokens = [token for token in np.asarray(ids).tolist() if token != self.info.eos_id]
         try:
             if self._is_byte_level:
-                return b"".join([self._bytes_of[token] for token in kept])
-            return str(self._tokenizer.decode(kept, skip_special_tokens=False)).encode()
+                return b"".join([self._bytes_of[token] for token in tokens])
+            return str(self._tokenizer.decode(tokens, skip_special_tokens=False)).encode()
         except KeyError as error:
             raise TokenizerError(f"{self.name}: no token has the id {error}") from None
         except BaseException as error:
-            raise understood(error, f"{self.name}: cannot decode") from None
+            raise as_tokenizer_error(error, f"{self.name}: cannot decode") from None
 
-    def num_bytes(self, ids: NDArray[Any]) -> int:
-        """Returns the number of bytes that ids stand for: the length of what `decode` returns.
-
-        Raises:
-          TokenizerError: an id that is not in the vocabulary.
-        """
+    def num_bytes(self, ids: Tokens) -> int:
+        """Returns the length of `decode(ids)`."""
         if not self._is_byte_level:
             return len(self.decode(ids))
         ids = np.asarray(ids)
@@ -145,26 +132,21 @@ class HuggingFaceTokenizer:
         return int(self._num_bytes_of[ids].sum())
 
     def spelled(self, token: int) -> str:
-        """Returns a token as the vocabulary has it, for messages."""
+        """Returns a token's spelling in the vocabulary."""
         return str(self._tokenizer.id_to_token(token))
 
     @cached_property
     def prefix(self) -> tuple[int, ...]:
-        """Ids that the tokenizer's own template puts before a text, such as its first token; nothing here adds them.
-
-        Raises:
-          TokenizerError: it cannot encode a letter.
-        """
+        """Ids that the post-processor prepends, e.g. BOS; `encode_batch` omits them."""
         try:
             plain, whole = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
         except BaseException as error:
-            raise understood(error, f"{self.name}: cannot encode a text") from None
-        begins = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
-        return tuple(whole[: next(begins, 0)])
+            raise as_tokenizer_error(error, f"{self.name}: cannot encode a text") from None
+        starts = (at for at in range(len(whole)) if whole[at : at + len(plain)] == plain)
+        return tuple(whole[: next(starts, 0)])
 
     @cached_property
     def _bytes_of(self) -> dict[int, bytes]:
-        """Bytes that each token of a byte-level tokenizer stands for."""
         byte_of = _byte_of_character()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         return {
@@ -176,21 +158,21 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _num_bytes_of(self) -> NDArray[np.int64]:
-        """Number of bytes of each token of a byte-level tokenizer, by id; 0 of the end token, which `decode` drops."""
+        """Byte lengths; 0 for the end token, which `decode` drops."""
         found = np.zeros(self.info.vocab_size, np.int64)
         for token, text in self._bytes_of.items():
             found[token] = len(text) * (token != self.info.eos_id)
         return found
 
-    def _encode(self, texts: list[str]) -> list[NDArray[Any]]:
+    def _encode(self, texts: list[str]) -> list[Tokens]:
         try:
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:
-            raise understood(error, f"{self.name}: cannot encode a text") from None
+            raise as_tokenizer_error(error, f"{self.name}: cannot encode a text") from None
         return [np.array(encoding.ids, self.info.dtype) for encoding in encodings]
 
     def _pieces(self, text: str) -> Iterator[str]:
-        """Cuts before a line break after something visible: there GPT-2's pattern splits, whatever comes next."""
+        """Cuts before a line break after a visible character, where GPT-2's pattern always splits."""
         start = 0
         while self._cuts_at_lines and len(text) - start > _PIECE and (cut := _CUT.search(text, start + _PIECE)):
             yield text[start : cut.start()]
@@ -202,16 +184,7 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
-    """Returns the tokenizer of a dataset.
-
-    Args:
-      folder: folder of the dataset.
-      special_tokens: whether text that spells a special token becomes that token.
-
-    Raises:
-      DatasetError: the folder is no dataset.
-      TokenizerError: its tokenizer is missing or is not the one that made the tokens.
-    """
+    """Returns a dataset's tokenizer; raises `DatasetError` or `TokenizerError`."""
     info = read_manifest(folder).tokenizer
     if info.kind == BYTES:
         return ByteTokenizer()
@@ -225,51 +198,36 @@ def load_tokenizer(folder: Path, *, special_tokens: bool = False) -> Tokenizer:
 
 
 def read_tokenizer(path: Path) -> bytes:
-    """Returns the content of a tokenizer's file.
-
-    Raises:
-      TokenizerError: it cannot be read.
-    """
+    """Reads a tokenizer file; raises `TokenizerError`."""
     with reading(path):
         return read_bytes(path, _MAX_FILE)
 
 
 def tokenizer_file(path: Path) -> Path:
-    """Returns the file of a tokenizer that is named by it or by its folder.
-
-    Raises:
-      TokenizerError: in the folder it is a link out of it.
-    """
+    """Returns the `tokenizer.json` at or in a path; refuses links out of the folder."""
     with reading(path / TOKENIZER):
         return inside(path, TOKENIZER) if path.is_dir() else path
 
 
-def load_library(content: bytes, name: str) -> Any:
-    """Returns a tokenizer of the library, with truncation, padding and dropout turned off.
-
-    Raises:
-      TokenizerError: it is none.
-    """
+def load_library(content: bytes, name: str) -> "Library":
+    """Returns a `tokenizers` tokenizer, without truncation, padding and dropout."""
     try:
-        from tokenizers import Tokenizer as Library
+        from tokenizers import Tokenizer
     except ImportError:
         raise TokenizerError(f"{name} needs the library tokenizers: pip install 'jaxtp[data]'") from None
     try:
-        tokenizer = Library.from_str(content.decode())
+        tokenizer = Tokenizer.from_str(content.decode())
         tokenizer.no_truncation()
         tokenizer.no_padding()
         if getattr(tokenizer.model, "dropout", None) is not None:
             tokenizer.model.dropout = None
     except BaseException as error:
-        raise understood(error, f"{name}: not a tokenizer.json") from None
+        raise as_tokenizer_error(error, f"{name}: not a tokenizer.json") from None
     return tokenizer
 
 
-def understood(error: BaseException, what: str) -> BaseException:
-    """Returns the error of the library as a `TokenizerError`.
-
-    The library raises plain `Exception`, and where it panics something that is not even that; others stay as they are.
-    """
+def as_tokenizer_error(error: BaseException, what: str) -> BaseException:
+    """Converts a library error: an `Exception` or a panic (a BaseException)."""
     if isinstance(error, Exception) or type(error).__name__ == "PanicException":
         return TokenizerError(f"{what}: {str(error)[:300]}")
     return error
@@ -278,9 +236,7 @@ def understood(error: BaseException, what: str) -> BaseException:
 def _end_token(ids: dict[str, int], name: str, eos: str | int | None) -> int:
     if isinstance(eos, int):
         if eos not in ids.values():
-            raise TokenizerError(
-                f"{name}: has no token with the id {eos}; name another that ends a text by --eos TOKEN"
-            )
+            raise TokenizerError(f"{name}: has no token with the id {eos}; name another by --eos TOKEN")
         return eos
     if eos is not None:
         if eos not in ids:
@@ -311,7 +267,7 @@ def _groups(pieces: list[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
 
 
 def _byte_of_character() -> dict[str, int]:
-    """Returns the byte of each character of GPT-2's alphabet, in which a printable byte of Latin-1 is itself."""
+    """Returns GPT-2's alphabet; a printable Latin-1 byte stands for itself."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

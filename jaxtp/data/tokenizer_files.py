@@ -1,4 +1,4 @@
-"""The files beside a `tokenizer.json` in a folder of Hugging Face: end token, special tokens, chat template."""
+"""The files next to a `tokenizer.json`: end token, special tokens, chat template."""
 
 import os
 from collections.abc import Iterator
@@ -6,29 +6,25 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jaxtp.entry import UserError
-from jaxtp.reading import MAX_JSON, inside, parse_json, read_bytes, shown
+from jaxtp.config.entry import UserError
+from jaxtp.config.reading import MAX_JSON, inside, parse_json, read_bytes, shown
 
 TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
 MODEL_CONFIG, GENERATION = "config.json", "generation_config.json"
 LONGEST = "max_position_embeddings"
-"""The attribute of a config.json that says how many tokens a model was made for."""
+"""The context length in config.json."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 _MAX_TEMPLATE = 2**20
-"""Bytes; the longest have some 20,000."""
+"""Bytes; real ones have up to some 20,000."""
 
 
 class TokenizerError(UserError):
-    """A tokenizer or a file beside it that cannot be read, or that cannot do what is asked of it."""
+    """A tokenizer, or a file next to it, is unusable."""
 
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Surrounds what reads a file.
-
-    Raises:
-      TokenizerError: the file cannot be read.
-    """
+    """Converts OSError into TokenizerError."""
     try:
         yield
     except OSError as error:
@@ -36,12 +32,9 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def end_token(folder: Path) -> tuple[str | int, Path] | None:
-    """Returns the token that ends a text, by name or id, and the file that says so; None where none does.
+    """Returns the configured end token, by name or id, and its file.
 
-    tokenizer_config.json comes first, then config.json and generation_config.json, of several ids the first.
-
-    Raises:
-      TokenizerError: one of the files is damaged.
+    Order: tokenizer_config.json, then the first id in config.json or generation_config.json.
     """
     named = special_tokens(folder).get("eos_token")
     if named is not None:
@@ -53,11 +46,7 @@ def end_token(folder: Path) -> tuple[str | int, Path] | None:
 
 
 def end_ids(path: Path) -> list[int]:
-    """Returns the `eos_token_id` of a config.json or generation_config.json: the ids that end a text, if any.
-
-    Raises:
-      TokenizerError: the file is damaged, or they are no ids.
-    """
+    """Returns `eos_token_id` of a config.json or generation_config.json; raises `TokenizerError`."""
     ids = read(path).get("eos_token_id")
     listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
     if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
@@ -66,11 +55,7 @@ def end_ids(path: Path) -> list[int]:
 
 
 def context(path: Path) -> int | None:
-    """Returns the `max_position_embeddings` of a config.json: the most tokens that the model was made for.
-
-    Raises:
-      TokenizerError: the file is damaged, or that is no number of tokens.
-    """
+    """Returns the context length in a config.json; raises `TokenizerError`."""
     longest = read(path).get(LONGEST)
     if longest is not None and (type(longest) is not int or longest < 1):
         raise TokenizerError(
@@ -80,26 +65,16 @@ def context(path: Path) -> int | None:
 
 
 def special_tokens(folder: Path) -> dict[str, str]:
-    """Returns what a chat template may name, such as bos_token and eos_token, as tokenizer_config.json spells it.
-
-    Raises:
-      TokenizerError: the file is damaged.
-    """
+    """Returns a chat template's tokens, e.g. bos_token, from tokenizer_config.json."""
     described = read(folder / TOKENIZER_CONFIG)
     spelled = {name: described.get(name) for name in SPECIAL_TOKENS}
-    # An object instead of a string also says how the token is matched.
+    # an object instead of a string also configures how the token is matched
     texts = {name: t.get("content") if isinstance(t, dict) else t for name, t in spelled.items()}
     return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def chat_template(folder: Path) -> str | None:
-    """Returns the chat template, if there is one: chat_template.jinja, or that of tokenizer_config.json.
-
-    Of several by name the one called default.
-
-    Raises:
-      TokenizerError: a file is damaged.
-    """
+    """Returns the template in chat_template.jinja or tokenizer_config.json (from a list: "default")."""
     if os.path.lexists(folder / TEMPLATE):
         with reading(folder / TEMPLATE):
             return read_template(inside(folder, TEMPLATE))
@@ -111,11 +86,7 @@ def chat_template(folder: Path) -> str | None:
 
 
 def read_template(path: Path) -> str:
-    """Returns the text of a template's file, wherever it is.
-
-    Raises:
-      TokenizerError: it cannot be read.
-    """
+    """Reads a template file; raises `TokenizerError`."""
     with reading(path):
         content = read_bytes(path, _MAX_TEMPLATE)
     try:
@@ -125,11 +96,7 @@ def read_template(path: Path) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file that is no link out of its folder; an empty one if there is no such file.
-
-    Raises:
-      TokenizerError: it is damaged.
-    """
+    """Reads a JSON object, empty without a file; refuses links out of the folder."""
     if not os.path.lexists(path):
         return {}
     with reading(path):

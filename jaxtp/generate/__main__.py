@@ -1,40 +1,281 @@
-"""`jaxtp generate`."""
+"""`jaxtp generate`: its settings, and the command itself.
 
-from collections.abc import Sequence
+Generated text goes to standard output, everything else to standard error.
+"""
 
-from jaxtp import entry
-from jaxtp.checkpoint.orbax_logs import quieten
-from jaxtp.command_line import Command
-from jaxtp.generate.command import run
-from jaxtp.generate.config import FIRST, GenerateConfig, check
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, TextIO
+
+import tyro
+
+from jaxtp.checkpoint import silence_orbax
+from jaxtp.config import entry
+from jaxtp.config.command_line import Command
+from jaxtp.config.console import is_terminal
+from jaxtp.config.files import require_writable, writing
+from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.schema import ConfigError, Count, Switch, UserPath, flag
+from jaxtp.data.chat_template import ChatError, ChatTemplate
+from jaxtp.data.tokenizer_files import read_template
+from jaxtp.generate.chat import Chat, ConversationEncoder, initial_messages
+from jaxtp.generate.engine import Generator
+from jaxtp.generate.loading import (
+    InferenceMeshConfig,
+    ModelSource,
+    SourceConfig,
+    inference_mesh,
+    load_model,
+    open_source,
+    print_status,
+    request_devices,
+)
+from jaxtp.generate.prompts import Ids, Limits, encode_prompts, is_jsonl, limits_of, read_prompts
+from jaxtp.generate.request import GenerationError, Piece, Result
+from jaxtp.generate.sampling import GenerationSettings, settings_problems
 
 PROGRAM = "jaxtp generate"
 DESCRIPTION = """Continues texts with a model: a run of jaxtp train, or a folder in Hugging Face's format.
 
 jaxtp generate --model runs/a --prompt "def main(" --prompt "import " --max-tokens 64
 
-One text is printed as it comes, several each as a whole; --json FILE writes an object for each. The likeliest token is
-taken unless --temperature is given, with --top-p, --top-k and --min-p to leave out unlikely ones. The same --seed gives
-the same texts, on any mesh and in any batch, but for rounding.
+A single text is printed while it is generated, several each as a whole; --json FILE writes an object for each. Without
+--temperature the most likely token is taken; --top-p, --top-k and --min-p remove unlikely tokens. The same --seed gives
+the same texts on any mesh and in any batch, except for rounding.
 
 jaxtp generate --model DIR --chat --temperature 0.7 --max-tokens 1000
 
-talks to a model that has a chat template; /help there lists commands, such as /save. --mesh tp=2 splits the model and
-its cache over devices, virtual ones on a CPU. How fast prompts were read (prefill) and tokens made (decode) is said at
+chats with a model that has a chat template; /help lists the commands there. --mesh tp=2 splits the model and its KV
+cache over devices, virtual ones on a CPU. The speed of reading prompts (prefill) and generating (decode) is printed at
 the end, on standard error.
 """
-COMMAND = Command(program=PROGRAM, schema=GenerateConfig, description=DESCRIPTION, first=FIRST)
+STDOUT = Path("-")
+"""Value of --json for standard output."""
+PROGRESS_SECONDS = 5.0
+_DEFAULT_FIELD = "prompt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateConfig(SourceConfig):
+    """The model, the prompts, sampling and devices."""
+
+    model: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """A run of jaxtp train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format."""
+
+    prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
+    """A text to continue. Can be given several times."""
+
+    prompt_file: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """A file of texts to continue: one per line, or JSONL if its name ends so. Blank lines are skipped but counted:
+    without --prompt, line n has the index n - 1."""
+
+    field: str = _DEFAULT_FIELD
+    """Field of the text in JSONL."""
+
+    chat: Switch = False
+    """Chat with the model: each line is answered, /help lists commands, Ctrl-C stops an answer, /quit or Ctrl-D ends
+    the chat."""
+
+    system: Annotated[str | None, tyro.conf.arg(metavar="TEXT")] = None
+    """System message of a chat."""
+
+    template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Chat template in Jinja, instead of the model's."""
+
+    beyond_context: Switch = False
+    """Allow prompts and texts longer than the model's context (max_position_embeddings in its config.json), which may
+    make no sense. By default such a prompt is refused, and a text ends there."""
+
+    batch_size: Count = 8
+    """Prompts continued together, rounded up to a multiple of mesh.dp * mesh.fsdp."""
+
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """File for one JSON object per prompt and line: text, ids, logprobs, and why the text ended; - for standard output,
+    instead of the texts."""
+
+    sampling: Annotated[GenerationSettings, tyro.conf.arg(name="")] = GenerationSettings()
+    mesh: InferenceMeshConfig = InferenceMeshConfig()
+
+
+_SAMPLING = ("max_tokens", "seed", "temperature", "top_p", "top_k", "stop")
+SHOWN_FIRST = ("model", "prompt", "prompt_file", "chat", "adapters", "dtype", "batch_size", "json")
+COMMAND = Command(
+    program=PROGRAM,
+    schema=GenerateConfig,
+    description=DESCRIPTION,
+    first=(*SHOWN_FIRST, *(f"sampling.{name}" for name in _SAMPLING)),
+)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
-    quieten()
-    return entry.attempt(PROGRAM, lambda: _run(argv))
+    """Runs the command; returns 0, 2 for a user error, 130 for Ctrl-C."""
+    silence_orbax()
+    return entry.attempt(PROGRAM, lambda: _generate(COMMAND.load(argv)[0]))
 
 
-def _run(argv: Sequence[str]) -> None:
-    config, _ = COMMAND.load(argv)
-    run(config, check(config))
+def _generate(config: GenerateConfig) -> None:
+    folder = _check(config)
+    if config.json != STDOUT:
+        require_writable("--json", config.json)
+    prompts: list[str | None] = list(config.prompt)
+    if config.prompt_file is not None:
+        prompts += read_prompts(config.prompt_file, config.field)
+    request_devices(config.mesh)
+    source = open_source(folder, config)
+    context = None if config.beyond_context else source.context
+    limits = limits_of(source.config, context)
+    encoder = _chat_encoder(config, source, limits) if config.chat else None
+    encoded = encode_prompts(prompts, source.tokenizer, source.prefix, limits, partial(_prompt_name, config))
+    mesh = inference_mesh(config.mesh, source.config)
+    progress = _Progress()
+    generator = Generator(
+        load_model(source, mesh),
+        source.tokenizer,
+        end_ids=source.end_ids,
+        prefix=source.prefix,
+        batch_size=config.batch_size,
+        context=context,
+        donate=True,
+        progress=progress.read,
+    )
+    if encoder is not None:
+        chat = Chat(generator, encoder, config.sampling, config.system)
+        progress.check_interrupt = chat.check_interrupt
+        chat.run()
+    else:
+        _continue_prompts(generator, prompts, encoded, config, progress)
+    print_status("\n".join(generator.speed.lines()))
+
+
+def _check(config: GenerateConfig) -> Path:
+    spell = lambda name, value: f"{flag(GenerateConfig, ('sampling', name))} {value}"  # noqa: E731
+    problems = [*_conflicts(config), *settings_problems(config.sampling, spell)]
+    if problems or config.model is None:
+        raise ConfigError("; ".join(problems))
+    return config.model
+
+
+def _conflicts(config: GenerateConfig) -> Iterator[str]:
+    if config.model is None:
+        yield "name the model by --model DIR"
+    has_prompts = bool(config.prompt) or config.prompt_file is not None
+    if not has_prompts and not config.chat:
+        yield "give texts by --prompt TEXT or --prompt-file FILE, or chat with the model by --chat"
+    if config.chat and (has_prompts or config.json is not None):
+        yield "--chat reads standard input and prints text; leave --prompt, --prompt-file and --json out"
+    if not config.chat and (config.system is not None or config.template is not None):
+        yield "--system and --template need --chat"
+    if (cp := config.mesh.cp) != 1:
+        yield f"--mesh.cp {cp}: a KV cache cannot be split over cp; give its devices to tp: --mesh.tp {cp}"
+    if config.field != _DEFAULT_FIELD and not (config.prompt_file is not None and is_jsonl(config.prompt_file)):
+        yield f"--field {config.field} needs --prompt-file FILE.jsonl"
+
+
+def _prompt_name(config: GenerateConfig, index: int) -> str:
+    line = index - len(config.prompt) + 1
+    return f"prompt {index}" + (f" ({config.prompt_file}, line {line:,})" if line > 0 else "")
+
+
+def _chat_encoder(config: GenerateConfig, source: ModelSource, limits: Limits) -> ConversationEncoder:
+    text, name = source.template, f"the chat template of {source.name}"
+    if config.template is not None:
+        text, name = read_template(config.template), str(config.template)
+    if text is None:
+        raise ChatError(f"{source.name} has no chat template; give one by --template FILE, or texts by --prompt TEXT")
+    template = ChatTemplate(text, name, source.special_tokens)
+    encoder = ConversationEncoder(source.tokenizer, template, special_tokens=config.special_tokens)
+    if problem := limits.problem(encoder.encode([*initial_messages(config.system), {"role": "user", "content": "a"}])):
+        raise GenerationError(f"an empty conversation {problem}")
+    return encoder
+
+
+def _continue_prompts(
+    generator: Generator,
+    prompts: Sequence[str | None],
+    encoded: Sequence[Ids | None],
+    config: GenerateConfig,
+    progress: "_Progress",
+) -> None:
+    to_stdout, indices = config.json == STDOUT, [index for index, prompt in enumerate(prompts) if prompt is not None]
+    with ExitStack() as stack:
+        # The first Ctrl-C waits for the call to end: exiting during a call may crash.
+        progress.check_interrupt = stack.enter_context(Interrupt(signal.SIGINT)).check
+        file = sys.stdout if to_stdout else None
+        if config.json is not None and not to_stdout:
+            with writing("--json", config.json):
+                file = stack.enter_context(config.json.open("w", encoding="utf-8"))
+        pieces = progress.follow(generator.stream(encoded, config.sampling), len(indices))
+        if len(prompts) == 1 and not to_stdout:
+            pieces = _print_pieces(pieces)
+        for result in _in_order(pieces, indices):
+            prompt = prompts[result.index]
+            if len(prompts) > 1 and not to_stdout:
+                _write_line(sys.stdout, f"--- {result.index}: {json.dumps(prompt, ensure_ascii=False)}\n{result.text}")
+            if file is not None and config.json is not None:
+                with ExitStack() if to_stdout else writing("--json", config.json):
+                    _write_line(file, json.dumps({"prompt": prompt, **asdict(result)}, ensure_ascii=False))
+
+
+def _print_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    for piece in pieces:
+        print(piece.text, end="", flush=True)
+        yield piece
+    print()
+
+
+def _write_line(file: TextIO, text: str) -> None:
+    """Writes once, so that a killed process leaves whole lines."""
+    file.write(f"{text}\n")
+    file.flush()
+
+
+def _in_order(pieces: Iterable[Piece], indices: Sequence[int]) -> Iterator[Result]:
+    results: dict[int, Result] = {}
+    remaining = list(reversed(indices))
+    for piece in pieces:
+        if piece.result is not None:
+            results[piece.index] = piece.result
+        while remaining and remaining[-1] in results:
+            yield results.pop(remaining.pop())
+
+
+class _Progress:
+    """Checks for Ctrl-C between calls, and prints progress every few seconds."""
+
+    def __init__(self) -> None:
+        self.check_interrupt: Callable[[], None] = lambda: None
+        self._printed = time.monotonic()
+
+    def read(self, done: int, total: int) -> None:
+        self.check_interrupt()
+        if done < total:
+            self._print(f"read {done:,} of {total:,} prompt tokens")
+
+    def follow(self, pieces: Iterable[Piece], total: int) -> Iterator[Piece]:
+        """Yields the pieces; prints progress unless a terminal shows the texts."""
+        done, tokens, started = 0, 0, time.monotonic()
+        for piece in pieces:
+            yield piece
+            done, tokens = done + (piece.result is not None), tokens + 1
+            if done == 0:
+                self._printed = time.monotonic()  # the first line comes some seconds after the first text
+            elif total > 1 and not is_terminal(sys.stdout):
+                rate = tokens / (time.monotonic() - started)
+                self._print(f"{done:,} of {total:,} texts, {rate:,.0f} tokens/s")
+            self.check_interrupt()
+
+    def _print(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self._printed >= PROGRESS_SECONDS:
+            self._printed = now
+            print_status(text)
 
 
 if __name__ == "__main__":

@@ -1,261 +1,289 @@
-"""A chat: each text that is entered is answered, with the conversation before it in mind, or is a command."""
+"""`jaxtp generate --chat`: each line is a command or a text to answer."""
 
 import difflib
 import json
 import os
 import signal
-from collections.abc import Callable
-from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 
-from jaxtp.config import expand
-from jaxtp.data.chat_tokenizer import without_noncharacters
-from jaxtp.data.template import ASSISTANT, Message
-from jaxtp.entry import UserError, say
-from jaxtp.files import write_atomically, writing
-from jaxtp.generate.engine import Generator, Speed
-from jaxtp.generate.lines import Lines
-from jaxtp.generate.listener import Listener
+import numpy as np
+
+from jaxtp.config.entry import UserError, say
+from jaxtp.config.files import write_atomically, writing
+from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.reading import shown
+from jaxtp.config.schema import expand
+from jaxtp.data.chat_template import (
+    ASSISTANT,
+    ChatError,
+    ChatTemplate,
+    Message,
+    SpecialTokens,
+    rendered_tokenizer,
+    without_noncharacters,
+)
+from jaxtp.data.tokenizer import Tokenizer
+from jaxtp.generate.engine import Generator
 from jaxtp.generate.prompts import is_jsonl
-from jaxtp.generate.request import Finish
-from jaxtp.generate.scheduler import GenerationError, Timing
-from jaxtp.generate.settings import GenerationSettings
-from jaxtp.interrupt import Interrupt
-from jaxtp.reading import shown
+from jaxtp.generate.request import Finish, GenerationError
+from jaxtp.generate.sampling import GenerationSettings
 
-SEEDS = 2**31
-"""Number of seeds that a setting can have."""
+with suppress(ImportError):
+    import readline  # noqa: F401 (input() then edits lines, and accepts lines of more than 4,096 characters)
 
-WAYS_OUT = "take the last turn back by /undo, or begin anew by /reset"
-GREETING = "(/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends the chat)"
+WAYS_OUT = "remove the last turn by /undo, or start again by /reset"
+GREETING = "(/help lists the commands, Ctrl-C stops an answer, /quit or Ctrl-D ends the chat)"
 
 
 class CommandError(UserError):
-    """A line that begins with a slash, and is no command or none that can be carried out."""
+    """A command is invalid."""
 
 
-@dataclass(frozen=True)
-class Command:
-    """A command of a chat."""
+class ConversationEncoder:
+    """Encodes a conversation: special tokens become tokens in the template but text in messages.
 
-    help: str
-    """Says what it does."""
+    Earlier answers keep their generated ids so that the KV cache can be reused, up to the first answer that the
+    template changes, e.g. by removing its reasoning.
 
-    action: Callable[[str], None]
-    """Does it, with what comes after the name."""
+    Args:
+      special_tokens: special tokens spelled in messages, except the model's answers, become tokens too.
 
-    argument: str = ""
-    """Name of its argument, if it has one."""
+    Raises:
+      TokenizerError: the tokenizer's special tokens cannot be distinguished from text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, special_tokens: bool = False):
+        self._tokenizer, self._template = tokenizer, template
+        self._rendered = rendered_tokenizer(tokenizer)
+        self._user_tokens = SpecialTokens(self._rendered.tokens, keep=special_tokens)
+        self._model_tokens = SpecialTokens(self._rendered.tokens)
+        self._last: tuple[str, list[int]] = "", []
+        self._known: list[tuple[str, list[int]]] = [("", [])]
+        """Beginnings of the conversation that end with an answer, as text and as ids; the first is empty."""
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """Returns the ids up to the model's answer.
+
+        Raises:
+          ChatError: the template refuses it, or a message contains a Unicode noncharacter.
+        """
+        escaped = [
+            (self._model_tokens if message["role"] == ASSISTANT else self._user_tokens).escape(message)
+            for message in messages
+        ]
+        marked = self._user_tokens.mark(self._template.render(escaped))
+        while not self._continues(marked, self._known[-1][0]):
+            self._known.pop()
+        text, ids = self._known[-1]
+        ((rest, _),) = self._rendered.encode_batch([(marked.removeprefix(text), "")])
+        self._last = marked, [*ids, *rest.tolist()]
+        return self._last[1]
+
+    def add_answer(self, answer: str, ids: Sequence[int]) -> None:
+        """Stores the last answer's generated ids."""
+        whole = self._tokenizer.decode(np.array(ids, np.int64)).decode(errors="replace") if ids else ""
+        if whole == answer:  # the ids may go beyond the text, which ends before a stop text
+            text, before = self._last
+            self._known.append((text + answer, [*before, *ids]))
+
+    def _continues(self, marked: str, known: str) -> bool:
+        rest = marked.removeprefix(known)
+        return marked.startswith(known) and (len(self._known) == 1 or self._rendered.begins_afresh(rest))
 
 
-@dataclass(frozen=True)
-class Answer:
-    """An answer, as far as it came."""
+def read_text() -> str | None:
+    """Reads text from standard input, joining lines that end in a backslash; None at the end.
 
-    text: str
-    ids: tuple[int, ...]
+    Raises:
+      ChatError: the input is not UTF-8.
+    """
+    lines: list[str] = []
+    while sys.stdin is not None:
+        try:
+            line = input("> " if is_interactive() and sys.stdout.isatty() else "")
+            line.encode()  # in a locale other than UTF-8, Python passes other bytes as surrogates
+        except UnicodeError:
+            raise ChatError("the input is not UTF-8") from None
+        except (EOFError, OSError):  # OSError: the terminal is gone
+            break
+        if line.endswith("\\") and not line.endswith("\\\\"):
+            lines.append(line[:-1])
+            continue
+        text = "\n".join([*lines, line])
+        if text.strip():
+            return text
+        lines = []
+    return "\n".join(lines) or None
 
-    finish: Finish | None
-    """None: it was interrupted."""
+
+def is_interactive() -> bool:
+    """Whether standard input is a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty()
 
 
-def opening(system: str | None) -> list[Message]:
-    """Returns the messages before the first turn: the system message, if there is one."""
+def initial_messages(system: str | None) -> list[Message]:
+    """Returns the messages before the first turn."""
     return [] if system is None else [{"role": "system", "content": system}]
 
 
 class Chat:
-    """A conversation on standard input and output; all else that is said goes to standard error.
-
-    Args:
-      generator: generates the answers.
-      listener: turns the conversation into ids.
-      settings: settings for each answer.
-      system: the system message.
-    """
+    """A conversation on standard input and output; notes go to standard error."""
 
     def __init__(
-        self, generator: Generator, listener: Listener, settings: GenerationSettings, system: str | None = None
+        self,
+        generator: Generator,
+        encoder: ConversationEncoder,
+        settings: GenerationSettings,
+        system: str | None = None,
     ):
-        self.speed = Speed()
-        """Speed of all turns together."""
-        self._generator, self._listener, self._settings = generator, listener, settings
-        self._opening = opening(system)
-        self._messages = self._opening
-        self._retries = 0
+        self._generator, self._encoder, self._settings = generator, encoder, settings
+        self._initial = initial_messages(system)
+        self._messages = self._initial
+        self._ended = False
         self._interrupt = Interrupt(signal.SIGINT)
-        self._lines = Lines()
-        self._commands = {
-            "/help": Command("lists the commands", self._help),
-            "/reset": Command("begins anew, with the system message if there is one", self._reset),
-            "/undo": Command("takes the last text and its answer back", self._undo),
-            "/retry": Command("answers the last text again, with another seed", self._retry),
-            "/save": Command("writes the conversation into a new file, for jaxtp prepare", self._save, " FILE.jsonl"),
+        self._interactive = is_interactive()
+        self._commands: dict[str, tuple[str, Callable[[str], None]]] = {
+            "/help": ("lists the commands", self._help),
+            "/reset": ("starts again, with the same system message", self._reset),
+            "/undo": ("removes the last text and its answer", self._undo),
+            "/save": ("FILE.jsonl: writes the conversation to a new file, for jaxtp prepare", self._save),
+            "/quit": ("ends the chat", self._quit),
         }
 
     def run(self) -> None:
-        """Answers each text that is entered, and carries out commands, until there are no more.
-
-        Ctrl-C stops an answer, and the conversation goes on with the part there is.
+        """Answers texts and runs commands until standard input ends; Ctrl-C stops an answer.
 
         Raises:
-          UserError: a text cannot be answered, or a command not carried out; a terminal shows the error instead, and
-            the conversation goes on as it was before.
+          UserError: a text or command was refused; a terminal prints the error and continues.
         """
-        if self._lines.terminal:
-            say(GREETING)
-        while True:
+        self._note(GREETING)
+        while not self._ended:
             try:
-                text = self._lines.read()
+                text = read_text()
                 if text is None:
                     return
-                self._take(text)
+                self._handle(text)
+            except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
+                say("\n(Ctrl-D ends the chat)")
             except UserError as error:
-                if not self._lines.terminal:
+                if not self._interactive:
                     raise
                 say(f"{error}")
 
-    def check(self) -> None:
-        """Raises `KeyboardInterrupt` if the answer is to be stopped; to be called after each part of a long prompt."""
+    def check_interrupt(self) -> None:
+        """Raises `KeyboardInterrupt` to stop an answer; call it after each chunk of a long prompt."""
         self._interrupt.check()
 
-    def _take(self, text: str) -> None:
-        """Takes a text; only one line can be a command, so that source code may begin with a slash."""
-        if "\n" in text or not text.startswith("/"):
-            return self._turn([*self._messages, {"role": "user", "content": text}])
-        if text.startswith("//"):
-            return self._turn([*self._messages, {"role": "user", "content": text[1:]}])
-        name, _, argument = text.strip().partition(" ")
-        command = self._commands.get(name)
-        if command is None:
-            close = difflib.get_close_matches(name, self._commands, n=1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(self._commands)}"
-            raise CommandError(f"{shown(name, 40)} is no command; {hint} (//text is the text /text)")
-        if argument and not command.argument:
-            raise CommandError(f"{name} {shown(argument, 40)}: it takes nothing; enter {name} alone")
-        return command.action(argument.strip())
+    def _handle(self, text: str) -> None:
+        """Only a single line can be a command, so code may begin with a slash."""
+        if "\n" not in text and text.startswith("/"):
+            if not text.startswith("//"):
+                return self._run_command(text)
+            text = text[1:]
+        return self._turn([*self._messages, {"role": "user", "content": text}])
 
-    def _turn(self, asked: list[Message], retries: int = 0) -> None:
-        """Answers a conversation that ends with a text of the user's."""
+    def _run_command(self, line: str) -> None:
+        name, _, argument = line.strip().partition(" ")
+        if name not in self._commands:
+            close = difflib.get_close_matches(name, self._commands, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"commands are {', '.join(self._commands)}"
+            raise CommandError(f"{shown(name, 40)} is not a command; {hint} (//text sends /text)")
+        if argument and name != "/save":
+            raise CommandError(f"{name} takes no argument, and {shown(argument, 40)} follows")
+        self._commands[name][1](argument.strip())
+
+    def _turn(self, messages: list[Message]) -> None:
         try:
-            ids = self._listener.ids(asked)
+            ids = self._encoder.encode(messages)
             if problem := self._generator.limits.problem(ids, WAYS_OUT):
                 raise GenerationError(f"the conversation {problem}")
-            answer = self._answer(ids, retries)
+            text, answer, finish = self._answer(ids)
         except UserError as error:
-            if not self._lines.terminal:
+            if not self._interactive:
                 raise
             return say(f"not answered, and forgotten: {error}")
-        if answer.finish is None and not answer.ids:
-            return say("(interrupted before there was an answer; the text is forgotten)")
-        self._listener.answered(answer.text, answer.ids)
-        self._messages = [*asked, {"role": ASSISTANT, "content": without_noncharacters(answer.text)}]
-        self._tell(len(ids) + len(answer.ids), answer)
-        return None
+        if finish is None and not answer:
+            return say("(interrupted before the answer began; the text is forgotten)")
+        self._encoder.add_answer(text, answer)
+        self._messages = [*messages, {"role": ASSISTANT, "content": without_noncharacters(text)}]
+        return self._report(len(ids) + len(answer), finish)
 
-    def _answer(self, ids: list[int], retries: int) -> Answer:
-        """Prints an answer as it comes, and returns it."""
-        settings = replace(self._settings, seed=(self._settings.seed + retries) % SEEDS) if retries else self._settings
-        given: list[str] = []
-        made: list[int] = []
+    def _answer(self, ids: list[int]) -> tuple[str, list[int], Finish | None]:
+        texts: list[str] = []
+        answer: list[int] = []
         finish: Finish | None = None
-        pieces = self._generator.stream([ids], settings, keep=True)
-        # The signal is heeded where the generator can go on from its memory; a second one, at once.
+        pieces = self._generator.stream([ids], self._settings, keep=True)
+        # The first Ctrl-C stops where the generator's cache stays usable; a second stops at once.
         self._interrupt = Interrupt(signal.SIGINT)
         with closing(pieces), self._interrupt:  # type: ignore[type-var]  # a generator
             try:
                 for piece in pieces:
-                    given.append(piece.text)
-                    made += [] if piece.token is None else [piece.token]
+                    texts.append(piece.text)
+                    answer += [] if piece.token is None else [piece.token]
                     finish = None if piece.result is None else piece.result.finish
                     print(piece.text, end="", flush=True)
                     if finish is None:
-                        self.check()
+                        self.check_interrupt()
             except KeyboardInterrupt:
                 pass
         print(flush=True)
-        self.speed = _together(self.speed, self._generator.speed)
-        return Answer("".join(given), tuple(made), finish)
+        return "".join(texts), answer, finish
 
-    def _tell(self, used: int, answer: Answer) -> None:
-        """Says what a turn took, and what is left of the context.
-
-        Args:
-          used: number of tokens of the conversation, with the answer.
-          answer: the answer.
-        """
-        context, most = self._generator.limits.context, self._settings.max_tokens
-        if self._lines.terminal:
-            timing = self._generator.speed.timing
-            rate = f", {timing.decode_tokens / timing.decode_seconds:,.0f} tokens/s" if timing.decode_tokens else ""
-            cut = {None: "; interrupted", "length": f"; cut at --max-tokens {most}"}.get(answer.finish, "")
-            say(
-                f"(read {timing.prefill_tokens:,} tokens, kept {timing.kept_tokens:,}, made {len(answer.ids):,}{rate}; "
-                f"{used:,} {'used' if context is None else f'of {context:,} used'}{cut})"
-            )
-        if context is None:
-            return
-        if answer.finish == "context":
+    def _report(self, num_tokens: int, finish: Finish | None) -> None:
+        context, max_tokens = self._generator.limits.context, self._settings.max_tokens
+        if finish is None:
+            self._note("(interrupted)")
+        elif finish == "length":
+            self._note(f"(cut at --max-tokens {max_tokens})")
+        elif finish == "context":
             say(f"the answer is cut: the model's context of {context:,} tokens is full; {WAYS_OUT}")
-        elif context - used < min(most, context // 2):  # whoever asks for most of a context wants what there is
+        if context is not None and finish != "context" and context - num_tokens < min(max_tokens, context // 2):
             say(
-                f"about {max(context - used, 0):,} tokens are left of {context:,}, and an answer may take {most:,} "
-                f"(--max-tokens); {WAYS_OUT}"
+                f"about {max(context - num_tokens, 0):,} of {context:,} tokens are left, and an answer may take "
+                f"{max_tokens:,} (--max-tokens); {WAYS_OUT}"
             )
 
     def _help(self, _: str) -> None:
-        names = {name + command.argument: command.help for name, command in self._commands.items()}
-        names |= {"//text": "is the text /text", "text\\": "goes on in the next line"}
-        width = max(map(len, names))
-        say("\n".join(f"{name:{width}}  {text}" for name, text in names.items()))
+        lines = {name: text for name, (text, _) in self._commands.items()}
+        lines |= {"//text": "sends the text /text", "text\\": "continues on the next line"}
+        say("\n".join(f"{name:6}  {text}" for name, text in lines.items()))
+
+    def _quit(self, _: str) -> None:
+        self._ended = True
 
     def _reset(self, _: str) -> None:
-        self._messages = self._opening
-        self._note("the conversation begins anew")
+        self._messages = self._initial
+        self._note("(the conversation starts again)")
 
     def _undo(self, _: str) -> None:
         self._require_turn("/undo")
-        *self._messages, asked, _answer = self._messages
-        self._note(f"taken back: {asked['content'][:60]!r}")
-
-    def _retry(self, _: str) -> None:
-        self._require_turn("/retry")
-        if self._settings.temperature == 0:
-            raise CommandError("/retry: without --temperature the likeliest token is taken, whatever the seed")
-        self._retries += 1  # of the whole chat, so that no seed comes again
-        self._turn(list(self._messages[:-1]), self._retries)
+        *self._messages, last, _answer = self._messages
+        self._note(f"(removed: {last['content'][:60]!r})")
 
     def _save(self, name: str) -> None:
         if not name:
             raise CommandError("/save needs a file: /save FILE.jsonl")
         path = expand(Path(name))
         if not is_jsonl(path):
-            near = f"; did you mean {path.with_suffix('.jsonl')}?" if path.name else ""
-            raise CommandError(f"/save {name}: jaxtp prepare knows conversations by a name that ends in .jsonl{near}")
+            hint = f"; did you mean {path.with_suffix('.jsonl')}?" if path.name else ""
+            raise CommandError(f"/save {name}: jaxtp prepare needs a name that ends in .jsonl{hint}")
         if os.path.lexists(path):
-            raise CommandError(f"/save {path}: is there already; name another file")
+            raise CommandError(f"/save {path}: exists already; name another file")
         self._require_turn("/save")
         line = json.dumps({"messages": self._messages}, ensure_ascii=False) + "\n"
         with writing("/save", path):
             write_atomically(path, line.encode())
-        self._note(f"{len(self._messages):,} messages in {path}")
+        self._note(f"({len(self._messages):,} messages in {path})")
 
     def _require_turn(self, name: str) -> None:
-        if len(self._messages) == len(self._opening):
+        if len(self._messages) == len(self._initial):
             raise CommandError(f"{name}: there is no answer yet")
 
     def _note(self, text: str) -> None:
-        if self._lines.terminal:
-            say(f"({text})")
-
-
-def _together(before: Speed, turn: Speed) -> Speed:
-    """Returns the speed of all turns: their tokens and seconds together, and the cache as it is now."""
-    timing = {name: value + getattr(before.timing, name) for name, value in asdict(turn.timing).items()}
-    return replace(
-        turn,
-        compile_seconds=before.compile_seconds + turn.compile_seconds,
-        timing=Timing(**timing),
-        cut_texts=before.cut_texts + turn.cut_texts,
-    )
+        if self._interactive:
+            say(text)

@@ -1,19 +1,25 @@
-"""Opens the model at a path to generate from: its weights, tokenizer, chat template and defaults.
+"""Opens a model for inference: its configuration, tokenizer and chat template first, its weights later.
 
-The path is that of a run of `jaxtp train`, of one of its checkpoints, or of a folder in Hugging Face format.
+The path is a training run, one of its checkpoints, or a Hugging Face folder.
 """
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Annotated, get_args
 
 import jax
+import tyro
+from flax import nnx
 from jax.sharding import Mesh
 
-from jaxtp.checkpoint.reader import Stored, open_checkpoint
-from jaxtp.checkpoint.stored import finished
-from jaxtp.config import expand, nearest_file
+from jaxtp.checkpoint.logical import logical_size
+from jaxtp.checkpoint.storage import StoredCheckpoint, finished_checkpoints, open_checkpoint
+from jaxtp.config import entry
+from jaxtp.config.entry import UserError
+from jaxtp.config.schema import Keys, Switch, UserPath, expand, nearest_file
 from jaxtp.data.corpus import PREFIX
 from jaxtp.data.manifest import BYTES, MANIFEST, TOKENIZER
 from jaxtp.data.tokenizer import (
@@ -33,33 +39,107 @@ from jaxtp.data.tokenizer_files import (
     end_ids,
     special_tokens,
 )
-from jaxtp.entry import UserError
-from jaxtp.generate.config import SourceConfig, default_dtype
+from jaxtp.distributed.devices import build_mesh, request_virtual_devices
+from jaxtp.distributed.environment import keep_programs
 from jaxtp.hf import peft
-from jaxtp.hf.attributes import read_config, stored_dtype
-from jaxtp.hf.folder import CONFIG, read_attributes
+from jaxtp.hf.config_json import read_config, stored_dtype
 from jaxtp.hf.load import load_hf
-from jaxtp.hf.peft_load import PeftFolder, open_peft
-from jaxtp.hf.runs import kept_family, kept_files, load_merged, merge_peft, model_of
+from jaxtp.hf.model_folder import CONFIG, read_attributes
+from jaxtp.hf.peft import PeftFolder, open_peft
+from jaxtp.hf.runs import family_of_run, hf_files_of, load_merged, merge_peft, run_model_config
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import DType
-from jaxtp.models.config import ModelConfig
+from jaxtp.mesh import TP, describe_mesh, mesh_sizes
+from jaxtp.models.config import ModelConfig, checked, padded_sizes, violations
 from jaxtp.models.decoder import Decoder
 
 
 class SourceError(UserError):
-    """A path from which no model can be read, or a model without its tokenizer."""
+    """A path has no readable model, or the model no tokenizer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceConfig:
+    """Settings that override a model's files."""
+
+    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
+    """A tokenizer.json, or a folder with one, if it has moved since the model was trained."""
+
+    base: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """For a run that trained adapters: the base model, if it has moved."""
+
+    adapters: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Adapters in PEFT's format to merge into the model, in float32 before the cast to --dtype."""
+
+    ignore_config: Keys = ()
+    """Attributes of config.json that jaxtp does not know and that do not affect the model's outputs. Can be given
+    several times."""
+
+    special_tokens: Switch = False
+    """Text that spells a special token, such as <|im_start|>, becomes that token; by default it stays text. A chat
+    template's own special tokens are always tokens, and so are all special tokens in tasks of lm-evaluation-harness."""
+
+    dtype: DType | None = None
+    """Dtype of weights and computation. By default float32 on CPUs, which multiply 16-bit numbers ten times slower; on
+    GPUs the run's compute dtype, or the dtype in config.json (float32 if it names none). float16 is for GPUs without
+    bfloat16; values above 65,504, which some models reach, overflow in it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InferenceMeshConfig:
+    """Number of devices along each axis."""
+
+    dp: int = 1
+    """Copies of the model; dp and fsdp split the batch."""
+
+    fsdp: int = 1
+    """Shards of each parameter. To generate, they are gathered once, so each device needs the memory of tp alone."""
+
+    cp: int = 1
+    """Parts of each sequence, to evaluate long ones. Generating needs 1, since a KV cache cannot be split over cp."""
+
+    tp: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
+    """Shards of each matrix product and of the heads; by default as many GPUs as the model's heads allow, and 1 on a
+    CPU."""
+
+
+def request_devices(config: InferenceMeshConfig) -> None:
+    """Makes virtual devices if there is no GPU; call it before any other JAX function."""
+    request_virtual_devices(math.prod(max(size or 1, 1) for size in asdict(config).values()))
+
+
+def inference_mesh(config: InferenceMeshConfig, model: ModelConfig) -> Mesh:
+    """Returns the mesh, with the default tp filled in.
+
+    Raises:
+      ConfigError: the model does not fit it; the message names the nearest working sizes.
+      MeshError: there are too few devices.
+    """
+    tp = _default_tp(config, model) if config.tp is None else config.tp
+    mesh = build_mesh(asdict(config) | {TP: tp})
+    checked(model, mesh_sizes(mesh), fixed=True)
+    return mesh
+
+
+def _default_tp(config: InferenceMeshConfig, model: ModelConfig) -> int:
+    """Returns the largest tp without padding, on the GPUs that other axes leave."""
+    others = [size for axis, size in asdict(config).items() if axis != TP]
+    if -1 in others or jax.default_backend() == "cpu":
+        return 1
+    devices = jax.device_count() // math.prod(max(size, 1) for size in others)
+    unpadded = (tp for tp in range(devices, 1, -1) if not padded_sizes(model, tp))
+    return next((tp for tp in unpadded if not list(violations(model, asdict(config) | {TP: tp}))), 1)
 
 
 @dataclass(frozen=True)
-class Source:
-    """A model on disk, of which everything but the weights has been read."""
+class ModelSource:
+    """A model on disk, without its weights."""
 
     name: str
     """Its name in messages."""
 
     config: ModelConfig
-    """The configuration to run it with."""
+    """The configuration for inference."""
 
     tokenizer: Tokenizer
 
@@ -76,57 +156,71 @@ class Source:
     """Chat template, in Jinja."""
 
     special_tokens: Mapping[str, str]
-    """The text of the special tokens that the template may name, such as bos_token."""
+    """Texts of the special tokens that the template may use, such as bos_token."""
 
     context: int | None
-    """The most tokens of a prompt and its text that the model was made for; None where nothing says so."""
+    """Maximum number of tokens of prompt and text together; None if unknown."""
 
 
-def open_source(path: Path, asked: SourceConfig = SourceConfig()) -> Source:
-    """Returns the model at a path.
+def load_model(source: ModelSource, mesh: Mesh) -> Decoder:
+    """Loads the weights; prints name, size and devices."""
+    device = mesh.devices.flat[0]
+    keep_programs(device.platform)
+    model = source.load(mesh)
+    size, kind = logical_size(nnx.state(model)), "CPU device" if device.platform == "cpu" else device.device_kind
+    print_status(
+        f"model   {source.name}: {size:,} parameters, {source.config.precision.compute}\n"
+        f"mesh    {describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}{'s' if mesh.size > 1 else ''}"
+    )
+    return model
 
-    Args:
-      path: the folder.
-      asked: settings that replace what the model has or says itself: dtype, tokenizer, base, adapters, special_tokens
-        and ignore_config.
+
+def print_status(text: str) -> None:
+    """Prints a line on standard error, in the first process only."""
+    if jax.process_index() == 0:
+        entry.say(text)
+
+
+def open_source(path: Path, options: SourceConfig = SourceConfig()) -> ModelSource:
+    """Opens the model at a path.
 
     Raises:
       SourceError: there is no model, or it has no tokenizer.
-      ValueError: it is damaged or not understood (`CheckpointError`, `DatasetError`, `TokenizerError`, `ConfigError`,
-        `HFError`).
+      ValueError: the model is damaged or unsupported (a subclass, e.g. `CheckpointError`, `HFError`).
     """
-    if not os.path.isdir(path):  # unlike Path's, it takes names of any length
-        what = "is no folder" if os.path.exists(path) else "no such folder"
+    if not os.path.isdir(path):  # unlike Path.is_dir, it accepts names of any length
+        what = "not a folder" if os.path.exists(path) else "no such folder"
         raise SourceError(f"--model {path}: {what}{nearest_file(path)}")
     if (path / CONFIG).is_file():
-        return _open_hf(path, asked)
-    if finished(path):
-        return _open_run(path, asked)
+        return _open_hf(path, options)
+    if finished_checkpoints(path):
+        return _open_run(path, options)
     if (path / peft.CONFIG).is_file():
         raise SourceError(
-            f"--model {path}: adapters in PEFT's format, without their model; give that, and these by --adapters {path}"
+            f"--model {path}: adapters in PEFT's format, without a model; give the model by --model and these by "
+            f"--adapters {path}"
         )
     raise SourceError(
-        f"--model {path}: no run with a finished checkpoint, and no model in Hugging Face's format (config.json)"
+        f"--model {path}: neither a run with a finished checkpoint nor a model in Hugging Face's format (config.json)"
     )
 
 
-def _open_hf(folder: Path, asked: SourceConfig) -> Source:
-    stored = read_config(folder, asked.ignore_config)
-    config = _inference_config(stored, asked.dtype or default_dtype(stored_dtype(folder)))
-    adapters = _adapters(asked, stored, read_attributes(folder).get("model_type"))
-    if asked.tokenizer is None and not (folder / TOKENIZER).is_file():
-        raise SourceError(f"{folder} has no {TOKENIZER}; name one by --tokenizer PATH")
-    tokenizer = open_tokenizer(asked.tokenizer or folder, special_tokens=asked.special_tokens)
+def _open_hf(folder: Path, options: SourceConfig) -> ModelSource:
+    stored = read_config(folder, options.ignore_config)
+    config = _inference_config(stored, options.dtype or _default_dtype(stored_dtype(folder)))
+    adapters = _open_adapters(options, stored, read_attributes(folder).get("model_type"))
+    if options.tokenizer is None and not (folder / TOKENIZER).is_file():
+        raise SourceError(f"{folder} has no {TOKENIZER}; give one by --tokenizer PATH")
+    tokenizer = open_tokenizer(options.tokenizer or folder, special_tokens=options.special_tokens)
 
     def load(mesh: Mesh) -> Decoder:
         with jax.set_mesh(mesh):
             precision = config.precision if adapters is None else None
-            model = load_hf(folder, precision=precision, ignore_config=asked.ignore_config)
+            model = load_hf(folder, precision=precision, ignore_config=options.ignore_config)
             return model if adapters is None else merge_peft(model, adapters, config, mesh)
 
-    return Source(
-        name=_named(str(folder), adapters),
+    return ModelSource(
+        name=_with_adapters(str(folder), adapters),
         config=config,
         tokenizer=tokenizer,
         load=load,
@@ -138,61 +232,64 @@ def _open_hf(folder: Path, asked: SourceConfig) -> Source:
     )
 
 
-def _open_run(path: Path, asked: SourceConfig) -> Source:
-    """Returns the model of the newest checkpoint of a run, or of the checkpoint whose folder is given."""
-    if asked.ignore_config:
-        raise SourceError(f"--ignore-config is of a model in Hugging Face's format, and {path} is a run")
+def _open_run(path: Path, options: SourceConfig) -> ModelSource:
+    if options.ignore_config:
+        raise SourceError(f"--ignore-config is for models in Hugging Face's format, and {path} is a run")
     checkpoint = open_checkpoint(path)
     folder, info = checkpoint.folder, checkpoint.info
-    trained = model_of(folder, info)
-    config = _inference_config(trained, asked.dtype)
-    if trained.lora.rank and asked.adapters is not None:
+    trained = run_model_config(folder, info)
+    config = _inference_config(trained, options.dtype)
+    if trained.lora.rank and options.adapters is not None:
         raise SourceError(
-            f"--adapters {asked.adapters}: {path} has adapters of its own; make a model of these first, by `python -m "
-            f"jaxtp.convert export {path} DIR --merged`, and give that by --model"
+            f"--adapters {options.adapters}: {path} has adapters already; merge them first by `jaxtp "
+            f"convert export {path} DIR --merged`, and give DIR by --model"
         )
-    adapters = _adapters(asked, trained, kept_family(folder))
+    adapters = _open_adapters(options, trained, family_of_run(folder))
 
     def load(mesh: Mesh) -> Decoder:
         if adapters is None:
-            return load_merged(folder, info, config, mesh, asked.base)
+            return load_merged(folder, info, config, mesh, options.base)
         return merge_peft(load_merged(folder, info, trained, mesh), adapters, config, mesh)
 
-    place = _tokenizer_place(checkpoint, asked.tokenizer)
-    tokenizer = _tokenizer_of_run(checkpoint, place, asked)
-    folders = [found for found in (place, kept_files(folder)) if found is not None and found.is_dir()]
-    template, names = _chat(folders)
-    return Source(
-        name=_named(f"{path}, step {folder.name}", adapters),
+    location = _tokenizer_location(checkpoint, options.tokenizer)
+    tokenizer = _tokenizer_of_run(checkpoint, location, options)
+    folders = [each for each in (location, hf_files_of(folder)) if each is not None and each.is_dir()]
+    templates = ((chat_template(each), each) for each in folders)
+    template, template_folder = next((pair for pair in templates if pair[0] is not None), (None, None))
+    return ModelSource(
+        name=_with_adapters(f"{path}, step {folder.name}", adapters),
         config=config,
         tokenizer=tokenizer,
         load=load,
         end_ids=tokenizer.info.end_ids.union(*map(_end_ids, folders)),
         prefix=tuple(info.get("corpus", {}).get(PREFIX, ())),
         template=template,
-        special_tokens=names,
+        special_tokens={} if template_folder is None else special_tokens(template_folder),
         context=_context(folders, config),
     )
 
 
-def _adapters(asked: SourceConfig, model: ModelConfig, family: str | None) -> PeftFolder | None:
-    """Returns the adapters that are asked for, compared with the model."""
-    return None if asked.adapters is None else open_peft(asked.adapters, model, family)
+def _open_adapters(options: SourceConfig, model: ModelConfig, family: str | None) -> PeftFolder | None:
+    return None if options.adapters is None else open_peft(options.adapters, model, family)
 
 
-def _named(model: str, adapters: PeftFolder | None) -> str:
+def _with_adapters(model: str, adapters: PeftFolder | None) -> str:
     return model if adapters is None else f"{model} with {adapters.path}"
 
 
-def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
-    """Returns a model's configuration without what only training needs.
+def _default_dtype(stored: str | None) -> DType:
+    """Call it after `request_devices`."""
+    if jax.default_backend() == "cpu":
+        return "float32"  # XLA's bfloat16 matmuls are ten times slower on CPUs
+    return next((dtype for dtype in get_args(DType) if dtype == stored), "float32")
 
-    Weights are stored in the dtype that they are multiplied in: layers cast to it anyway, before anything else.
-    """
-    compute = dtype or default_dtype(config.precision.compute)
+
+def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
+    """Drops training-only settings and stores weights in the compute dtype, which layers cast to anyway."""
+    compute = dtype or _default_dtype(config.precision.compute)
     return replace(
         config,
-        attention="auto",  # whatever the run was trained with, perhaps elsewhere; and so for experts
+        attention="auto",  # the run's kernels may be for another device
         grouped="auto",
         dropout=0.0,
         remat="none",
@@ -202,39 +299,34 @@ def _inference_config(config: ModelConfig, dtype: DType | None) -> ModelConfig:
     )
 
 
-def _tokenizer_place(checkpoint: Stored, asked: Path | None) -> Path | None:
-    """Returns where the tokenizer of a run's data should be, and the chat template that they were made by."""
+def _tokenizer_location(checkpoint: StoredCheckpoint, requested: Path | None) -> Path | None:
     data = checkpoint.info["config"].get("data", {})
     mixture = next(iter(data.get("mixture") or ()), None)
-    places = (asked, data.get("path"), mixture, kept_files(checkpoint.folder))
-    return next((expand(Path(place)) for place in places if place is not None), None)
+    paths = (requested, data.get("path"), mixture, hf_files_of(checkpoint.folder))
+    return next((expand(Path(path)) for path in paths if path is not None), None)
 
 
-def _tokenizer_of_run(checkpoint: Stored, place: Path | None, asked: SourceConfig) -> Tokenizer:
-    """Returns the tokenizer that a run was trained with, which its checksum proves."""
+def _tokenizer_of_run(checkpoint: StoredCheckpoint, location: Path | None, options: SourceConfig) -> Tokenizer:
     folder, recorded = checkpoint.folder, checkpoint.info.get("corpus", {}).get("tokenizer")
     if recorded == BYTES:
-        if asked.tokenizer is not None:
+        if options.tokenizer is not None:
             raise SourceError(f"{folder} was trained on bytes; leave --tokenizer out")
         return ByteTokenizer()
-    if place is None:
-        raise SourceError(f"{folder} does not say which tokenizer it needs; name it by --tokenizer PATH")
-    if not place.exists():
-        raise SourceError(
-            f"the tokenizer of {folder} was in {place}, and there is nothing; name it by --tokenizer PATH"
-        )
-    tokenizer = open_tokenizer(place, special_tokens=asked.special_tokens)
+    if location is None:
+        raise SourceError(f"{folder} does not say which tokenizer it needs; give it by --tokenizer PATH")
+    if not location.exists():
+        raise SourceError(f"the tokenizer of {folder} is no longer in {location}; give it by --tokenizer PATH")
+    tokenizer = open_tokenizer(location, special_tokens=options.special_tokens)
     if recorded is not None and tokenizer.info.sha256 != recorded:
-        raise SourceError(f"{place} is not the tokenizer that {folder} was trained with: its sha256 is another")
+        raise SourceError(f"{location} is not the tokenizer that {folder} was trained with: its sha256 differs")
     return tokenizer
 
 
 def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokenizer:
-    """Returns the tokenizer of a dataset, of a `tokenizer.json`, or of a folder that has one.
+    """Returns the tokenizer of a dataset, of a `tokenizer.json`, or of its folder.
 
     Args:
-      path: the folder or file.
-      special_tokens: whether text that spells a special token becomes that token.
+      special_tokens: whether text can spell special tokens.
 
     Raises:
       DatasetError: the dataset is unfinished or damaged.
@@ -247,14 +339,8 @@ def open_tokenizer(path: str | Path, *, special_tokens: bool = False) -> Tokeniz
     content = read_tokenizer(file)
     try:
         return HuggingFaceTokenizer(content, str(file), special_tokens=special_tokens)
-    except TokenizerError:  # perhaps it is only that no token ends a document, which is no matter here
+    except TokenizerError:  # perhaps only for lack of an end token, which is not needed here
         return HuggingFaceTokenizer(content, str(file), has_eos=False, special_tokens=special_tokens)
-
-
-def _chat(folders: Sequence[Path]) -> tuple[str | None, Mapping[str, str]]:
-    """Returns the first chat template in some folders, with the special tokens of its folder."""
-    found = ((chat_template(folder), folder) for folder in folders)
-    return next(((text, special_tokens(folder)) for text, folder in found if text is not None), (None, {}))
 
 
 def _end_ids(folder: Path) -> frozenset[int]:
@@ -262,7 +348,6 @@ def _end_ids(folder: Path) -> frozenset[int]:
 
 
 def _context(folders: Sequence[Path], config: ModelConfig) -> int | None:
-    """Returns the context that a config.json in some folders gives, stretched by the scaling of rotary embeddings."""
     length = next((found for folder in folders if (found := context(folder / MODEL_CONFIG)) is not None), None)
     scaling = config.rope_scaling
     if length is None or scaling.kind == "none":

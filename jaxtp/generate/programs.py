@@ -1,23 +1,17 @@
-"""The compiled programs of a generator: one reads tokens of prompts, the other makes tokens, several in one call.
+"""A generator's compiled programs: one reads prompt tokens, the other decodes several tokens per call.
 
-Both end by choosing tokens, so that logits never leave the devices. The memory is donated to each program, which
-writes into it in place. What the host has to say of the rows (tokens, lengths, seeds) are a few numbers, given with
-each call. A call returns before its tokens are there, with the state: who is interrupted while waiting for them still
-has it. There must be no other call before they are, for virtual CPU devices can hang where many programs are under
-way.
+Both end by sampling, so logits never leave the devices. Each program updates its donated KV cache in place. A call
+returns its state before its tokens are computed, so an interrupt while waiting for them loses nothing. No other call
+may run before then: virtual CPU devices can deadlock with several programs in flight.
 
-The host decides by numbers, the devices by tokens. A call makes tokens until all rows have ended, or until one has
-ended whose place is wanted.
+A decode call runs until all rows have ended, or the first if a prompt is waiting.
 """
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,113 +23,109 @@ from jax.sharding import PartitionSpec as P
 from numpy.typing import NDArray
 
 from jaxtp.collectives import batch_spec, constrain
-from jaxtp.generate.sampling import sample
-from jaxtp.generate.settings import GenerationSettings
+from jaxtp.generate.decode_model import DecodeModel, mesh_context
+from jaxtp.generate.sampling import GenerationSettings, sample
 from jaxtp.layers.cache import LAYER_SPEC, Memories, NewTokens
-from jaxtp.models.decoder import Ends
-from jaxtp.models.reader import Reader
 
-Ids = NDArray[np.int32]
+Ints = NDArray[np.int32] | Array
 
 MAX_STEPS = 32
-"""Most tokens of a row that one call makes."""
+"""Maximum number of tokens of a row that one call decodes."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a memory."""
+    """The size of a KV cache: rows on all devices (divisible by dp * fsdp), and tokens per row."""
 
     rows: int
-    """Number of sequences on all devices together; divisible by dp * fsdp."""
-
     slots: int
-    """Number of tokens that a row can have at most."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """Arrays that the devices hold between calls."""
+    """Arrays that stay on the devices between calls."""
 
     memories: Memories
+    """The KV cache."""
 
     seen: Array | None = None
-    """Whether a row has a token, `[rows, V]`; None where no setting asks for it."""
+    """Whether a row has a token, `[rows, V]`; None without a repetition penalty."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Packed:
-    """Tokens of prompts to read, in one sequence for each part of the batch, and what the host knows of the rows.
+class PackedTokens:
+    """Prompt tokens to read, packed into one sequence for each of the P parts of the batch.
 
-    P is the number of parts, C the length of a sequence, R the rows of a part.
+    C is the length of a sequence, R the number of rows of a part.
     """
 
-    ids: Ids
+    ids: Ints
     """`[P, C]`."""
 
-    rows: Ids
-    """Row of each token among those of its part, `[P, C]`; -1 for padding."""
+    rows: Ints
+    """Row of each token within its part, `[P, C]`; -1 for padding."""
 
-    positions: Ids
+    positions: Ints
     """Position of each token in its row, `[P, C]`."""
 
-    last: Ids
-    """Where in the sequence the last token of a row's prompt is, `[P, R]`; -1 where it is not in it."""
+    last: Ints
+    """Index in the sequence of the last prompt token of each row, `[P, R]`; -1 if it is not there."""
 
-    continued: bool
-    """Whether a sequence begins with tokens of a row that has others before them."""
+    continued: bool = field(metadata={"static": True})
+    """Whether a sequence begins with tokens of a row that has others in the cache."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class RowArrays:
+    """The state of each row on the host, `[rows]` each."""
+
+    tokens: Ints
+    """The last sampled token, not yet in the cache."""
+
+    lengths: Ints
+    """Number of tokens in the cache; for a prompt that is being read, its whole length."""
+
+    left: Ints
+    """Number of tokens still to be generated; 0 for an idle row."""
+
+    seeds: NDArray[np.uint32] | Array
+
+
+StepTokens = tuple[list[list[int]], list[list[float]]]
+"""Tokens and their log-probabilities, of each row at each step."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Numbers that the host knows of the rows, `[rows]` each."""
-
-    tokens: Ids
-    """Token of a row that has been chosen last, and is to be read."""
-
-    lengths: Ids
-    """Number of tokens of a row that have been read."""
-
-    left: Ids
-    """Number of tokens that are still to be chosen; 0 for a row that makes none."""
-
-    seeds: NDArray[np.uint32]
-
-
-Made = tuple[list[list[int]], list[list[float]]]
-"""Tokens and their log-probabilities, of each row for each step."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Tokens that are being chosen, and their log-probabilities, `[steps, rows]` each."""
+class SampledTokens:
+    """Pending tokens and log-probabilities, `[MAX_STEPS or 1, rows]`; only the first `steps` are valid."""
 
     tokens: Array
     logprobs: Array
     steps: Array | int
-    """Number of steps that were made; what is in later ones means nothing."""
 
-    def wait(self) -> Made:
-        """Returns them, step by step, once they are computed."""
+    def wait(self) -> StepTokens:
+        """Waits for the tokens."""
         steps = int(self.steps)
         return np.asarray(self.tokens)[:steps].tolist(), np.asarray(self.logprobs)[:steps].tolist()
 
 
+_Carry = tuple[Array, State, Array, Array, Array, Array, Array]
+
+
 class Programs:
-    """The programs for one shape of memory and one way to choose, each compiled when it is first needed.
+    """The programs for one cache shape and sampling settings, each compiled on first use.
 
     Args:
-      reader: the model.
-      mesh: the mesh of it; None without one.
-      shape: the sizes.
-      settings: say how tokens are chosen.
-      num_ids: number of ids that have a meaning.
+      num_ids: number of tokens that may be sampled.
       end_ids: tokens that end a text.
     """
 
     def __init__(
         self,
-        reader: Reader,
+        model: DecodeModel,
         mesh: Mesh | None,
         shape: Shape,
         settings: GenerationSettings,
@@ -143,20 +133,20 @@ class Programs:
         end_ids: frozenset[int],
     ):
         self.shape, self.compile_seconds = shape, 0.0
-        self._mesh, self._config = mesh, reader.config
+        self._mesh, self._config = mesh, model.config
         self._end_ids = sorted(end_ids)
         self._penalises = settings.repetition_penalty != 1
         self._sample = partial(sample, settings=settings, num_ids=num_ids)
-        self._graph, self._weights = nnx.split(reader)
-        self._compiled: dict[Any, Any] = {}
+        self._graph, self._weights = nnx.split(model)
+        self._compiled: dict[Hashable, jax.stages.Compiled] = {}
 
     @property
-    def lengths(self) -> list[int]:
-        """Lengths of the sequences for which a program that reads is compiled."""
-        return [key[1] for key in self._compiled if key[0] == "read"]
+    def read_lengths(self) -> list[int]:
+        """Sequence lengths with a compiled read program."""
+        return [key[1] for key in self._compiled if isinstance(key, tuple)]
 
     def state(self, memories: Memories | None = None) -> State:
-        """Returns the state of rows, empty or with a memory."""
+        """Returns the state with `memories`, by default an empty KV cache."""
         if memories is None:
             memories = self._program("empty", self._empty)(self._weights)
         if not self._penalises:
@@ -164,134 +154,107 @@ class Programs:
         seen = np.zeros((self.shape.rows, self._config.vocab_size), np.bool_)
         return State(memories, jax.device_put(seen, self._sharding(batch_spec(None))))
 
-    def note(self, state: State, prompts: dict[int, Ids]) -> State:
-        """Returns the state with the tokens of prompts, by row, where repetition is penalised."""
+    def add_prompts(self, state: State, prompts: dict[int, NDArray[np.int32]]) -> State:
+        """Marks prompt tokens, by row, as seen; only the repetition penalty needs it."""
         if state.seen is None or not prompts:
             return state
-        fresh, seen = np.zeros(self.shape.rows, np.bool_), np.zeros(state.seen.shape, np.bool_)
+        is_new, seen = np.zeros(self.shape.rows, np.bool_), np.zeros(state.seen.shape, np.bool_)
         for row, ids in prompts.items():
-            fresh[row], seen[row, ids] = True, True
-        with within(self._mesh):
-            return State(state.memories, _noted(state.seen, seen, fresh))
+            is_new[row], seen[row, ids] = True, True
+        with mesh_context(self._mesh):
+            return State(state.memories, _replace_rows(state.seen, seen, is_new))
 
-    def read(self, state: State, packed: Packed, rows: Rows) -> tuple[State, Chosen]:
-        """Reads tokens of prompts, and chooses the first token of each row whose prompt ends among them.
+    def read(self, state: State, packed: PackedTokens, rows: RowArrays) -> tuple[State, SampledTokens]:
+        """Reads prompt tokens; samples the first token of each row whose prompt ends.
 
-        Args:
-          state: the state, donated.
-          packed: the tokens; none of a row may be read before those before it.
-          rows: seeds, and the lengths of prompts.
+        The state is donated. The tokens of a row must be read in order.
         """
         key = ("read", packed.ids.shape[1], packed.continued)
-        arrays = packed.ids, packed.rows, packed.positions, packed.last, rows.lengths, rows.seeds
-        function = partial(self._read, packed.continued)
-        state, tokens, logprobs = self._program(key, function, state, *arrays)(self._weights, state, *arrays)
-        return state, Chosen(tokens, logprobs, 1)
+        state, tokens, logprobs = self._run(key, self._read, state, packed, rows)
+        return state, SampledTokens(tokens, logprobs, 1)
 
-    def decode(self, state: State, rows: Rows, steps: int, *, waiting: bool) -> tuple[State, Chosen]:
-        """Makes tokens until all rows have ended.
+    def decode(self, state: State, rows: RowArrays, steps: int, *, waiting: bool) -> tuple[State, SampledTokens]:
+        """Decodes up to `steps` (at most `MAX_STEPS`) tokens of each row; donates the state.
 
         Args:
-          state: the state, donated.
-          rows: the rows.
-          steps: tokens of a row after which it comes back, at most `MAX_STEPS`.
-          waiting: come back as soon as a row has ended, for its place is wanted.
+          waiting: return as soon as a row has ended, for a waiting prompt.
         """
-        arrays = self._decoding(rows, steps, waiting=waiting)
-        state, *made = self._program("decode", self._decode, state, *arrays)(self._weights, state, *arrays)
-        return state, Chosen(*made)
+        state, *sampled = self._run("decode", self._decode, state, rows, np.int32(steps), np.bool_(waiting))
+        return state, SampledTokens(*sampled)
 
-    def compiled_decode(self, state: State) -> Any:
-        """Returns the compiled program that makes tokens; the state and the model's arrays may be abstract."""
-        none = np.zeros(self.shape.rows, np.int32)
-        arrays = self._decoding(Rows(none, none, none, none.astype(np.uint32)), 1, waiting=False)
-        return self._program("decode", self._decode, state, *arrays)
-
-    def _decoding(self, rows: Rows, steps: int, *, waiting: bool) -> tuple[Any, ...]:
-        return rows.tokens, rows.lengths, rows.left, rows.seeds, np.int32(steps), np.bool_(waiting)
+    def compiled_decode(self, state: State) -> jax.stages.Compiled:
+        """Returns the compiled decode program; arrays may be abstract."""
+        zeros = np.zeros(self.shape.rows, np.int32)
+        rows = RowArrays(zeros, zeros, zeros, zeros.astype(np.uint32))
+        return self._program("decode", self._decode, state, rows, np.int32(1), np.bool_(False))
 
     def _read(
-        self,
-        continued: bool,
-        reader: Reader,
-        state: State,
-        ids_PC: Array,
-        rows_PC: Array,
-        positions_PC: Array,
-        last_PR: Array,
-        lengths_B: Array,
-        seeds_B: Array,
+        self, model: DecodeModel, state: State, packed: PackedTokens, rows: RowArrays
     ) -> tuple[State, Array, Array]:
-        x_PCD, memories = reader(ids_PC, state.memories, NewTokens(positions_PC, rows_PC, continued))
-        logits_BV = constrain(reader.logits_at(x_PCD, last_PR), batch_spec(None))
+        last_PR = jnp.asarray(packed.last)
+        new = NewTokens(jnp.asarray(packed.positions), jnp.asarray(packed.rows), packed.continued)
+        x_PCD, memories = model(jnp.asarray(packed.ids), state.memories, new)
+        logits_BV = constrain(model.logits_at(x_PCD, last_PR), batch_spec(None))
+        seeds_B, lengths_B = jnp.asarray(rows.seeds), jnp.asarray(rows.lengths)
         tokens_B, logprobs_B, seen = self._sample(logits_BV, state.seen, seeds_B, lengths_B)
-        if state.seen is not None and seen is not None:  # of those whose prompt has ended
+        if state.seen is not None and seen is not None:  # only rows whose prompt has ended got a token
             ended_B = last_PR.reshape(-1) >= 0
             seen = constrain(jnp.where(ended_B[:, None], seen, state.seen), batch_spec(None))
         return State(memories, seen), tokens_B[None], logprobs_B[None]
 
     def _decode(
-        self,
-        reader: Reader,
-        state: State,
-        tokens_B: Array,
-        lengths_B: Array,
-        left_B: Array,
-        seeds_B: Array,
-        steps: Array,
-        waiting: Array,
-    ) -> tuple[Any, ...]:
-        active_B, ends = left_B > 0, jnp.array(self._end_ids, jnp.int32)
+        self, model: DecodeModel, state: State, rows: RowArrays, max_steps: Array, waiting: Array
+    ) -> tuple[State, Array, Array, Array]:
+        was_active_B, end_ids = rows.left > 0, jnp.array(self._end_ids, jnp.int32)
 
-        def goes_on(carry: tuple[Any, ...]) -> Array:
+        def unfinished(carry: _Carry) -> Array:
             step, *_, left_B, _, _ = carry
-            full = jnp.all((left_B > 0) == active_B)
-            return (step < steps) & jnp.any(left_B > 0) & (full | ~waiting)
+            none_ended = jnp.all((left_B > 0) == was_active_B)
+            return (step < max_steps) & jnp.any(left_B > 0) & (none_ended | ~waiting)
 
-        def make(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-            step, state, tokens_B, lengths_B, left_B, made, logprobs = carry
-            going_B = left_B > 0
-            places_B = jnp.where(going_B, lengths_B, self.shape.slots)  # a row that has ended writes nothing
-            new = NewTokens(constrain(places_B[:, None], batch_spec(None)))
-            x_B1D, memories = reader(tokens_B[:, None], state.memories, new)
-            lengths_B = lengths_B + going_B
-            logits_BV = constrain(reader.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
-            tokens_B, logprobs_B, seen = self._sample(logits_BV, state.seen, seeds_B, lengths_B)
-            ended_B = jnp.any(tokens_B[:, None] == ends, axis=1)
-            left_B = jnp.where(going_B & ~ended_B, left_B - 1, 0)
-            made, logprobs = made.at[step].set(tokens_B), logprobs.at[step].set(logprobs_B)
-            return step + 1, State(memories, seen), tokens_B, lengths_B, left_B, made, logprobs
+        def decode_step(carry: _Carry) -> _Carry:
+            step, state, tokens_B, lengths_B, left_B, tokens, logprobs = carry
+            active_B = left_B > 0
+            positions_B = jnp.where(active_B, lengths_B, self.shape.slots)  # out of range: inactive rows write nothing
+            new = NewTokens(constrain(positions_B[:, None], batch_spec(None)))
+            x_B1D, memories = model(tokens_B[:, None], state.memories, new)
+            lengths_B = lengths_B + active_B
+            logits_BV = constrain(model.logits_of_hidden(x_B1D)[:, 0], batch_spec(None))
+            tokens_B, logprobs_B, seen = self._sample(logits_BV, state.seen, jnp.asarray(rows.seeds), lengths_B)
+            ended_B = jnp.any(tokens_B[:, None] == end_ids, axis=1)
+            left_B = jnp.where(active_B & ~ended_B, left_B - 1, 0)
+            tokens, logprobs = tokens.at[step].set(tokens_B), logprobs.at[step].set(logprobs_B)
+            return step + 1, State(memories, seen), tokens_B, lengths_B, left_B, tokens, logprobs
 
-        made = jnp.zeros((MAX_STEPS, self.shape.rows), jnp.int32)
-        begin = (jnp.int32(0), state, tokens_B, lengths_B, left_B, made, made.astype(jnp.float32))
-        done, state, *_, made, logprobs = lax.while_loop(goes_on, make, begin)
-        return state, made, logprobs, done
+        tokens = jnp.zeros((MAX_STEPS, self.shape.rows), jnp.int32)
+        tokens_B, lengths_B, left_B = (jnp.asarray(x) for x in (rows.tokens, rows.lengths, rows.left))
+        carry = (jnp.int32(0), state, tokens_B, lengths_B, left_B, tokens, tokens.astype(jnp.float32))
+        steps, state, *_, tokens, logprobs = lax.while_loop(unfinished, decode_step, carry)
+        return state, tokens, logprobs, steps
 
-    def _empty(self, reader: Reader) -> Memories:
-        return reader.empty(self.shape.rows, self.shape.slots)
+    def _empty(self, model: DecodeModel) -> Memories:
+        return model.empty(self.shape.rows, self.shape.slots)
 
-    def _program(self, key: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns the program of a function of the model and some arguments, compiled when it is first asked for.
+    def _run(self, key: Hashable, function: Callable[..., object], *arguments: object) -> tuple:  # type: ignore[type-arg]
+        return self._program(key, function, *arguments)(self._weights, *arguments)
 
-        A state, which comes first, is donated.
-        """
+    def _program(self, key: Hashable, function: Callable[..., object], *arguments: object) -> jax.stages.Compiled:
         if key not in self._compiled:
             started = time.perf_counter()
             self._compiled[key] = self._compile(function, arguments)
             self.compile_seconds += time.perf_counter() - started
         return self._compiled[key]
 
-    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        def program(weights: nnx.State, *arguments: Any) -> Any:
+    def _compile(self, function: Callable[..., object], arguments: tuple[object, ...]) -> jax.stages.Compiled:
+        def program(weights: nnx.State, *arguments: object) -> object:
             return function(nnx.merge(self._graph, weights), *arguments)
 
-        types = jax.tree.map(self._type, arguments)
-        with within(self._mesh):
-            jitted = jax.jit(program, donate_argnums=1 if arguments else ())
+        types = jax.tree.map(self._abstract, arguments)
+        with mesh_context(self._mesh):
+            jitted = jax.jit(program, donate_argnums=1 if arguments else ())  # donates the state
             return jitted.lower(self._weights, *types).compile()
 
-    def _type(self, array: Any) -> jax.ShapeDtypeStruct:
-        """Returns the type to compile with; arrays of the host go to every device."""
+    def _abstract(self, array: Array | jax.ShapeDtypeStruct | NDArray[np.generic]) -> jax.ShapeDtypeStruct:
         if isinstance(array, jax.Array | jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
         return jax.ShapeDtypeStruct(np.shape(array), array.dtype, sharding=self._sharding(P()))
@@ -301,17 +264,17 @@ class Programs:
 
 
 @partial(jax.jit, donate_argnums=0)
-def _noted(seen: Array, given: Array, fresh: Array) -> Array:
-    return constrain(jnp.where(fresh[:, None], given, seen), batch_spec(None))
+def _replace_rows(old: Array, new: Array, is_new: Array) -> Array:
+    return constrain(jnp.where(is_new[:, None], new, old), batch_spec(None))
 
 
-def same_choice(settings: GenerationSettings) -> GenerationSettings:
-    """Returns what of some settings a program depends on."""
+def program_settings(settings: GenerationSettings) -> GenerationSettings:
+    """Returns the settings with defaults for fields that do not affect compilation."""
     return dataclasses.replace(settings, max_tokens=1, seed=0, stop=())
 
 
-def grown(memories: Memories, slots: int, mesh: Mesh | None) -> Memories:
-    """Returns a memory with more slots, donated."""
+def grow_cache(memories: Memories, slots: int, mesh: Mesh | None) -> Memories:
+    """Returns the KV cache padded to more slots."""
     sharding = None if mesh is None else NamedSharding(mesh, LAYER_SPEC)
 
     def grow(memories: Memories) -> Memories:
@@ -319,23 +282,3 @@ def grown(memories: Memories, slots: int, mesh: Mesh | None) -> Memories:
 
     larger: Memories = jax.jit(grow, out_shardings=sharding)(memories)
     return larger
-
-
-def memory_bytes(reader: Reader, mesh: Mesh | None, shape: Shape) -> int:
-    """Returns the bytes of keys and values on each device."""
-    with within(mesh):
-        memories = jax.eval_shape(lambda: reader.empty(shape.rows, shape.slots))
-    arrays = jax.tree.leaves(memories)
-    shards = (a.shape if mesh is None else NamedSharding(mesh, LAYER_SPEC).shard_shape(a.shape) for a in arrays)
-    return sum(math.prod(shard) * array.dtype.itemsize for shard, array in zip(shards, arrays, strict=True))
-
-
-def within(mesh: Mesh | None) -> AbstractContextManager[Any]:
-    """Returns a context in which the mesh is current, if there is one."""
-    return nullcontext() if mesh is None else jax.set_mesh(mesh)
-
-
-def mesh_of(model: Ends) -> Mesh | None:
-    """Returns the mesh that a model was built on, or None."""
-    sharding = jnp.asarray(model.norm.scale[...]).sharding
-    return sharding.mesh if isinstance(sharding, NamedSharding) else None  # type: ignore[return-value]

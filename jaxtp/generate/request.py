@@ -1,21 +1,35 @@
-"""A request: one prompt, and the text that is generated for it."""
+"""One prompt and its generated text: tokens become whole characters, and stop texts end them."""
 
+import codecs
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from jaxtp.config.entry import UserError
 from jaxtp.data.tokenizer import Tokenizer
-from jaxtp.generate.detokenizer import Detokenizer, StopTexts
-from jaxtp.generate.settings import GenerationSettings
+from jaxtp.generate.sampling import GenerationSettings
 
 Finish = Literal["end", "stop", "length", "context"]
+
+_CONTEXT_TOKENS = 8
+"""Prompt tokens decoded together with the first new token, whose spelling may depend on them."""
+
+_MAX_PENDING = 3
+"""Tokens held back for an unfinished character: UTF-8 has up to four bytes, one in each token."""
+
+_REPLACEMENT = "\ufffd".encode()
+
+
+class GenerationError(UserError):
+    """A prompt or model is unusable for generation."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """The text that was generated for a prompt."""
+    """The generated text of one prompt."""
 
     index: int
     """Index of the prompt, from 0."""
@@ -24,17 +38,16 @@ class Result:
     """The text before the end token or the stop text."""
 
     ids: tuple[int, ...]
-    """Its tokens, without the end token, with those of the stop text."""
+    """Its tokens: without the end token, with the tokens of the stop text."""
 
     logprobs: tuple[float, ...]
-    """Log-probability of each token in nats, under the model as it is: without penalty, temperature and filters."""
+    """Log-probability of each token in nats, before penalty, temperature and filters."""
 
     finish: Finish
-    """Why it ends: an end token, a stop text, the most tokens that were asked for, or the most that the model was made
-    for, prompt and text together."""
+    """Why it ended: an end token, a stop text, `max_tokens`, or the model's context (prompt and text together)."""
 
     prompt_tokens: int
-    """Number of tokens of the prompt."""
+    """Number of prompt tokens."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +64,15 @@ class Piece:
     """Whole characters; may be empty."""
 
     result: Result | None
-    """The whole text, with its last piece."""
+    """The whole result, with the last piece."""
 
 
 class Request:
-    """A prompt and the tokens that were chosen for it.
+    """A prompt and its generated tokens.
 
     Args:
-      index: index of the prompt.
-      prompt: its ids.
-      tokenizer: turns the ids into text.
-      settings: say when the text ends.
-      end_ids: tokens that end a text.
-      context: the most tokens of prompt and text together; None for any number.
+      index: of the prompt; its seed is `settings.seed + index`.
+      context: maximum tokens of prompt and text together, if any.
     """
 
     def __init__(
@@ -77,6 +86,7 @@ class Request:
     ):
         self.index = index
         self.prompt = prompt
+        self.seed = (settings.seed + index) % 2**32
         self.finish: Finish | None = None
         self._text: list[str] = []
         self._ids: list[int] = []
@@ -85,38 +95,97 @@ class Request:
         self._stops = StopTexts(settings.stop)
         room = settings.max_tokens if context is None else context - len(prompt)
         self._max_tokens = min(settings.max_tokens, room)
-        self._longest: Finish = "length" if room >= settings.max_tokens else "context"
+        self._limit_reason: Finish = "length" if room >= settings.max_tokens else "context"
         self._end_ids = end_ids
 
     @property
-    def left(self) -> int:
-        """Number of tokens that may still come."""
+    def tokens_left(self) -> int:
+        """Tokens that may still be generated."""
         return 0 if self.finish else self._max_tokens - len(self._ids)
 
-    def add(self, token: int, logprob: float) -> Piece:
-        """Takes the next token and returns its piece of text; if it was the last one, `finish` is then set."""
+    def append(self, token: int, logprob: float) -> Piece:
+        """Appends a token and returns its text; sets `finish` after the last."""
         text = ""
         if token in self._end_ids:
             self.finish = "end"
         else:
             self._ids.append(token)
             self._logprobs.append(logprob)
-            text = self._certain(self._detokenizer.feed(token))
+            text = self._before_stop(self._detokenizer.feed(token))
             if self.finish is None and len(self._ids) == self._max_tokens:
-                self.finish = self._longest
+                self.finish = self._limit_reason
         if self.finish in ("end", "length", "context"):
-            text += self._certain(self._detokenizer.finish()) + self._stops.finish()
+            text += self._before_stop(self._detokenizer.finish()) + self._stops.finish()
         self._text.append(text)
-        return Piece(self.index, None if self.finish == "end" else token, text, self._result())
+        result = None
+        if self.finish is not None:
+            ids, logprobs = tuple(self._ids), tuple(self._logprobs)
+            result = Result(self.index, "".join(self._text), ids, logprobs, self.finish, len(self.prompt))
+        return Piece(self.index, None if self.finish == "end" else token, text, result)
 
-    def _certain(self, text: str) -> str:
-        certain, found = self._stops.feed(text)
+    def _before_stop(self, text: str) -> str:
+        text, found = self._stops.feed(text)
         if found:
             self.finish = "stop"
-        return certain
+        return text
 
-    def _result(self) -> Result | None:
-        if self.finish is None:
-            return None
-        ids, logprobs = tuple(self._ids), tuple(self._logprobs)
-        return Result(self.index, "".join(self._text), ids, logprobs, self.finish, len(self.prompt))
+
+class Detokenizer:
+    """Turns tokens into text, one at a time, in whole characters.
+
+    Args:
+      prompt: the tokens before the first generated token.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]):
+        self._tokenizer = tokenizer
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._ids = list(prompt[-_CONTEXT_TOKENS:])
+        self._start, self._emitted = 0, len(self._ids)
+
+    def feed(self, token: int) -> str:
+        """Returns the text that this token completes, perhaps empty."""
+        self._ids.append(token)
+        new = self._pending_bytes()
+        if new.endswith(_REPLACEMENT) and len(self._ids) - self._emitted <= _MAX_PENDING:
+            return ""  # a tokenizer that decodes to text shows an unfinished character as U+FFFD
+        self._start, self._emitted = self._emitted, len(self._ids)
+        return self._utf8.decode(new)
+
+    def finish(self) -> str:
+        """Returns the pending text; an unfinished character becomes U+FFFD."""
+        return self._utf8.decode(self._pending_bytes(), final=True)
+
+    def _pending_bytes(self) -> bytes:
+        parts = (self._ids[self._start : end] for end in (self._emitted, len(self._ids)))
+        before, now = (self._tokenizer.decode(np.array(ids, np.int64)) if ids else b"" for ids in parts)
+        return now[len(before) :]
+
+
+class StopTexts:
+    """Cuts a text before the first stop text to complete, independent of the split into pieces."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops = tuple(stops)
+        self._pending = ""
+
+    def feed(self, piece: str) -> tuple[str, bool]:
+        """Returns text that cannot be part of a stop text, and whether a stop text is complete (the last call)."""
+        text = self._pending + piece
+        found = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self._pending = ""
+            return text[: min(found)[1]], True
+        end = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self._pending = text[end:]
+        return text[:end], False
+
+    def finish(self) -> str:
+        """Returns the pending text."""
+        pending, self._pending = self._pending, ""
+        return pending
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Returns the length of the longest proper prefix of `stop` that ends `text`."""
+    return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,23 +1,78 @@
-"""Chooses the next token from logits; each filter is a small function on the logits of one row.
+"""Samples the next token from logits, on the devices.
 
-A filter sets the logits of tokens that it leaves out to -inf, so that filters compose in any order. Tokens of equal
-probability stay or go together, whatever the order they are sorted in.
-
-A row's random numbers follow from its seed and its length, not from the batch or the mesh.
+Each filter sets one row's removed logits to -inf, so filters compose. Tokens of equal probability stay or go together,
+whatever the sort order. A row's random numbers depend only on its seed and length, not on the batch or the mesh.
 """
 
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
+import tyro
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from pydantic import Field
 
 from jaxtp.collectives import batch_spec, constrain, device_view
-from jaxtp.generate.settings import GenerationSettings
+from jaxtp.config.schema import ConfigError, Count, CountOrZero, allowed, to_plain, validate
 
-_LEAST = float(jnp.finfo(jnp.float32).tiny)
-"""The smallest normal float32; a smaller number is 0 on a device."""
+_TINY = float(jnp.finfo(jnp.float32).tiny)
+"""The smallest normal float32; devices flush smaller numbers to 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """Sampling settings; filters are applied in field order."""
+
+    max_tokens: Count = 128
+    """Maximum number of tokens to generate."""
+
+    seed: CountOrZero = 0
+    """Seed of the first prompt; each further prompt uses the next seed. A prompt gives the same text in any batch."""
+
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100), allowed("from 0.01 to 100")] = 1.0
+    """Divides positive and multiplies negative logits of tokens that are in the prompt or text (CTRL); 1 is off."""
+
+    temperature: Annotated[float, Field(ge=0, le=1000), allowed("from 0 to 1000")] = 0.0
+    """Divides the logits; 0 always takes the most likely token."""
+
+    top_k: CountOrZero = 0
+    """Keeps the k most likely tokens; 0 is off."""
+
+    top_p: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] = 1.0
+    """Keeps the most likely tokens until their probabilities add up to p; 1 is off."""
+
+    min_p: Annotated[float, Field(ge=0, le=1), allowed("from 0 to 1")] = 0.0
+    """Keeps tokens with at least p times the probability of the most likely one; 0 is off."""
+
+    stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
+    """A text that ends the output and is not part of it. Can be given several times."""
+
+
+def check_settings(settings: GenerationSettings) -> None:
+    """Raises `ConfigError` listing every value that is out of range or has no effect."""
+    if isinstance(settings.stop, str):
+        raise ConfigError(f"stop={settings.stop!r} is a string; for one stop text give ({settings.stop!r},)")
+    validate(GenerationSettings, {**to_plain(settings), "stop": tuple(settings.stop)}, source="settings")
+    if problems := list(settings_problems(settings)):
+        raise ConfigError("; ".join(problems))
+
+
+def settings_problems(
+    settings: GenerationSettings, spell: Callable[[str, object], str] = lambda name, value: f"{name}={value}"
+) -> Iterator[str]:
+    """Yields a message for each valid setting that has no effect or ends every text at once; `spell` formats it."""
+    default = GenerationSettings()
+    unused = [n for n in ("top_k", "top_p", "min_p") if getattr(settings, n) != getattr(default, n)]
+    if settings.temperature == 0 and unused:
+        values = ", ".join(spell(name, getattr(settings, name)) for name in unused)
+        verb = "has" if len(unused) == 1 else "have"
+        yield f"{values} {verb} no effect at temperature 0, which takes the most likely token; set a temperature"
+    if "" in settings.stop:
+        yield f"{spell('stop', repr(''))} would end every text at once; remove it"
 
 
 def sample(
@@ -29,52 +84,49 @@ def sample(
     settings: GenerationSettings,
     num_ids: int,
 ) -> tuple[Array, Array, Array | None]:
-    """Chooses the next token of each row; each device does so for its own rows.
+    """Samples the next token of each row, on the row's device.
 
     Args:
-      logits_BV: logits of the model.
-      seen_BV: whether the row has a token already, for the repetition penalty; None where there is none.
-      seeds_B: the seed of each row.
-      positions_B: number of tokens in each row; with its seed it alone decides the row's random numbers.
-      settings: the filters.
-      num_ids: number of ids that have a meaning; none from there on is chosen.
+      seen_BV: tokens already in a row, for the repetition penalty; None without penalty.
+      seeds_B: seed of each row.
+      positions_B: tokens in each row, folded into its seed.
+      num_ids: tokenizer size; higher ids are padding and never sampled.
 
     Returns:
-      The tokens `[B]` int32; their log-probabilities `[B]` under the model as it is, without penalty, temperature and
-      filters; both are on every device; and `seen_BV` with the tokens in it.
+      tokens `[B]` int32 and their log-probabilities `[B]` before penalty, temperature and filters, both replicated; and
+        the updated `seen_BV`.
     """
     row, rows = batch_spec(), batch_spec(None)
     seen_spec = None if seen_BV is None else rows
-    choose = device_view(
-        jax.vmap(partial(_choose, settings=settings, num_ids=num_ids)),
+    sample_rows = device_view(
+        jax.vmap(partial(_sample_row, settings=settings, num_ids=num_ids)),
         "sample",
         in_specs=(rows, seen_spec, row, row),
         out_specs=(row, row, seen_spec),
     )
-    tokens, logprobs, seen_BV = choose(logits_BV, seen_BV, seeds_B, positions_B)
+    tokens, logprobs, seen_BV = sample_rows(logits_BV, seen_BV, seeds_B, positions_B)
     return constrain(tokens, P()), constrain(logprobs, P()), None if seen_BV is None else constrain(seen_BV, rows)
 
 
-def _choose(
+def _sample_row(
     logits: Array, seen: Array | None, seed: Array, position: Array, *, settings: GenerationSettings, num_ids: int
 ) -> tuple[Array, Array, Array | None]:
-    """Chooses the next token of one row, from its logits `[V]`."""
     logits = jnp.where(jnp.arange(logits.size) < num_ids, logits.astype(jnp.float32), -jnp.inf)
     filtered = apply_filters(logits, seen, settings)
     if settings.temperature == 0:
         token = jnp.argmax(filtered)
     else:
         token = jax.random.categorical(jax.random.fold_in(jax.random.key(seed), position), filtered)
-    now = None if seen is None else seen | (jnp.arange(seen.size) == token)
-    return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token], now
+    seen = None if seen is None else seen | (jnp.arange(seen.size) == token)
+    return token.astype(jnp.int32), jax.nn.log_softmax(logits)[token], seen
 
 
 def apply_filters(logits: Array, seen: Array | None, settings: GenerationSettings) -> Array:
-    """Returns the logits `[V]` to draw from; filters that are off cost nothing."""
+    """Returns the logits `[V]` to sample from; disabled filters cost nothing."""
     if settings.repetition_penalty != 1 and seen is not None:
         logits = penalise(logits, seen, settings.repetition_penalty)
     if settings.temperature > 0:
-        logits = (logits - jnp.max(logits)) / max(settings.temperature, _LEAST)
+        logits = (logits - jnp.max(logits)) / max(settings.temperature, _TINY)
     if settings.top_k:
         logits = keep_top_k(logits, settings.top_k)
     if settings.top_p < 1:
@@ -85,27 +137,27 @@ def apply_filters(logits: Array, seen: Array | None, settings: GenerationSetting
 
 
 def penalise(logits: Array, seen: Array, penalty: float) -> Array:
-    """Makes tokens that the row has less likely (Keskar et al., arXiv 1909.05858, section 4.1)."""
+    """Makes seen tokens less likely (Keskar et al., arXiv 1909.05858, section 4.1)."""
     return jnp.where(seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def keep_top_k(logits: Array, k: int) -> Array:
-    """Keeps the k largest logits, and those that equal the last of them."""
-    return _at_least(logits, jnp.sort(logits)[-min(k, logits.size)])
+    """Keeps the k largest logits, and ties with the last."""
+    return _keep_from(logits, jnp.sort(logits)[-min(k, logits.size)])
 
 
 def keep_top_p(logits: Array, p: float) -> Array:
-    """Keeps a token if those more probable have less than p together (Holtzman et al., arXiv 1904.09751)."""
+    """Keeps a token if more likely tokens add up to less than p (Holtzman et al., arXiv 1904.09751)."""
     ordered = jnp.sort(logits, descending=True)
     probabilities = jax.nn.softmax(ordered)
     before = jnp.cumsum(probabilities) - probabilities
-    return _at_least(logits, jnp.min(jnp.where(before < max(p, _LEAST), ordered, jnp.inf)))
+    return _keep_from(logits, jnp.min(jnp.where(before < max(p, _TINY), ordered, jnp.inf)))
 
 
 def keep_min_p(logits: Array, p: float) -> Array:
-    """Keeps a token if it has at least p times the largest probability (Nguyen et al., arXiv 2407.01082)."""
-    return _at_least(logits, jnp.max(logits) + jnp.log(p))
+    """Keeps a token with at least p times the largest probability (Nguyen et al., arXiv 2407.01082)."""
+    return _keep_from(logits, jnp.max(logits) + jnp.log(p))
 
 
-def _at_least(logits: Array, least: Array) -> Array:
-    return jnp.where(logits >= least, logits, -jnp.inf)
+def _keep_from(logits: Array, threshold: Array) -> Array:
+    return jnp.where(logits >= threshold, logits, -jnp.inf)

@@ -1,13 +1,11 @@
-"""Which prompt is in which row, and what the devices do next.
+"""Continuous batching: assigns prompts to rows of the KV cache and schedules device calls.
 
-A row is free until a prompt is admitted to it, and again when its text has ended: the next prompt then takes its place
-while the others go on (continuous batching: Yu et al., Orca, OSDI 2022). Prompts are read packed: the tokens of several
-lie one after another in a sequence of a few lengths, and the longest is cut, so that no prompt is padded to another. A
-row keeps its tokens when its text ends, and a prompt that begins with them, such as the next turn of a chat, is read
-from there.
+When a row's text has ended, the next prompt takes the row while the others continue (Yu et al., Orca, OSDI 2022).
+Prompts are packed: several share a sequence, and the last is cut, so no prompt is padded to another's length. A
+finished row keeps its tokens; a later prompt that begins with them, e.g. the next chat turn, is read from there.
 
-The kernels are those that train on packed documents. What a cut row has before is put in front of the sequence, last
-token last, so that each query still sees one range of keys. So few programs do for prompts of any lengths.
+The kernels are shared with training on packed documents. A cut row's cached tokens precede the sequence, last token
+last, so each query still sees one range of keys. A few programs therefore serve prompts of any length.
 """
 
 import math
@@ -20,68 +18,63 @@ from functools import partial
 import jax
 import numpy as np
 
-from jaxtp.entry import UserError
-from jaxtp.generate.programs import MAX_STEPS, Chosen, Made, Packed, Programs, Rows, State
+from jaxtp.config.entry import WrongNumbersError
+from jaxtp.generate.programs import MAX_STEPS, PackedTokens, Programs, RowArrays, SampledTokens, State, StepTokens
 from jaxtp.generate.request import Piece, Request
 
 MIN_LENGTH = 16
-"""Tokens of the shortest sequence in which prompts are read."""
+"""Length of the shortest sequence of packed prompts."""
 
-MUCH_LONGER = 2
-"""A sequence this many times as long as need be is read by a program that is there, rather than compiling another."""
+MAX_WASTE = 2
+"""A compiled program is used for sequences up to this many times too long, rather than compiling another one."""
 
 SECONDS_PER_CALL = 0.1
-"""About how long a call makes tokens before it hands them out."""
-
-MAX_SEED = 2**32
-
-
-class GenerationError(UserError):
-    """A prompt or a model from which nothing can be generated."""
+"""Roughly how long a decode call takes before it hands out its tokens."""
 
 
 @dataclass(eq=False)
 class Row:
-    """A row of the memory."""
+    """A row of the KV cache."""
 
     index: int
 
     ids: list[int] = field(default_factory=list)
-    """The tokens that it holds."""
+    """The tokens in the cache."""
 
     request: Request | None = None
-    """The text that is made in it; None for a free row."""
+    """The request being served; None for a free row."""
 
-    unread: list[int] = field(default_factory=list)
-    """Tokens of the prompt that are still to be read, or the one that has been chosen last."""
+    pending: list[int] = field(default_factory=list)
+    """Tokens not in the cache yet: of the prompt, or the last sampled one."""
 
-    begun: bool = False
+    prefilled: bool = False
     """Whether the prompt has been read."""
+
+
+Chunk = tuple[Row, int, int]
+"""Tokens of a row's prompt to read: `row.pending[start:stop]`."""
 
 
 @dataclass
 class Timing:
-    """Number of tokens that were read and made, and how long that took."""
+    """Tokens read and generated, and seconds."""
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     kept_tokens: int = 0
-    """Tokens of prompts that were not read because a row had them."""
+    """Prompt tokens served from the prefix cache."""
     decode_tokens: int = 0
     decode_seconds: float = 0.0
 
 
 class Scheduler:
-    """Makes texts with the rows of one memory.
+    """Generates texts with the rows of one KV cache.
 
     Args:
-      programs: the programs for it.
-      state: what the devices hold.
-      rows: what the rows hold, which is kept up to date.
-      num_parts: parts into which the devices divide the rows.
-      most: the most tokens of a sequence in which prompts are read.
-      seed: of the request of index 0.
-      progress: called with the tokens of the prompts that have been read, and of all that are being read.
+      rows: updated as their contents change.
+      num_parts: parts that the devices split the rows into.
+      max_chunk: maximum length of a packed sequence.
+      progress: called with prompt tokens read so far and in total.
     """
 
     def __init__(
@@ -91,141 +84,136 @@ class Scheduler:
         rows: Sequence[Row],
         *,
         num_parts: int,
-        most: int,
-        seed: int,
+        max_chunk: int,
         progress: Callable[[int, int], None],
     ):
         self.timing = Timing()
         self.state: State | None = state
-        """None while a call is under way: what is left of the state if it fails cannot be used."""
-        self._programs, self._rows, self._parts = programs, rows, num_parts
-        self._most, self._seed, self._progress = most, seed, progress
+        """None during a call: it is donated, so nothing is left if the call fails."""
+        self._programs, self._rows, self._num_parts = programs, rows, num_parts
+        self._rows_per_part = len(rows) // num_parts
+        self._max_chunk, self._progress = max_chunk, progress
         self._steps = 1
 
     def serve(self, requests: Iterable[Request]) -> Iterator[Piece]:
-        """Yields the pieces of the requests' texts as they come."""
+        """Yields pieces of the requests' texts as they are generated."""
         waiting = deque(requests)
         for row in self._rows:
             row.request = None
-        while waiting or any(row.request is not None for row in self._rows):
+        while waiting or self._active():
             self._admit(waiting)
-            yield from self._read_prompts()
-            if any(row.request is not None for row in self._rows):
-                yield from self._make(waiting=bool(waiting))
+            yield from self._prefill()
+            if self._active():
+                yield from self._decode(waiting=bool(waiting))
+
+    def _active(self) -> list[Row]:
+        return [row for row in self._rows if row.request is not None]
 
     def _admit(self, waiting: deque[Request]) -> None:
-        """Gives free rows to the next requests, each that which has most of its prompt already."""
         free = [row for row in self._rows if row.request is None]
         alone = len(waiting) == 1 or len(self._rows) == 1
         prompts = {}
         while free and waiting:
             request = waiting.popleft()
             prompt = request.prompt.tolist()
-            row = max(free, key=lambda row: _shared(row.ids, prompt))
-            kept = _shared(row.ids, prompt)
-            if not alone and kept < len(prompt) / 2:  # it could not be read in one sequence with others
-                kept = 0
-            row.ids, row.unread, row.request, row.begun = prompt[:kept], prompt[kept:], request, False
-            self.timing.kept_tokens += kept
+            row = max(free, key=lambda row: _num_cached(row.ids, prompt))
+            cached = _num_cached(row.ids, prompt)
+            if not alone and cached < len(prompt) / 2:  # continued rows cannot share a sequence with earlier rows
+                cached = 0
+            row.ids, row.pending, row.request, row.prefilled = prompt[:cached], prompt[cached:], request, False
+            self.timing.kept_tokens += cached
             free.remove(row)
             prompts[row.index] = request.prompt
         if prompts:
-            state, self.state = self._taken(), None
-            self.state = self._programs.note(state, prompts)
+            state, self.state = self._take_state(), None
+            self.state = self._programs.add_prompts(state, prompts)
 
-    def _read_prompts(self) -> Iterator[Piece]:
-        """Reads the prompts of rows that have just been admitted, and yields the first token of each text."""
-        reading = [row for row in self._rows if row.request is not None and not row.begun]
-        total, read = sum(len(row.unread) for row in reading), 0
-        for pieces in self._packs(reading):
-            made, spent = self._call(partial(self._programs.read, packed=self._packed(pieces)))
-            count = sum(stop - start for _, start, stop in _all(pieces))
-            read += count
-            self.timing.prefill_seconds += spent
+    def _prefill(self) -> Iterator[Piece]:
+        reading = [row for row in self._active() if not row.prefilled]
+        total, done = sum(len(row.pending) for row in reading), 0
+        for parts in self._packs(reading):
+            sampled, seconds = self._call(partial(self._programs.read, packed=self._pack(parts)))
+            chunks = [chunk for part in parts for chunk in part]
+            count = sum(stop - start for _, start, stop in chunks)
+            done += count
+            self.timing.prefill_seconds += seconds
             self.timing.prefill_tokens += count
-            self._progress(read, total)
-            begun = []
-            for row, start, stop in _all(pieces):
-                row.ids += row.unread[start:stop]
-                if stop == len(row.unread):
-                    row.unread, row.begun = [], True
-                    begun.append(row)
-            yield from self._taken_up(made, begun)
+            self._progress(done, total)
+            ended = []
+            for row, start, stop in chunks:
+                row.ids += row.pending[start:stop]
+                if stop == len(row.pending):
+                    row.pending, row.prefilled = [], True
+                    ended.append(row)
+            yield from self._append_tokens(sampled, ended)
 
-    def _make(self, *, waiting: bool) -> Iterator[Piece]:
-        """Makes the next tokens of all texts."""
-        going = [row for row in self._rows if row.request is not None]
-        made, spent = self._call(partial(self._programs.decode, steps=self._steps, waiting=waiting))
-        done = len(made[0])
-        # Twice as many at most, for the first call of a program takes longer than those after it. Several processes
-        # have to make the same calls, and their clocks differ.
-        wanted = int(SECONDS_PER_CALL * done / max(spent, 1e-9)) if jax.process_count() == 1 else MAX_STEPS
+    def _decode(self, *, waiting: bool) -> Iterator[Piece]:
+        active = self._active()
+        sampled, seconds = self._call(partial(self._programs.decode, steps=self._steps, waiting=waiting))
+        steps = len(sampled[0])
+        # At most doubled, since the first call of a program is slower. Several processes must make the same calls,
+        # and their clocks differ.
+        wanted = int(SECONDS_PER_CALL * steps / max(seconds, 1e-9)) if jax.process_count() == 1 else MAX_STEPS
         self._steps = min(max(1, wanted), 2 * self._steps, MAX_STEPS)
-        self.timing.decode_seconds += spent
-        pieces = self._taken_up(made, going)
+        self.timing.decode_seconds += seconds
+        pieces = self._append_tokens(sampled, active)
         self.timing.decode_tokens += len(pieces)
         yield from pieces
 
-    def _call(self, program: Callable[..., tuple[State, Chosen]]) -> tuple[Made, float]:
-        """Returns what a program has chosen for the rows as they are, and the seconds that it took to run."""
-        state, self.state = self._taken(), None
+    def _call(self, program: Callable[..., tuple[State, SampledTokens]]) -> tuple[StepTokens, float]:
+        state, self.state = self._take_state(), None
         started, compiled = time.perf_counter(), self._programs.compile_seconds
-        self.state, chosen = program(state, rows=self._facts())
-        made = chosen.wait()
-        return made, time.perf_counter() - started - (self._programs.compile_seconds - compiled)
+        self.state, sampled = program(state, rows=self._row_arrays())
+        tokens = sampled.wait()
+        return tokens, time.perf_counter() - started - (self._programs.compile_seconds - compiled)
 
-    def _taken_up(self, made: Made, rows: Sequence[Row]) -> list[Piece]:
-        """Brings rows up to date with the tokens that were chosen for them; returns their pieces, step by step."""
+    def _append_tokens(self, sampled: StepTokens, rows: Sequence[Row]) -> list[Piece]:
         pieces = []
-        for tokens, logprobs in zip(*made, strict=True):
+        for tokens, logprobs in zip(*sampled, strict=True):
             for row in rows:
                 if row.request is None:
                     continue
                 if not math.isfinite(logprobs[row.index]):
-                    raise GenerationError(
+                    raise WrongNumbersError(
                         f"the logits after prompt {row.request.index} are not finite: the weights are damaged"
                     )
-                row.ids += row.unread
-                row.unread = [tokens[row.index]]
-                pieces.append(row.request.add(tokens[row.index], logprobs[row.index]))
+                row.ids += row.pending
+                row.pending = [tokens[row.index]]
+                pieces.append(row.request.append(tokens[row.index], logprobs[row.index]))
                 if row.request.finish is not None:
                     row.request = None
         return pieces
 
-    def _taken(self) -> State:
-        assert self.state is not None, "a call before has failed"
+    def _take_state(self) -> State:
+        assert self.state is not None, "an earlier call has failed"
         return self.state
 
-    def _facts(self) -> Rows:
-        count = len(self._rows)
-        tokens, lengths, left = (np.zeros(count, np.int32) for _ in range(3))
-        seeds = np.zeros(count, np.uint32)
+    def _row_arrays(self) -> RowArrays:
+        tokens, lengths, left = (np.zeros(len(self._rows), np.int32) for _ in range(3))
+        seeds = np.zeros(len(self._rows), np.uint32)
         for row in self._rows:
             if row.request is None:
                 continue
-            seeds[row.index] = (self._seed + row.request.index) % MAX_SEED
-            if row.begun:
-                tokens[row.index], lengths[row.index] = row.unread[0], len(row.ids)
-                left[row.index] = row.request.left
+            seeds[row.index] = row.request.seed
+            if row.prefilled:
+                tokens[row.index], lengths[row.index] = row.pending[0], len(row.ids)
+                left[row.index] = row.request.tokens_left
             else:
                 lengths[row.index] = len(row.request.prompt)
-        return Rows(tokens, lengths, left, seeds)
+        return RowArrays(tokens, lengths, left, seeds)
 
-    def _packs(self, reading: Sequence[Row]) -> Iterator[list[list[tuple[Row, int, int]]]]:
-        """Yields what is read in each call: for each part of the rows, which tokens of which rows, in order."""
-        by_part: list[list[list[tuple[Row, int, int]]]] = []
-        size = len(self._rows) // self._parts
-        for part in range(self._parts):
-            own = [row for row in reading if row.index // size == part]
-            packs: list[list[tuple[Row, int, int]]] = []
+    def _packs(self, reading: Sequence[Row]) -> Iterator[list[list[Chunk]]]:
+        by_part: list[list[list[Chunk]]] = []
+        for part in range(self._num_parts):
+            packs: list[list[Chunk]] = []
             room = 0
-            for row in own:
+            for row in reading:
                 start = 0
-                while start < len(row.unread):
-                    if room == 0 or (start == 0 and row.ids):  # a row that has tokens before these stands first
+                while row.index // self._rows_per_part == part and start < len(row.pending):
+                    if room == 0 or (start == 0 and row.ids):  # a row with cached tokens must come first
                         packs.append([])
-                        room = self._most
-                    stop = min(start + room, len(row.unread))
+                        room = self._max_chunk
+                    stop = min(start + room, len(row.pending))
                     packs[-1].append((row, start, stop))
                     room -= stop - start
                     start = stop
@@ -233,37 +221,33 @@ class Scheduler:
         for number in range(max(map(len, by_part), default=0)):
             yield [packs[number] if number < len(packs) else [] for packs in by_part]
 
-    def _packed(self, pieces: list[list[tuple[Row, int, int]]]) -> Packed:
-        needed = max(sum(stop - start for _, start, stop in part) for part in pieces)
-        length, size = self._length(needed), len(self._rows) // self._parts
-        ids, positions = np.zeros((self._parts, length), np.int32), np.zeros((self._parts, length), np.int32)
-        rows, last = np.full((self._parts, length), -1, np.int32), np.full((self._parts, size), -1, np.int32)
-        positions[:] = self._programs.shape.slots
+    def _pack(self, parts: list[list[Chunk]]) -> PackedTokens:
+        length = self._length(max(sum(stop - start for _, start, stop in chunks) for chunks in parts))
+        shape, per_part = (self._num_parts, length), self._rows_per_part
+        ids, rows = np.zeros(shape, np.int32), np.full(shape, -1, np.int32)
+        positions = np.full(shape, self._programs.shape.slots, np.int32)
+        last = np.full((self._num_parts, per_part), -1, np.int32)
         continued = False
-        for part, given in enumerate(pieces):
+        for part, chunks in enumerate(parts):
             at = 0
-            for row, start, stop in given:
+            for row, start, stop in chunks:
                 before, count = len(row.ids), stop - start
                 here = slice(at, at + count)
-                ids[part, here], rows[part, here] = row.unread[start:stop], row.index % size
+                ids[part, here], rows[part, here] = row.pending[start:stop], row.index % per_part
                 positions[part, here] = np.arange(before, before + count)
                 continued = continued or before > 0
                 at += count
-                if stop == len(row.unread):
-                    last[part, row.index % size] = at - 1
-        return Packed(ids, rows, positions, last, continued)
+                if stop == len(row.pending):
+                    last[part, row.index % per_part] = at - 1
+        return PackedTokens(ids, rows, positions, last, continued)
 
     def _length(self, needed: int) -> int:
-        """Returns the length of sequences for so many tokens."""
-        fits = [length for length in self._programs.lengths if needed <= length <= MUCH_LONGER * needed]
-        return min(fits, default=min(max(MIN_LENGTH, 1 << (needed - 1).bit_length()), self._most))
+        """Returns a compiled program's length if it fits, else a power of two."""
+        fits = [length for length in self._programs.read_lengths if needed <= length <= MAX_WASTE * needed]
+        return min(fits, default=min(max(MIN_LENGTH, 1 << (needed - 1).bit_length()), self._max_chunk))
 
 
-def _all(pieces: list[list[tuple[Row, int, int]]]) -> Iterator[tuple[Row, int, int]]:
-    return (piece for part in pieces for piece in part)
-
-
-def _shared(known: Sequence[int], prompt: Sequence[int]) -> int:
-    """Returns how many tokens of a prompt a row has already; one is left, for its logits."""
-    most = min(len(known), len(prompt) - 1)
-    return next((index for index in range(most) if known[index] != prompt[index]), most)
+def _num_cached(cached: Sequence[int], prompt: Sequence[int]) -> int:
+    """Counts cached prompt tokens, except the last: it is read again, for its logits."""
+    most = min(len(cached), len(prompt) - 1)
+    return next((index for index in range(most) if cached[index] != prompt[index]), most)

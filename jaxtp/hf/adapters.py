@@ -1,4 +1,4 @@
-"""Where a decoder's adapters are, and a decoder without them that computes the same."""
+"""Adds adapters to a decoder, and merges them into its kernels."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from jaxtp.checkpoint.logical import filled, named_variables
-from jaxtp.config import ConfigError
-from jaxtp.layers.lora import TARGETS, LoraConfig, LoraParam, Target
+from jaxtp.checkpoint.logical import named_variables, replace_arrays
+from jaxtp.config.schema import ConfigError
+from jaxtp.layers.lora import TARGETS, LoraConfig, Target, frozen
+from jaxtp.layers.parameter import DType
 from jaxtp.mesh import current_mesh
 from jaxtp.models.config import BLOCKS, ModelConfig
 from jaxtp.models.decoder import Decoder, abstract_decoder
@@ -26,23 +27,22 @@ _KERNELS: Mapping[Target, str] = {
     "down_proj": "mlp.down.kernel",
 }
 _PLAIN: Mapping[Target, str | None] = {"gate_proj": None, "up_proj": "mlp.up.kernels.0"}
-"""Kernels by target, in an MLP that has no gate."""
+"""Replacements in an MLP without a gate."""
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter of stacked layers, and the kernel that it is beside, by their dotted paths."""
+    """An adapter of stacked layers and its kernel, as dotted paths."""
 
     target: Target
     kernel: str
     lora: str
     """`.a` is `[L, in, rank]`, `.b` is `[L, rank, out]`."""
     layers: range
-    """Numbers of the layers."""
 
 
 def target_of(kernel: str) -> Target | None:
-    """Returns what an adapter beside a kernel is called, by the path that a family's table has; None if none can be."""
+    """Returns the target of a kernel's path; None if it cannot have an adapter."""
     named = [*_KERNELS.items(), *_PLAIN.items()]
     return next((target for target, path in named if path and kernel == f"{BLOCKS}.{path}"), None)
 
@@ -60,15 +60,14 @@ def adapters(config: ModelConfig) -> Iterator[Adapter]:
 
 
 def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
-    """A model with adapters that begin as nothing, split like the kernels that they are beside; its arrays are shared.
+    """Returns a copy of a model, sharing its arrays, with new adapters that initially add zero.
 
     Args:
-      model: without adapters, on the mesh in context or on one device without one.
-      lora: their rank, and where they are.
-      seed: of what is random in them.
+      model: without adapters, on the mesh in context or on one device.
+      seed: of the random factors.
 
     Raises:
-      ConfigError: the model has adapters, which would be lost, or there would be none.
+      ConfigError: the model has adapters, or `lora` has none.
     """
     if model.config.lora.rank:
         raise ConfigError("the model has adapters already; add them to their kernels by merge_adapters first")
@@ -76,38 +75,39 @@ def add_adapters(model: Decoder, lora: LoraConfig, *, seed: int = 0) -> Decoder:
         raise ConfigError(f"lora.rank={lora.rank} and lora.targets={lora.targets} are no adapters; rank=8 is usual")
     config = replace(model.config, lora=lora)
     graph, abstract = abstract_decoder(config)
-    own = nnx.filter_state(abstract, LoraParam)
+    own = nnx.filter_state(abstract, nnx.LoRAParam)
 
     def create() -> nnx.State:
-        return nnx.filter_state(nnx.state(Decoder(config, rngs=nnx.Rngs(seed))), LoraParam)
+        return nnx.filter_state(nnx.state(Decoder(config, rngs=nnx.Rngs(seed))), nnx.LoRAParam)
 
     shardings = None if current_mesh() is None else nnx.get_named_sharding(own, jax.sharding.get_mesh())
     created: nnx.State = jax.jit(create, out_shardings=shardings)()
-    adapted: Decoder = nnx.merge(graph, nnx.merge_state(nnx.state(model), created))
+    adapted: Decoder = nnx.merge(graph, nnx.merge_state(frozen(nnx.state(model)), created))
     return adapted
 
 
-def merge_adapters(model: Decoder) -> Decoder:
-    """A model without adapters: each kernel with what its adapter adds to it; other arrays are shared with `model`.
+def merge_adapters(model: Decoder, *, dtype: DType | None = None) -> Decoder:
+    """Returns a model with adapters merged into its kernels in float32, rounded once.
 
-    The sum is made in float32 and rounded once, to the dtype of the kernel; an adapter that is not merged adds to the
-    product, in the compute dtype.
+    Results may differ: an unmerged adapter adds to the layer's output in the compute dtype.
+
+    Args:
+      dtype: of the merged parameters; by default the frozen weights' dtype.
     """
     config = model.config
+    dtype = dtype or config.precision.param
     arrays = {path: variable[...] for path, variable in named_variables(nnx.state(model)).items()}
     for adapter in adapters(config):
         kernel, a, b = (arrays[path] for path in (adapter.kernel, f"{adapter.lora}.a", f"{adapter.lora}.b"))
-        arrays[adapter.kernel] = _add(config.lora.scale, kernel, a, b)
-    graph, abstract = abstract_decoder(replace(config, lora=LoraConfig()))
-    merged: Decoder = nnx.merge(graph, filled(abstract, arrays))
+        add = jax.jit(_sum, static_argnums=4, out_shardings=kernel.sharding)
+        arrays[adapter.kernel] = add(config.lora.scale, kernel, a, b, dtype)
+    plain = replace(config, lora=LoraConfig(), precision=replace(config.precision, param=dtype))
+    graph, abstract = abstract_decoder(plain)
+    cast = {path: arrays[path].astype(variable.dtype) for path, variable in named_variables(abstract).items()}
+    merged: Decoder = nnx.merge(graph, replace_arrays(abstract, cast))
     return merged
 
 
-def _add(scale: float, kernel: Array, a: Array, b: Array) -> Array:
-    added: Array = jax.jit(_sum, out_shardings=kernel.sharding)(scale, kernel, a, b)
-    return added
-
-
-def _sum(scale: float, kernel: Array, a: Array, b: Array) -> Array:
+def _sum(scale: float, kernel: Array, a: Array, b: Array, dtype: DType) -> Array:
     added = jnp.matmul(a.astype(jnp.float32), b.astype(jnp.float32), precision="highest")
-    return (kernel.astype(jnp.float32) + scale * added).astype(kernel.dtype)
+    return (kernel.astype(jnp.float32) + scale * added).astype(dtype)

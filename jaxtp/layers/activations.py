@@ -1,19 +1,15 @@
-"""Activations between parallel layers: split along the sequence, with several documents in a row, and dropout.
+"""Activations between parallel layers: sequence parallelism, packed documents, dropout.
 
-Over cp each device has a part of every sequence (`layers/context.py`). Sequence parallelism splits that part over tp,
-between parallel layers: norms, dropout and residual sums then work on `1/tp` of the tokens; a column layer gathers them
-(all-gather) and a row layer leaves its sum split (reduce-scatter). Korthikanti et al., arXiv 2205.05198.
+Sequence parallelism splits tokens over tp between parallel layers; column layers all-gather and row layers
+reduce-scatter (Korthikanti et al., arXiv 2205.05198). The input decides by default, so the same model decodes one token
+and trains on thousands.
 
-Whether a sequence is split is decided by the input: a layer that is told nothing splits activations wherever tp > 1
-divides the sequence, so that the same model decodes one token and trains on thousands.
-
-In a row of several documents, attention stays inside each, and its positions count from its beginning. `segments`
-`[B, T]` are integers that are equal within a document and differ between neighbours: 1, 2, ... as `data/packing.py`
-makes them, with 0 for padding. They are all that a packed row adds: positions and the mask of attention follow from
-them.
+`segments` `[B, T]` mark the documents of a row: integers, equal within a document and different between neighbours,
+0 for padding.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
@@ -36,35 +32,74 @@ SequenceParallel = bool | None
 
 
 def sequence_dim(setting: SequenceParallel, shape: tuple[int, ...]) -> int | None:
-    """The dim of an activation that is split over tp between layers, or None.
-
-    Args:
-      setting: as the layer was told.
-      shape: of the global activation or ids, `[B, T, ...]`.
-    """
+    """Returns the dim that is split over tp between layers, or None."""
     return SEQUENCE_DIM if is_split(setting, shape[SEQUENCE_DIM], mesh_sizes(current_mesh())) else None
 
 
 def is_split(setting: SequenceParallel, length: int, sizes: Mapping[str, int]) -> bool:
-    """Returns whether a sequence of so many tokens is split over tp between parallel layers."""
+    """Returns whether sequence parallelism splits sequences of `length` tokens."""
     return sizes[TP] > 1 and length % parts(sizes, SEQUENCE) == 0 if setting is None else setting
 
 
 def activation_spec(sequence: int | None) -> PartitionSpec:
-    """The spec of `[B, T, D]` between layers, of which `sequence_dim` says whether T is split over tp."""
+    """Returns the spec of `[B, T, D]` between layers."""
     return batch_spec(CONTEXT if sequence is None else SEQUENCE, None)
 
 
 def segment_positions(segments_BT: Array) -> Array:
-    """`[B, T]`: how far each position is from the first one of its document."""
+    """Returns each token's position in its document, `[B, T]`."""
     index = jnp.arange(segments_BT.shape[1])
     begins = segments_BT != jnp.roll(segments_BT, 1, axis=1)
     start = jax.lax.cummax(jnp.where(begins.at[:, 0].set(True), index, 0), axis=1)
     return index - start
 
 
+@dataclass(frozen=True, kw_only=True)
+class LocalShape:
+    """A device's micro-batch, and settings that decide how layers process it."""
+
+    sizes: Mapping[str, int]
+    """Devices along each mesh axis."""
+
+    rows: int
+    """Sequences on the device."""
+
+    length: int
+    """Tokens of each whole sequence."""
+
+    packed: bool = False
+    """Sequences hold several documents."""
+
+    platform: str | None = "cpu"
+    """Architecture of the device (`architecture_of`), which decides the kernels; None if unknown."""
+
+    context: Context = "auto"
+    """Requested method of attention over cp."""
+
+    zigzag: bool = False
+    """Devices along cp hold tokens in zigzag order (`layers/context.py`)."""
+
+    @property
+    def tp(self) -> int:
+        """Devices along tp."""
+        return self.sizes[TP]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens on the device inside parallel layers."""
+        return self.rows * self.length // parts(self.sizes, CONTEXT)
+
+    def is_split(self, setting: SequenceParallel) -> bool:
+        """See `is_split`."""
+        return is_split(setting, self.length, self.sizes)
+
+    def between(self, setting: SequenceParallel) -> int:
+        """Returns the tokens on the device between parallel layers."""
+        return self.tokens // (self.tp if self.is_split(setting) else 1)
+
+
 class Part(NamedTuple):
-    """The positions of the queries that a device has of each sequence, and of the keys beside them."""
+    """Positions of a device's queries and first key."""
 
     queries: Array
     """Position of each query, `[Tq]` int32, ascending."""
@@ -73,21 +108,20 @@ class Part(NamedTuple):
     """Position of the first key; the others follow one by one. Before position 0 there is no key to see."""
 
 
-def seen_keys(
+def key_ranges(
     shape: tuple[int, ...], num_keys: int, window: int | None, segments_BT: Array | None, part: Part | None = None
 ) -> tuple[Array, Array]:
-    """Returns the indices of the first and the last key that each query sees, `[B, Tq]` both.
+    """Returns the indices of the first and last key that each query sees, both `[B, Tq]`, non-decreasing along Tq.
 
-    A query sees itself and what comes before it: in its document, and in a window of so many positions. Neither end
-    ever falls along the queries; the last is before the first where a query sees nothing, and attention then gives
-    zero. Kernels are told these ranges and no more, so none of them knows of cp, halos or the order zigzag.
+    The last is before the first if a query sees nothing; attention then returns zero. These ranges are all that kernels
+    know of windows, documents, cp, halos and zigzag order.
 
     Args:
       shape: `(B, Tq)`.
-      num_keys: that there are.
-      window: positions that each one sees; None for all.
-      segments_BT: of the whole sequences; None for one document.
-      part: which queries and keys these are; None for all of the sequences.
+      num_keys: number of keys.
+      window: positions that each position sees; None for all.
+      segments_BT: of whole sequences.
+      part: None for whole sequences.
     """
     at, first_key = (jnp.arange(shape[1], dtype=jnp.int32), 0) if part is None else part
     begin = jnp.zeros(shape, jnp.int32)
@@ -100,21 +134,16 @@ def seen_keys(
     return first.astype(jnp.int32), jnp.broadcast_to(last.astype(jnp.int32), shape)
 
 
-def seeing_queries(
+def query_ranges(
     seen: tuple[Array, Array], num_keys: int, window: int | None, segments_BT: Array | None, part: Part | None = None
 ) -> tuple[Array, Array]:
-    """Returns the indices of the first and the last query that sees each key, `[B, S]` both, which never fall either.
+    """Returns the indices of the first and last query that sees each key, both `[B, S]`, non-decreasing along S.
 
-    Args:
-      seen: what `seen_keys` returns of the rest.
-      num_keys: as there, like all that follows.
-      window: the same.
-      segments_BT: the same.
-      part: the same.
+    `seen` is the result of `key_ranges`.
     """
     first, last = seen
-    if part is None:  # the mirror image, which takes no search
-        mirrored, _ = seen_keys(first.shape, num_keys, window, None if segments_BT is None else segments_BT[:, ::-1])
+    if part is None:  # the mirror image needs no search
+        mirrored, _ = key_ranges(first.shape, num_keys, window, None if segments_BT is None else segments_BT[:, ::-1])
         return last, num_keys - 1 - mirrored[:, ::-1]
     find = partial(jnp.searchsorted, v=jnp.arange(num_keys, dtype=jnp.int32), method="scan_unrolled")
     before = jax.vmap(partial(find, side="left"))(last)
@@ -122,25 +151,17 @@ def seeing_queries(
 
 
 def segment_mask(segments_BT: Array) -> Array:
-    """Returns whether a query and a key are of one document, `[B, 1, T, S]`; neighbours differ in their number."""
+    """Returns whether query and key are in the same document, `[B, 1, T, S]`."""
     changes = segments_BT[:, 1:] != segments_BT[:, :-1]
     document = jnp.pad(jnp.cumsum(changes, axis=1), ((0, 0), (1, 0)))
     return (document[:, :, None] == document[:, None, :])[:, None]
 
 
 def dropout(x: Array, rate: float, keys: Array | None, spec: PartitionSpec, positions_T: Array | None = None) -> Array:
-    """Zeroes each element with probability `rate` and scales the others by `1 / (1 - rate)`.
+    """Zeroes elements of a global `x` with probability `rate` and scales the others by `1 / (1 - rate)`.
 
-    Each row of the batch has its own key, and each position in it another, so that a token's mask depends on neither
-    the mesh, nor the micro-batch that the row is in, nor the order in which devices hold tokens. A device draws its own
-    part of the mask: JAX's counter-based generator needs no communication for it.
-
-    Args:
-      x: a global activation `[B, T, D]`.
-      rate: probability of zero.
-      keys: one for each row, `[B]`; None leaves `x` as it is (evaluation).
-      spec: how `x` is split, so that the mask is split alike.
-      positions_T: positions of the tokens in their row; by default 0, 1, ...
+    A token's mask depends only on its row's key, from `keys` `[B]`, and its position, by default 0, 1, ...: not on the
+    mesh, micro-batch or token order. Without keys dropout is off. Drawing the mask needs no communication.
     """
     if keys is None or rate == 0:
         return x

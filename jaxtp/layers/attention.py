@@ -1,57 +1,34 @@
-"""Causal self-attention with the heads split over tp.
+"""Causal self-attention with heads split over tp.
 
-kv heads may be fewer than tp. Their kernels stay split over tp like any other, so that no device stores more than its
-share. The tp / kv_heads devices that share a head gather its columns before use (an all-gather in groups, whose
-transpose sums the gradient), and the output has one head for each device: globally, kv heads are repeated. Kernels
-replicated over tp, which was the first design, would store far more: 8.4 million parameters and their moments on every
-device for each of k and v in each layer of a 70B model at tp 16, instead of a sixteenth of that.
-
-Where tp does not divide the heads they are padded group by group (`HeadSplit`).
+With fewer kv heads than tp, the tp / kv_heads devices that share a head all-gather its columns of the k and v kernels
+before use, and each outputs the head. Replicated kernels would store far more: in a 70B model at tp 16, every device
+would have 8.4 million parameters and their moments for each of k and v in each layer, instead of 1/16.
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Annotated, Any
+from typing import Annotated, Any, Unpack
 
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from pydantic import Field
 
 from jaxtp.collectives import axis_index, axis_size, batch_spec, constrain, device_view, token_spec
-from jaxtp.config import ConfigError, Count, Positive, allowed
-from jaxtp.hints import Problem
-from jaxtp.layers.activations import Part, SequenceParallel, segment_positions
-from jaxtp.layers.branch import Branch, BranchConfig, Memory, Padded, Small
+from jaxtp.config.affects import COST
+from jaxtp.config.hints import Problem
+from jaxtp.config.schema import ConfigError, Count, Even, Positive
+from jaxtp.layers.activations import LocalShape, Part, segment_positions
+from jaxtp.layers.branch import Branch, BranchConfig, Memory, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import Attended, Sequences
-from jaxtp.layers.costs import (
-    ELEMENTWISE_AGAIN,
-    FLOAT32,
-    RESULTS_KEPT,
-    Cached,
-    Cost,
-    Kept,
-    Product,
-    Scores,
-    Share,
-    Streamed,
-    Working,
-    itemsize,
-)
-from jaxtp.layers.kernels import Implementation, Use, chosen, masked_attention, refused, seen
+from jaxtp.layers.kernels.select import Implementation, Use, architecture_here, chosen, masked_attention, refused
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import Precision, Split, Weights, own
+from jaxtp.layers.lora import LayerContext, layer_context
+from jaxtp.layers.parameter import Split, Weights, own
 from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
-from jaxtp.layers.rings import Overlap
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
-from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes, platform_here
-
-SCORE_PASSES = 5
-"""Times that float32 scores go through memory outside of products, forward and backward, where they exist: mask and
-maximum, exponentials, division; backward the product with the probabilities, and the difference. Modelled."""
+from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes
 
 _MOST_SHARED = 4096
 """Numbers of kv heads from which on it is not tried to share one: a mesh may be of any size until it is refused."""
@@ -71,7 +48,7 @@ class AttentionConfig(BranchConfig):
     num_kv_heads: Count = 8
     """Key and value heads; padded inside the layer where they and mesh.tp do not divide one another."""
 
-    head_dim: Annotated[int, Field(ge=2, multiple_of=2), allowed("even")] = 16
+    head_dim: Even = 16
     """Width of a head; need not be d_model / num_heads."""
 
     rope_theta: Positive | None = 10_000.0
@@ -98,16 +75,18 @@ class AttentionConfig(BranchConfig):
     attention_out_bias: bool = False
     """A bias on the attention's output projection."""
 
-    attention: Implementation = "auto"
-    """Kernel. auto takes the first that can do what is asked where it runs. cudnn and fused need an NVIDIA GPU, cudnn
-    also 16 bits and no packed documents; blockwise runs everywhere; xla does too, and holds all scores."""
+    attention: Annotated[Implementation, COST] = "auto"
+    """Kernel. auto takes the first that can do what the run needs; a run on GPUs times cudnn and fused, where both
+    can. They need an NVIDIA GPU, cudnn also 16 bits and no packed documents; blockwise runs everywhere; xla does
+    too, and holds all scores."""
 
     def problems(self, sizes: Mapping[str, int]) -> Iterator[Problem]:
-        """Yields why attention, or another branch of the block, cannot run on a mesh of those sizes."""
+        """See `BranchConfig`."""
         yield from super().problems(sizes)
         if self.num_heads % self.num_kv_heads:
+            usual = ", the default: set both" if self.num_kv_heads == type(self).num_kv_heads else ""
             yield Problem(
-                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}",
+                f"model.num_heads={self.num_heads} is not divisible by model.num_kv_heads={self.num_kv_heads}{usual}",
                 among={"model.num_kv_heads": self.num_heads},
             )
         if sizes[TP] > 2 * self.num_heads:
@@ -123,47 +102,47 @@ class AttentionConfig(BranchConfig):
         """The division of query heads over tp."""
         return HeadSplit((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
 
-    def use_on(self, share: Share, dtype: str) -> Use:
-        """Returns what a kernel is asked to do for a device's share, in a compute dtype."""
-        method, _ = self.attended(share.tp).method(share)
-        known: dict[str, Any] = {"length": share.length, "packed": share.packed, "platform": share.platform}
+    def use_on(self, shape: LocalShape, dtype: str) -> Use:
+        """Returns a kernel's task for a device's sequences."""
+        method, _ = self.attended(shape.tp).method(shape)
+        known: dict[str, Any] = {"length": shape.length, "packed": shape.packed, "platform": shape.platform}
         return self.use(dtype=dtype, part=method == "gather", **known)
 
     def use(self, **known: Any) -> Use:
-        """Returns what a kernel is asked to do, with what is known of the rest."""
+        """Returns a kernel's task; `known` sets the fields of `Use` that are not settings."""
         window, softcap, scale = self.sliding_window, self.attention_softcap, self.query_scale
         return Use(head_dim=self.head_dim, window=window, softcap=softcap, scale=scale, **known)
 
-    def attended(self, tp: int, itemsize: int = 1) -> Attended:
-        """Returns what context parallelism has to know of attention on tp devices."""
+    def attended(self, tp: int) -> Attended:
+        """Returns the facts that context parallelism needs."""
         queries, keys = self.heads.on_device(tp)
-        return Attended(queries=queries, keys=keys, head_bytes=self.head_dim * itemsize, window=self.sliding_window)
+        return Attended(queries=queries, keys=keys, window=self.sliding_window)
 
-    def zigzag(self, share: Share) -> bool:
-        """Returns whether this attention, or another branch, has work that is even in the order zigzag alone."""
-        return super().zigzag(share) or self.attended(share.tp).zigzag(share)
+    def zigzag(self, shape: LocalShape) -> bool:
+        """See `BranchConfig`."""
+        return super().zigzag(shape) or self.attended(shape.tp).zigzag(shape)
 
-    def context_problems(self, share: Share) -> Iterator[Problem]:
-        """Yields why attention, or another branch, cannot use the method over cp that is asked for."""
-        yield from super().context_problems(share)
-        queries, cp = self.heads.on_device(share.tp)[0], share.sizes[CP]
-        if share.context == "ulysses" and queries % cp:
+    def context_problems(self, shape: LocalShape) -> Iterator[Problem]:
+        """See `BranchConfig`."""
+        yield from super().context_problems(shape)
+        queries, cp = self.heads.on_device(shape.tp)[0], shape.sizes[CP]
+        if shape.context == "ulysses" and queries % cp:
             text = (
                 f"mesh.context=ulysses: mesh.cp={cp} does not divide the {queries} query heads of a device over "
-                f"mesh.tp={share.tp}; use gather or auto"
+                f"mesh.tp={shape.tp}; use gather or auto"
             )
             yield Problem(text, among={f"mesh.{CP}": queries})
 
     def padding(self, tp: int) -> Iterator[Padded]:
-        """Yields the numbers of heads that tp devices may have to pad."""
+        """See `BranchConfig`."""
         yield from super().padding(tp)
         if self.num_heads % self.num_kv_heads == 0:
             kv_heads, group, _ = self.heads.stored(tp)
             yield "query heads", self.num_heads, kv_heads * group
             yield "kv heads", self.num_kv_heads, kv_heads
 
-    def smaller(self, small: Small) -> dict[str, Any]:
-        """Returns the settings of a small attention of the same structure, and those of the other branches."""
+    def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
+        """See `BranchConfig`."""
         heads = self.heads
 
         def alike(width: int) -> bool:
@@ -175,53 +154,53 @@ class AttentionConfig(BranchConfig):
         return {
             "head_dim": head_dim,
             "rope_theta": self.rope_theta and _SMALL_THETA,
-            "rope_scaling": self.rope_scaling.smaller(head_dim, length),
+            "rope_scaling": self.rope_scaling.shrink(head_dim, length),
             "sliding_window": self.sliding_window and small.positions(self.sliding_window),
             "attention": "auto" if self.attention in ("cudnn", "fused") else self.attention,  # those need a GPU
-            **super().smaller(small),
+            **super().shrink(small),
         }
 
 
 @dataclass(frozen=True)
 class HeadSplit(Split):
-    """The division of query heads over tp: kv heads K, the G query heads of each, and their width H.
+    """Splits query heads over tp; factors: kv heads K, query heads per kv head G, head width H.
 
-    Each device has the query heads of whole kv heads, or shares one kv head with others. Where that is impossible, kv
-    heads are added, or query heads to each group, whichever computes less.
+    Each device has the query heads of whole kv heads, or shares a kv head. Otherwise padding adds kv heads, or query
+    heads to each group, whichever computes less.
     """
 
     @property
     def keys(self) -> "KeySplit":
-        """The division of the kv heads."""
+        """The division of kv heads over tp."""
         kv_heads, group, width = self.factors
         return KeySplit((kv_heads, width), group)
 
     def stored(self, tp: int) -> tuple[int, ...]:
-        """Returns the factors over tp devices."""
+        """See `Split`."""
         return _padded_heads(*self.factors, tp)
 
     def on_device(self, tp: int) -> tuple[int, int]:
-        """Returns the number of query heads and of kv heads that each of tp devices computes with."""
+        """Returns each device's query heads and kv heads."""
         kv_heads, group, _ = self.stored(tp)
         return kv_heads * group // tp, max(1, kv_heads // tp)
 
 
 @dataclass(frozen=True)
 class KeySplit(Split):
-    """The division of kv heads over tp: their number K, and their width H."""
+    """Splits kv heads over tp; factors: their number K and width H."""
 
     group: int
     """Query heads of each."""
 
     def stored(self, tp: int) -> tuple[int, ...]:
-        """Returns the factors over tp devices."""
+        """See `Split`."""
         kv_heads, _, width = _padded_heads(self.factors[0], self.group, self.factors[1], tp)
         return kv_heads, width
 
 
 @lru_cache(maxsize=1024)
 def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int, int]:
-    """Returns kv heads, query heads of each and width over tp devices: those of the fewest query heads."""
+    """Returns the padded factors of `HeadSplit` with the fewest query heads."""
     least = -(-kv_heads // tp) * tp
     for more in range(kv_heads, min(least, tp, _MOST_SHARED)):
         if tp % more == 0 and more * width % tp == 0:  # tp / more devices share a head, each storing a part of it
@@ -232,23 +211,12 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
 
 
 class CausalSelfAttention(Branch):
-    """Grouped-query causal attention: each device computes `num_heads / tp` query heads.
+    """Grouped-query causal attention, `num_heads / tp` query heads per device.
 
-    Args:
-      d_model: D.
-      config: N query heads, divisible by the K key and value heads; H their width. Where K < tp, a head is held and
-        its gradient summed by the tp / K devices that share it; what tp cannot divide so is padded. The kernel cudnn
-        runs on NVIDIA GPUs in bfloat16 without ever holding `[T, T]` scores; it raises where it cannot run.
-      norm_eps: of the normalisation of queries and keys.
-      norm_plus_one: its factor is 1 + scale.
-      sequence_parallel: activations outside are split over tp along the sequence.
-      overlap: whether the projections gather and sum while they multiply; see `layers.rings`.
-      lora: adapters of the projections that it names.
-      precision: the dtypes.
-      rngs: source of the `params` key.
+    `norm_plus_one` makes the query and key norms multiply by 1 + scale. For `context` see `LayerContext`.
 
-    Shapes: `[B, T, D] -> [B, T, D]`; segments `[B, T]`, see `layers/activations.py`. Kernels: q `[D, N*H]`, k and v
-    `[D, K*H]` (`qkv.kernels` 0, 1, 2) and out `[N*H, D]`, heads contiguous.
+    Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1, 2), out `[N*H, D]`;
+    heads contiguous.
     """
 
     over_cp = True
@@ -260,50 +228,43 @@ class CausalSelfAttention(Branch):
         *,
         norm_eps: float = 1e-6,
         norm_plus_one: bool = False,
-        sequence_parallel: SequenceParallel = False,
-        overlap: Overlap = "none",
-        lora: LoraConfig = LoraConfig(),
-        precision: Precision = Precision(),
-        rngs: nnx.Rngs,
+        **context: Unpack[LayerContext],
     ):
-        self.config, self.precision = config, precision
-        over_tp: dict[str, Any] = {"sequence_parallel": sequence_parallel, "overlap": overlap}
-        shared: dict[str, Any] = {**over_tp, "precision": precision, "rngs": rngs}
+        context = layer_context(**context)
+        self.config, self.precision, lora = config, context["precision"], context["lora"]
         queries, keys = config.heads, config.heads.keys
         plain = config.rope_theta is None and config.qk_norm == "none" and config.attention_softcap is None
         self.qkv = ColumnParallelLinear(
             d_model,
             (queries, keys, keys),
             use_bias=config.attention_bias,
-            # It then adds the same to all scores of a query, which changes nothing: its gradient is rounding noise, of
-            # which Adam would make updates.
+            # Without rope, norms or softcap, a key bias adds the same to all scores of a query, which the softmax
+            # cancels. Its gradient is rounding noise, and Adam would turn it into updates.
             fixed_biases=(1,) if plain and config.attention_bias else (),
             unit=config.head_dim,
-            lora=lora,
             adapted=lora.adapted("q_proj", "k_proj", "v_proj"),
-            **shared,
+            **context,
         )
-        norm = partial(QKNorm, config.qk_norm, eps=norm_eps, plus_one=norm_plus_one, precision=precision)
+        norm = partial(QKNorm, config.qk_norm, eps=norm_eps, plus_one=norm_plus_one, precision=self.precision)
         normalised = () if config.qk_norm == "none" else (queries, keys)
         self.qk_norms = nnx.List(norm(heads, config.head_dim) for heads in normalised)
-        self.out = RowParallelLinear(
-            queries, d_model, use_bias=config.attention_out_bias, lora=lora.only("o_proj"), **shared
-        )
+        context["lora"] = lora.only("o_proj")
+        self.out = RowParallelLinear(queries, d_model, use_bias=config.attention_out_bias, **context)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
-        """Attends from each position of `[B, T, D]` to itself and those before it in its document."""
+        """Attends from each position to its document up to there."""
         segments = [] if sequences.segments is None else [sequences.segments]
         attend = partial(self._attend, replace(sequences, segments=None), self._share(x_BTD.shape[1], sequences))
         return self.out(self._view(attend, segments, [batch_spec(None)], token_spec(TP))(self.qkv(x_BTD)))
 
     def memory(self, num_rows: int, num_slots: int) -> Memory:
-        """Returns keys and values `[B, K, S, H]` of no tokens; K is tp where that is more than the kv heads."""
+        """Returns an empty KV cache, `[B, max(K, tp), S, H]` each."""
         tp = axis_size(TP)
         shape = (num_rows, max(self.config.heads.stored(tp)[0], tp), num_slots, self.config.head_dim)
         return tuple(constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2))
 
     def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
-        """Attends from new tokens to those of a memory of keys and values, and to each other; see `Branch.extend`."""
+        """Attends from new tokens to the KV cache and to each other."""
         memory_specs = (LAYER_SPEC, LAYER_SPEC)
         attend = self._view(
             self._attend_cached, [memory, new], [memory_specs, new.specs], (token_spec(TP), memory_specs)
@@ -312,23 +273,21 @@ class CausalSelfAttention(Branch):
         return self.out(y), memory
 
     def _view(self, body: Any, others: list[Any], specs: list[Any], out_specs: Any) -> Any:
-        """Returns a function of queries, keys and values that runs `body(weights, q, k, v, *others)` on each device."""
         weights, weight_specs = own(self.qk_norms)
         in_specs = (weight_specs, *[token_spec(TP)] * 3, *specs[: len(others)])
         return lambda qkv: device_view(body, ATTEND, in_specs, out_specs)(weights, *qkv, *others)
 
-    def _share(self, length: int, sequences: Sequences) -> Share:
-        """Returns what decides how a device attends over cp."""
+    def _share(self, length: int, sequences: Sequences) -> LocalShape:
         sizes, context = mesh_sizes(current_mesh()), sequences.context
-        share = Share(sizes=sizes, rows=1, length=length, context=context, zigzag=sequences.zigzag)
-        for problem in self.config.context_problems(share):
+        shape = LocalShape(sizes=sizes, rows=1, length=length, context=context, zigzag=sequences.zigzag)
+        for problem in self.config.context_problems(shape):
             raise ConfigError(problem.text)
-        return share
+        return shape
 
     def _attend(
         self,
         sequences: Sequences,
-        share: Share,
+        shape: LocalShape,
         weights: Weights,
         q: Array,
         k: Array,
@@ -336,14 +295,14 @@ class CausalSelfAttention(Branch):
         segments: Array | None = None,
     ) -> Array:
         config, sequences = self.config, replace(sequences, segments=segments)
-        positions = sequences.own_positions(share.length)
+        positions = sequences.own_positions(shape.length)
         if segments is not None:
             within = segment_positions(segments)
-            positions = within if share.sizes[CP] == 1 else jnp.take(within, positions, axis=1)
-        q, k, v = self._heads(weights, q, k, v, positions, share.length)
-        method, _ = config.attended(share.tp).method(share)
+            positions = within if shape.sizes[CP] == 1 else jnp.take(within, positions, axis=1)
+        q, k, v = self._heads(weights, q, k, v, positions, shape.length)
+        method, _ = config.attended(shape.tp).method(shape)
         use = config.use_on(
-            replace(share, packed=segments is not None, platform=platform_here()), self.precision.compute
+            replace(shape, packed=segments is not None, platform=architecture_here()), self.precision.compute
         )
         for problem in refused(config.attention, use):
             raise ConfigError(problem)
@@ -362,7 +321,7 @@ class CausalSelfAttention(Branch):
             y = masked_attention(q, keys, values, visible(new.positions, num_slots, window), **settings)
             return self._joined(y), (keys, values)
         part = None
-        if new.continued:  # one sequence: what comes before the first row's tokens, and then all of them
+        if new.continued:  # earlier tokens of the first row, then all new tokens
             k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(memory, (k, v), strict=True))
             part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0)
         use = self.config.use(
@@ -370,16 +329,16 @@ class CausalSelfAttention(Branch):
             length=k.shape[1],
             packed=True,
             part=new.continued,
-            platform=platform_here(),
+            platform=architecture_here(),
         )
-        kernel, _ = chosen("auto", use)  # one that training was told to use may not do this
+        kernel, _ = chosen("auto", use)  # the kernel configured for training may not support this use
         y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=window, **settings)
         return self._joined(y), (keys, values)
 
     def _heads(
         self, weights: Weights, q: Array, k: Array, v: Array, positions: Array, length: int
     ) -> tuple[Array, Array, Array]:
-        """Returns the heads of this device, queries and keys normalised and rotated to positions below `length`."""
+        """Returns this device's heads, q and k normalised and rotated to positions below `length`."""
         config = self.config
         q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T/cp, N/tp, H]
         if self.qk_norms:
@@ -395,11 +354,10 @@ class CausalSelfAttention(Branch):
         return self.config.use().factor
 
     def _joined(self, y: Array) -> Array:
-        """Returns the results of all heads side by side, `[B, T, N*H]`."""
         return self._unpadded(y).reshape(*y.shape[:2], -1)
 
     def _unpadded(self, y: Array) -> Array:
-        """Returns the heads of this device, padding set to zero, so that the output kernel has no gradient there."""
+        """Zeroes padded heads, so the output kernel has no gradient there."""
         heads, tp = self.config.heads, axis_size(TP)
         if heads.stored(tp) == heads.factors:
             return y
@@ -407,53 +365,3 @@ class CausalSelfAttention(Branch):
         index = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
         place, member = jnp.divmod(index, heads.stored(tp)[1])
         return jnp.where(((place < kv_heads) & (member < group))[:, None], y, 0)
-
-    def costs(self, share: Share, *, read: bool) -> Iterator[Cost]:
-        """Yields what it costs.
-
-        A kernel makes scores in products of the shape that it says; one that holds none makes them again in its
-        backward pass. Float32 are the scores before and after the softmax, and queries and keys before their rotation.
-        Where all scores are held and there is no remat, and a device has several kv heads, the backward loop reads one
-        stack of scores in another layout than the forward loop has written it in: XLA copies it. In a backward pass
-        there are two arrays of scores in float32 and two in the compute dtype: the scores or their gradient, and a
-        constant of their shape that the mask selects (XLA takes it out of the loop over the blocks); the softmax, in
-        the layouts of two products.
-        """
-        config, compute, cp = self.config, itemsize(self.precision.compute), share.sizes[CP]
-        kernel, _ = chosen(config.attention, config.use_on(share, self.precision.compute))
-        stored_kv, group, _ = config.heads.stored(share.tp)
-        heads, kv_heads = config.heads.on_device(share.tp)
-        queries, keys = (share.tokens * count * config.head_dim for count in (heads, kv_heads))
-        yield from self.qkv.costs(share, "q, k, v")
-        for norm in self.qk_norms:
-            yield from norm.costs(share)
-
-        attended = config.attended(share.tp, compute)
-        method, _ = attended.method(share)
-        result_read = not share.frozen or bool(self.out.loras)
-        yield from attended.moves(method, ATTEND, share, result_read=result_read)
-        chunks = attended.chunks(method, share)
-        number, m, n = kernel.blocks(chunks, config.sliding_window)
-        kept = kernel.keeps_result and share.remat in RESULTS_KEPT
-        again = share.remat in ELEMENTWISE_AGAIN and not kept
-        runs = share.rows * (heads // cp if method == "ulysses" else heads) * number
-        through = 2 * m * config.head_dim * compute + (m * n * FLOAT32 if kernel.streams_scores else 0)
-        counted = seen(chunks, config.sliding_window) / (number * m * n)
-        shared: dict[str, Any] = {"bytes": through, "attention": True, "counted": counted}
-        made = share.passes(again, 2 if kernel.holds_scores else 3)
-        yield Product("scores", m, config.head_dim, n, made * runs, **shared)
-        yield Product("weighted values", m, n, config.head_dim, share.passes(again, 2) * runs, **shared)
-        held = runs * m * n if kernel.holds_scores else 0
-        if kernel.streams_scores:
-            yield Scores("scores", runs * m * n * FLOAT32 * SCORE_PASSES)
-        rotated = stored_kv * (group + 1) * config.head_dim // share.tp
-        yield Streamed(share.tokens * 2 * rotated * compute)
-        yield Working(held * 2 * (FLOAT32 + compute) + attended.moved_bytes(method, share))
-        if share.remat == "none":
-            copies = 2 + (kv_heads > 1)
-            yield Kept(FLOAT32 * (copies * held + queries + keys) + compute * (queries + keys))
-            yield Kept(attended.moved_bytes(method, share))
-        if kept:
-            yield Kept(queries * compute + share.tokens * heads * FLOAT32)
-        yield Cached(2 * keys * compute)
-        yield from self.out.costs(share, "attention out", read=read)

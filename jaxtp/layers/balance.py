@@ -1,19 +1,14 @@
-"""The balance of experts: what a router's choices come to, the losses that even them out, and the bias that does.
+"""Load balance of experts: router statistics, auxiliary losses and the selection bias.
 
-The auxiliary loss is that of a sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), not of a batch. Over the n
-tokens of a sequence, padding left out, with the share of choices f and the mean score P of each of E experts:
+The auxiliary loss is per sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2), over its n tokens without padding:
 
-    balance = sum_e f_e P_e,   f_e = E / (k n) * (times that e is chosen),   P_e = mean of the softmax's e-th output
+    balance = sum_e f_e P_e,   f_e = E / (k n) * (times e is chosen),   P_e = mean of the softmax's e-th output
 
-It is 1 where all experts are chosen alike. A product of two means of a batch would depend on which sequences a device,
-or a micro-batch, has; this does not. Each label counts its sequence's loss, as it does its own cross-entropy, so that
-the mean over a batch is the same however the batch is divided. Layers have the mean over all layers with experts.
-
-A device sums over its own tokens of each sequence while it runs the layers. Sums over the devices that divide a
-sequence are made once, for all layers, and totals of the batch too.
+It is 1 for a uniform choice. Each label counts its sequence's loss, so the mean over a batch does not depend on how the
+batch is divided, unlike a product of two means. Layers are averaged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +20,6 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, batch_spec, device_view
-from jaxtp.layers.costs import FLOAT32, Cost, Share, sums_over
 from jaxtp.layers.loss import IGNORE
 from jaxtp.mesh import BATCH, SEQUENCE
 
@@ -33,19 +27,18 @@ BALANCE = "expert_balance"
 
 
 class SelectionBias(nnx.Variable[Any]):
-    """A bias of each expert's score for choosing alone, moved once per update against the load; it has no gradient.
+    """A bias of each expert's score, for selection only; updates move it against the load.
 
-    It is no parameter but a variable of a kind of its own, so that no optimizer sees it. Checkpoints therefore hold all
-    of a state that is not frozen, not all parameters.
+    It is not an `nnx.Param`, so no optimizer sees it; checkpoints save all state that is not frozen.
     """
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Routing:
-    """Sums of what a router did with the tokens of each sequence that a device has, padding left out.
+    """Router statistics, summed over the tokens of each sequence on a device, without padding.
 
-    S is the number of devices that divide a sequence, each of which has one entry; stacked layers are a dim before B.
+    S is the number of devices that divide a sequence. Stacked layers are a dim before B.
     """
 
     times_chosen: Array
@@ -73,7 +66,7 @@ class Routing:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Balance:
-    """The balance of all layers with experts, over a batch or a part of one: sums, which add up."""
+    """Additive statistics of all layers with experts."""
 
     balance_loss: Array
     """Auxiliary losses: for each label that counts, that of its sequence."""
@@ -91,7 +84,7 @@ class Balance:
     """Choices that no expert computed: 0, or a mistake."""
 
     def scalars(self, count: Array) -> dict[str, Array]:
-        """Returns what is logged of a whole batch, by name; `count` is the number of its labels that count."""
+        """Returns the metrics of a whole batch with `count` valid labels."""
         layers = [times for kind in self.times_chosen for times in kind]  # each [E]
         choices = sum(jnp.sum(times) for times in self.times_chosen)
         loads = [times / jnp.maximum(jnp.mean(times), 1) for times in layers]
@@ -106,19 +99,13 @@ class Balance:
 
 
 def no_balance(kinds: Sequence[tuple[int, int]]) -> Balance:
-    """Returns the balance of no tokens, for kinds of blocks of so many layers and experts."""
+    """Returns the zero `Balance`; `kinds` are (layers, experts)."""
     zero = jnp.zeros((), jnp.float32)
     return Balance(zero, zero, tuple(jnp.zeros(kind, jnp.float32) for kind in kinds), zero, zero)
 
 
 def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Sequence[int]) -> Balance:
-    """Returns the balance of all layers.
-
-    Args:
-      routings: of each kind of block, stacked over its layers.
-      labels_BT: whole rows, of which those that are not -100 count.
-      experts_per_token: k, of each kind of block.
-    """
+    """Returns the balance of all layers; `routings` and k are per kind of block, labels are whole rows."""
     by_layer = P(None, *batch_spec(SEQUENCE))
 
     def total(routings: list[Routing], labels: Array) -> Balance:
@@ -133,7 +120,7 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
             chosen = num_experts / (k * tokens[..., None]) * routing.times_chosen
             auxiliary.append(jnp.sum(chosen * routing.scores / tokens[..., None], axis=-1))
             squared.append(routing.squared_normaliser / tokens)
-            entropies.append(k * jnp.sum(routing.entropy))  # as choices are counted
+            entropies.append(k * jnp.sum(routing.entropy))  # k per token, like `choices`
             dropped.append(jnp.sum(choices - routing.computed))
         sums = Balance(
             balance_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(auxiliary), axis=0)),
@@ -156,25 +143,14 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
     return result
 
 
-def balance_costs(share: Share, num_experts: Sequence[int]) -> Iterator[Cost]:
-    """Yields what it costs to sum up the balance in training, for the number of experts of each layer that has any."""
-    if num_experts and share.training:
-        of_rows = sum(2 * experts + 3 for experts in num_experts) * share.rows
-        yield sums_over(BALANCE, SEQUENCE, share.sizes, FLOAT32 * of_rows)
-        yield sums_over(BALANCE, BATCH, share.sizes, FLOAT32 * (sum(num_experts) + 4))
-
-
 def moved_bias(bias: Array, times_chosen: Array, rate: float) -> Array:
-    """Returns the selection biases `[layers, E]` after an update: those of experts with less than the mean load rise.
-
-    Wang et al., arXiv 2408.15664.
-    """
-    # Compared as whole numbers: a mean is rounded, and an expert that has just the mean load would move.
+    """Returns biases `[layers, E]`, raised below the mean load, lowered above (Wang et al., arXiv 2408.15664)."""
+    # Compared as integers: with a rounded mean, an expert with exactly the mean load would move.
     total = jnp.sum(times_chosen, axis=-1, keepdims=True)
     return bias + rate * jnp.sign(total - times_chosen.shape[-1] * times_chosen).astype(bias.dtype)
 
 
 def _in_one(reduce: Callable[[Array], Array], tree: Any) -> Any:
-    """Returns a tree of arrays reduced as one array, which is one collective."""
+    """Reduces a tree as one flat array, with one collective."""
     flat, as_tree = ravel_pytree(tree)
     return as_tree(reduce(flat))

@@ -1,14 +1,8 @@
-"""Keys and values of the tokens that were read, so that a decoder reads each token once.
+"""KV cache, so that a decoder reads each token once.
 
-A token's slot is its position in its own row, whatever the other rows hold, so any row can go on by any number of
-tokens. New tokens come in one of two ways (`NewTokens`): as rows, where each sequence of the batch continues one row of
-the memory, or packed, where the tokens of several rows lie one after another in one sequence, and none is padding.
-A layer writes them into their slots first, and then attends: what a query sees are the slots up to its own position,
-which is all the masking that there is. What is left in later slots from other texts is not seen, and is overwritten by
-the token that comes there. Only the slots of new tokens are written, so that XLA updates a donated memory in place.
-
-A head's slots are one matrix, which products take as it is. Where kv heads are fewer than tp, each device that shares a
-head holds its memory, because the column layer gives it the head.
+A token's slot is its position in its row. New tokens come as rows (each sequence continues a row of the memory) or
+packed (tokens of several rows in one sequence). A layer writes them, then attends to the slots up to each query's
+position, which hides stale slots. Devices that share a kv head all store it.
 """
 
 from collections.abc import Mapping
@@ -23,7 +17,7 @@ from jaxtp.mesh import CONTEXT, TP
 
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
 """The split of the memory of one layer, `[B, K, S, H]`: a matrix for each head, which products take as it is. (Along cp
-there is one device: `models/reader.py`.)"""
+there is one device: `generate/decode_model.py`.)"""
 
 Memories = tuple[Mapping[str, tuple[Array, ...]], ...]
 """Keys and values `[B, K, S, H]` of the tokens of all rows, by layer and branch, in the compute dtype and rotated to
@@ -34,7 +28,7 @@ tp if that is more: the devices that share a head have a copy each, as its colum
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NewTokens:
-    """The places of new tokens `[B, T]` in a memory; a device finds its tokens' rows in its own part of it."""
+    """The slots of new tokens `[B, T]` in a memory."""
 
     positions: Array
     """Position of each token in its row, `[B, T]` int32, which is its slot; S or more is written nowhere."""
@@ -48,33 +42,31 @@ class NewTokens:
 
     @property
     def specs(self) -> "NewTokens":
-        """Returns how the arrays are split, for `device_view`."""
+        """Specs for `device_view`."""
         spec = batch_spec(None)
         return NewTokens(spec, None if self.rows is None else spec, self.continued)  # type: ignore[arg-type]
 
     def write(self, memory: Array, new: Array) -> Array:
-        """Returns a device's memory `[b, K, S, H]` with new tokens `[b, T, K, H]` in their slots."""
+        """Writes new tokens `[b, T, K, H]` to a device's memory `[b, K, S, H]`."""
         rows = jnp.arange(memory.shape[0])[:, None] if self.rows is None else self.rows
         rows = jnp.where(rows < 0, memory.shape[0], rows)  # a negative index would count from the end
         positions = self.positions
         if new.shape[:2] == (1, 1):
-            # XLA would make a dynamic-update-slice of one token, and fuse it with each product that reads the memory,
-            # which copies all of it. So another one is added, which is dropped.
+            # XLA would turn one token into a dynamic-update-slice and fuse it with each product that reads the memory,
+            # which copies the whole memory. A second token, which is dropped, avoids this.
             rows, positions = (jnp.concatenate([x, jnp.full_like(x, memory.shape[2])]) for x in (rows, positions))
             new = jnp.concatenate([new, new])
+        # Only these slots are written, so XLA updates a donated memory in place.
         return memory.at[rows, :, positions].set(new, mode="drop")
 
     def before(self, memory: Array) -> Array:
-        """Returns what the first row of each packed sequence has before it, its last token last: `[b, S, K, H]`.
-
-        The slots before those tokens hold what means nothing; `segments` tells them apart.
-        """
+        """Returns the earlier tokens of each sequence's first row, right-aligned, `[b, S, K, H]`; see `segments`."""
         assert self.rows is not None
         first = jnp.take(memory, self.rows[:, 0], axis=0, mode="clip").swapaxes(1, 2)
         return jax.vmap(lambda x, count: jnp.roll(x, -count, axis=0))(first, self.positions[:, 0])
 
     def segments(self, num_slots: int) -> Array:
-        """Returns integers that tell rows apart: `[b, T]` of packed tokens, `[b, S + T]` with what comes before."""
+        """Returns the segments of packed tokens `[b, T]`, or of earlier and packed tokens `[b, S + T]`."""
         assert self.rows is not None
         own = self.rows + 1
         if not self.continued:
@@ -84,6 +76,6 @@ class NewTokens:
 
 
 def visible(positions: Array, num_slots: int, window: int | None = None) -> Array:
-    """Returns whether a token sees a slot of its row, `[b, T, S]`: those up to itself, of these the last `window`."""
+    """Returns whether a token sees a slot, `[b, T, S]`: the last `window` slots up to its position."""
     far = positions[..., None] - jnp.arange(num_slots)
     return (far >= 0) if window is None else (far >= 0) & (far < window)

@@ -1,30 +1,23 @@
-"""Context parallelism: every sequence is divided over the devices along cp, `T / cp` tokens on each.
+"""Context parallelism: sequences are split over cp, `T / cp` tokens per device.
 
-Whole rows of ids, labels and segments are on every device of a cp group: they are four bytes a token. Each takes its
-own tokens of them (`Sequences.own`): nothing moves, and neither data nor checkpoints know of cp. (In the first design
-the loader divided rows, in zigzag order, to be undone wherever users see tokens, and that saved nothing.) Weights are
-stored over (fsdp, cp), and gathered and scattered as if that were one axis. From the embedding to the loss a layer that
-works on one position at a time does not notice that others are elsewhere. Attention does, and has two ways to see them:
+Every device of a cp group has whole rows of ids, labels and segments and slices its tokens (`Sequences.own`), so data
+and checkpoints do not depend on cp. Only attention needs other positions:
 
-    ulysses   all-to-all: all tokens of N/(tp*cp) heads instead of T/cp tokens of N/tp heads, and back afterwards
-              (Jacobs et al., arXiv 2309.14509). Any kernel runs as without cp. kv heads are copied so that cp divides.
-    gather    keys and values of all tokens are gathered, queries stay (Llama 3, arXiv 2407.21783, section 3.3.2); any
-              number of heads. Under a window a device fetches what its tokens see and it has not, the halo.
+    ulysses   all-to-all to all tokens of N/(tp*cp) heads, and back (Jacobs et al., arXiv 2309.14509). All kernels
+              work; kv heads are copied until cp divides them.
+    gather    all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). N and K are arbitrary. With a
+              window, a device fetches only the missing tokens that its tokens see, the halo.
 
-For each sequence a device sends, forward and backward, in units of (cp-1)/cp * T/cp * H/tp elements: ulysses
-`4N + 4K'`, K' the kv heads with their copies, gather `4K * cp`; and half of that again where a block is computed again.
-Gradients of keys and values are summed over cp in the compute dtype, as those of activations are over tp. One function
-(`Attended.method`) compares the two, and the forward pass, the accounts of a step and the summary all ask it.
+Traffic per sequence and device, forward and backward, in units of (cp-1)/cp * T/cp * H/tp elements: ulysses `4N + 4K'`
+(K' includes the copies), gather `4K * cp`; 1.5 times as much if the block is recomputed.
 
-In causal attention later tokens see more. So that all devices have the same work in gather, each has two chunks of the
-sequence, in the order zigzag: of the chunks 0 to 2cp-1, device c has c and 2cp-1-c. Tokens are in that order in all
-arrays between embedding and loss; logits, and whatever else users see, are in natural order. Under windows, and in
-ulysses, the order is contiguous, because there all have the same work: the layers decide it (`BranchConfig.zigzag`).
+Later tokens see more, so gather of all keys balances work by zigzag order: of the chunks 0 to 2cp-1, device c
+has c and 2cp-1-c. Arrays between embedding and loss have this order, results for users have natural order.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -43,9 +36,7 @@ from jaxtp.collectives import (
     permute,
     token_spec,
 )
-from jaxtp.communication import ALL_GATHER, ALL_TO_ALL, PERMUTE, REDUCE_SCATTER, Collective
-from jaxtp.layers.activations import Context, Method, Part
-from jaxtp.layers.costs import ELEMENTWISE_AGAIN, Moves, Share, bytes_sent
+from jaxtp.layers.activations import Context, LocalShape, Method, Part
 from jaxtp.mesh import CONTEXT, CP
 
 _STATIC = {"static": True}
@@ -54,7 +45,7 @@ _STATIC = {"static": True}
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Facts about the sequences of a batch, for layers in which a token sees others."""
+    """Facts about a batch's sequences, for layers in which a token sees others."""
 
     segments: Array | None = None
     """Documents of each row (`layers/activations.py`), in natural order; None where a row is one."""
@@ -72,7 +63,7 @@ class Sequences:
     """Whether routers give their choices too (`layers/balance.py`)."""
 
     def own(self, x_BT: Array) -> Array:
-        """Returns an array of whole rows `[B, T]` in the order in which devices hold tokens, split over cp.
+        """Slices whole rows `[B, T]` into each device's tokens, split over cp.
 
         Raises:
           ValueError: cp does not divide T.
@@ -88,11 +79,11 @@ class Sequences:
         return device_view(take, "own_tokens", in_specs=(batch_spec(None),), out_specs=token_spec())(x_BT)
 
     def natural(self, x: Any, dim: int = 1) -> Any:
-        """Returns an array of all tokens, in the order in which devices hold them, in natural order."""
+        """Reorders an array of all tokens to natural order."""
         return to_natural(x, axis_size(CP), dim) if self.zigzag else x
 
     def positions(self, length: int) -> Array:
-        """Returns the position of each token in its row, in the order in which devices hold tokens, `[T]`."""
+        """Returns each token's position in its row, in device order, `[T]`."""
         index, cp = jnp.arange(length), axis_size(CP)
         if not self.zigzag:
             return index
@@ -101,11 +92,10 @@ class Sequences:
         return jnp.where(slot == 0, device, 2 * cp - 1 - device) * size + index % size
 
     def own_positions(self, length: int) -> Array:
-        """Returns the positions of this device's tokens, inside `device_view`: `[T/cp]`, ascending."""
+        """Returns this device's positions, inside `device_view`: `[T/cp]`, ascending."""
         return jnp.concatenate([start + jnp.arange(size) for start, size in self._chunks(length)])
 
-    def _chunks(self, length: int) -> list[tuple[Array | int, int]]:
-        """Returns the first position and the size of each chunk of this device, inside `device_view`."""
+    def _chunks(self, length: int) -> list[tuple[Array | int, int]]:  # (first position, size) of each
         cp, index = axis_size(CP), axis_index(CP)
         if cp == 1:
             return [(0, length)]
@@ -118,13 +108,8 @@ class Sequences:
     ) -> Array:
         """Attends from this device's tokens to all that they see, inside `device_view`.
 
-        Args:
-          run: a kernel, `run(q, k, v, segments, part=)`.
-          method: how.
-          window: positions that each one sees.
-          q: queries `[b, T/cp, N/tp, H]`, rotated; keys and values alike, with kv heads.
-          k: keys.
-          v: values.
+        `run(q, k, v, segments, part=)` is a kernel. `q` is `[b, T/cp, N/tp, H]`, and `k` and `v` have kv heads; `q` and
+        `k` are rotated.
         """
         cp = axis_size(CP)
         if cp == 1:
@@ -138,6 +123,7 @@ class Sequences:
         chunks = self._chunks(length)
         reach = halo(length, cp, window, zigzag=self.zigzag)
         if reach is None:
+            # The transpose sums gradients over cp in the compute dtype, like gradients of activations over tp.
             k, v = (self.natural(all_gather(x, *CONTEXT, dim=1)) for x in (k, v))  # [b, T, K/tp, H]
             return run(q, k, v, self.segments, part=Part(self.own_positions(length), 0))
         seen = with_halo(jnp.concatenate([k, v], axis=2), reach, len(chunks))
@@ -150,7 +136,7 @@ class Sequences:
 
 
 def to_natural(x: Any, cp: int, dim: int) -> Any:
-    """Returns an array of JAX or NumPy in natural order that is in the order zigzag over cp devices along a dim."""
+    """Reorders dim `dim` from zigzag order over cp devices to natural order."""
     library: Any = jnp if isinstance(x, Array) else np
     before, length, after = x.shape[:dim], x.shape[dim], x.shape[dim + 1 :]
     chunks = x.reshape(*before, cp, 2, length // (2 * cp), *after)
@@ -159,34 +145,38 @@ def to_natural(x: Any, cp: int, dim: int) -> Any:
 
 
 def copies_of(kv_heads: int, cp: int) -> int:
-    """Returns how often ulysses copies the kv heads of a device: the fewest that cp then divides."""
+    """Returns how often ulysses copies a device's kv heads, so that cp divides them."""
     return cp // math.gcd(kv_heads, cp)
 
 
 def chunk_size(length: int, cp: int, *, zigzag: bool) -> int:
-    """Returns the number of tokens in a chunk of a sequence, of which a device has two in the order zigzag."""
+    """Returns the tokens per chunk."""
     return length // (2 * cp if zigzag else cp)
 
 
 def halo(length: int, cp: int, window: int | None, *, zigzag: bool) -> int | None:
-    """Returns the number of tokens before a chunk that its tokens see; None to gather all, which is no more."""
+    """Returns how many tokens before a chunk its tokens see; None if gathering all sends no more."""
     if window is None:
         return None
+    sent = halo_tokens(length, cp, window - 1, zigzag=zigzag)
+    return window - 1 if sent < length // cp * (cp - 1) else None
+
+
+def halo_tokens(length: int, cp: int, reach: int, *, zigzag: bool) -> int:
+    """Returns for how many tokens a device sends keys and values, for halos of `reach` tokens."""
     size = chunk_size(length, cp, zigzag=zigzag)
-    moved = sum(num_routes(cp, hop, zigzag=zigzag) * tokens for hop, tokens in hops(window - 1, size))
-    return window - 1 if moved < length // cp * (cp - 1) else None
+    return sum(num_routes(cp, hop, zigzag=zigzag) * tokens for hop, tokens in hops(reach, size))
 
 
 def hops(reach: int, size: int) -> list[tuple[int, int]]:
-    """Returns how far each chunk before one is that a halo reaches into, and how many tokens of it are seen."""
+    """Returns (distance in chunks, tokens seen) of each earlier chunk in a halo."""
     return [(hop, min(size, reach - (hop - 1) * size)) for hop in range(-(-reach // size), 0, -1)]
 
 
 def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Returns who sends a chunk to whoever has the one that comes `hop` chunks later, if that is another device.
+    """Returns which devices send a chunk to the holder of the chunk `hop` chunks later.
 
-    Returns:
-      Pairs of devices, source and target, by the places that the chunk has on the one and the later on the other.
+    The keys are (slot of the sent chunk, slot of the later chunk), the values (source, target) pairs, source != target.
     """
     count = 2 * cp if zigzag else cp
 
@@ -202,27 +192,22 @@ def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tup
 
 
 def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:
-    """Returns the number of `routes`."""
+    """Returns `len(routes(...))`."""
     if not zigzag:
         return int(hop < cp)
-    from_first_to_second = min(2 * cp - 1, cp - 1 + hop) - max(cp, hop) + 1 - hop % 2  # one pair is of one device
+    # An odd hop has a pair within a device, which sends nothing.
+    from_first_to_second = min(2 * cp - 1, cp - 1 + hop) - max(cp, hop) + 1 - hop % 2
     return 2 * (hop < cp) + (from_first_to_second > 0)
 
 
 def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
-    """Returns each chunk of this device behind the `reach` tokens before it: zeros where there are none.
-
-    Args:
-      x: this device's tokens `[b, T/cp, ...]`.
-      reach: number of tokens.
-      num_chunks: chunks that they are, 2 in the order zigzag.
-    """
+    """Returns a device's chunks, each preceded by the `reach` tokens before it (zeros before position 0)."""
     chunks, cp = jnp.split(x, num_chunks, axis=1), axis_size(CP)
     pieces: list[list[Array]] = [[] for _ in chunks]
     for hop, tokens in hops(reach, chunks[0].shape[1]):
         tails = [chunk[:, -tokens:] for chunk in chunks]
         arrived = [jnp.zeros_like(tail) for tail in tails]
-        if num_chunks == 2:  # of the two chunks of one device, one may be so far before the other
+        if num_chunks == 2:  # this device's first chunk may lie `hop` chunks before its second
             arrived[1] = jnp.where(2 * axis_index(CP) == 2 * cp - 1 - hop, tails[0], 0)
         for (sent, received), pairs in routes(cp, hop, zigzag=num_chunks == 2).items():
             arrived[received] += permute(tails[sent], CP, pairs)
@@ -233,88 +218,43 @@ def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """Attention as far as context parallelism is concerned."""
+    """Facts about attention for context parallelism."""
 
     queries: int
     """Query heads of a device."""
     keys: int
     """kv heads of a device."""
-    head_bytes: int
-    """Bytes of a head of one token."""
     window: int | None
     """Positions that each one sees."""
 
     def shared(self, cp: int) -> int:
-        """Returns the number of kv heads of a device, with those that ulysses copies."""
+        """Returns a device's kv heads, including ulysses' copies."""
         return self.keys * copies_of(self.keys, cp)
 
-    def method(self, share: Share) -> tuple[Method, str]:
-        """Returns how a device attends over cp, and why: of what is possible that which moves less in training."""
-        cp = share.sizes[CP]
+    def method(self, shape: LocalShape) -> tuple[Method, str]:
+        """Returns the possible method that moves least in training, and the reason."""
+        cp = shape.sizes[CP]
         if cp == 1:
             return "ulysses", "a device has all tokens of its heads"
-        if share.context != "auto":
-            return share.context, "as configured"
+        if shape.context != "auto":
+            return shape.context, "as configured"
         if self.queries % cp:
             return "gather", f"cp {cp} does not divide the {self.queries} query heads of a device"
-        trained = replace(share, training=True, frozen=False, remat="none")  # a forward pass does not know of these
-        ulysses, gather = (bytes_sent(self.moves(way, "", trained), trained) for way in ("ulysses", "gather"))
+        # Both counts are heads of tokens, times cp, and 1/4 of the traffic of forward and backward pass: ulysses sends
+        # (cp - 1)/cp of queries, keys, values and results; gather sends the keys and values of `sent` tokens.
+        tokens = shape.length // cp
+        reach = halo(shape.length, cp, self.window, zigzag=shape.zigzag)
+        sent = tokens * (cp - 1) if reach is None else halo_tokens(shape.length, cp, reach, zigzag=shape.zigzag)
+        ulysses, gather = (self.queries + self.shared(cp)) * tokens * (cp - 1), self.keys * cp * sent
         if ulysses <= gather:
             return "ulysses", f"it moves {ulysses / max(gather, 1):.2f} x what gather does"
         return "gather", f"it moves {gather / ulysses:.2f} x what ulysses does"
 
-    def uneven(self, share: Share) -> bool:
-        """Returns whether devices that hold a chunk each, one after the other, have unequal work."""
-        gathers = self.method(share)[0] == "gather"
-        return gathers and halo(share.length, share.sizes[CP], self.window, zigzag=False) is None
+    def uneven(self, shape: LocalShape) -> bool:
+        """Returns whether contiguous chunks give devices unequal work."""
+        gathers = self.method(shape)[0] == "gather"
+        return gathers and halo(shape.length, shape.sizes[CP], self.window, zigzag=False) is None
 
-    def zigzag(self, share: Share) -> bool:
-        """Returns whether devices have even work in the order zigzag alone, which takes a length that 2cp divides."""
-        return share.length % (2 * share.sizes[CP]) == 0 and self.uneven(share)
-
-    def chunks(self, method: Method, share: Share) -> tuple[range, ...]:
-        """Returns the positions of the queries of the device that has the most to do."""
-        length, size = share.length, chunk_size(share.length, share.sizes[CP], zigzag=share.zigzag)
-        if method == "ulysses":
-            return (range(length),)
-        last = (range(length - size, length),)
-        return (range(size), *last) if share.zigzag else last
-
-    def moved_bytes(self, method: Method, share: Share) -> int:
-        """Returns the bytes of queries, keys and values that a device has of other devices' tokens, with its own."""
-        cp, token = share.sizes[CP], share.tokens * self.head_bytes
-        if cp == 1:
-            return 0
-        if method == "ulysses":
-            return (self.queries + 2 * self.shared(cp)) * token
-        reach, chunks = halo(share.length, cp, self.window, zigzag=share.zigzag), 1 + share.zigzag
-        positions = share.length if reach is None else share.length // cp + chunks * reach
-        return 2 * self.keys * self.head_bytes * share.rows * positions
-
-    def moves(self, method: Method, module: str, share: Share, *, result_read: bool = True) -> Iterator[Moves]:
-        """Yields what a method moves.
-
-        Args:
-          method: how.
-          module: name of the layer.
-          share: of the device.
-          result_read: the backward pass reads what attention gives to the output projection.
-        """
-        cp, token = share.sizes[CP], share.tokens * self.head_bytes
-        again = share.remat in ELEMENTWISE_AGAIN
-        seen = share.passes(again, 1)
-        reach = halo(share.length, cp, self.window, zigzag=share.zigzag)
-        if method == "ulysses":
-            for heads in (self.queries, self.shared(cp), self.shared(cp)):
-                yield Moves(Collective(ALL_TO_ALL, CONTEXT, cp, heads * token, module), seen)
-            result = Collective(ALL_TO_ALL, CONTEXT, cp, self.queries * token, module)
-            yield Moves(result, share.passes(again and result_read, 1))
-        elif reach is None:
-            gathered = self.keys * token * cp
-            yield Moves(Collective(ALL_GATHER, CONTEXT, cp, gathered, module), 2 * share.passes(again, 0))
-            yield Moves(Collective(REDUCE_SCATTER, CONTEXT, cp, gathered, module), 2 * int(share.training))
-        else:
-            for hop, tokens in hops(reach, chunk_size(share.length, cp, zigzag=share.zigzag)):
-                sent = 2 * self.keys * self.head_bytes * share.rows * tokens
-                count = num_routes(cp, hop, zigzag=share.zigzag)
-                yield Moves(Collective(PERMUTE, CONTEXT, cp, sent, module), count * seen)
+    def zigzag(self, shape: LocalShape) -> bool:
+        """Returns whether to use zigzag order."""
+        return shape.length % (2 * shape.sizes[CP]) == 0 and self.uneven(shape)

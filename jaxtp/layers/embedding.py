@@ -1,19 +1,11 @@
 """Token embedding and output head, both split by vocabulary over tp.
 
-A vocabulary that tp does not divide is padded to the next multiple when the table is created. Padded rows are
-zero, are never looked up, and are masked out of the softmax, so that their gradient is zero and they stay zero.
-
-The table `[V/tp, D/fsdp]` of a device need not be gathered over fsdp to look up: every device can look up the tokens of
-all devices along fsdp in its own columns, and then they exchange what they found. That moves activations instead of a
-table and of its gradient, whose sum over fsdp is then already made. `VocabParallelEmbedding` does what moves less: the
-forward pass and the declared costs ask one function, which compares what the two ways declare. For Llama 3 8B over fsdp
-8 a step sends 118 MB over fsdp for the embedding instead of 2,758.
+A look-up either gathers the table shard `[V/tp, D/fsdp]` over fsdp, or looks up the tokens of all devices along fsdp in
+its columns and exchanges the results; the table's gradient then needs no sum over fsdp. Llama 3 8B over fsdp 8 then
+sends 118 MB per step over fsdp for the embedding instead of 2,758 MB.
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import chex
 import jax
@@ -34,24 +26,13 @@ from jaxtp.collectives import (
     leave_parallel,
     token_spec,
 )
-from jaxtp.communication import ALL_GATHER, ALL_TO_ALL, Collective
-from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.costs import INT32, Cost, Moves, Share, Weight, bytes_sent, itemsize, leave
+from jaxtp.layers.activations import LocalShape, SequenceParallel, activation_spec, sequence_dim
 from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.parameter import Precision, Split, check_sizes, parameter, spec_of
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
 TABLE_SPEC = P(TP, STORAGE)
 EMBEDDING = "vocab_parallel_embedding"
-
-
-def table_weight(
-    module: str, vocab_size: int, features: int, precision: Precision, *, gathered: bool = True, tied: bool = False
-) -> Weight:
-    """Returns a table, loaded once; gathered over fsdp, or as it is stored. A tied one is another layer's too."""
-    size, split = vocab_size * features, Split((vocab_size,))
-    shared: dict[str, Any] = {"precision": precision, "again": False, "gathered": gathered, "tied": tied}
-    return Weight(module=module, size=size, split=split, **shared)
 
 
 def softcapped(x: Array, cap: float | None) -> Array:
@@ -62,23 +43,17 @@ def softcapped(x: Array, cap: float | None) -> Array:
 def vocabulary_table(
     vocab_size: int, features: int, precision: Precision, init: Initializer, rngs: nnx.Rngs
 ) -> nnx.Param[Array]:
-    """A table `[V, D]`, padded to a multiple of tp in V, stored split by `P(TP, STORAGE)`."""
+    """Returns a table `[V, D]`, V padded to a multiple of tp, stored as `P(TP, STORAGE)`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
     table = init(rngs.params(), (vocab_size, features), precision.param)
     return parameter("vocabulary table", table, TABLE_SPEC, padding=((-2, Split((vocab_size,))),))
 
 
 class VocabParallelEmbedding(nnx.Module):
-    """A table of which each tp device holds the rows of its part of the vocabulary.
+    """Token embedding, split over tp by vocabulary.
 
-    Args:
-      vocab_size: V; any size.
-      features: D.
-      scale: multiplies every vector, rounded to the compute dtype (Gemma: the root of D).
-      sequence_parallel: the result leaves split over tp along the sequence.
-      precision: the dtypes.
-      embedding_init: initialiser of the table.
-      rngs: source of the `params` key.
+    `scale` multiplies every vector, rounded to the compute dtype (Gemma: sqrt(D)); `sequence_parallel` splits the
+    result over tp along the sequence.
     """
 
     def __init__(
@@ -98,14 +73,14 @@ class VocabParallelEmbedding(nnx.Module):
         self.embedding = vocabulary_table(vocab_size, features, precision, embedding_init, rngs)
 
     def __call__(self, ids_BT: Array) -> Array:
-        """Looks up `[B, T]` integer ids, `0 <= id < V`: `[B, T, D]` in the compute dtype."""
+        """Looks up ids `[B, T]`, `0 <= id < V`: `[B, T, D]` in the compute dtype."""
         chex.assert_rank(ids_BT, 2)
         chex.assert_type(ids_BT, int)
         sequence = sequence_dim(self.sequence_parallel, ids_BT.shape)
         out = activation_spec(sequence)
         check_divides(EMBEDDING, ids_BT.shape, P(*out[:2]))
         rows, length = ids_BT.shape[0] // axis_size(*BATCH), ids_BT.shape[1]
-        exchanges = self._exchanges(Share(sizes=mesh_sizes(current_mesh()), rows=rows, length=length))
+        exchanges = self.exchanges(LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length))
         look_up = device_view(
             partial(self._look_up, sequence, exchanges),
             EMBEDDING,
@@ -115,7 +90,7 @@ class VocabParallelEmbedding(nnx.Module):
         return look_up(ids_BT, self.embedding[...])
 
     def _look_up(self, sequence: int | None, exchanges: bool, ids: Array, shard: Array) -> Array:
-        # Read as float32: the gradient of a token that occurs often is summed in it. XLA fuses the cast.
+        # Read as float32, so that gradients of a frequent token accumulate in float32. XLA fuses the cast.
         table = self.precision.load(shard, 1, accumulate="float32", gathered=not exchanges)  # [V/tp, D or D/fsdp]
         ids = all_gather(ids, *STORAGE) if exchanges else ids  # [B/(dp*fsdp), T/cp], or [B*cp/dp, T/cp]
         local = ids - axis_index(TP) * table.shape[0]
@@ -123,47 +98,23 @@ class VocabParallelEmbedding(nnx.Module):
         rows = jnp.take(table, jnp.where(mine, local, 0), axis=0)
         rows = jnp.where(mine[..., None], rows, 0).astype(self.precision.compute)
         rows = leave_parallel(rows, sequence)
-        if exchanges:  # after the sum over tp, which leaves less to move: rows for D/(fsdp*cp)
+        if exchanges:  # after the sum over tp, which leaves less to move
             rows = all_to_all(rows, *STORAGE, split=0, join=2)
         return rows if self.scale is None else rows * jnp.asarray(self.scale, rows.dtype)
 
-    def costs(self, share: Share) -> Iterator[Cost]:
-        """Yields what it costs to look up."""
-        split = share.is_split(self.sequence_parallel)
-        yield from self._loading(share, exchanges=self._exchanges(share))
-        size = share.tokens * self.features * itemsize(self.precision.compute)
-        yield from leave(EMBEDDING, share, size, split=split, again=False)
-
-    def _exchanges(self, share: Share) -> bool:
-        """Returns whether an exchange over fsdp moves less than the table does, in training."""
-        trained = replace(share, training=True, frozen=False)  # a forward pass does not know what comes after it
-        gather, exchange = (bytes_sent(self._loading(trained, exchanges=way), trained) for way in (False, True))
-        return exchange < gather
-
-    def _loading(self, share: Share, *, exchanges: bool) -> Iterator[Cost]:
-        """Yields what it costs to have the table, or to exchange what is found in its parts."""
-        yield table_weight(EMBEDDING, self.vocab_size, self.features, self.precision, gathered=not exchanges)
-        if exchanges:
-            shards = parts(share.sizes, STORAGE)
-            ids = Collective(ALL_GATHER, STORAGE, shards, shards * share.tokens * INT32, EMBEDDING)
-            found = share.between(self.sequence_parallel) * self.features * itemsize(self.precision.compute)
-            yield Moves(ids, 1)
-            backward = share.training and not share.frozen
-            yield Moves(Collective(ALL_TO_ALL, STORAGE, shards, found, EMBEDDING), 1 + backward)
+    def exchanges(self, shape: LocalShape) -> bool:
+        """Returns whether exchanging results over fsdp moves less than gathering the table."""
+        shards = parts(shape.sizes, STORAGE)
+        compute, reduce = (jnp.dtype(dtype).itemsize for dtype in (self.precision.compute, self.precision.reduce))
+        # The table is gathered in the compute dtype, and its gradient scattered in the reduction dtype. An exchange
+        # gathers int32 ids, and moves looked-up rows and their gradients. A device sends (shards - 1)/shards of each.
+        table = self.features * Split((self.vocab_size,)).padded(shape.tp) // shape.tp * (compute + reduce)
+        rows = 2 * self.features * shape.between(self.sequence_parallel) * compute
+        return shards > 1 and 4 * shards * shape.tokens + rows < table
 
 
 class LearnedPositions(nnx.Module):
-    """A vector for each position, added to the embedding (GPT-2).
-
-    Args:
-      num_positions: how many there are.
-      features: D.
-      sequence_parallel: the result is split over tp along the sequence.
-      precision: the dtypes.
-      rngs: source of the `params` key.
-
-    The table `[positions, D]` is stored split by `P(None, STORAGE)`.
-    """
+    """A learned vector per position (GPT-2); the table `[num_positions, D]` is stored as `P(None, STORAGE)`."""
 
     def __init__(
         self,
@@ -182,13 +133,13 @@ class LearnedPositions(nnx.Module):
         self.table = parameter("positions", table, P(None, STORAGE))
 
     def __call__(self, positions_BT: Array) -> Array:
-        """Looks up `[B, T]` positions: `[B, T, D]` in the compute dtype; padding may be at those without a vector."""
+        """Looks up positions `[B, T]`: `[B, T, D]` in the compute dtype; padding may exceed the table."""
         sequence = sequence_dim(self.sequence_parallel, positions_BT.shape)
         activation = activation_spec(sequence)
 
         def look_up(positions: Array, shard: Array) -> Array:
             table = self.precision.load(shard, 1, accumulate="float32", used_by_all_tp=sequence is not None)
-            if sequence is not None:  # here, or XLA would split the way in which positions are counted
+            if sequence is not None:  # sliced here, or XLA would also split the computation of the positions
                 length = positions.shape[sequence] // axis_size(TP)
                 positions = jax.lax.dynamic_slice_in_dim(positions, axis_index(TP) * length, length, sequence)
             return jnp.take(table, positions, axis=0, mode="clip").astype(self.precision.compute)
@@ -197,23 +148,9 @@ class LearnedPositions(nnx.Module):
         view = device_view(look_up, "learned_positions", in_specs=in_specs, out_specs=activation)
         return view(positions_BT, self.table[...])
 
-    def costs(self, share: Share) -> Iterator[Cost]:
-        """Yields what it costs to look up."""
-        yield Weight(
-            module="learned_positions",
-            size=self.num_positions * self.features,
-            precision=self.precision,
-            tp=False,
-            used_by_all_tp=share.is_split(self.sequence_parallel),
-            again=False,
-        )
-
 
 class VocabParallelHead(nnx.Module):
-    """The output projection `[V, D]`, for a model whose head is not tied to its embedding.
-
-    Args: as `VocabParallelEmbedding`.
-    """
+    """The output projection `[V, D]` for untied embeddings."""
 
     def __init__(
         self,
@@ -236,15 +173,10 @@ def vocab_parallel_logits(
     sequence_parallel: SequenceParallel = False,
     precision: Precision = Precision(),
 ) -> Array:
-    """Returns logits `[B, T, V]` in `precision.logits`, from a table that may be padded.
+    """Returns logits `[B, T, V]` in `precision.logits`.
 
-    Args:
-      x_BTD: final hidden states `[B, T, D]`.
-      table_VD: the (tied) embedding or head, `[V padded, D]`.
-      vocab_size: V.
-      softcap: squashes each logit l to `softcap * tanh(l / softcap)`.
-      sequence_parallel: the input is split over tp along the sequence.
-      precision: the dtypes.
+    `table_VD` is the (tied) embedding or head, `[V padded, D]`; `softcap` squashes each logit l to
+    `softcap * tanh(l / softcap)`.
     """
 
     sequence = sequence_dim(sequence_parallel, x_BTD.shape)

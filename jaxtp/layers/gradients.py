@@ -1,10 +1,8 @@
-"""Gradients of micro-batches: each device adds up its own, and those of copies are summed over devices once.
+"""Accumulates gradients of micro-batches on each device, and all-reduces them over replicas once per step.
 
-A weight that the devices along dp hold in copies is used there on different tokens. Every layer sums its gradient in
-its backward pass, which is once in each micro-batch. For weights from `keep_apart`, whose type says that they differ on
-those devices, `load_weight` leaves that sum out, and `sum_copies` makes it after the last micro-batch. Two sums stay in
-each micro-batch: that over fsdp, for else every device would hold whole gradients, and that of norms over tp, because a
-norm decides by its input whether there is one (`layers/activations.py`).
+By default every layer all-reduces its gradients over dp. `mark_unreduced` marks weights as different on those devices,
+so `load_weight` omits the sum; `sum_copies` makes it after the last micro-batch. Sums over fsdp stay, or every
+device would hold whole gradients, and so do sums of norms over tp.
 """
 
 from typing import Any
@@ -22,10 +20,10 @@ from jaxtp.mesh import TOKENS, axes_of
 Variable = nnx.Variable[Any]
 
 
-def keep_apart(params: nnx.State) -> nnx.State:
-    """Returns parameters as if they differed between the devices along `TOKENS` that hold copies; nothing moves.
+def mark_unreduced(params: nnx.State) -> nnx.State:
+    """Returns params marked as different on the devices along `TOKENS` that hold replicas; nothing moves.
 
-    Their last dim has the copies of all those devices side by side, and so have gradients in them.
+    The last dim of params and gradients then has all these replicas side by side.
     """
 
     def apart(param: Variable) -> Variable:
@@ -39,13 +37,7 @@ def keep_apart(params: nnx.State) -> nnx.State:
 
 
 def sum_copies(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.State:
-    """Returns the gradients in parameters of those in what `keep_apart` makes of them, in the same dtypes.
-
-    Args:
-      grads: what each device has added up.
-      params: the parameters as they are stored.
-      dtype: of the sums over devices.
-    """
+    """All-reduces, in `dtype`, accumulated gradients of params that `mark_unreduced` marked."""
 
     def total(param: Variable, grad: Variable) -> Variable:
         axes = _copied_over(param)
@@ -60,7 +52,6 @@ def sum_copies(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.Sta
 
 
 def _copied_over(param: Variable) -> tuple[str, ...]:
-    """Returns the axes of `TOKENS` along which several devices hold copies of a parameter."""
     split = {axis for entry in spec_of(param) for axis in axes_of(entry)}
     return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
 

@@ -1,29 +1,26 @@
-"""Low-rank adapters: what fine-tuning trains instead of a kernel (LoRA: Hu et al., arXiv 2106.09685).
+"""Low-rank adapters (LoRA: Hu et al., arXiv 2106.09685).
 
-A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero: it
-begins as the projection was. W stays as it is; A and B are divided over the mesh like the dims of W that they share.
-Where a column of A and its row of B are both zero, so are their gradients: what has no adapter keeps having none.
+A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero, split
+like the dims of W that they share. A column of A and a row of B that are both zero have zero gradients.
 
-Adapters are variables of a kind of their own (`LoraParam`): where there are any, the step differentiates, the optimizer
-updates and checkpoints hold that kind alone. A layer applies them inside its own `device_view`. Outside of training
-they are added to their kernels (`hf/adapters.py`), so nothing else has to know of them.
+Adapters are `nnx.LoRAParam`, a subclass of `nnx.Param`; the other params become `FrozenParam`, which is not, so code
+that handles every `nnx.Param` sees only adapters. Outside of training `hf/adapters.py` merges them into the kernels.
 """
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
-import tyro
 from flax import nnx
 from jax.sharding import PartitionSpec
-from pydantic import Field
 
-from jaxtp.config import UserPath, allowed
-from jaxtp.layers.costs import PROJECTIONS_AGAIN, Cost, Kept, Product, Share, Weight, itemsize
-from jaxtp.layers.parameter import Precision, Split, parameter
+from jaxtp.config.affects import SHORT_HELP, STEP
+from jaxtp.config.schema import FromPath, Positive, Rank
+from jaxtp.layers.activations import SequenceParallel
+from jaxtp.layers.overlap import Overlap
+from jaxtp.layers.parameter import DType, FrozenParam, Precision, Split, parameter
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -31,15 +28,15 @@ TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_pro
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Adapters beside frozen kernels."""
+    """Low-rank adapters of frozen kernels."""
 
-    from_peft: Annotated[UserPath | None, Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")] = None
+    from_peft: Annotated[FromPath, STEP] = None
     """Folder of adapters in PEFT's format, to begin with; rank, alpha, rslora and targets are then theirs."""
 
-    rank: Annotated[int, Field(ge=0, lt=2**16), allowed("0 or more")] = 0
+    rank: Annotated[Rank, SHORT_HELP] = 0
     """Inner width of the adapters, 8 to 64 is usual; 0 trains every parameter and has no adapters."""
 
-    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False), allowed("above 0")] = 16.0
+    alpha: Positive = 16.0
     """Scale: what an adapter adds is multiplied by alpha / rank."""
 
     rslora: bool = False
@@ -48,39 +45,81 @@ class LoraConfig:
     targets: tuple[Target, ...] = TARGETS
     """The projections that get one, by their names in Hugging Face's Llama."""
 
+    dtype: Annotated[DType, STEP] = "float32"
+    """Dtype of the adapters and their optimizer state. All other weights are frozen, and stored in
+    model.precision.param: by default the dtype of their files."""
+
     @property
     def scale(self) -> float:
-        """Multiplies what an adapter adds."""
+        """Factor of the adapters' outputs."""
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def adapted(self, *projections: Target) -> list[int]:
-        """The indices of those projections that have an adapter."""
+        """Returns the indices of the projections that have an adapter."""
         return [i for i, name in enumerate(projections) if self.rank and name in self.targets]
 
     def only(self, projection: Target) -> "LoraConfig":
-        """This, if the projection has an adapter; else none."""
+        """Returns this if the projection has an adapter, else a config without adapters."""
         return self if self.adapted(projection) else LoraConfig()
 
 
-class LoraParam(nnx.Param[Any]):
-    """A parameter of an adapter."""
+def frozen(state: nnx.State) -> nnx.State:
+    """Freezes every param of a real or abstract state except adapters."""
+    variables = [(path, _frozen(v) if _is_frozen(v) else v) for path, v in nnx.to_flat_state(state)]
+    return nnx.from_flat_state(variables)
 
 
-def trained(config: LoraConfig) -> type[nnx.Param[Any]]:
-    """The kind of variables that training changes: adapters, if there are any."""
-    return LoraParam if config.rank else nnx.Param
+def freeze(model: nnx.Module) -> None:
+    """Freezes every param of a model, in place, except adapters."""
+    for _, module in nnx.iter_modules(model):
+        for name, value in [*vars(module).items()]:
+            if _is_frozen(value):
+                setattr(module, name, _frozen(value))
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, nnx.Param) and not isinstance(value, nnx.LoRAParam)
+
+
+def _frozen(param: nnx.Param[Any]) -> nnx.Variable[Any]:
+    return FrozenParam.from_metadata(param.get_raw_value(), param.get_metadata())
+
+
+class LayerContext(TypedDict, total=False):
+    """Keyword arguments that the parallel layers of a model share, and that a layer passes to the layers in it."""
+
+    sequence_parallel: SequenceParallel
+    """Activations outside are split over tp along the sequence (`layers.activations`). Default: False."""
+    overlap: Overlap
+    """Whether projections overlap their products with communication (`layers.overlap`). Default: "none"."""
+    lora: LoraConfig
+    """Adapters of projections. Default: none."""
+    precision: Precision
+    """The dtypes. Default: float32."""
+    rngs: Required[nnx.Rngs]
+    """Source of the `params` key."""
+
+
+def layer_context(
+    *,
+    sequence_parallel: SequenceParallel = False,
+    overlap: Overlap = "none",
+    lora: LoraConfig = LoraConfig(),
+    precision: Precision = Precision(),
+    rngs: nnx.Rngs,
+) -> LayerContext:
+    """Returns a context with every field. An unknown keyword is a TypeError, as in any call."""
+    return {
+        "sequence_parallel": sequence_parallel,
+        "overlap": overlap,
+        "lora": lora,
+        "precision": precision,
+        "rngs": rngs,
+    }
 
 
 class Lora(nnx.Module):
-    """One adapter; the layer that it belongs to knows how to apply it.
-
-    Args:
-      features: of the input and the output; a `Split` where tp divides them.
-      config: rank and scale.
-      specs: of A and B.
-      precision: the dtypes.
-      rngs: source of the `params` key.
-    """
+    """One adapter: `features` in and out, specs of A and B. Its layer applies it."""
 
     def __init__(
         self,
@@ -88,34 +127,14 @@ class Lora(nnx.Module):
         config: LoraConfig,
         specs: tuple[PartitionSpec, PartitionSpec],
         *,
-        precision: Precision,
         rngs: nnx.Rngs,
     ):
         self.rank = config.rank
         self.scale = config.scale
         inner, outer = (f.size if isinstance(f, Split) else f for f in features)
         rows, columns = (((dim, f),) if isinstance(f, Split) else () for dim, f in zip((-2, -1), features, strict=True))
-        bound = inner**-0.5  # as PEFT begins: the default of a linear layer of PyTorch
-        a = jax.random.uniform(rngs.params(), (inner, config.rank), precision.param, -bound, bound)
-        b = jnp.zeros((config.rank, outer), precision.param)
-        self.a = parameter("lora_a", a, specs[0], kind=LoraParam, padding=rows)
-        self.b = parameter("lora_b", b, specs[1], kind=LoraParam, padding=columns)
-
-    def costs(self, share: Share, features: tuple[int, int], a: Weight, b: Weight, *, again: bool) -> Iterator[Cost]:
-        """Yields what it costs to apply.
-
-        Args:
-          share: of the device.
-          features: of input and output, on the device.
-          a: how A is loaded.
-          b: how B is loaded.
-          again: whether its projection is computed again in the backward pass.
-        """
-        compute = itemsize(a.precision.compute)
-        inner = share.passes(share.remat in PROJECTIONS_AGAIN, 2)
-        yield replace(a, adapter=True)
-        yield replace(b, adapter=True)
-        yield Product.of("adapter's A", (share.tokens, features[0], self.rank), compute, inner)
-        yield Product.of("adapter's B", (share.tokens, self.rank, features[1]), compute, share.passes(again, 2))
-        if share.remat in ("none", "save_dots"):
-            yield Kept(share.tokens * self.rank * compute)
+        bound = inner**-0.5  # PEFT's initial values, the default of PyTorch's linear layers
+        a = jax.random.uniform(rngs.params(), (inner, config.rank), config.dtype, -bound, bound)
+        b = jnp.zeros((config.rank, outer), config.dtype)
+        self.a = parameter("lora_a", a, specs[0], kind=nnx.LoRAParam, padding=rows)
+        self.b = parameter("lora_b", b, specs[1], kind=nnx.LoRAParam, padding=columns)

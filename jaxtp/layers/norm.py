@@ -1,10 +1,9 @@
-"""Normalisation of the residual stream, and where in a block it stands.
+"""Normalisation of the residual stream.
 
-Scales are split over fsdp like every weight, so that over fsdp a block has gathers of weights and reduce-scatters of
-gradients, and nothing else.
+Scales are split over fsdp like all weights, so that fsdp communication is only weight gathers and gradient
+reduce-scatters.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -16,9 +15,8 @@ from jax import Array
 from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import device_view
-from jaxtp.config import Positive
+from jaxtp.config.schema import Positive
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.costs import FLOAT32, Cost, Kept, Share, Streamed, Weight, itemsize
 from jaxtp.layers.parameter import Precision, Weights, check_sizes, own, parameter
 from jaxtp.mesh import STORAGE
 
@@ -42,16 +40,9 @@ class NormConfig:
 
 
 class Norm(nnx.Module):
-    """Normalises the last dim, in float32.
+    """Normalises the last dim of `[B, T, D]` in float32 (RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450).
 
-    Args:
-      features: D.
-      config: the kind, and the epsilon.
-      sequence_parallel: the input is split over tp along the sequence; the scale's gradient is then summed over tp.
-      precision: the dtypes.
-
-    Shapes: `[B, T, D] -> [B, T, D]`. The scale `[D]`, and the bias of a LayerNorm, are stored split by `P(STORAGE)`.
-    RMSNorm: Zhang and Sennrich, arXiv 1910.07467; LayerNorm: Ba et al., arXiv 1607.06450.
+    With `sequence_parallel`, the scale's gradient is summed over tp. Scale and bias `[D]` are stored as `P(STORAGE)`.
     """
 
     def __init__(
@@ -87,34 +78,10 @@ class Norm(nnx.Module):
             return rms_normalise(x, self.eps) * loaded["scale"]
         x32 = x.astype(jnp.float32)
         if self.kind == "rms_plus_one":
-            normalised = rms_normalise(x32, self.eps)  # by 1 + scale, which would be kept for the backward pass
+            normalised = rms_normalise(x32, self.eps)  # times 1 + scale: as a product, it would save 1 + scale
             return (normalised + normalised * loaded["scale"].astype(jnp.float32)).astype(x.dtype)
         centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
         return (rms_normalise(centred, self.eps) * loaded["scale"] + loaded["bias"]).astype(x.dtype)
-
-    def costs(self, share: Share, *, inside: bool = True, again: bool = False) -> Iterator[Cost]:
-        """Yields what it costs to normalise.
-
-        Args:
-          share: of the device.
-          inside: it is in a block, where its backward pass loads the scale again.
-          again: the backward pass makes its result again, for which it loads the bias.
-        """
-        used_by_all = share.is_split(self.sequence_parallel)
-        for loaded_again in (inside,) if self.bias is None else (inside, again):
-            yield Weight(
-                module=self.name,
-                size=self.features,
-                precision=self.precision,
-                tp=False,
-                used_by_all_tp=used_by_all,
-                again=loaded_again,
-            )
-        if inside:
-            residual = share.between(self.sequence_parallel) * self.features
-            yield Streamed(2 * residual * itemsize(self.precision.compute))
-            if share.remat == "none":  # its input and, for the gradient of its scale, its result
-                yield Kept(FLOAT32 * residual * (1 if share.frozen else 2))
 
 
 def rms_normalise(x: Array, eps: float) -> Array:

@@ -1,14 +1,10 @@
-"""Parameters as a layer declares and loads them: a value, the `PartitionSpec` it is stored by, and the dtypes.
+"""Parameters of layers: a value, the `PartitionSpec` that stores it, and the dtypes.
 
-A layer's body in `device_view` gets its weights by name: `own` gives a module's parameters and their specs.
+Gradients are summed over devices in the reduction dtype, first by the reduce-scatter over fsdp, then over dp
+(`collectives.load_weight`). Gradients of several uses of a weight accumulate in float32 and are cast once.
 
-Weights are gathered in the compute dtype, and their gradients are summed over devices in the reduction dtype
-(`Precision`, `collectives.load_weight`). What several uses of a weight add up in float32, as the chunks of the loss do,
-is cast once, at the end. The sum over dp runs on the part that the reduce-scatter over fsdp has left.
-
-A dim that tp does not divide is padded when its parameter is created, so that a model runs on any tp: a `Split` beside
-the layer says how the dim is cut. Padded heads give zero, padded ids are masked in the softmax; `checkpoint/logical.py`
-and `train/optimizer_state.py` take padding off again.
+A dim that tp does not divide is padded when its parameter is created (`Split`), so a model runs on any tp.
+`checkpoint/logical.py` and `train/state.py` remove the padding.
 """
 
 import math
@@ -37,13 +33,14 @@ DType = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True)
 class Precision:
-    """The dtypes of a layer. Norms and softmax are computed in float32 whatever is set here.
+    """The dtypes of a layer; norms and softmax are always computed in float32.
 
-    Training refuses float16: gradients below 6e-8 would vanish in it without loss scaling, which there is not.
+    Training refuses float16: without loss scaling, gradients below 6e-8 would vanish.
     """
 
     param: DType = "float32"
-    """Dtype in which parameters and optimizer state are stored, but for adafactor's moments, which are float32."""
+    """Dtype in which parameters and optimizer state are stored, but for adafactor's moments, which are float32. With
+    adapters it is the dtype of the frozen weights only, by default as in their files."""
 
     compute: DType = "float32"
     """Dtype of activations and matrix products; weights are cast to it before they are gathered."""
@@ -55,20 +52,20 @@ class Precision:
     """Dtype of the head's output; the softmax over it is float32."""
 
     def sum_dtype(self, param: DTypeLike) -> jnp.dtype:
-        """Dtype in which the gradients of a parameter of some dtype are added up over micro-batches."""
+        """Returns the dtype in which gradients accumulate over micro-batches."""
         return jnp.promote_types(param, self.reduce)
 
     def load(self, shard: Array, fsdp_dim: int | None, **kwargs: bool | int | str | None) -> Array:
-        """`collectives.load_weight` with these dtypes."""
+        """Calls `collectives.load_weight` with these dtypes."""
         return load_weight(shard, fsdp_dim, compute=self.compute, reduce=self.reduce, **kwargs)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
 class Split:
-    """The division of a dim over tp: into parts of equal size, for which it is padded with zeros where they are not.
+    """The division of a dim over tp into equal parts, padded with zeros.
 
-    Padding stays zero: what it is multiplied with is zero, and so are its gradients. Checkpoints, exports and counts
-    have none of it.
+    Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks padded ids. Checkpoints,
+    exports and parameter counts exclude it.
     """
 
     factors: tuple[int, ...]
@@ -76,25 +73,35 @@ class Split:
 
     @property
     def size(self) -> int:
-        """Size of the dim without padding."""
+        """Size without padding."""
         return math.prod(self.factors)
 
     def stored(self, tp: int) -> tuple[int, ...]:
-        """Returns the factors over tp devices, each at least as large."""
+        """Returns the padded factors on tp devices."""
         return (-(-self.factors[0] // tp) * tp, *self.factors[1:])
 
     def padded(self, tp: int) -> int:
-        """Returns the size of the dim over tp devices."""
+        """Returns the padded size on tp devices."""
         return math.prod(self.stored(tp))
 
 
 class Unpadded(Split):
-    """A dim that tp has to divide as it is."""
+    """A dim that tp must divide."""
 
     def stored(self, tp: int) -> tuple[int, ...]:
-        """Returns the factors as they are."""
+        """Returns the factors unchanged."""
         return self.factors
 
+
+class FrozenParam(nnx.Variable[Any]):
+    """A parameter that training with adapters does not change.
+
+    It is not an `nnx.Param`, so `nnx.value_and_grad` and `nnx.Optimizer(model, ..., wrt=nnx.Param)` skip it.
+    """
+
+
+PARAMETERS = (nnx.Param, FrozenParam)
+"""Filter of all parameters, trained or not."""
 
 Padding = tuple[tuple[int, Split], ...]
 """The dims of an array that are padded, counted from the last one: -1, -2, ..."""
@@ -108,33 +115,28 @@ def parameter(
     kind: type[nnx.Variable[Any]] = nnx.Param,
     padding: Padding = (),
 ) -> Any:
-    """Returns a parameter that is initialised sharded by `spec` over the mesh in context; whole if there is none.
+    """Returns a parameter, sharded by `spec` over the mesh in context.
 
-    Args:
-      name: what it is, for errors.
-      value: its initial value, without padding.
-      spec: the axes of each dim.
-      kind: of variable.
-      padding: how dims are padded.
+    `value` has no padding; `name` is for errors.
 
     Raises:
-      ValueError: a dim cannot be divided over its mesh axes (JAX would replicate it without a word).
+      ValueError: a dim is not divisible by its mesh axes (JAX would silently replicate it).
     """
     value = pad(value, padding, axis_size(TP))
     check_divides(name, value.shape, spec)
-    spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))  # an entry for each dim: `own` counts them
+    spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))  # one entry per dim: `spec_of` counts them
     padded = tuple((dim, split) for dim, split in padding if not isinstance(split, Unpadded))
     metadata: dict[str, Any] = {"padding": padded} if padded else {}
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
 
 
 def padding_of(variable: nnx.Variable[Any]) -> Padding:
-    """Returns how the dims of a variable are padded."""
+    """Returns a variable's padded dims."""
     return tuple(variable.get_metadata().get("padding", ()))
 
 
 def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:
-    """Returns the shape of a variable without padding, which does not depend on the mesh."""
+    """Returns the shape without padding, equal on every mesh."""
     shape = list(variable.shape)
     for dim, split in padding_of(variable):
         shape[dim] = split.size
@@ -142,7 +144,7 @@ def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:
 
 
 def pad(array: Any, padding: Padding, tp: int) -> Any:
-    """Returns an array of JAX or NumPy with zeros where tp devices pad it."""
+    """Pads a JAX or NumPy array with zeros, as stored on tp devices."""
     for dim, split in padding:
         stored = split.stored(tp)
         if stored != split.factors:
@@ -156,7 +158,7 @@ def pad(array: Any, padding: Padding, tp: int) -> Any:
 
 
 def cut(array: Any, padding: Padding, tp: int) -> Any:
-    """Returns an array of JAX or NumPy without what tp devices pad it with."""
+    """Removes the padding of tp devices from a JAX or NumPy array."""
     for dim, split in padding:
         stored = split.stored(tp)
         if stored != split.factors:
@@ -168,11 +170,11 @@ def cut(array: Any, padding: Padding, tp: int) -> Any:
 
 
 def own(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
-    """Returns the parameters of modules by name, and the specs that they are stored by."""
+    """Returns modules' parameters and specs by name, for `device_view`."""
     weights: Weights = {}
     specs: dict[str, PartitionSpec] = {}
     for module in modules:
-        for path, variable in nnx.to_flat_state(nnx.state(module, nnx.Param)):
+        for path, variable in nnx.to_flat_state(nnx.state(module, PARAMETERS)):
             name = ".".join(map(str, path))
             weights[name] = jnp.asarray(variable[...])
             specs[name] = spec_of(variable)
@@ -180,16 +182,16 @@ def own(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
 
 
 def spec_of(variable: nnx.Variable[Any]) -> PartitionSpec:
-    """Returns how a variable is split (not at all if it declares nothing); of one out of a stack, as there."""
+    """Returns a variable's spec, P() if undeclared, without a stack's dim after unstacking."""
     declared = tuple(variable.get_metadata().get("out_sharding") or ())
     return PartitionSpec(*declared[max(0, len(declared) - len(variable.shape)) :])
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:
-    """Checks the sizes that a layer is built with.
+    """Checks sizes.
 
     Raises:
-      ValueError: one is no whole number, or below 1.
+      ValueError: a size is not an integer, or is below 1.
     """
     bad = [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]
     if bad:

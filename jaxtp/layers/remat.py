@@ -1,33 +1,23 @@
-"""Remat policies: what a block's forward pass keeps for its backward pass, and what that costs.
+"""Remat policies: the residuals that a block saves for its backward pass, and their cost.
 
-Per layer, kept on each device (b = sequences on it, s = sequence, D = d_model, F = d_ff, t = tp; float sizes), and sent
-over tp, forward and backward, in units of (t-1)/t * b * s * D:
+Saved per layer and device (b = local sequences, s = sequence length, D = d_model, t = tp; in parentheses under sequence
+parallelism), and traffic over tp, forward and backward, in units of (t-1)/t * b * s * D:
 
-| policy          | keeps                                                    | all-reduce | sequence-parallel | ring |
-|-----------------|----------------------------------------------------------|-----------:|------------------:|-----:|
-| `none`          | every activation                                         |          8 |                 8 |   10 |
-| `save_dots`     | results of projections, reductions over tp and kernels   |          8 |                10 |   10 |
-| `save_gathered` | inputs of column layers, outputs of row layers: 4bsD     |          8 |                 8 |   12 |
-| `save_reduced`  | the block's input, outputs of row layers: 2bsD (2bsD/t)  |          8 |                10 |   12 |
-| `full`          | the block's input: bsD (bsD/t)                           |         10 |                11 |   13 |
-| `offload`       | as `full`, in the host's memory                          |         10 |                11 |   13 |
+| policy          | saves                                                  | all-reduce | sequence-parallel | ring |
+|-----------------|--------------------------------------------------------|-----------:|------------------:|-----:|
+| `none`          | every activation                                       |          8 |                 8 |   10 |
+| `save_dots`     | results of projections, tp reductions and kernels      |          8 |                10 |   10 |
+| `save_gathered` | inputs of column layers, outputs of row layers: 4bsD   |          8 |                 8 |   12 |
+| `save_reduced`  | block input, outputs of row layers: 2bsD (2bsD/t)      |          8 |                10 |   12 |
+| `full`          | block input: bsD (bsD/t)                               |         10 |                11 |   13 |
+| `offload`       | like `full`, in host memory                            |         10 |                11 |   13 |
 
-`save_dots` under sequence parallelism is Megatron's choice: keep the shard, gather it again (arXiv 2205.05198).
+`save_dots` is Megatron's choice under sequence parallelism (arXiv 2205.05198). In a ring (`layers/overlap.py`)
+`save_gathered` saves only a shard of column layers' inputs, 4bsD/t in all; it goes around again for weight gradients,
+and for outputs that were not saved.
 
-In a ring (`layers/rings.py`) the gathered input of a column layer never exists: what is named and kept is this device's
-part of it, so `save_gathered` keeps 4bsD/t. Each backward pass lets it go around again for the weights' gradients, and
-where the layer's outputs are not kept it goes around for those too.
-
-Weights gathered over fsdp are never kept, under any policy: their shards are, and the backward pass gathers again.
-Refusing the gather alone is not enough, because the cast or reshape that follows it would be kept in its place; so
-those are refused too, which costs nothing to recompute. So is the call that loads a frozen weight: with nothing to
-differentiate it is one primitive, whose result is the gathered weight.
-
-A kernel of attention (`layers/kernels.py`) that holds no scores is then run once; xla's scores are made again.
-
-The experts that a router has chosen are kept under every policy, a few integers for each token.
-
-Of a projection with an adapter, `x @ W + s * (x @ A) @ B`, `save_dots` keeps the sum and `x @ A`, not its summands.
+Gathered weights are never saved, experts chosen by routers always. Attention kernels that hold no scores run once; xla
+recomputes its scores.
 """
 
 from collections.abc import Callable
@@ -36,7 +26,7 @@ from typing import Any, Literal
 import jax
 
 from jaxtp.collectives import ATTENDED, CHOSEN, GATHERED, PROJECTED, REDUCED, is_tp_reduction, is_weight_gather
-from jaxtp.entry import UserError
+from jaxtp.config.entry import UserError
 
 RematPolicy = Literal["none", "save_dots", "save_gathered", "save_reduced", "full", "offload"]
 
@@ -48,14 +38,14 @@ _FROZEN = "custom_vjp_call"
 
 
 class RematError(UserError):
-    """A policy that this platform cannot carry out."""
+    """A policy that this platform does not support."""
 
 
 def policy(name: RematPolicy) -> Callable[..., Any]:
-    """Returns the `jax.checkpoint` policy of that name: whether to keep the result of a primitive.
+    """Returns the `jax.checkpoint` policy with this name.
 
     Raises:
-      RematError: `offload` on devices that cannot address the host's pinned memory.
+      RematError: `offload` on devices that cannot address pinned host memory.
     """
     if name == "offload":
         return _offload()
@@ -69,6 +59,8 @@ def policy(name: RematPolicy) -> Callable[..., Any]:
 
 
 def _keep_all(primitive: Any, *_: Any, **params: Any) -> bool:
+    # Refusing the gather of a weight alone would save the cast or reshape that follows it, so cheap views are refused
+    # too; and so is _FROZEN, whose result is the gathered weight: without a gradient it stays one primitive.
     return primitive.name not in _VIEWS | {_FROZEN} and not is_weight_gather(primitive, params)
 
 

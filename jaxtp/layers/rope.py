@@ -1,16 +1,9 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864), in the half-split form of Llama checkpoints.
+"""Rotary position embedding (Su et al., arXiv 2104.09864), half-split as in Llama checkpoints.
 
-Four ways to turn a model's dims more slowly, so that it reaches further than it was trained for (`RopeScaling`): the
-formulas are those of transformers, whose checkpoints they come with.
-
-longrope has one list of factors for short sequences and one for long ones. Which of them holds follows from the number
-of positions that there can be: the length of the sequences, or the slots of a cache; more than `original_length` is
-long. That is static and the same on every mesh. transformers asks for the highest position of a batch, which gives the
-same where a sequence is read at once, and is no rule for us: of packed documents it would be the longest, so that the
-others would be rotated by what they share a batch, or a device, with; and a text that outgrows the limit would be
-compared with keys that are rotated by the other list (transformers then reads all of it again). vLLM and llama.cpp
-choose by the length that they are set up for, too. So documents in rows longer than original_length are rotated by the
-long list however short they are, as are prompts which leave room in the cache for more.
+Scaling follows transformers. longrope uses its long list if there can be more than `original_length` positions
+(sequence length, or slots of a cache). That is static and the same on every mesh, as in vLLM and llama.cpp.
+transformers decides by the highest position of a batch: packed documents would depend on their neighbours, and queries
+past the limit would meet keys rotated by the other list.
 """
 
 import math
@@ -23,7 +16,7 @@ import numpy as np
 from jax import Array
 from numpy.typing import NDArray
 
-from jaxtp.config import Count, Positive
+from jaxtp.config.schema import Count, Positive
 
 RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope"]
 
@@ -36,7 +29,7 @@ Frequencies = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Scaling of rotary frequencies for a context longer than the one trained on."""
+    """Scaling of rotary frequencies for contexts longer than in training."""
 
     kind: RopeScalingKind = "none"
     """linear divides every frequency; llama3 those of long wavelengths, with a smooth passage; yarn those that turn
@@ -76,17 +69,14 @@ class RopeScaling:
     """longrope: divides each frequency where there can be more positions."""
 
     def __str__(self) -> str:
-        """Returns what is not as by default, of lists the number of factors: `kind yarn, factor 2.0`."""
+        """Returns the settings that are not defaults, for lists their length: `kind yarn, factor 2.0`."""
         told = {name: value for name, value in vars(self).items() if value != getattr(UNSCALED, name)}
         return (
             ", ".join(f"{name} {f'of {len(v)}' if isinstance(v, tuple) else v}" for name, v in told.items()) or "none"
         )
 
-    def smaller(self, head_dim: int, length: int) -> "RopeScaling":
-        """Returns a scaling of the same kind for heads of another width and another original length.
-
-        Of longrope's factors it takes the first and others at equal distances.
-        """
+    def shrink(self, head_dim: int, length: int) -> "RopeScaling":
+        """Returns the scaling for other sizes, with a sample of the factors."""
         if self.kind == "none":
             return self
         dims = range(head_dim // 2)
@@ -129,15 +119,9 @@ def rope_problems(head_dim: int, theta: float | None, scaling: RopeScaling) -> I
 
 
 def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling, length: int) -> Frequencies:
-    """Radians per position, `[head_dim / 2]` float64: `theta^(-2i / head_dim)`, then scaled.
+    """Returns radians per position, `[head_dim / 2]` float64: `theta^(-2i / head_dim)`, then scaled.
 
-    They are computed where a program is traced, so that no device needs float64.
-
-    Args:
-      head_dim: width of a head, even.
-      theta: base of the frequencies.
-      scaling: of the frequencies.
-      length: number of positions that there can be.
+    Computed at trace time, so no device needs float64. `length` is the number of possible positions.
     """
     plain = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     if scaling.kind == "none":
@@ -151,17 +135,9 @@ def rope_frequencies(head_dim: int, theta: float, scaling: RopeScaling, length: 
 
 
 def apply_rope(x_BTNH: Array, positions: Array, theta: float, scaling: RopeScaling, length: int) -> Array:
-    """Rotates each pair `(x[i], x[i + H/2])` of every head by `position * frequency[i]`.
+    """Rotates each pair `(x[i], x[i + H/2])` of every head by `position * frequency[i]`, computed in float32.
 
-    Args:
-      x_BTNH: queries or keys `[B, T, N, H]`, H even.
-      positions: `[T]` or `[B, T]` integers.
-      theta: base of the frequencies.
-      scaling: of the frequencies.
-      length: number of positions that there can be: the length of the sequences, or the slots of a cache.
-
-    Returns:
-      `[B, T, N, H]` in the dtype of the input, computed in float32.
+    Positions are `[T]` or `[B, T]`; `length` is the number of possible positions.
     """
     angles = _angles(positions, rope_frequencies(x_BTNH.shape[-1], theta, scaling, length))
     size = _size(scaling)
@@ -172,13 +148,12 @@ def apply_rope(x_BTNH: Array, positions: Array, theta: float, scaling: RopeScali
 
 
 def _angles(positions: Array, frequencies: Frequencies) -> Array:
-    """Returns `position * frequency` less whole turns, `[..., H/2]` float32 from -pi to pi.
+    """Returns `position * frequency` modulo whole turns, `[..., H/2]` float32 from -pi to pi.
 
-    It is within 1e-6 of the exact angle at every position that an int32 can be; float32 products are off by up to 2^-24
-    of the angle, 0.06 at a million positions (scripts/rope_error.py). Angles are counted in 2^-32 of a turn: what
-    overflows int32 is whole turns, and the product is exact. What rounding a frequency to such units leaves is little
-    enough for float32.
+    It is within 1e-6 of the exact angle for every int32 position; float32 products are off by up to 2^-24 of the angle,
+    0.06 at a million positions (scripts/rope_error.py).
     """
+    # In units of 2^-32 turn the int32 product is exact: only whole turns overflow. float32 suffices for the rest.
     unit = 2 * math.pi / 2**32
     units = frequencies / (2 * math.pi) * 2**32
     whole = np.round(units)
@@ -188,9 +163,9 @@ def _angles(positions: Array, frequencies: Frequencies) -> Array:
 
 
 def _kept_by_wavelength(frequencies: Frequencies, scaling: RopeScaling) -> Frequencies:
-    """llama3: 1 for short wavelengths, 0 for long ones, linear in the turns within the original length between."""
+    """llama3: 1 for short wavelengths, 0 for long ones, linear in turns within the original length between."""
     turns = scaling.original_length * frequencies / (2 * math.pi)
-    with np.errstate(over="ignore"):  # of factors that hardly differ
+    with np.errstate(over="ignore"):  # for nearly equal factors
         smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return np.clip(smooth, 0, 1)
 
@@ -206,12 +181,11 @@ def _kept_by_dim(head_dim: int, theta: float, scaling: RopeScaling) -> Frequenci
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    span = high - low if high != low else 0.001  # transformers' way around a division by zero
+    span = high - low if high != low else 0.001  # avoids a division by zero, as in transformers
     return 1 - np.clip((np.arange(head_dim // 2) - low) / span, 0, 1)
 
 
 def _size(scaling: RopeScaling) -> float:
-    """Returns the factor of rotated queries and keys."""
     if scaling.kind not in ("yarn", "longrope"):
         return 1.0
     if scaling.attention_factor is not None:

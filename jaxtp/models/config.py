@@ -1,9 +1,8 @@
-"""The settings of a decoder, the blocks that they come to, and the meshes that can hold it.
+"""Decoder settings, the blocks they describe, and the meshes that can hold the model.
 
-A decoder is composed: stacks of blocks, each stack a pattern of blocks that repeats, each block a sum of residual
-branches (`layers/branch.py`). The blocks at one place of a pattern are stacked and run by one scan; what the pattern
-does not divide is a stack of its own. The settings of a layer stand in the layer's file and a model inherits them, so
-that YAML stays flat: `model.num_kv_heads`.
+A decoder has stacks of blocks; each stack repeats a pattern; each block sums residual branches (`layers/branch.py`).
+Blocks at the same place of a pattern are stacked, with one scan over the repeats. A model inherits its layers'
+settings, so YAML stays flat: `model.num_kv_heads`.
 """
 
 import dataclasses
@@ -13,31 +12,34 @@ from functools import lru_cache, partial
 from itertools import chain, count, groupby, islice
 from typing import Annotated, Any
 
+import jax
 import tyro
 from flax import nnx
+from jax.sharding import AbstractMesh
 from pydantic import AfterValidator, Field
 
-from jaxtp.config import ConfigError, Count, Keys, Positive, UserPath, allowed, changed, to_plain, validate
-from jaxtp.hints import Problem, explained, not_divisible
+from jaxtp.config.affects import ARCHITECTURE, COST, SHORT_HELP, STEP, affects
+from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
+from jaxtp.config.schema import ConfigError, Count, Keys, Positive, UserPath, allowed, changed, to_plain, validate
+from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
-from jaxtp.layers.branch import Branch, Small, like
-from jaxtp.layers.costs import Share
+from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
-from jaxtp.layers.lora import LoraConfig, Target
+from jaxtp.layers.lora import LayerContext, LoraConfig, Target
 from jaxtp.layers.loss import CHUNK_SIZE
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig
-from jaxtp.layers.parameter import Precision
+from jaxtp.layers.overlap import Overlap
+from jaxtp.layers.parameter import DType, Precision
 from jaxtp.layers.remat import RematPolicy
-from jaxtp.layers.rings import Overlap
-from jaxtp.mesh import CP, STORAGE, parts, product_of, settings_of
+from jaxtp.mesh import CP, STORAGE, parts
 
 _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="KEY")]
 """Keys, whose flag is called as in commands without this section."""
 
 
 class Changes(dict[str, Any]):
-    """Settings in which a block differs from the model's; nobody changes them, so that they have a hash."""
+    """Settings in which a block differs from the model's; hashable, so never mutate them."""
 
     def __init__(self, given: Mapping[str, Any] | Iterable[tuple[str, Any]]):
         super().__init__({name: _plain(value) for name, value in dict(given).items()})
@@ -47,7 +49,6 @@ class Changes(dict[str, Any]):
 
 
 def _plain(value: Any) -> Any:
-    """Returns a section of settings as a mapping, so that both spellings are equal."""
     return dataclasses.asdict(value) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
 
@@ -64,31 +65,16 @@ _MAX_UNFIT = 4
 _OF_ALL_BLOCKS = {"attention", "grouped"}
 """Kernels: chosen for all blocks."""
 _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
-_NOT_ARCHITECTURE = {
-    *(
-        "from_hf",
-        "ignore_config",
-        "attention",
-        "grouped",
-        "dropout",
-        "remat",
-        "scan_layers",
-        "sequence_parallel",
-        "overlap",
-    ),
-    "loss_chunk",
-    "precision",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig(NormConfig, ExpertsConfig, AttentionConfig):
-    """One kind of decoder block: attention and an MLP, or experts in its place, each a branch with its norms."""
+    """One kind of decoder block: attention, then an MLP or experts, each a branch with norms."""
 
 
 @dataclass(frozen=True)
 class Stack:
-    """Blocks in the order of a pattern, which repeats."""
+    """A repeated pattern of blocks."""
 
     pattern: tuple[BlockConfig, ...]
     """The blocks of a turn."""
@@ -101,10 +87,10 @@ class Stack:
 class DecoderSizes:
     """Where a model comes from, and its sizes: what comes first in `--help`."""
 
-    from_hf: UserPath | None = None
+    from_hf: Annotated[UserPath | None, STEP, SHORT_HELP] = None
     """Folder of a model in Hugging Face format, to begin with its weights; the sizes below are then its own."""
 
-    ignore_config: _Ignored = ()
+    ignore_config: Annotated[_Ignored, STEP] = ()
     """Attributes of that model's config.json to pass over: such as are not understood, and that you know to say nothing
     of what it computes. Can be given several times."""
 
@@ -127,8 +113,7 @@ class DecoderSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(BlockConfig, DecoderSizes):
-    """A decoder composed from blocks. Their settings hold for all, but for what `first_blocks` or `pattern` change; the
-    defaults are Llama's."""
+    """A decoder, by default like Llama; `first_blocks` and `pattern` change the settings of single blocks."""
 
     learned_positions: Count | None = None
     """Positions that have a learned vector, which is added to the embedding; a sequence can be no longer."""
@@ -142,29 +127,29 @@ class ModelConfig(BlockConfig, DecoderSizes):
     tie_embeddings: bool = False
     """Use the embedding table as the output head."""
 
-    dropout: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.0
+    dropout: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1"), STEP] = 0.0
     """Probability with which an element of an attention's or MLP's output is zeroed in training."""
 
-    remat: RematPolicy = "full"
+    remat: Annotated[RematPolicy, COST, SHORT_HELP] = "full"
     """Activations that a block keeps for its backward pass: none keeps all, save_dots the results of products,
     save_gathered the inputs and outputs of parallel layers, save_reduced the outputs of row layers, full only the
     block's input, offload that on the host."""
 
-    scan_layers: bool = True
+    scan_layers: Annotated[bool, COST] = True
     """Run the blocks by one scan, compiled once; false writes them out, which compiles for longer."""
 
-    sequence_parallel: bool | None = None
+    sequence_parallel: Annotated[bool | None, COST] = None
     """Between blocks, split activations over tp along the sequence. By default wherever tp > 1 divides the sequence."""
 
-    overlap: Overlap = "none"
+    overlap: Annotated[Overlap, COST] = "none"
     """Communication of sequence parallelism in the blocks: none gathers an input before its products and scatters their
     sum after them; ring sends a part around the devices of tp while another is multiplied, and up to half as much
     again."""
 
-    loss_chunk: Count = CHUNK_SIZE
+    loss_chunk: Annotated[Count, COST] = CHUNK_SIZE
     """Tokens on a device whose logits exist at a time."""
 
-    precision: Precision = Precision()
+    precision: Annotated[Precision, STEP] = Precision()
     """Dtypes of parameters, compute and gradient reductions."""
 
     lora: LoraConfig = LoraConfig()
@@ -177,21 +162,25 @@ class ModelConfig(BlockConfig, DecoderSizes):
                 object.__setattr__(self, name, tuple(hashable))
 
     def stacks(self) -> tuple[Stack, ...]:
-        """Returns the blocks, first to last: what the pattern does not divide is a stack of its own.
+        """Returns the stacks; layers that the pattern does not divide form further stacks.
 
         Raises:
-          ConfigError: a block has a setting that is none, or a value that cannot be.
+          ConfigError: a block has an unknown setting or an invalid value.
         """
         return _stacks(self)
 
     @property
+    def trained_dtype(self) -> DType:
+        """Dtype of the trained params and optimizer state."""
+        return self.lora.dtype if self.lora.rank else self.precision.param
+
+    @property
     def most_experts(self) -> int:
-        """Most experts that a block has; 0 where none has any."""
+        """Largest number of experts in a block."""
         return max(block.num_experts for block in self.block_kinds())
 
     def kinds(self) -> Iterator[tuple[str, range, BlockConfig]]:
-        """Yields for blocks that are stacked the path of their parameters, the numbers of their layers, and their
-        settings."""
+        """Yields (params' path, layer numbers, settings) of stacked blocks."""
         stacks = self.stacks()
         one, first, kind = len(stacks) == len(stacks[0].pattern) == 1, 0, count()
         for stack in stacks:
@@ -202,42 +191,47 @@ class ModelConfig(BlockConfig, DecoderSizes):
             first = last
 
     def layers(self) -> Iterator[BlockConfig]:
-        """Yields the settings of every block, first to last."""
+        """Yields the settings of every block, in order."""
         for stack in self.stacks():
             for _ in range(stack.repeats):
                 yield from stack.pattern
 
     def block(self) -> BlockConfig:
-        """Returns the settings of a block that nothing changes, as the class that the model inherits them from."""
+        """Returns the settings of an unchanged block."""
         bases = (base for base in type(self).__mro__ if not issubclass(base, ModelConfig))
         kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
         return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
-    def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
-        """Returns the residual branches of a block, in the order in which they are added."""
-        shared: dict[str, Any] = {
+    def layer_context(self, rngs: nnx.Rngs) -> LayerContext:
+        """Returns the arguments that all parallel layers share."""
+        return {
             "sequence_parallel": self.sequence_parallel,
+            "overlap": self.overlap,
+            "lora": self.lora,
             "precision": self.precision,
             "rngs": rngs,
         }
-        projections: dict[str, Any] = {"overlap": self.overlap, "lora": self.lora, **shared}
+
+    def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
+        """Returns a block's branches, in order."""
+        context = self.layer_context(rngs)
         plus_one = block.norm == "rms_plus_one"
         attention = partial(CausalSelfAttention, norm_eps=block.norm_eps, norm_plus_one=plus_one)
         return {
-            "attention": attention(self.d_model, block, **projections),
+            "attention": attention(self.d_model, block, **context),
             "mlp": (
-                MixtureOfExperts(self.d_model, block, **shared)
+                MixtureOfExperts(self.d_model, block, **context)
                 if block.num_experts
-                else MLP(self.d_model, block, **projections)
+                else MLP(self.d_model, block, **context)
             ),
         }
 
-    def zigzag(self, share: Share) -> bool:
-        """Returns whether devices along cp hold tokens in the order zigzag: if a layer needs it."""
-        return any(block.zigzag(share) for block in self.block_kinds())
+    def zigzag(self, shape: LocalShape) -> bool:
+        """Returns whether a layer needs zigzag order."""
+        return any(block.zigzag(shape) for block in self.block_kinds())
 
     def describe_block(self) -> str:
-        """Returns the sizes of a block in a line."""
+        """Returns the sizes of a block in one line."""
         heads = f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
         others = len(self.block_kinds()) - 1
         differing = f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
@@ -247,15 +241,15 @@ class ModelConfig(BlockConfig, DecoderSizes):
         return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{experts}{differing}"
 
     def described(self) -> Mapping[str, BlockConfig]:
-        """Returns the settings of the blocks that differ from the model's, by their places: `model.pattern[0]`.
+        """Returns the settings of blocks in `first_blocks` and `pattern`, by place: `model.pattern[0]`.
 
         Raises:
-          ConfigError: one has a setting that is none, or a value that cannot be.
+          ConfigError: a block has an unknown setting or an invalid value.
         """
         return _described(self)
 
     def block_kinds(self) -> tuple[BlockConfig, ...]:
-        """Returns the settings of every kind of block, each once."""
+        """Returns the distinct block settings."""
         return tuple(dict.fromkeys(block for stack in self.stacks() for block in stack.pattern))
 
 
@@ -293,16 +287,10 @@ def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
 
 
 def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> ModelConfig:
-    """Returns the configuration if a decoder can be made of it, also one that was built in Python, where no type or
-    range is looked at.
-
-    Args:
-      config: the model.
-      mesh: devices along each axis.
-      fixed: as `violations`.
+    """Returns the validated config.
 
     Raises:
-      ConfigError: with every value that cannot be, or that does not fit the others and the mesh.
+      ConfigError: a value is invalid or does not fit the others and the mesh.
     """
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a decoder is made of a ModelConfig, not of {str(config)[:100]!r}")
@@ -313,53 +301,57 @@ def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False
 
 
 def padded_sizes(config: ModelConfig, tp: int) -> dict[str, tuple[int, int]]:
-    """Returns the sizes that tp devices pad: what each is, and what it is padded to, by name."""
+    """Returns (size, padded size) by name, of the sizes that tp pads."""
     found = (size for block in config.block_kinds() for size in block.padding(tp))
     return {name: (size, padded) for name, size, padded in found if padded != size}
 
 
-def shrunk(config: ModelConfig, small: Small) -> ModelConfig:
-    """Returns a model of the same structure that virtual CPU devices can run: each kind of block is there."""
+def shrunk(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
+    """Returns a small model for virtual CPU devices, with every kind of block."""
     pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
     turns, rest = divmod(config.num_layers - first, pattern)
     every = (*config.first_blocks, *config.pattern)
     changes = [
-        Changes({name: block.smaller(small).get(name, value) for name, value in own.items()})
+        Changes({name: block.shrink(small).get(name, value) for name, value in own.items()})
         for own, block in zip(every, config.described().values(), strict=True)
     ]
     return dataclasses.replace(
         config,
         vocab_size=small.size(config.vocab_size, _MIN_VOCAB),
-        d_model=like(0, small.shards, _MIN_D_MODEL),
+        d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
         num_layers=first + pattern * min(turns, _MAX_TURNS) + rest,
         loss_chunk=small.positions(config.loss_chunk),
         first_blocks=tuple(changes[:first]),
         pattern=tuple(changes[first:]),
         learned_positions=config.learned_positions and small.positions(config.learned_positions),
-        **config.smaller(small),
+        **config.shrink(small),
     )
 
 
 def architecture(config: ModelConfig) -> dict[str, Any]:
-    """Returns the fields that decide what the parameters are and mean, as plain values: equal for any run that can
-    share a checkpoint."""
+    """Returns the fields that runs with a shared checkpoint must agree on."""
     return architecture_in(to_plain(config))
 
 
-def architecture_in(plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the same of a configuration that is plain values already; where adapters began is no part of it."""
-    found = {name: value for name, value in plain.items() if name not in _NOT_ARCHITECTURE}
-    return found | {"lora": {name: value for name, value in plain["lora"].items() if name != "from"}}
+def architecture_in(plain: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Returns `architecture` of a config in plain values."""
+    found = {
+        name: value for name, value in plain.items() if affects(ModelConfig, section + name, ARCHITECTURE).architecture
+    }
+    return found | ({} if section else {"lora": architecture_in(plain["lora"], "lora.")})
+
+
+def recorded(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Adds `lora.dtype` to a checkpoint's model settings; before 0.2 it was `precision.param`."""
+    if not {"lora", "precision"} <= plain.keys():
+        return dict(plain)
+    return {**plain, "lora": {"dtype": plain["precision"].get("param", LoraConfig.dtype), **plain["lora"]}}
 
 
 def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> Iterator[str]:
-    """Yields every reason why the model cannot run on the mesh, each with the nearest values that work.
+    """Yields every reason why the model cannot run on the mesh, with the nearest values that work.
 
-    Args:
-      config: the model.
-      mesh: devices along each axis.
-      fixed: its sizes are those of weights that are there, so that only other meshes are suggested; a model of
-        `from_hf` is fixed anyway.
+    `fixed`, implied by `from_hf`: weights exist, so only other meshes are suggested.
     """
 
     def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
@@ -370,7 +362,7 @@ def violations(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = Fa
 
 
 def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
-    """Yields the same reasons, without suggestions."""
+    """Yields the reasons of `violations`, without suggestions."""
     first, pattern = len(config.first_blocks), len(config.pattern)
     if config.num_layers < first + pattern:
         given = f"{first} in model.first_blocks and {pattern} in model.pattern"
@@ -391,8 +383,8 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     if config.lora.rank:
         yield from {problem.text: problem for problem in unadapted(config, config.lora.targets)}.values()
     axes = [axis for axis in STORAGE if mesh[axis] > 1]
-    shards, among = parts(mesh, axes), dict.fromkeys(settings_of(axes), config.d_model)
-    yield from not_divisible("model.d_model", config.d_model, product_of(STORAGE, mesh), shards, among)
+    shards, among = parts(mesh, axes), dict.fromkeys(mesh_settings(axes), config.d_model)
+    yield from not_divisible("model.d_model", config.d_model, mesh_product(STORAGE, mesh), shards, among)
     can_be_built = not unfit and config.d_model % shards == 0
     if mesh[CP] > 1 and can_be_built and (unaware := _not_over_cp(config)):
         text = f"mesh.cp={mesh[CP]} divides each sequence, and {' and '.join(unaware)} cannot work on a part of one"
@@ -400,26 +392,27 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
 
 
 def unadapted(config: ModelConfig, targets: Collection[Target]) -> Iterator[Problem]:
-    """Yields why blocks can have no adapters of those projections."""
+    """Yields why blocks cannot have these adapters."""
     return chain.from_iterable(block.adapter_problems(targets) for block in config.block_kinds())
 
 
 def adaptable(config: ModelConfig) -> tuple[Target, ...]:
-    """Returns the targets of a model that every block can have adapters of: projections of experts have none."""
+    """Returns the adapter targets that every block supports."""
     return tuple(target for target in config.lora.targets if not any(unadapted(config, [target])))
 
 
 @lru_cache(maxsize=32)
 def _not_over_cp(config: ModelConfig) -> tuple[str, ...]:
-    """Returns the kinds of branches that do not declare that they work over cp."""
+    """Returns the branch classes without `over_cp`."""
 
     def kinds() -> Iterator[type[Branch]]:
         for block in config.block_kinds():
             yield from map(type, nnx.eval_shape(lambda block=block: config.branches(block, nnx.Rngs(0))).values())
 
-    return tuple(sorted({kind.__name__ for kind in kinds() if not kind.over_cp}))
+    # Without the mesh in context, which may differ and not divide the sizes.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        return tuple(sorted({kind.__name__ for kind in kinds() if not kind.over_cp}))
 
 
 def _inside(section: str, changes: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yields the changes of one section, without its name."""
     return ((name.removeprefix(f"{section}."), value) for name, value in changes.items() if name.startswith(section))

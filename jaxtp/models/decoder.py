@@ -12,17 +12,17 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxtp.collectives import batch_spec, check_divides, constrain, token_spec
-from jaxtp.config import ConfigError
+from jaxtp.config.schema import ConfigError
 from jaxtp.layers import remat
-from jaxtp.layers.activations import Context, activation_spec, dropout, segment_positions, sequence_dim
-from jaxtp.layers.balance import Balance, Routing, balance, balance_costs, moved_bias, no_balance
+from jaxtp.layers.activations import Context, LocalShape, activation_spec, dropout, segment_positions, sequence_dim
+from jaxtp.layers.balance import Balance, Routing, balance, moved_bias, no_balance
 from jaxtp.layers.branch import Branch, Memory
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.costs import GATHERS_AGAIN, Cost, Kept, Share, Streamed, itemsize, within
 from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
 from jaxtp.layers.experts import MixtureOfExperts
-from jaxtp.layers.loss import loss_costs, vocab_parallel_cross_entropy, vocab_parallel_token_losses
+from jaxtp.layers.lora import freeze
+from jaxtp.layers.loss import vocab_parallel_cross_entropy, vocab_parallel_token_losses
 from jaxtp.layers.norm import Norm
 from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
@@ -38,7 +38,7 @@ Routings = list[Routing | None]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossTerms:
-    """The terms of a training loss, of a batch or a part of one: sums, which add up."""
+    """The terms of a training loss: sums, which add up over parts of a batch."""
 
     loss: Array
     """Cross-entropy in nats, with the z-loss of the logits."""
@@ -50,25 +50,22 @@ class LossTerms:
     """The balance of experts; None of a model that has none."""
 
     def objective(self, balance_loss: float, router_z_loss: float) -> Array:
-        """Returns the sum that training lowers, with the weights of what experts add to it."""
+        """Returns the sum to minimise, with the weights of the expert losses."""
         if self.balance is None:
             return self.loss
         return self.loss + balance_loss * self.balance.balance_loss + router_z_loss * self.balance.router_z_loss
 
 
 class DecoderBlock(nnx.Module):
-    """Residual branches, attention and an MLP: `x + branch(norm(x))` for each, in order.
+    """Residual branches in order: `x + branch(norm(x))`, `x + norm(branch(x))`, or with both norms.
 
-    The norm stands before the branch, after it (`x + norm(branch(x))`), or both. Shapes: `[B, T, D] -> [B, T, D]`. A
-    branch is the attribute of its name; its norms are `attention_norm` and, after it, `attention_after_norm`.
+    A branch is the attribute of its name, its norms `attention_norm` and `attention_after_norm`.
     """
 
     def __init__(self, config: ModelConfig, block: BlockConfig | None = None, *, rngs: nnx.Rngs):
         self.config, block = config, block or config.block()
         branches = config.branches(block, rngs)
         self.names = tuple(branches)
-        if silent := [type(branch).__name__ for branch in branches.values() if type(branch).costs is Branch.costs]:
-            raise TypeError(f"{', '.join(silent)}: a branch declares what it costs; write costs (layers/costs.py)")
         norm = partial(
             Norm, config.d_model, block, sequence_parallel=config.sequence_parallel, precision=config.precision
         )
@@ -78,17 +75,17 @@ class DecoderBlock(nnx.Module):
             setattr(self, f"{name}_after_norm", None if block.norm_placement == "before" else norm())
 
     def __call__(self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()) -> Array:
-        """Runs the block on `[B, T, D]`; keys, one for each row, turn dropout on."""
+        """Runs the block on `[B, T, D]`; keys `[B]` turn dropout on."""
         return self.routed(x_BTD, dropout_keys, sequences)[0]
 
     def routed(
         self, x_BTD: Array, dropout_keys: Array | None = None, sequences: Sequences = Sequences()
     ) -> tuple[Array, Routing | None]:
-        """Returns what the block gives, and what its router measured, if it has one."""
+        """Returns the output and any router statistics."""
         count, routing = len(self.names), None
         keys = (None,) * count if dropout_keys is None else split_keys(dropout_keys, count)
         x_BTD = checkpoint_name(x_BTD, remat.BLOCK_INPUT)
-        for i, (name, branch, before, after) in enumerate(self._branches()):
+        for i, (name, branch, before, after) in enumerate(self.branches()):
             with jax.named_scope(name):
                 y_BTD = branch(x_BTD if before is None else before(x_BTD), sequences)
                 if isinstance(y_BTD, tuple):
@@ -97,33 +94,21 @@ class DecoderBlock(nnx.Module):
         return x_BTD, routing
 
     def memory(self, num_rows: int, num_slots: int) -> BlockMemory:
-        """Returns the empty memory of each branch; see `Branch.memory`."""
-        return {name: branch.memory(num_rows, num_slots) for name, branch, *_ in self._branches()}
+        """See `Branch`."""
+        return {name: branch.memory(num_rows, num_slots) for name, branch, *_ in self.branches()}
 
     def extend(self, x_BTD: Array, memory: BlockMemory, new: NewTokens) -> tuple[Array, BlockMemory]:
-        """Runs the block on tokens that come after those of a memory; see `Branch.extend`."""
+        """See `Branch`."""
         memory = dict(memory)
-        for name, branch, before, after in self._branches():
+        for name, branch, before, after in self.branches():
             with jax.named_scope(name):
                 y_BTD = x_BTD if before is None else before(x_BTD)
                 y_BTD, memory[name] = branch.extend(y_BTD, memory[name], new)
                 x_BTD = x_BTD + (y_BTD if after is None else after(y_BTD))
         return x_BTD, memory
 
-    def costs(self, share: Share) -> Iterator[Cost]:
-        """Yields what the block costs: its branches and norms, a sum for each, and what it keeps of its input."""
-        residual = share.between(self.config.sequence_parallel) * self.config.d_model
-        size, last = residual * itemsize(self.config.precision.compute), self.names[-1]
-        yield Kept(size * {"none": len(self.names), "offload": 0}.get(share.remat, 1))
-        for name, branch, before, after in self._branches():
-            if before is not None:
-                yield from within(name, before.costs(share, again=share.remat in GATHERS_AGAIN))
-            if after is not None:  # the sum that it is added to is read by the next norm
-                yield from within(name, after.costs(share, again=name != last and share.remat != "none"))
-            yield from within(name, branch.costs(share, read=name != last or after is not None))
-            yield Streamed(3 * size)
-
-    def _branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
+    def branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
+        """Yields (name, branch, norm before, norm after)."""
         for name in self.names:
             yield name, getattr(self, name), getattr(self, f"{name}_norm"), getattr(self, f"{name}_after_norm")
 
@@ -132,8 +117,8 @@ class DecoderBlock(nnx.Module):
         return dropout(y_BTD, self.config.dropout, keys, spec, sequences.positions(y_BTD.shape[1]))
 
 
-class Ends(nnx.Module):
-    """Both ends of a decoder: from ids to the residual stream, and from there to logits."""
+class EmbeddingAndHead(nnx.Module):
+    """Both ends of a decoder: ids to residual stream to logits."""
 
     config: ModelConfig
     embedding: VocabParallelEmbedding
@@ -142,7 +127,7 @@ class Ends(nnx.Module):
     head: VocabParallelHead | None
 
     def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
-        """Returns the residual stream `[B, T, D]` before the first block; positions count within a document."""
+        """Returns the residual stream; positions count within a document."""
         x_BTD = self.embedding(sequences.own(ids_BT))
         if self.positions is None:
             return x_BTD
@@ -158,7 +143,7 @@ class Ends(nnx.Module):
         return x_BTD + self.positions(positions_BT)
 
     def logits_of_hidden(self, x_BTD: Array) -> Array:
-        """Returns logits `[B, T, V]` from final hidden states `[B, T, D]`, of any positions."""
+        """Returns logits `[B, T, V]`."""
         return vocab_parallel_logits(
             x_BTD,
             jnp.asarray(self._head_table[...]),
@@ -168,8 +153,8 @@ class Ends(nnx.Module):
         )
 
     def logits_at(self, x_BTD: Array, at_BR: Array) -> Array:
-        """Returns logits `[B * R, V]` from the final hidden states at R places of each sequence; -1 is no place."""
-        # A sum: a look-up along T, which sequence parallelism splits, would gather the whole of x.
+        """Returns logits `[B * R, V]` at R positions of each sequence; -1 is no position."""
+        # A masked sum: indexing along T, which sequence parallelism splits, would gather all of x.
         is_there = at_BR[..., None] == jnp.arange(x_BTD.shape[1])
         found_BRD = jnp.sum(jnp.where(is_there[..., None], x_BTD[:, None], 0), axis=2)
         rows_1D = constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
@@ -184,18 +169,14 @@ class Ends(nnx.Module):
         return self.embedding.embedding if self.head is None else self.head.kernel
 
 
-class Decoder(Ends):
-    """A causal language model.
+class Decoder(EmbeddingAndHead):
+    """A causal language model; the same key gives the same weights on every mesh.
 
-    Args:
-      config: its sizes.
-      rngs: source of the `params` key; the same key gives the same weights on every mesh.
-
-    The parameters of blocks are stacked by their place in a pattern: each has a leading dim, which is not split. Where
-    all blocks are of one kind they are `blocks`, else `blocks.0`, `blocks.1`, ..., stack by stack.
+    Params of blocks at the same place of a pattern are stacked on an unsplit leading dim: `blocks` if all blocks are
+    equal, otherwise `blocks.0`, `blocks.1`, ..., stack by stack.
 
     Raises:
-      ConfigError: a value of the configuration cannot be, or does not fit the others and the mesh.
+      ConfigError: a config value is invalid, or does not fit the others and the mesh.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -221,9 +202,11 @@ class Decoder(Ends):
             if config.tie_embeddings
             else VocabParallelHead(config.vocab_size, config.d_model, precision=config.precision, rngs=rngs)
         )
+        if config.lora.rank:
+            freeze(self)
 
     @property
-    def _of_loss(self) -> dict[str, Any]:
+    def _loss_kwargs(self) -> dict[str, Any]:
         return self._shared | {
             "vocab_size": self.config.vocab_size,
             "table_spec": spec_of(self._head_table),
@@ -232,27 +215,27 @@ class Decoder(Ends):
         }
 
     def __call__(self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto") -> Array:
-        """Returns logits `[B, T, V]` of the token after each position; `ids_BT` are integers below V.
+        """Returns next-token logits `[B, T, V]`.
 
-        `segments_BT` tell apart the documents of a row (`layers/activations.py`): none sees another. `context` is the
-        method of attention over cp (`layers/context.py`).
+        `segments_BT` mark documents (`layers/activations.py`), `context` is the method of attention over cp
+        (`layers/context.py`).
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
         return self.logits_of_hidden(sequences.natural(self.hidden(ids_BT, sequences=sequences)))
 
     def sequences(self, ids_BT: Array, segments_BT: Array | None = None, context: Context = "auto") -> Sequences:
-        """Returns what the layers have to know of the rows of a batch.
+        """Returns the facts about rows that layers need.
 
         Raises:
-          ConfigError: there is no such method.
+          ConfigError: unknown `context`.
           ValueError: cp does not divide T.
         """
         if not isinstance(context, str) or context not in get_args(Context):
             raise ConfigError(f"context={context!r}: attention over cp is by {', '.join(get_args(Context))}")
         check_divides("sequences over cp", ids_BT.shape, token_spec())
         rows, length = ids_BT.shape
-        share = Share(sizes=mesh_sizes(current_mesh()), rows=rows, length=length, context=context)
-        return Sequences(segments=segments_BT, context=context, zigzag=self.config.zigzag(share))
+        shape = LocalShape(sizes=mesh_sizes(current_mesh()), rows=rows, length=length, context=context)
+        return Sequences(segments=segments_BT, context=context, zigzag=self.config.zigzag(shape))
 
     def loss(
         self,
@@ -264,17 +247,15 @@ class Decoder(Ends):
         dropout_keys: Array | None = None,
         context: Context = "auto",
     ) -> tuple[Array, Array]:
-        """Returns the summed cross-entropy in nats and the number of labels that count (not -100), as float32 scalars.
-
-        The logits are never whole: see `layers.loss`.
+        """Returns the summed cross-entropy in nats and the number of labels that are not -100, as float32 scalars.
 
         Args:
-          ids_BT: `[B, T]` integers below V.
-          labels_BT: `labels_BT[b, t]` is the token that follows `ids_BT[b, t]`, or -100.
-          segments_BT: tell apart the documents of a row.
+          ids_BT: integers below V.
+          labels_BT: `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100.
+          segments_BT: see `__call__`.
           z_loss: weight of the squared log-normaliser.
-          dropout_keys: one for each row, `[B]`, turn dropout on, for training.
-          context: method of attention over cp (`layers/context.py`).
+          dropout_keys: `[B]`; turn dropout on.
+          context: see `__call__`.
         """
         shared: dict[str, Any] = {"z_loss": z_loss, "dropout_keys": dropout_keys}
         terms = self.loss_terms(ids_BT, labels_BT, self.sequences(ids_BT, segments_BT, context), **shared)[0]
@@ -290,15 +271,9 @@ class Decoder(Ends):
         dropout_keys: Array | None = None,
         experts: Sequence[Array | None] | None = None,
     ) -> tuple[LossTerms, Routings]:
-        """Returns the terms of the loss, and what routers measured; arguments as of `loss`, and
+        """Returns the terms of `loss`, and the router statistics.
 
-        Args:
-          ids_BT: ids.
-          labels_BT: labels.
-          sequences: facts about the rows.
-          z_loss: weight.
-          dropout_keys: for each row.
-          experts: for each kind of block the experts of each token, `[B, layers, T, k]`, in place of a choice.
+        `experts` replaces the routers' choices: `[B, layers, T, k]` per kind of block.
         """
         x_BTD, routings = self.routed(ids_BT, dropout_keys, sequences, experts)
         loss, count = self.loss_of_hidden(x_BTD, sequences.own(labels_BT), z_loss=z_loss)
@@ -309,13 +284,13 @@ class Decoder(Ends):
         return LossTerms(loss, count, balance(with_experts, labels_BT, per_token)), routings
 
     def no_terms(self) -> LossTerms:
-        """Returns the terms of no tokens."""
+        """Returns zero terms."""
         zero = jnp.zeros((), jnp.float32)
         kinds = [(len(layers), block.num_experts) for _, layers, block in self.config.kinds() if block.num_experts]
         return LossTerms(zero, zero, no_balance(kinds) if kinds else None)
 
     def move_selection_biases(self, balance: Balance, rate: float) -> None:
-        """Moves each expert's bias against its load, once per update, where a router has one; see `moved_bias`."""
+        """Moves selection biases against the load, once per update."""
         branches = (vars(block).get("mlp") for _, blocks in self.stacked() for block in blocks)
         routers = [branch for branch in branches if isinstance(branch, MixtureOfExperts)]
         for router, times_chosen in zip(routers, balance.times_chosen, strict=True):
@@ -324,13 +299,13 @@ class Decoder(Ends):
                 bias[...] = moved_bias(bias[...], times_chosen, rate)
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
-        """Returns what `loss` does, from the final hidden states `[B, T, D]` and labels in the same order."""
+        """Returns `loss` for final hidden states and labels, in the same order."""
         return vocab_parallel_cross_entropy(
             x_BTD,
             jnp.asarray(self._head_table[...]),
             labels_BT,
             z_loss=z_loss,
-            **self._of_loss,
+            **self._loss_kwargs,
         )
 
     def token_losses(
@@ -338,7 +313,7 @@ class Decoder(Ends):
     ) -> tuple[Array, Array]:
         """Returns the cross-entropy of each label in nats, and whether no other token is likelier; both `[B, T]`.
 
-        They are 0 and False where a label is -100. For evaluations: made for no gradient; arguments as of `loss`.
+        Labels of -100 give 0 and False. For evaluation.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
         found = self.token_losses_of_hidden(self.hidden(ids_BT, sequences=sequences), sequences.own(labels_BT))
@@ -346,11 +321,11 @@ class Decoder(Ends):
         return losses_BT, likeliest_BT
 
     def token_losses_of_hidden(self, x_BTD: Array, labels_BT: Array) -> tuple[Array, Array]:
-        """Returns what `token_losses` does, from the final hidden states and labels, and in the order of these."""
-        return vocab_parallel_token_losses(x_BTD, jnp.asarray(self._head_table[...]), labels_BT, **self._of_loss)
+        """Returns `token_losses` for final hidden states and labels, in their order."""
+        return vocab_parallel_token_losses(x_BTD, jnp.asarray(self._head_table[...]), labels_BT, **self._loss_kwargs)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
-        """Returns the final, normalised hidden states `[B, T, D]`, in the order in which devices hold tokens."""
+        """Returns the final, normalised hidden states `[B, T, D]`, in device order."""
         return self.routed(ids_BT, dropout_keys, sequences or self.sequences(ids_BT))[0]
 
     def routed(
@@ -360,7 +335,7 @@ class Decoder(Ends):
         sequences: Sequences,
         experts: Sequence[Array | None] | None = None,
     ) -> tuple[Array, Routings]:
-        """Returns the hidden states, and what routers measured on the way; see `loss_terms`."""
+        """Returns the hidden states and the router statistics; see `loss_terms`."""
         config = self.config
         keys = None if dropout_keys is None else split_keys(dropout_keys, config.num_layers)
         x_BTD, done = self.embed(ids_BT, sequences), 0
@@ -376,40 +351,29 @@ class Decoder(Ends):
         return self.norm(x_BTD), routings
 
     def stacked(self) -> Iterator[tuple[Stack, list[DecoderBlock]]]:
-        """Yields each stack, and its blocks: those at one place of its pattern are stacked."""
+        """Yields each stack with its stacked blocks."""
         kinds = iter([self.blocks] if isinstance(self.blocks, DecoderBlock) else self.blocks)
         for stack in self.stacks:
             yield stack, [next(kinds) for _ in stack.pattern]
 
     def in_order(self) -> Iterator[DecoderBlock]:
-        """Yields every block by itself, first to last."""
+        """Yields every block, in order."""
         for stack, blocks in self.stacked():
             for turn in range(stack.repeats):
                 yield from (layer(block, turn) for block in blocks)
 
-    def costs(self, share: Share) -> Iterator[Cost]:
-        """Yields what is outside of the blocks: embedding, final norm, head and loss."""
-        config = self.config
-        yield from self.embedding.costs(share)
-        yield from () if self.positions is None else self.positions.costs(share)
-        yield from self.norm.costs(share, inside=False)
-        sizes = config.vocab_size, config.d_model, config.loss_chunk
-        tied = config.tie_embeddings
-        yield from loss_costs(share, *sizes, config.precision, config.sequence_parallel, tied=tied)
-        yield from balance_costs(share, [block.num_experts for block in config.layers() if block.num_experts])
-
 
 def abstract_decoder(config: ModelConfig) -> tuple[nnx.GraphDef[Decoder], nnx.State]:
-    """Returns how to build a decoder from its arrays, and their shapes, dtypes and splits; nothing is computed.
+    """Returns a decoder's graph definition and abstract state, without computing anything.
 
-    Call it where the decoder is to be: under its mesh, or without one.
+    Call it under the decoder's mesh, or without a mesh.
     """
     graph, abstract = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))
     return graph, abstract
 
 
 def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
-    """Returns one block of stacked ones."""
+    """Returns block `index` of stacked blocks."""
     graph, state = nnx.split(blocks)
     block: DecoderBlock = nnx.merge(graph, jax.tree.map(lambda stacked: stacked[index], state))
     return block
@@ -424,7 +388,7 @@ def _run(
     sequences: Sequences,
     experts: list[Array | None],
 ) -> tuple[Array, Routings]:
-    """Runs a stack by one scan over its turns, or written out; each block keeps what the policy of remat says."""
+    """Runs a stack by one scan over its turns, or unrolled."""
 
     @nnx.remat(policy=remat.policy(config.remat), prevent_cse=not config.scan_layers)
     def run(
@@ -462,7 +426,6 @@ def _run(
 
 
 def _stacked(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rngs) -> DecoderBlock:
-    """Returns blocks of one kind whose parameters have a leading dim."""
 
     @nnx.split_rngs(splits=repeats)
     @nnx.vmap(in_axes=0, out_axes=0, transform_metadata={nnx.PARTITION_NAME: None})
@@ -474,5 +437,5 @@ def _stacked(config: ModelConfig, block: BlockConfig, repeats: int, rngs: nnx.Rn
 
 
 def split_keys(keys_B: Array, count: int) -> Array:
-    """Returns other keys for each of so many uses: `[B] -> [count, B]`."""
+    """Splits each key for `count` uses: `[B] -> [count, B]`."""
     return jax.vmap(lambda key: jax.random.split(key, count), out_axes=1)(keys_B)

@@ -1,8 +1,9 @@
 """`jaxtp train`."""
 
+import io
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence, Set
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -11,20 +12,24 @@ import jax
 import tyro
 
 import jaxtp
-from jaxtp import entry
-from jaxtp.checkpoint.orbax_logs import quieten
-from jaxtp.command_line import Command
-from jaxtp.config import UserPath, to_plain
-from jaxtp.files import require_picture, require_writable, write_json, write_picture
-from jaxtp.launch.agreement import together
-from jaxtp.launch.joining import join_processes
-from jaxtp.launch.peers import leaving, tell_failure, watch
+from jaxtp.checkpoint import silence_orbax
+from jaxtp.config import entry
+from jaxtp.config.affects import in_short_help
+from jaxtp.config.command_line import Command
+from jaxtp.config.entry import UserError
+from jaxtp.config.files import require_picture, require_writable, write_json, write_picture
+from jaxtp.config.schema import UserPath, to_plain
+from jaxtp.distributed.agreement import raise_everywhere
+from jaxtp.distributed.allocator import choose_allocator, describe_out_of_memory
+from jaxtp.distributed.joining import join_processes, num_processes
+from jaxtp.distributed.peers import report_failure, run_and_report, watch
 from jaxtp.mesh import mesh_sizes
-from jaxtp.train import curves
-from jaxtp.train.config import FIRST, TrainConfig, training_of
-from jaxtp.train.defaults import fit
+from jaxtp.train import trackers
+from jaxtp.train.config import TrainConfig, training_of
+from jaxtp.train.defaults import resolve_run
+from jaxtp.train.init_source import InitSource
 from jaxtp.train.loop import Loop
-from jaxtp.train.setup import Run, start
+from jaxtp.train.setup import Run, make_run
 
 PROGRAM = "jaxtp train"
 DESCRIPTION = """Trains a tensor-parallel decoder.
@@ -38,58 +43,78 @@ flags override it; --print-config prints the result and does nothing else. The s
 
 @dataclass(frozen=True, kw_only=True)
 class RunCommand(TrainConfig):
-    """Command line of a run: its configuration, and what is written at its end."""
+    """A run's configuration, and the files written at its end."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
-    """File to write the last numbers of the run to at its end, with its configuration, for machines."""
+    """JSON file for the last numbers of the run and its configuration, written at its end."""
 
     plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
-    """File to draw the curves of the run in at its end (pip install 'jaxtp[plot]')."""
+    """Picture of the curves of the run, drawn at its end (pip install 'jaxtp[plot]')."""
 
 
 COMMAND = Command(
     program=PROGRAM,
     schema=RunCommand,
     description=DESCRIPTION,
-    first=("json", "plot", *FIRST),
+    first=("json", "plot", *in_short_help(TrainConfig)),
     printed=training_of,
 )
-INTERRUPTED = "interrupted; the same command goes on from the newest checkpoint, if there is one"
+INTERRUPTED = "interrupted; the same command resumes from the newest checkpoint, if there is one"
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command.
 
     Returns:
-      Its exit code: 0, also when a signal stopped it, if `train.stopped_exit_code` is not set; 2 for a mistake; 3 where
-      a loss, gradient or update was not finite, or a verification found a difference; 75 where another process was
-      lost; 130 for a second Ctrl-C.
+      Exit code: 0; `train.stopped_exit_code` after a signal; 2 for a user's mistake; 3 for a non-finite number, or a
+      difference in a verification or save; 74 if files could not be written; 75 if another process was lost; 130 for a
+      second Ctrl-C.
     """
-    _quieten()
-    return leaving(lambda: entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED))
+    # The libraries' own log lines and deprecation notices stay out of the output.
+    silence_orbax()
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
+    return run_and_report(lambda: entry.attempt(PROGRAM, lambda: _train(argv), INTERRUPTED))
 
 
 def _train(argv: Sequence[str]) -> int:
-    join_processes()
-    watch()
-    with together():
-        asked, notes = COMMAND.load(argv, fit)
-        require_writable("--json", asked.json)
-        require_picture("--plot", asked.plot)
-    with ExitStack() as held:
+    bind = _bind(argv) if num_processes() > 1 else None
+    join_processes(bind=bind)
+    sources: list[InitSource] = []
+
+    def resolve(config: RunCommand, explicit: Set[str]) -> tuple[RunCommand, list[str]]:
+        choose_allocator(config.launch.allocator)  # before JAX's backend starts
+        config, startup_log, source = resolve_run(config, explicit)
+        sources.append(source)
+        return config, startup_log
+
+    with raise_everywhere(partial(watch, bind)):  # flags first: they decide the number of virtual devices
+        config, startup_log = COMMAND.load(argv, resolve)
+        require_writable("--json", config.json)
+        require_picture("--plot", config.plot)
+    with ExitStack() as exit_stack:
         try:
-            run = start(training_of(asked), notes, held)
+            run = make_run(training_of(config), exit_stack, sources[0], startup_log)
             done = Loop(run).run_to_end()
         except BaseException as error:
-            tell_failure(error)
+            if isinstance(error, jax.errors.JaxRuntimeError) and (
+                note := describe_out_of_memory(error, config.launch.allocator)
+            ):
+                error.add_note(note)
+            report_failure(error)
             raise
         if jax.process_index() == 0:
-            _write(asked, run, done)
-    return 0 if done else asked.train.stopped_exit_code
+            _write(config, run, done)
+    return 0 if done else config.train.stopped_exit_code
 
 
-def _write(asked: RunCommand, run: Run, done: bool) -> None:
-    """Writes what flags ask for at the end of a run, which may have been stopped before its last step."""
+def _bind(argv: Sequence[str]) -> str | None:
+    # `launch.bind` is needed before the processes meet; mistakes in the flags are reported afterwards.
+    with suppress(UserError, OSError, SystemExit), redirect_stdout(io.StringIO()):
+        return COMMAND.load(argv)[0].launch.bind
+    return None
+
+
+def _write(config: RunCommand, run: Run, done: bool) -> None:
     folder = run.config.run.dir
     record = {
         "jaxtp": jaxtp.__version__,
@@ -99,16 +124,10 @@ def _write(asked: RunCommand, run: Run, done: bool) -> None:
         "step": run.step,
         "mesh": mesh_sizes(run.blueprint.mesh),
     }
-    if asked.json is not None:
-        last = curves.last_values(folder)
-        write_json("--json", asked.json, {**record, "metrics": last, "config": to_plain(run.config)})
-    write_picture("--plot", asked.plot, partial(curves.draw, [folder]))
-
-
-def _quieten() -> None:
-    """Keeps the libraries' own log lines and deprecation notices out of a run's output."""
-    quieten()
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"orbax|grain|flax")
+    if config.json is not None:
+        last = trackers.last_values(folder)
+        write_json("--json", config.json, {**record, "metrics": last, "config": to_plain(run.config)})
+    write_picture("--plot", config.plot, partial(trackers.draw, [folder]))
 
 
 if __name__ == "__main__":

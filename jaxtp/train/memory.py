@@ -1,16 +1,12 @@
-"""Bytes that a training step takes on each device, by kind: the state exactly, the rest modelled; arithmetic only.
+"""Memory of a training step per device: exact for the state, modeled for the rest.
 
-A step holds most between forward and backward pass: there are the gradients of all blocks (XLA makes room for them
-before the forward pass), what the blocks keep, and the working sets of the loss and of the last block. The update is
-made in place (`step.make_train_step`) and holds less, but for muon's, which has whole matrices and updates beside all
-gradients (`train/muon.py`): the larger of the two is the peak. An evaluation holds less too: it is the forward pass
-alone, of the same micro-batches.
+A step peaks between forward and backward pass: gradients of all blocks (XLA allocates them before the forward pass),
+saved activations, and working sets of the loss and the last block; with muon, maybe in the update. An evaluation needs
+less.
 
-What blocks and head hold is what their layers declare (`models/costs.py`): arrays that XLA's compiler for GPUs was seen
-to hold for dense Llama shapes, in the sizes that they have on one device.
-
-Not modelled: temporaries of adafactor and of dropout; small arrays; gaps in XLA's block of temporaries.
-`scripts/estimate_accuracy.py` compares with XLA's compiler for GPUs.
+Activations and workspace (`analysis/layer_costs.py`) follow the allocations of XLA's GPU compiler for dense Llama
+shapes (`scripts/estimate_accuracy.py`). Not modeled: temporaries of adafactor and dropout, small arrays, fragmentation
+of XLA's temporary block.
 """
 
 import math
@@ -22,32 +18,41 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from jaxtp.checkpoint.logical import divided, named_variables, split_dims
-from jaxtp.layers.kernels import Implementation
-from jaxtp.layers.lora import trained
+from jaxtp.analysis.step_costs import StepCosts, described, step_costs
+from jaxtp.checkpoint.logical import divisible_axes, named_variables, split_dims
+from jaxtp.checkpoint.storage import save_host_bytes
+from jaxtp.config.schema import ConfigError
+from jaxtp.distributed.allocator import advice, memory_fraction, most_bytes
+from jaxtp.distributed.devices import bytes_limit, host_memory
+from jaxtp.layers.kernels.select import Implementation, architecture_of
 from jaxtp.layers.parameter import Padding, padding_of
-from jaxtp.mesh import STORAGE, TP, batch_parts, parts
+from jaxtp.mesh import (
+    STORAGE,
+    TP,
+    batch_parts,
+    mesh_sizes,
+    parts,
+)
 from jaxtp.models.config import ModelConfig
-from jaxtp.models.costs import StepCosts, described, step_costs
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.muon import MUON, owned
-from jaxtp.train.optimizer_state import OPTIMIZER_SCOPE
-from jaxtp.train.state import TrainState
+from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, TrainState, bytes_per_device, total_bytes
 
 MODEL, BLOCKS = "model.", "model.blocks."
 OVERLAP = 3
-"""Divisor of the smaller of the working sets of the loss and of the last block; the larger counts whole. XLA's schedule
-begins the one before the other has ended, sometimes all of it, sometimes none."""
+"""Divisor of the smaller of the working sets of the loss and of the last block; the larger one counts in full. XLA's
+schedule overlaps them, sometimes completely, sometimes not at all."""
 
 _INT32 = 4
+_GB = 1e9
 
 
 @dataclass(frozen=True)
 class StoredArray:
-    """One array of a train state, as it is declared, on no mesh in particular."""
+    """An array of a train state, independent of the mesh."""
 
     name: str
     """Dotted path."""
@@ -64,20 +69,19 @@ class StoredArray:
     """Whether it has a gradient."""
 
     padding: Padding
-    """Dims that are padded."""
 
     def bytes_per_device(self, sizes: Mapping[str, int], dtype: DTypeLike | None = None) -> int:
-        """Returns the bytes on each device of a mesh, in its own dtype or another."""
+        """Returns the bytes per device, in the array's dtype or another."""
         dims = list(self.shape)
         for dim, split in self.padding:
             dims[dim] = split.padded(sizes[TP])
-        among = parts(sizes, chain(*divided(dims, self.axes, sizes)))
+        among = parts(sizes, chain(*divisible_axes(dims, self.axes, sizes)))
         return math.prod(dims) // among * jnp.dtype(self.dtype if dtype is None else dtype).itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on each device when a step holds most, by kind."""
+    """Bytes per device at a step's peak, by kind."""
 
     parameters: int
     """Bytes of the parameters; exact."""
@@ -86,27 +90,27 @@ class Memory:
     """Moments and counters; exact."""
 
     gradients: int
-    """Gradients in the parameters' dtype, and their sums over micro-batches, which may be in a wider one; modelled, as
-    all that follows but the batch."""
+    """Gradients in the parameters' dtype, and their sums over micro-batches, maybe in a wider one. Modelled, like
+    everything below except the batch."""
 
     whole_matrices: int
-    """Matrices that muon works on whole, and the updates that it makes of them beside the parameters."""
+    """Whole matrices that muon orthogonalises, and their updates."""
 
     gathered_weights: int
-    """Weights as layers multiply with them: cast, gathered, in another layout; and their gradients before reduction."""
+    """Weights as layers multiply with them (cast, gathered, transposed), and their gradients before reduction."""
 
     activations: int
-    """Activations that blocks keep for the backward pass, and those that one of them works on."""
+    """Activations saved for the backward pass, and the workspace of one block."""
 
     logits: int
-    """Logits of the loss's chunk, with the head and the gradient that it sums up."""
+    """Logits of one chunk of the loss, with the head and its gradient."""
 
     batch: int
-    """Tokens, labels and segments; exact."""
+    """Tokens, labels and segment ids; exact."""
 
     @property
     def state(self) -> int:
-        """Bytes that stay between steps: parameters and optimizer."""
+        """Bytes of parameters and optimizer."""
         return self.parameters + self.optimizer
 
     @property
@@ -116,11 +120,18 @@ class Memory:
 
 
 def stored_arrays(config: TrainConfig) -> tuple[StoredArray, ...]:
-    """Returns every array of a run's state, which depends on model and optimizer alone: one trace for all meshes."""
+    """Returns the arrays of a run's state; one trace serves all meshes."""
     optimizer = optimizers.build(config.optimizer, config.train.steps)
     state = nnx.state(nnx.eval_shape(lambda: TrainState(config.model, optimizer, seed=0)))
-    kind = trained(config.model.lora)
-    return tuple(_stored(name, variable, kind) for name, variable in named_variables(state).items())
+    return tuple(_stored(name, variable) for name, variable in named_variables(state).items())
+
+
+def save_bytes(config: TrainConfig, sizes: Mapping[str, int], arrays: Iterable[StoredArray], devices: int) -> int:
+    """Returns the peak host memory of a save per process of `devices` devices."""
+    adapters = config.model.lora.rank > 0
+    saved = [each for each in arrays if each.trained or not (adapters and each.name.startswith(MODEL))]
+    total = sum(math.prod(each.shape) * each.dtype.itemsize for each in saved)
+    return save_host_bytes(sum(each.bytes_per_device(sizes) for each in saved), devices, total)
 
 
 def memory_per_device(
@@ -131,58 +142,55 @@ def memory_per_device(
     platform: str = "cpu",
     costs: StepCosts | None = None,
 ) -> Memory:
-    """Returns the bytes that a training step takes on each device.
+    """Returns the memory of a step per device; ignores the run's mesh.
 
     Args:
-      config: the run; its own mesh is not looked at.
-      sizes: devices along each axis, of a mesh that can hold it.
-      arrays: `stored_arrays(config)`, where they are known already.
-      platform: kind of device, which decides the kernels: cpu, cuda, rocm or tpu.
-      costs: `costs_of_step(config, sizes, platform)`, where they are known already.
+      arrays: `stored_arrays(config)`, if known.
+      platform: from `hardware.architecture_of`.
+      costs: `costs_of_step(config, sizes, platform)`, if known.
     """
-    held = _Held.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
+    state = _StateBytes.of(config, stored_arrays(config) if arrays is None else arrays, sizes)
     costs = costs or costs_of_step(config, sizes, platform)
-    moments = (_backward(config, sizes, held, costs), _update(config, sizes, held, costs))
+    # The update is in place (`step.make_train_step`) and needs less, except with muon, which adds whole matrices and
+    # their updates to all gradients.
+    moments = (_backward(config, sizes, state, costs), _update(config, sizes, state, costs))
     return max(moments, key=lambda memory: memory.total)
 
 
 def with_attention(config: TrainConfig, implementation: Implementation) -> TrainConfig:
-    """Returns the run with another kernel of attention."""
+    """Returns the run with another attention kernel."""
     model = replace(config.model, attention=implementation)
     return replace(config, model=model)
 
 
 @dataclass(frozen=True)
-class _Held:
-    """Bytes of parts of the state on a device."""
-
+class _StateBytes:
+    # On one device. `trained`: parameters that have gradients; `trained_blocks`: those inside the blocks;
+    # `summed`: gradients summed over micro-batches, 0 without accumulation.
     parameters: int
     optimizer: int
     trained: int
-    """Bytes of the parameters that have gradients."""
     trained_blocks: int
-    """Bytes of those of the blocks."""
     summed: int
-    """Bytes of the sums of gradients over micro-batches; 0 without them."""
 
     @classmethod
-    def of(cls, config: TrainConfig, arrays: Iterable[StoredArray], sizes: Mapping[str, int]) -> "_Held":
-        held = [(array, array.bytes_per_device(sizes)) for array in arrays]
-        summed = (a for a, _ in held if a.trained and config.train.accumulation > 1)
+    def of(cls, config: TrainConfig, arrays: Iterable[StoredArray], sizes: Mapping[str, int]) -> "_StateBytes":
+        stored = [(array, array.bytes_per_device(sizes)) for array in arrays]
+        summed = (a for a, _ in stored if a.trained and config.train.accumulation > 1)
         sum_dtype = config.model.precision.sum_dtype
         return cls(
-            parameters=sum(size for a, size in held if a.name.startswith(MODEL)),
-            optimizer=sum(size for a, size in held if not a.name.startswith(MODEL)),
-            trained=sum(size for a, size in held if a.trained),
-            trained_blocks=sum(size for a, size in held if a.trained and a.name.startswith(BLOCKS)),
+            parameters=sum(size for a, size in stored if a.name.startswith(MODEL)),
+            optimizer=sum(size for a, size in stored if not a.name.startswith(MODEL)),
+            trained=sum(size for a, size in stored if a.trained),
+            trained_blocks=sum(size for a, size in stored if a.trained and a.name.startswith(BLOCKS)),
             summed=sum(a.bytes_per_device(sizes, sum_dtype(a.dtype)) for a in summed),
         )
 
 
 def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str = "cpu") -> StepCosts:
-    """Returns what a run's training step costs each device of a mesh; its own mesh is not looked at.
+    """Returns the costs of a step per device; ignores the run's mesh.
 
-    The platform decides the kernels, and so memory and time, and nothing of what is sent.
+    `platform` decides the kernels, which affect memory and time, not communication.
     """
     costs = step_costs(
         config.model,
@@ -194,13 +202,14 @@ def costs_of_step(config: TrainConfig, sizes: Mapping[str, int], platform: str =
         platform=platform,
         context=config.mesh.context,
     )
-    return costs if config.optimizer.name != MUON else _with_muon(costs, config.model, sizes)
+    return costs if config.optimizer.name != "muon" else _with_muon(costs, config.model, sizes)
 
 
 def _with_muon(costs: StepCosts, model: ModelConfig, sizes: Mapping[str, int]) -> StepCosts:
-    """Returns the costs of a step with those of orthogonalising the matrices of a model on a mesh."""
+    from jaxtp.train.muon import MUON, owned
+
     as_split = described(model, sizes[TP] if model.most_experts else 1)  # tp decides how experts are split
-    variables = named_variables(nnx.state(as_split, trained(model.lora)))
+    variables = named_variables(nnx.state(as_split, nnx.Param))
     matrices = {path: variable for path, variable in variables.items() if optimizers.is_orthogonalised(path)}
     kinds = owned(matrices, sizes)
     module = f"{OPTIMIZER_SCOPE}/{MUON}"
@@ -215,16 +224,16 @@ def _with_muon(costs: StepCosts, model: ModelConfig, sizes: Mapping[str, int]) -
     )
 
 
-def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held, costs: StepCosts) -> Memory:
+def _backward(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: StepCosts) -> Memory:
     weights, working, logits = costs.weights, costs.working, costs.loss
     if logits < weights + working:
         logits //= OVERLAP
     else:
         weights, working = weights // OVERLAP, working // OVERLAP
     return Memory(
-        parameters=held.parameters,
-        optimizer=held.optimizer,
-        gradients=held.trained_blocks + held.summed,
+        parameters=state.parameters,
+        optimizer=state.optimizer,
+        gradients=state.trained_blocks + state.summed,
         whole_matrices=0,
         gathered_weights=weights + (costs.transposed if parts(sizes, STORAGE) > 1 else 0),
         activations=costs.kept + working,
@@ -233,12 +242,12 @@ def _backward(config: TrainConfig, sizes: Mapping[str, int], held: _Held, costs:
     )
 
 
-def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held, costs: StepCosts) -> Memory:
+def _update(config: TrainConfig, sizes: Mapping[str, int], state: _StateBytes, costs: StepCosts) -> Memory:
     return Memory(
-        parameters=held.parameters,
-        optimizer=held.optimizer,
-        gradients=held.summed or held.trained,
-        whole_matrices=costs.owned + held.trained if costs.owned else 0,
+        parameters=state.parameters,
+        optimizer=state.optimizer,
+        gradients=state.summed or state.trained,
+        whole_matrices=costs.owned + state.trained if costs.owned else 0,
         gathered_weights=0,
         activations=0,
         logits=0,
@@ -247,13 +256,73 @@ def _update(config: TrainConfig, sizes: Mapping[str, int], held: _Held, costs: S
 
 
 def _batch_bytes(config: TrainConfig, sizes: Mapping[str, int]) -> int:
-    """Returns the bytes of inputs, labels and, for packed documents, segments: of the whole step, int32."""
-    arrays = 3 if config.data.packed else 2
+    arrays = 3 if config.data.packed else 2  # inputs, labels and, for packed documents, segment ids
     rows = config.data.global_batch_size // batch_parts(sizes)
     return arrays * rows * config.data.sequence_length * _INT32
 
 
-def _stored(name: str, variable: nnx.Variable[Any], kind: type[nnx.Variable[Any]]) -> StoredArray:
+def _stored(name: str, variable: nnx.Variable[Any]) -> StoredArray:
     shape, dtype = tuple(variable.shape), jnp.dtype(variable.dtype)
-    own = name.startswith(MODEL) and isinstance(variable, kind)
-    return StoredArray(name, shape, dtype, split_dims(variable), own, padding_of(variable))
+    trained = name.startswith(MODEL) and isinstance(variable, nnx.Param)
+    return StoredArray(name, shape, dtype, split_dims(variable), trained, padding_of(variable))
+
+
+def require_memory(config: TrainConfig, blueprint: Blueprint) -> None:
+    """Checks that the state fits the host (shared by virtual CPU devices), or a step each device.
+
+    Raises:
+      ConfigError: it does not fit, and `train.allow_oversize` is off.
+    """
+    mesh = blueprint.mesh
+    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    if on_cpu and (needed := total_bytes(blueprint)) > (available := host_memory()):
+        raise ConfigError(
+            f"the state alone needs {needed / _GB:,.0f} GB, and this machine has {available / _GB:,.0f} GB and no GPU; "
+            "try the configuration without training by jaxtp check, or see what it needs by jaxtp estimate"
+        )
+    if config.train.verify_every:
+        needed = verification_bytes(blueprint) + (total_bytes(blueprint) if on_cpu else 0)
+        if needed > (available := host_memory()):
+            raise ConfigError(
+                f"train.verify_every={config.train.verify_every} keeps the state of this process's devices in host "
+                f"memory, twice: that takes {needed / _GB:,.0f} GB, and this machine has {available / _GB:,.0f} GB; "
+                "--train.verify-every 0 trains without verification"
+            )
+    limit = bytes_limit(mesh.local_devices[0])
+    if limit is None or config.train.allow_oversize:
+        return
+    step, allocator = _step_memory(config, mesh), config.launch.allocator
+    if step.total > most_bytes(allocator, limit, memory_fraction(allocator)):
+        raise ConfigError(
+            f"a step takes {_summary(step)} on each device, and JAX has {limit / _GB:,.1f} GB there; "
+            "jaxtp estimate with these settings and --hardware says what fits, and --train.allow-oversize "
+            "tries it all the same"
+        )
+
+
+def describe_memory(config: TrainConfig, mesh: Mesh) -> str | None:
+    """Describes a step's memory; None without a limit, as on CPUs."""
+    limit = bytes_limit(mesh.local_devices[0])
+    if limit is None:
+        return None
+    step, allocator = _step_memory(config, mesh), config.launch.allocator
+    fraction = memory_fraction(allocator)
+    verdict = "fits" if step.total <= most_bytes(allocator, limit, fraction) else "does not fit"
+    hint = advice(allocator, step.total, limit, fraction)
+    return (
+        f"{_summary(step)} on each device at a step's peak, of {limit / _GB:,.1f} GB that JAX has there: {verdict}"
+        f"{'' if hint is None else f'; {hint}'}"
+    )
+
+
+def verification_bytes(blueprint: Blueprint) -> int:
+    """Returns a verification's host memory per process: its part of the state, twice."""
+    return 2 * bytes_per_device(blueprint) * len(blueprint.mesh.local_devices)
+
+
+def _step_memory(config: TrainConfig, mesh: Mesh) -> Memory:
+    return memory_per_device(config, mesh_sizes(mesh), platform=architecture_of(mesh.devices.flat[0]))
+
+
+def _summary(memory: Memory) -> str:
+    return f"{memory.total / _GB:,.1f} GB ({memory.state / _GB:,.1f} of state, exact; the rest modelled)"

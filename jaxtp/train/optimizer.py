@@ -1,9 +1,7 @@
-"""The optimizer of a run, composed from Optax: clipping, a rule, weight decay, the learning rate, groups.
+"""The optimizer, composed from Optax: clipping, rule, weight decay, learning rate, groups.
 
-Parameters are told apart by name, because the stacking of layers gives every vector a second dim.
-
-The chain has the same parts whatever the settings: the rule alone decides the paths of its state in a checkpoint, so
-any other setting may change when a run resumes.
+Names distinguish parameters, because stacked layers give vectors a second dim. Only the rule changes state paths in a
+checkpoint; other settings may change on resuming.
 """
 
 import fnmatch
@@ -11,35 +9,34 @@ from typing import Any
 
 import optax
 
-from jaxtp.config import ConfigError
+from jaxtp.config.schema import ConfigError
 from jaxtp.train.config import GroupConfig, OptimizerConfig
-from jaxtp.train.muon import MUON, scale_by_muon
-from jaxtp.train.optimizer_state import OnLogicalShapes
+from jaxtp.train.state import OnLogicalShapes
 
 _VECTORS = {"scale", "bias", "biases"}
 _TABLES = {"embedding", "head"}
 
 
 def warmup_steps(config: OptimizerConfig, steps: int) -> int:
-    """Returns the number of warm-up steps in a run of `steps`: that of the configuration, cut to the run."""
+    """Returns the warm-up steps, at most `steps`."""
     return min(config.warmup_steps, steps)
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Returns linear warm-up from zero, cut to the run where it is longer, then the schedule until the last step.
+    """Returns linear warm-up from zero, then the schedule until the last step.
 
-    `wsd` is warm-up, stable, decay: constant until the last `decay_fraction` of the steps, then linear (arXiv
-    2404.06395).
+    `wsd` (warm-up, stable, decay; arXiv 2404.06395) is constant, then linear over the last `decay_fraction` of all
+    steps.
     """
     peak, end = config.learning_rate, config.learning_rate * config.final_fraction
     warmup = warmup_steps(config, steps)
     rest = max(steps - warmup, 1)
-    decay = max(round(config.decay_fraction * steps), 1)
+    decay = min(max(round(config.decay_fraction * steps), 1), rest)
     after = {
         "cosine": lambda: optax.cosine_decay_schedule(peak, rest, alpha=config.final_fraction),
         "linear": lambda: optax.linear_schedule(peak, end, rest),
         "constant": lambda: optax.constant_schedule(peak),
-        "wsd": lambda: optax.linear_schedule(peak, end, decay, transition_begin=max(rest - decay, 0)),
+        "wsd": lambda: optax.linear_schedule(peak, end, decay, transition_begin=rest - decay),
     }[config.schedule]()
     if warmup == 0:
         return after
@@ -47,7 +44,7 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns the transformation of gradients into updates: clip, scale by the rule, decay, scale by the rate."""
+    """Returns the chain: clip, scale by the rule, decay weights, scale by the learning rate."""
     chain = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         _rule(config),
@@ -59,50 +56,39 @@ def build(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
 
 
 def is_modelled(config: OptimizerConfig) -> bool:
-    """Returns whether all that the rule moves, computes and holds is known.
-
-    Adafactor's means are written on global arrays without padding, and the compiler chooses their collectives.
-    """
+    """Returns whether the rule's communication and memory are known."""
+    # Adafactor's means are over global arrays, and XLA chooses the collectives.
     return config.name != "adafactor"
 
 
 def check_groups(config: OptimizerConfig, parameters: list[str]) -> None:
-    """Checks that every pattern of `optimizer.groups` is the first to match some parameter.
-
-    Raises:
-      ConfigError: one is not; the message lists what there is.
-    """
+    """Raises ConfigError unless each pattern of `optimizer.groups` is some parameter's first match."""
     for pattern in config.groups:
         matched = matching("optimizer.groups", pattern, parameters)
         if all(_first_match(config, path) != pattern for path in matched):
             raise ConfigError(
-                f"optimizer.groups: what the pattern {pattern!r} matches is taken by patterns before it; "
-                "the first that matches a parameter holds, so put it earlier"
+                f"optimizer.groups: earlier patterns match everything that {pattern!r} matches; the first matching "
+                "pattern applies, so put it earlier"
             )
 
 
 def matching(setting: str, pattern: str, parameters: list[str]) -> list[str]:
-    """Returns the paths that a pattern matches.
-
-    Raises:
-      ConfigError: none; the message lists what there is.
-    """
+    """Returns the paths that match; raises ConfigError if none."""
     matched = [path for path in parameters if fnmatch.fnmatchcase(path, pattern)]
     if not matched:
         raise ConfigError(
-            f"{setting}: the pattern {pattern!r} matches no parameter that is trained; there are:\n  "
-            + "\n  ".join(parameters)
+            f"{setting}: the pattern {pattern!r} matches no trained parameter; there are:\n  " + "\n  ".join(parameters)
         )
     return matched
 
 
 def is_matrix(path: str) -> bool:
-    """Returns whether a parameter is a matrix, which decays and may be orthogonalised: no norm scale and no bias."""
+    """Returns whether the parameter is a matrix, which decays."""
     return not _VECTORS & set(path.split("."))
 
 
 def is_orthogonalised(path: str) -> bool:
-    """Returns whether a parameter is muon's: a matrix of a block; vectors, and embedding and head, are Adam's."""
+    """Returns whether muon updates the parameter: a matrix in a block."""
     return is_matrix(path) and not _TABLES & set(path.split("."))
 
 
@@ -116,14 +102,16 @@ def _rule(config: OptimizerConfig) -> optax.GradientTransformation:
         # Shazeer and Stern, arXiv 1804.04235, with the decoupled decay and clipping of this file instead of its own:
         # its root mean squares over a table would count the rows that pad a vocabulary.
         return _with_float32_state(optax.scale_by_factored_rms())
-    return optax.partition({MUON: optax.chain(scale_by_muon(config.beta1)), "adam": adam}, _muon_labels)
+    from jaxtp.train.muon import MUON, scale_by_muon
+
+    def label(params: dict[str, Any]) -> dict[str, str]:
+        return {path: MUON if is_orthogonalised(path) else "adam" for path in params}
+
+    return optax.partition({MUON: optax.chain(scale_by_muon(config.beta1)), "adam": adam}, label)
 
 
 def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns a rule whose state is in float32 whatever its parameters are in.
-
-    Adafactor's decay goes to 1: after a thousand steps it changes a moment by less than the last digit of a bfloat16.
-    """
+    # Adafactor's decay approaches 1: after a thousand steps it changes a moment by less than bfloat16's last bit.
 
     def cast(params: Any) -> Any:
         return optax.tree.cast(params, "float32")
@@ -134,17 +122,10 @@ def _with_float32_state(rule: optax.GradientTransformation) -> optax.GradientTra
     )
 
 
-def _muon_labels(params: Any) -> Any:
-    """Labels each parameter by the rule that it is updated by."""
-    return {path: MUON if is_orthogonalised(path) else "adam" for path in params}
-
-
 def _decayed(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Adds to each update its parameter's weight decay times the parameter."""
-
     def decayed(path: str, update: Any, param: Any) -> Any:
-        own = _group_of(config, path).weight_decay
-        decay = own if own is not None else config.weight_decay if is_matrix(path) else 0.0
+        of_group = _group_of(config, path).weight_decay
+        decay = of_group if of_group is not None else config.weight_decay if is_matrix(path) else 0.0
         return update + decay * param if decay else update
 
     return optax.stateless(
@@ -153,8 +134,6 @@ def _decayed(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _scaled_by_group(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Multiplies each update by its group's scale of the learning rate."""
-
     def scaled(path: str, update: Any) -> Any:
         scale = _group_of(config, path).learning_rate_scale
         return update if scale == 1 else scale * update
@@ -163,7 +142,6 @@ def _scaled_by_group(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def _group_of(config: OptimizerConfig, path: str) -> GroupConfig:
-    """Returns the group of the first pattern that matches a parameter; the default group if none does."""
     pattern = _first_match(config, path)
     return GroupConfig() if pattern is None else config.groups[pattern]
 

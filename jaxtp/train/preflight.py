@@ -1,7 +1,5 @@
-"""Preflight of a run of several processes: what must be alike in all of them is, before anything is allocated."""
+"""Preflight: checks that all processes of a run agree, before anything is allocated."""
 
-import contextlib
-import importlib.metadata
 import itertools
 import secrets
 import socket
@@ -10,82 +8,94 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.config import ConfigError, differences, to_plain
-from jaxtp.files import fingerprint
-from jaxtp.launch.agreement import first_other, several, share, together, who
-from jaxtp.launch.environment import gpus_present, names_of_gpus, sharing
-from jaxtp.launch.hosts import draw_hosts, hosts
-from jaxtp.mesh import TP, divisors, mesh_sizes
-from jaxtp.train import folder
+from jaxtp.config.files import fingerprint
+from jaxtp.config.hints import divisors
+from jaxtp.config.schema import ConfigError, differences, to_plain
+from jaxtp.distributed.agreement import (
+    all_gather_json,
+    draw_hosts,
+    first_disagreeing,
+    host_names,
+    is_multiprocess,
+    process_name,
+    raise_everywhere,
+)
+from jaxtp.distributed.environment import gpus_present, names_of_gpus, sharing
+from jaxtp.mesh import TP, mesh_sizes
+from jaxtp.train import run_folder
 from jaxtp.train.config import TrainConfig
+from jaxtp.train.known_versions import versions_here
+from jaxtp.train.self_check import check_collectives
 
-NATIVE = ("jaxlib", "nvidia-nccl-cu13", "nvidia-nccl-cu12")
-"""Packages that talk to other processes, beside those that a checkpoint names."""
-DRIVER = Path("/proc/driver/nvidia/version")
-MOST_SKEW = 60.0
-"""Seconds by which the clocks of hosts may differ: certificates, logs and schedulers go wrong beyond."""
+MAX_SKEW = 60.0
+"""Seconds by which the clocks of hosts may differ; beyond, certificates, logs and schedulers fail."""
 
 _GATHERED = {"cpu": 2**20}
 _GATHERED_BY_GPUS = 2**26
-"""Bytes of a device's part of an array that is gathered to measure an axis."""
+"""Bytes per device of the array that measures an axis."""
 _GATHERS = 5
 
-Record = dict[str, Any]
+
+class Record(TypedDict):
+    """The report of one process."""
+
+    host: str
+    devices: int
+    visible: list[str]
+    driven: list[int]
+    kind: str
+    versions: dict[str, str]
+    configuration: dict[str, object]
+    data: dict[str, object]
 
 
-def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, Any]) -> list[str]:
-    """Compares the processes of a run; returns lines for its summary, none of a single process.
+def preflight(config: TrainConfig, mesh: Mesh, data: Mapping[str, object]) -> list[str]:
+    """Compares the processes; measures the axes if requested; returns lines for the summary.
 
     Args:
-      config: the run.
-      mesh: its devices.
-      data: a description of its data, as checkpoints have it.
+      data: description, as in checkpoints.
 
     Raises:
-      ConfigError: something differs that must be alike; it names the process and both values.
+      ConfigError: names a process that differs, and both values.
     """
-    if not several():
-        return measure_axes(mesh) if config.launch.preflight_bandwidth else []
-    records = share(record(config, data))
+    bandwidth = measure_axes(mesh) if config.launch.preflight_bandwidth and not is_multiprocess() else []
+    if not is_multiprocess():
+        return bandwidth
+    records: list[Record]
+    records = all_gather_json(record(config, data))
     compare(records)
     check_gpus(records)
     if not config.mesh.tp_across_hosts:
         check_hosts_of_tp([record["host"] for record in records], mesh)
-    check_clocks(share(time.time()), records)  # everybody has just waited for everybody
+    check_clocks(all_gather_json(time.time()), records)  # right after an exchange
     check_folder(config.run.dir)
-    check_sums(mesh)
+    check_collectives(mesh)
     devices: Counter[str] = Counter()
     for each in records:
         devices[each["host"]] += each["devices"]
-    versions, kept = records[0]["versions"], records[0]["configuration"]
-    told = ", ".join(f"{count} x {records[0]['kind']} on {host}" for host, count in devices.items())
+    count = records[0]["devices"]
+    versions, configuration = records[0]["versions"], records[0]["configuration"]
+    counts = ", ".join(f"{count} x {records[0]['kind']} on {host}" for host, count in devices.items())
     drawn = draw_hosts(mesh, [record["host"] for record in records])
     return [
-        f"hosts   {len(records)} processes of {records[0]['devices']} devices: {told}",
+        f"hosts   {len(records)} processes of {count} device{'s' if count != 1 else ''}: {counts}",
         "devices " + ("\n" + 8 * " ").join(drawn),
         f"versions {', '.join(f'{name} {version}' for name, version in versions.items())}",
-        f"alike   versions, configuration (sha256 {fingerprint(kept)[:12]}), data, clocks and run folder; sums over "
-        "every axis are right",
+        f"alike   versions, configuration (sha256 {fingerprint(configuration)[:12]}), data, clocks and run folder; "
+        "collectives over every axis are right",
         *(measure_axes(mesh) if config.launch.preflight_bandwidth else []),
     ]
 
 
-def record(config: TrainConfig, data: Mapping[str, Any]) -> Record:
-    """Returns what a process says of itself."""
+def record(config: TrainConfig, data: Mapping[str, object]) -> Record:
+    """Returns the record of this process."""
     first = jax.local_devices()[0]
-    versions = folder.versions()
-    for package in NATIVE:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    if DRIVER.exists():
-        versions["NVIDIA's driver"] = DRIVER.read_text(errors="replace").partition("\n")[0]
     on_gpus = first.platform == "gpu"
     return {
         "host": socket.gethostname(),
@@ -93,39 +103,31 @@ def record(config: TrainConfig, data: Mapping[str, Any]) -> Record:
         "visible": names_of_gpus(gpus_present()) if on_gpus else [],
         "driven": [device.local_hardware_id for device in jax.local_devices()] if on_gpus else [],
         "kind": first.device_kind,
-        "versions": versions,
+        "versions": versions_here(),
         "configuration": to_plain(config),
         "data": dict(data),
     }
 
 
 def compare(records: Sequence[Record]) -> None:
-    """Compares what the processes say of themselves with what the first says.
-
-    Raises:
-      ConfigError: something differs.
-    """
+    """Raises ConfigError if a process differs from the first."""
     first = records[0]
     for process, other in enumerate(records):
-        pair = f"{who(process, other['host'])} and {who(0, first['host'])}"
+        pair = f"{process_name(process, other['host'])} and {process_name(0, first['host'])}"
         for what, meaning in (("kind", "kinds of devices"), ("devices", "numbers of devices")):
-            if other[what] != first[what]:
-                raise ConfigError(f"{pair} have other {meaning}, {other[what]} and {first[what]}: all must be alike")
+            if (theirs := other[what]) != (ours := first[what]):  # type: ignore[literal-required]
+                raise ConfigError(f"{pair} have different {meaning}, {theirs} and {ours}: all must be equal")
         for what in ("versions", "configuration", "data"):
-            if lines := differences(first[what], other[what]):
+            if lines := differences(first[what], other[what]):  # type: ignore[literal-required]
                 changes = "\n".join(f"  {line}" for line in lines)
                 raise ConfigError(f"{pair} differ in their {what} (process 0 -> process {process}):\n{changes}")
 
 
 def check_gpus(records: Sequence[Record]) -> None:
-    """Checks that the processes of each host drive all GPUs that they see there.
-
-    Raises:
-      ConfigError: some are idle.
-    """
+    """Raises ConfigError if visible GPUs of a host are idle."""
     for host in dict.fromkeys(record["host"] for record in records):
         here = [record for record in records if record["host"] == host]
-        visible = {tuple(record["visible"]) for record in here}  # what several see alike they share
+        visible = {tuple(record["visible"]) for record in here}  # processes that see the same GPUs share them
         driven = sum(len(record["driven"]) for record in here)
         if driven >= (total := sum(map(len, visible))):
             continue
@@ -139,18 +141,10 @@ def check_gpus(records: Sequence[Record]) -> None:
         )
 
 
-def check_hosts_of_tp(hosts: Sequence[str], mesh: Mesh) -> None:
-    """Checks that the devices which share each layer are on one host.
-
-    Args:
-      hosts: by process.
-      mesh: the devices.
-
-    Raises:
-      ConfigError: some are not.
-    """
+def check_hosts_of_tp(host_names: Sequence[str], mesh: Mesh) -> None:
+    """Raises ConfigError if a tp group spans hosts; `host_names` is by process."""
     groups = np.moveaxis(mesh.devices, mesh.axis_names.index(TP), -1).reshape(-1, mesh.shape[TP])
-    places = [[hosts[device.process_index] for device in group] for group in groups]
+    places = [[host_names[device.process_index] for device in group] for group in groups]
     spread = next((sorted(set(group)) for group in places if len(set(group)) > 1), None)
     if spread is None:
         return
@@ -164,58 +158,35 @@ def check_hosts_of_tp(hosts: Sequence[str], mesh: Mesh) -> None:
 
 
 def check_clocks(times: Sequence[float], records: Sequence[Record]) -> None:
-    """Compares the clocks of the hosts.
-
-    Raises:
-      ConfigError: one is far off the first's.
-    """
+    """Raises ConfigError if a clock differs too much from process 0's."""
     for process, seconds in enumerate(times):
-        if not abs(seconds - times[0]) <= MOST_SKEW:
+        if not abs(seconds - times[0]) <= MAX_SKEW:
             clocks = [time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(each)) for each in (times[0], seconds)]
             raise ConfigError(
-                f"the clock of {who(process, records[process]['host'])} says {clocks[1]}, and that of "
-                f"{who(0, records[0]['host'])} {clocks[0]}: set them, they may be {MOST_SKEW:g} s apart"
+                f"the clock of {process_name(process, records[process]['host'])} says {clocks[1]}, and that of "
+                f"{process_name(0, records[0]['host'])} {clocks[0]}: set them, they may be {MAX_SKEW:g} s apart"
             )
 
 
-def check_folder(place: Path) -> None:
-    """Checks that every process sees and can write the folder of the run.
-
-    Raises:
-      ConfigError: one does not: the folder is not shared.
-    """
-    token = share(secrets.token_hex(8))[0]
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError if a process sees another folder."""
+    token = all_gather_json(secrets.token_hex(8))[0]
     name = f".preflight-{token}"
-    with together(), folder.writing(place / name):
+    with raise_everywhere(), run_folder.writing(folder / name):
         if jax.process_index() == 0:
-            (place / name).write_text(token)
-    blind = first_other(lambda: (place / name).exists())
+            (folder / name).write_text(token)
+    blind = first_disagreeing(lambda: (folder / name).exists())
     if jax.process_index() == 0:
-        (place / name).unlink(missing_ok=True)
+        (folder / name).unlink(missing_ok=True)
     if blind is not None:
         raise ConfigError(
-            f"run.dir={place} is not one folder for all: {blind} does not see what process 0 writes there; name a "
+            f"run.dir={folder} is not one folder for all: {blind} does not see what process 0 writes there; name a "
             "folder on a file system that all hosts share"
         )
 
 
-def check_sums(mesh: Mesh) -> None:
-    """Sums over every axis of a mesh.
-
-    Raises:
-      ConfigError: a sum is wrong.
-    """
-    for axis, size in mesh_sizes(mesh).items():
-        numbers = np.arange(size, dtype=np.float32)
-        spread = jax.make_array_from_callback((size,), NamedSharding(mesh, PartitionSpec(axis)), numbers.__getitem__)
-        total = float(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(spread))
-        if total != numbers.sum():
-            right = f"{numbers.sum():g}"
-            raise ConfigError(f"a sum over mesh.{axis} is {total:g}, not {right}: its links or devices are broken")
-
-
 def measure_axes(mesh: Mesh) -> list[str]:
-    """Returns a line for each axis of several devices: how fast a device receives what it gathers from the others."""
+    """Returns the all-gather bandwidth of each axis, one line each."""
     platform = mesh.devices.flat[0].platform
     each = _GATHERED.get(platform, _GATHERED_BY_GPUS)
     lines = []
@@ -232,7 +203,9 @@ def measure_axes(mesh: Mesh) -> list[str]:
             jax.block_until_ready(gather(parts))
             times.append(time.perf_counter() - started)
         rate = (size - 1) * each / statistics.median(times)
-        places = np.vectorize(lambda device: hosts()[device.process_index] if several() else "")(mesh.devices)
+        places = np.vectorize(lambda device: host_names()[device.process_index] if is_multiprocess() else "")(
+            mesh.devices
+        )
         along = np.moveaxis(places, mesh.axis_names.index(axis), 0)
         over = " (over hosts)" if (along != along[0]).any() else ""
         received = f"{rate / 1e9:.3g} GB/s of an all-gather of {each / 2**20:g} MiB from each"

@@ -1,6 +1,6 @@
-"""Resumes a run from its newest checkpoint, if it may."""
+"""Resuming from the newest checkpoint, if settings and data allow it."""
 
-import fnmatch
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,48 +9,37 @@ from typing import Any
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtp import config as configuration
 from jaxtp.checkpoint.manager import Checkpoints, restore_newest
+from jaxtp.config import schema as configuration
+from jaxtp.config.affects import affects, settings
+from jaxtp.config.schema import validate
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE
-from jaxtp.models.config import architecture, architecture_in
-from jaxtp.train.config import TrainConfig
-from jaxtp.train.folder import RunFolderError
+from jaxtp.models.config import architecture, architecture_in, recorded
+from jaxtp.train.config import OptimizerConfig, TrainConfig
+from jaxtp.train.optimizer import learning_rate
+from jaxtp.train.run_folder import RunFolderError
 from jaxtp.train.state import Blueprint
 
-_HARMLESS = (
-    *("run.*", "mesh.*", "eval.*", "checkpoint.*", "metrics.*", "profile.*", "launch.*"),
-    *("model.remat", "model.sequence_parallel", "model.overlap", "model.scan_layers"),
-    *("model.loss_chunk", "model.attention", "model.grouped"),
-    *("train.accumulation", "train.log_every", "train.non_finite", "train.max_skipped"),
-    *("train.stall_seconds", "train.stall_abort_seconds", "train.stopped_exit_code", "train.allow_oversize"),
-    "train.verify_every",
-)
-"""Settings that leave the numbers as they are, up to the order of sums."""
-_FATAL = (
-    *(("run", "seed"), ("data", "sequence_length"), ("data", "packing"), ("data", "long_documents")),
-    *(("optimizer", "name"), ("optimizer", "groups")),
-)
-"""Settings that, beside the model, decide the data, their order, and what the optimizer's state is."""
+_FIXED = settings(TrainConfig, lambda mark: mark.fixed and not mark.architecture)
 _TRAINED_ORDER = {
     ROWS: "documents in each row",
     SHUFFLE: "order of the rows in an epoch",
     MIXTURE: "order of the sources of a mixture",
 }
-"""Parts of the order of the samples to train on, for messages."""
+"""Parts of the order of the training samples, for messages."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that a run goes on from."""
+    """A checkpoint to resume from."""
 
     step: int
-    """Number of updates made so far."""
+    """Number of updates so far."""
     state: nnx.State
-    """All of the state; if adapters are trained, all but the model beside them."""
+    """The whole state, except frozen weights under adapters."""
     info: dict[str, Any]
-    """Values that were stored beside the arrays."""
     changed: list[str]
-    """Settings that differ from those of the run that wrote it."""
+    """Lines on settings that differ from the checkpoint's."""
 
 
 def restore(
@@ -60,18 +49,15 @@ def restore(
     checkpoints: Checkpoints,
     warn: Callable[[str], None],
 ) -> Restored | None:
-    """Reads the newest checkpoint that is whole; returns None if there is none at all.
+    """Reads the newest undamaged checkpoint; None without checkpoints.
 
     Args:
-      config: the run.
-      data: a description of its data, as checkpoints have it.
-      blueprint: the description of its state.
-      checkpoints: those of its folder.
-      warn: takes a line on each checkpoint that is damaged.
+      data: description, as in checkpoints.
+      warn: reports each damaged checkpoint.
 
     Raises:
-      RunFolderError: it is one of another run.
-      CheckpointError: every checkpoint is damaged, or the newest whole one cannot be read.
+      RunFolderError: another run's checkpoint.
+      CheckpointError: all are damaged, or the newest undamaged is unreadable.
     """
     changed: list[str] = []
 
@@ -82,64 +68,81 @@ def restore(
     if found is None:
         return None
     step, state, info = found
-    # A row of skipped steps ends with the run that skipped them: this one may allow fewer.
+    # Skipped steps do not count across runs: this one may allow fewer.
     skipped: Any = state["skipped"]
     state["skipped"] = skipped.replace(jnp.zeros_like(skipped[...]))
-    return Restored(step, state, info, changed)
+    optimizer: Any = state["optimizer"]
+    rate = change_of_rate(config, info["config"], int(optimizer["step"][...]))
+    return Restored(step, state, info, rate + changed)
 
 
-def with_origin(config: TrainConfig, info: Mapping[str, Any]) -> TrainConfig:
-    """Returns the configuration with the origin that the checkpoint has: a run that goes on began where it began."""
+def change_of_rate(config: TrainConfig, stored: Mapping[str, Any], updates: int) -> list[str]:
+    """Returns a line if changed settings change the next step's learning rate.
+
+    Args:
+      stored: the checkpoint's configuration.
+      updates: number so far.
+    """
+    values = configuration.merged(configuration.to_plain(OptimizerConfig()), stored["optimizer"])
+    was = validate(OptimizerConfig, values, source="the checkpoint")
+    before = learning_rate(was, stored["train"]["steps"])
+    now = learning_rate(config.optimizer, config.train.steps)
+    if not updates or math.isclose(before(updates), now(updates), rel_tol=1e-3, abs_tol=1e-12):
+        return []
+    return [
+        f"learning rate: {float(before(updates - 1)):.4g} at the last step, {float(now(updates)):.4g} at the next; "
+        f"without the changes it would be {float(before(updates)):.4g}"
+    ]
+
+
+def with_stored_source(config: TrainConfig, info: Mapping[str, Any]) -> TrainConfig:
+    """Restores the checkpoint's `run.init_from`."""
     stored = info["config"]["run"]["init_from"]
     return configuration.changed(config, {"run.init_from": None if stored is None else Path(stored)})
 
 
 def check_resumable(config: TrainConfig, data: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
-    """Compares what a checkpoint stored with the run that wants to continue it.
+    """Compares a checkpoint with the run that resumes it.
 
-    Returns:
-      The settings that differ and may, for the log; first those that make the run go on otherwise than it would have.
+    Returns lines on changed settings, first those that change the numbers.
 
     Raises:
-      RunFolderError: the model, the data or its order is another.
+      RunFolderError: model, data or sample order differ.
     """
-    defaults = configuration.to_plain(type(config)())  # a setting that is newer than the checkpoint had no effect
-    stored = {
-        section: configuration.merged(defaults.get(section, {}), values) for section, values in info["config"].items()
-    }
+    defaults = configuration.to_plain(type(config)())  # for settings that are newer than the checkpoint
+    written = {**info["config"], "model": recorded(info["config"]["model"])}
+    stored = {section: configuration.merged(defaults.get(section, {}), values) for section, values in written.items()}
     now = configuration.to_plain(config)
     model, was_model = architecture(config.model), architecture_in(stored["model"])
     fatal = configuration.differences({name: was_model.get(name) for name in model}, model, "model.")
-    # Wherever the data lie; their order follows from all that is compared here, and from the packages.
+    # The data may have moved. Their order is compared below.
     was, is_now = ({**read, "source": None, ORDER: None} for read in (info["corpus"], data))
     fatal += configuration.differences(was, is_now, "data: ")
-    for section, field in _FATAL:
+    for section, field in (name.split(".") for name in _FIXED):
         fatal += configuration.differences(
             {field: stored[section].get(field)}, {field: now[section][field]}, f"{section}."
         )
     if fatal:
         raise RunFolderError(
-            f"{config.run.dir} holds a checkpoint of another run (stored -> asked for):\n"
+            f"{config.run.dir} holds a checkpoint of another run (stored -> requested):\n"
             + "\n".join(f"  {line}" for line in fatal)
             + "\nResume it with the stored values, or start afresh with another --run.dir, from these weights with "
             "--run.init-from if the model is the same. Nothing was changed."
         )
     order = _compare_order(config, data.get(ORDER, {}), info)
     lines = [line for line in configuration.differences(stored, now) if not line.startswith("run.init_from")]
-    harmless = {line for line in lines for each in _HARMLESS if fnmatch.fnmatchcase(line.partition(":")[0], each)}
-    return [
-        *order,
-        *(f"changed since: {line}" for line in lines if line not in harmless),
-        *(f"changed since, without effect on the numbers: {line}" for line in lines if line in harmless),
-    ]
+    harmless = []
+    for line in lines:
+        mark = affects(TrainConfig, line.partition(":")[0])
+        if mark.numbers or mark.samples:
+            order.append(f"changed since: {line}")
+        else:
+            harmless.append(f"changed since, without effect on the numbers: {line}")
+    return order + harmless
 
 
 def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Mapping[str, Any]) -> list[str]:
-    """Compares what decides the order of the samples; returns what differs and may, for the log.
-
-    Raises:
-      RunFolderError: the samples to train on would come in another order, so that some would be read twice or never.
-    """
+    # Returns lines on allowed differences; another order of training samples would repeat some and skip others.
     stored, versions = info["corpus"].get(ORDER), info.get("versions", {})
     jaxtp = f"jaxtp {versions.get('jaxtp', '(of unknown version)')}"
     if stored is None:
@@ -162,7 +165,7 @@ def _compare_order(config: TrainConfig, now: Mapping[str, Any], info: Mapping[st
 
 
 def _change(part: str, stored: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Returns how a part of the order differs, None where it is the same whatever its algorithm is called."""
+    # None if the hash is the same, whatever the algorithm is called.
     was, is_now = ({"algorithm": "none", "sha256": ""} | order.get(part, {}) for order in (stored, now))
     if was["sha256"] == is_now["sha256"]:
         return None

@@ -1,53 +1,42 @@
-"""Starts a run: `start` goes from a configuration to a state on its devices and the programs that step it.
+"""Starting a run: `make_run` turns a configuration into a state on its devices and the programs that step it."""
 
-It reads from top to bottom in the order in which things happen. What a run may begin with (nothing, another run, a
-Hugging Face model) is checked in `train/initialisation.py`, and whether it may go on in `train/resume.py`.
-"""
-
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import jax
+import optax
 from flax import nnx
 
-from jaxtp.checkpoint.damage import CheckpointError
 from jaxtp.checkpoint.manager import Checkpoints
+from jaxtp.checkpoint.storage import newest_with_info
+from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.schema import ConfigError, changed
 from jaxtp.data.corpus import load_corpus
 from jaxtp.data.samples import Data, RowSettings
-from jaxtp.hf.peft_load import read_peft
-from jaxtp.hf.runs import check_base, describe_base, load_base
-from jaxtp.interrupt import Interrupt
-from jaxtp.launch.agreement import together
-from jaxtp.launch.environment import keep_programs
-from jaxtp.train import folder
+from jaxtp.distributed.agreement import is_multiprocess, raise_everywhere
+from jaxtp.distributed.environment import keep_programs
+from jaxtp.mesh import platform_of
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.attention_check import check_attention
-from jaxtp.train.config import TrainConfig, check_vocabulary
-from jaxtp.train.initialisation import (
-    changes_since,
-    check_origin,
-    check_tokenizer,
-    keep_files_of_origin,
-    open_adapters,
-    with_model,
-)
-from jaxtp.train.memory_check import require_memory
-from jaxtp.train.metrics import Timing
-from jaxtp.train.place import open_mesh
-from jaxtp.train.preflight import preflight
-from jaxtp.train.report import Report, summary
-from jaxtp.train.resume import restore, with_origin
+from jaxtp.train import run_folder
+from jaxtp.train.config import LoopConfig, TrainConfig
+from jaxtp.train.devices import open_mesh
+from jaxtp.train.init_source import AnyConfig, InitialState, InitSource, describe_length, resolve
+from jaxtp.train.known_versions import version_warnings
+from jaxtp.train.memory import require_memory
+from jaxtp.train.metrics import MEAN_LOSS, MeanLoss, Timing
+from jaxtp.train.resume import Restored, restore, with_stored_source
+from jaxtp.train.run_report import Report, summary
 from jaxtp.train.state import Blueprint, plan_state, trained_parameters
 from jaxtp.train.step import EvalStep, JittedTrainStep, make_eval_step, make_train_step
 from jaxtp.train.trackers import check_installed
-from jaxtp.train.verify import VERIFIED
+from jaxtp.train.validation import check_vocabulary
 
 
 @dataclass
 class Run:
-    """A run that has started, with its state on its devices."""
+    """A run that is ready to step."""
 
     config: TrainConfig
     data: Data
@@ -61,73 +50,122 @@ class Run:
     timing: Timing
     state: nnx.State
     step: int
-    """Number of updates made so far."""
+    """Number of updates so far."""
     next_sample: int
     """Global index of the first sample of the next step."""
     base: dict[str, str] | None
-    """Describes the model beside the adapters, if adapters are all that is trained."""
+    """Identity of the frozen model under adapters, if there are any."""
     verified: int | None
-    """The last step that was verified, if the checkpoint knows of one."""
+    """The last verified step, if the checkpoint records one."""
+    mean_loss: MeanLoss
+    """Mean since the last record, also of steps before the checkpoint."""
 
 
-def start(config: TrainConfig, notes: Sequence[str], held: ExitStack) -> Run:
-    """Starts a run, or goes on with it from the newest whole checkpoint in `config.run.dir`.
+def make_run(
+    config: TrainConfig,
+    exit_stack: ExitStack,
+    source: InitSource | None = None,
+    startup_log: Sequence[str] = (),
+    *,
+    data: Data | None = None,
+    optimizer: optax.GradientTransformation | None = None,
+) -> Run:
+    """Starts a run, or resumes it from the newest undamaged checkpoint in `config.run.dir`.
 
     Args:
-      config: the run.
-      notes: lines to begin with, on how the configuration came to be.
-      held: closes what the run holds until it ends: the mesh in context, its folder, screen, signals and checkpoints.
+      exit_stack: closes the mesh context, the run's folder, console, signal handlers and checkpoints.
+      source: of the initial weights, if `config` is already resolved.
+      startup_log: lines on the configuration.
+      data: from `config.data` if None.
+      optimizer: from `config.optimizer` if None; logs the learning rate of `config.optimizer` either way.
 
     Raises:
       ValueError: a user's mistake (`ConfigError`, `MeshError`, `CorpusError`, `DatasetError`, `HFError`,
-        `RunFolderError`, `CheckpointError`), before anything in the folder is changed.
+        `RunFolderError`, `CheckpointError`), before the folder is changed.
     """
     timing = Timing()
-    with together():
-        config = with_model(config)
-        check_origin(config)
+    with raise_everywhere():
+        if source is None:
+            config, source = resolve(config)
+        source.check(config)
         mesh = open_mesh(config)
         keep_programs(mesh.devices.flat[0].platform)
         check_installed(config.metrics.trackers)
-        data = load_data(config)
-        blueprint = plan(config, mesh)
-        check_attention(config, mesh)
-        folder.prepare(config.run.dir)
-    alike = preflight(config, mesh, data.description)
+        data = data or load_data(config, source)
+        config = with_steps(config, data)
+        blueprint = plan(config, mesh, optimizer)
+        self_check = config.launch.self_check and platform_of(mesh.devices.flat[0]) != "cpu"
+        if self_check:
+            from jaxtp.train.self_check import check_attention, check_devices, check_outside_of_jit, settle_attention
 
-    held.enter_context(jax.set_mesh(mesh))
-    with together():
-        held.enter_context(folder.locked(config.run.dir))
-    report, interrupt = held.enter_context(Report()), held.enter_context(Interrupt())
-    for line in (*alike, *(f"default {note}" for note in notes), summary(config, data, blueprint)):
+            check_outside_of_jit(mesh, config.model.precision.compute)
+            attention_times = check_attention(config, mesh)
+        run_folder.prepare(config.run.dir)
+        before = progress(config)
+    lines = version_warnings()
+    if is_multiprocess() or config.launch.preflight_bandwidth:
+        from jaxtp.train.preflight import preflight
+
+        lines += preflight(config, mesh, data.description)
+    if self_check:
+        lines += check_devices(mesh, config.model.precision.compute)
+        settle_attention(config, mesh, attention_times)
+
+    exit_stack.enter_context(jax.set_mesh(mesh))
+    with raise_everywhere():
+        exit_stack.enter_context(run_folder.locked(config.run.dir))
+    report, interrupt = exit_stack.enter_context(Report()), exit_stack.enter_context(Interrupt())
+    for line in (*lines, *(f"default {line}" for line in startup_log)):
         report.line(line)
+    report.line(summary(config, data, blueprint, _notes(config, source, blueprint), before))
 
-    checkpoints = held.enter_context(_checkpoints(config))
-    found = restore(config, data.description, blueprint, checkpoints, report.line)
-    if found is None:
-        state, base = _begin(config, blueprint, report)
-    elif config.model.lora.rank:  # their checkpoint does not hold the model beside the adapters
-        state, base = _begin(config, blueprint, report, found.info)
-        state = nnx.merge_state(state, found.state)
-    else:
-        config, state, base = with_origin(config, found.info), found.state, None
-    if found is not None:
-        report.line("\n  ".join([f"resumed from the checkpoint at step {found.step}", *found.changed]))
-    step, next_sample = (0, 0) if found is None else (found.step, found.info["next_sample"])
-    with together():
+    checkpoints = exit_stack.enter_context(_open_checkpoints(config))
+    restored = restore(config, data.description, blueprint, checkpoints, report.line)
+    initial = _initial_state(config, blueprint, source, restored)
+    if initial.description:
+        report.line(initial.description)
+    step, info = (0, {}) if restored is None else (restored.step, restored.info)
+    if restored is not None:
+        if not config.model.lora.rank:
+            config = with_stored_source(config, info)
+        report.line("\n  ".join([f"resumed from the checkpoint at step {step}", *restored.changed]))
+    with raise_everywhere():
         if step < config.train.steps:
-            folder.write_config(config)
+            run_folder.write_config(config)
 
     train_step = make_train_step(config, blueprint, with_checksums=config.train.verify_every > 0)
-    steps = train_step, make_eval_step(blueprint, config.train.accumulation, config.mesh.context)
-    timing.begun()
-    verified = None if found is None else found.info.get(VERIFIED)
-    made = config, data, blueprint, *steps, checkpoints
-    return Run(*made, report, interrupt, timing, state, step, next_sample, base, verified)
+    eval_step = make_eval_step(blueprint, config.train.accumulation, config.mesh.context)
+    timing.end_start()
+    return Run(
+        config=config,
+        data=data,
+        blueprint=blueprint,
+        train_step=train_step,
+        eval_step=eval_step,
+        checkpoints=checkpoints,
+        report=report,
+        interrupt=interrupt,
+        timing=timing,
+        state=initial.state,
+        step=step,
+        next_sample=0 if restored is None else info["next_sample"],
+        base=initial.base,
+        verified=info.get(run_folder.VERIFIED),
+        mean_loss=MeanLoss(info.get(MEAN_LOSS, ())),
+    )
 
 
-def load_data(config: TrainConfig) -> Data:
-    """Opens the data of a run and lays out its rows.
+def _notes(config: TrainConfig, source: InitSource, blueprint: Blueprint) -> dict[str, str | None]:
+    notes = {"length": describe_length(config, source)}
+    if config.train.verify_every:
+        from jaxtp.train.verify import describe_verification
+
+        notes["verify"] = describe_verification(config.train.verify_every, blueprint)
+    return notes
+
+
+def load_data(config: TrainConfig, source: InitSource) -> Data:
+    """Opens the data and plans its rows.
 
     Raises:
       ValueError: a user's mistake (`CorpusError`, `DatasetError`, `LongDocumentError`, `ConfigError`).
@@ -135,18 +173,55 @@ def load_data(config: TrainConfig) -> Data:
     data = config.data
     corpus = load_corpus(data.path, data.mixture, data.validation)
     check_vocabulary(config.model, corpus.tokenizer.vocab_size, corpus.description)
-    check_tokenizer(config, corpus.tokenizer)
+    source.check_tokenizer(corpus.tokenizer)
     settings = RowSettings(data.sequence_length, config.model.vocab_size, data.packing, data.long_documents)
     return Data(corpus, settings, config.run.seed)
 
 
-def plan(config: TrainConfig, mesh: jax.sharding.Mesh) -> Blueprint:
-    """Describes the state of a run; nothing is allocated or written.
+def progress(config: TrainConfig) -> tuple[int, int]:
+    """Returns the run's steps and sequences so far.
 
     Raises:
-      ConfigError: a pattern that matches no trained parameter, or more memory than there is.
+      CheckpointError: the newest checkpoint is unreadable.
     """
-    blueprint = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
+    found = newest_with_info(config.run.dir / run_folder.CHECKPOINTS)
+    return (0, 0) if found is None else (int(found[0].name), found[1]["next_sample"])
+
+
+def with_steps(config: AnyConfig, data: Data) -> AnyConfig:
+    """Replaces epochs, if any, by steps.
+
+    A resumed run counts remaining samples, whatever its batch size was.
+
+    Raises:
+      ConfigError: both are set, or too many epochs.
+      CheckpointError: the newest checkpoint is unreadable.
+    """
+    epochs, steps = config.train.epochs, config.train.steps
+    if epochs is None:
+        return config
+    if steps != LoopConfig().steps:
+        raise ConfigError(
+            f"train.steps={steps} and train.epochs={epochs:,.15g} exclude each other: leave one of them out"
+        )
+    done, read = progress(config)
+    left = epochs * sum(map(len, data.train_rows)) - read
+    steps = done + max(math.ceil(round(left / config.data.global_batch_size, 6)), 0)  # 1.1 is a little more than 11/10
+    if steps >= 2**31:
+        raise ConfigError(f"train.epochs={epochs:,.15g}: a run has less than {2**31:,} steps")
+    return changed(config, {"train.steps": steps, "train.epochs": None})
+
+
+def plan(
+    config: TrainConfig, mesh: jax.sharding.Mesh, optimizer: optax.GradientTransformation | None = None
+) -> Blueprint:
+    """Plans the state of a run; allocates and writes nothing.
+
+    Raises:
+      ConfigError: a pattern matches no trained parameter, or memory is too small.
+    """
+    optimizer = optimizer or optimizers.build(config.optimizer, config.train.steps)
+    blueprint = plan_state(config.model, optimizer, mesh)
     paths = list(trained_parameters(blueprint))
     optimizers.check_groups(config.optimizer, paths)
     for pattern in config.metrics.norm_groups:
@@ -155,49 +230,18 @@ def plan(config: TrainConfig, mesh: jax.sharding.Mesh) -> Blueprint:
     return blueprint
 
 
-def _checkpoints(config: TrainConfig) -> Checkpoints:
-    keep, place = config.checkpoint, config.run.dir / folder.CHECKPOINTS
-    return Checkpoints(place, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
+def _open_checkpoints(config: TrainConfig) -> Checkpoints:
+    keep, folder = config.checkpoint, config.run.dir / run_folder.CHECKPOINTS
+    return Checkpoints(folder, keep=keep.keep, keep_every=keep.keep_every, keep_best=keep.keep_best)
 
 
-def _begin(
-    config: TrainConfig, blueprint: Blueprint, report: Report, resumed: Mapping[str, Any] | None = None
-) -> tuple[nnx.State, dict[str, str] | None]:
-    """Creates the state of a run before its first step, with the weights that it begins with, if it is given some.
-
-    Args:
-      config: the run.
-      blueprint: the description of its state.
-      report: shows where weights are from.
-      resumed: the info of a checkpoint of adapters, which describes the model beside them.
-
-    Returns:
-      The state, and a description of the model beside the adapters, if there are any.
-
-    Raises:
-      HFError, CheckpointError: the weights cannot be read, or are of another model than the checkpoint says.
-    """
-    origin, base = config.model.from_hf or config.run.init_from, None
-    if origin is None:
-        return blueprint.create(config.run.seed), None
-    changes = changes_since(config)
-    try:
-        weights, origin = load_base(origin, config.model, blueprint.mesh)
-    except CheckpointError as error:
-        raise CheckpointError("; ".join([str(error), *changes])) from None
-    if config.model.lora.rank:
-        base = describe_base(weights, origin, blueprint.mesh)
-        if resumed is not None:
-            check_base(resumed, base, origin)
-    lines = [f"weights from {origin}", *changes]
-    if config.model.lora.from_peft is not None and resumed is None:
-        with together():
-            found = open_adapters(config)
-            begun = read_peft(found, blueprint.abstract["model"], blueprint.mesh)
-        weights = nnx.merge_state(weights, begun)
-        lines += [f"adapters from {found.path}", *found.notes]
-    state = blueprint.create(config.run.seed, weights)
-    with together():
-        keep_files_of_origin(config)
-    report.line("; ".join(lines))
-    return state, base
+def _initial_state(
+    config: TrainConfig, blueprint: Blueprint, source: InitSource, restored: Restored | None
+) -> InitialState:
+    if restored is None:
+        return source.create_state(config, blueprint)
+    if not config.model.lora.rank:
+        return InitialState(restored.state)
+    # A checkpoint of adapters does not contain the frozen model.
+    initial = source.create_state(config, blueprint, restored.info)
+    return InitialState(nnx.merge_state(initial.state, restored.state), initial.base, initial.description)

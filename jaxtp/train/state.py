@@ -1,4 +1,9 @@
-"""Everything that a training step changes, initialised sharded."""
+"""The train state: model, optimizer and counters, initialized sharded.
+
+Optax sees parameters as a dict by dotted path. Each array of its state is sharded like the parameter at its path. A
+rule that depends on shapes, such as adafactor, sees arrays without padding (`OnLogicalShapes`), so that its state and
+updates are the same on every mesh.
+"""
 
 import math
 from dataclasses import dataclass
@@ -8,42 +13,99 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import Mesh
+from jax import Array
+from jax.sharding import Mesh, PartitionSpec
 
-from jaxtp.checkpoint.logical import logical_size, named_variables
-from jaxtp.config import ConfigError
-from jaxtp.layers.lora import trained
+from jaxtp.checkpoint.logical import divisible_axes, logical_size, logical_spec, named_variables, split_dims
+from jaxtp.collectives import axis_size, constrain
+from jaxtp.config.schema import ConfigError
+from jaxtp.layers.parameter import cut, logical_shape, pad, padding_of, spec_of
+from jaxtp.mesh import TP, current_mesh, mesh_sizes
 from jaxtp.models.config import ModelConfig
 from jaxtp.models.decoder import Decoder
-from jaxtp.train.optimizer_state import Optimizer
+
+OPTIMIZER_SCOPE = "optimizer"
+"""Name under which the update's collectives are accounted."""
+
+Arrays = dict[str, Array]
+"""Arrays by the dotted path of the parameter."""
+
+
+class OptimizerState(nnx.Variable[Any]):
+    """An array of an Optax state."""
+
+
+class OnLogicalShapes(optax.GradientTransformationExtraArgs):
+    """A transformation that sees arrays without padding."""
+
+
+class Optimizer(nnx.Module):
+    """`nnx.Optimizer` for states with other shapes than the parameters, such as factored moments.
+
+    Args:
+      model: only each `nnx.Param` is updated.
+      transformation: its `update` may take `variables`, which have specs and padding.
+    """
+
+    def __init__(self, model: nnx.Module, transformation: optax.GradientTransformation):
+        self.transformation = transformation
+        self.step = OptimizerState(jnp.zeros((), jnp.int32))  # signed: schedules subtract from it
+        params = _parameters(model)
+        state = transformation.init(self._as_optax_sees(params, params))
+        logical = isinstance(transformation, OnLogicalShapes)
+        self.opt_state = nnx.data(
+            jax.tree_util.tree_map_with_path(lambda path, leaf: _variable(leaf, _owner(path, params), logical), state)
+        )
+
+    def update(self, model: nnx.Module, grads: nnx.State) -> None:
+        """Applies gradients, with the structure of the model's parameters."""
+        variables = _parameters(model)
+        params = self._as_optax_sees(variables, variables)
+        state = jax.tree.map(lambda v: v[...], self.opt_state, is_leaf=_is_variable)
+        update = optax.with_extra_args_support(self.transformation).update
+        updates, state = update(
+            self._as_optax_sees(named_variables(grads), variables), state, params, variables=variables
+        )
+        jax.tree.map(lambda v, array: v.set_value(array), self.opt_state, state, is_leaf=_is_variable)
+        updated = optax.apply_updates(params, updates)
+        for name, variable in variables.items():
+            variable.set_value(self._as_stored(updated[name], variable))
+        self.step.set_value(self.step[...] + 1)
+
+    def _as_optax_sees(self, arrays: dict[str, nnx.Variable[Any]], owners: dict[str, nnx.Variable[Any]]) -> Arrays:
+        found = {name: jnp.asarray(variable[...]) for name, variable in arrays.items()}
+        if not isinstance(self.transformation, OnLogicalShapes):
+            return found
+        tp, sizes = axis_size(TP), mesh_sizes(current_mesh())
+        return {
+            name: constrain(cut(array, padding, tp), logical_spec(owners[name], sizes))
+            if (padding := padding_of(owners[name])) and array.shape != logical_shape(owners[name])
+            else array
+            for name, array in found.items()
+        }
+
+    def _as_stored(self, array: Array, owner: nnx.Variable[Any]) -> Array:
+        if array.shape == tuple(owner.shape):
+            return array
+        return constrain(pad(array, padding_of(owner), axis_size(TP)), spec_of(owner))
 
 
 class Skipped(nnx.Variable[Any]):
-    """Number of steps in a row whose loss or gradient was not finite."""
+    """Number of non-finite steps in a row."""
 
 
 class TrainState(nnx.Module):
-    """The model, the optimizer with its moments and its step counter, and the number of steps skipped in a row.
-
-    Args:
-      config: the model's sizes.
-      optimizer: the transformation of the gradients.
-      seed: seed of the initial weights.
-    """
+    """Model, optimizer, and number of skipped steps in a row."""
 
     def __init__(self, config: ModelConfig, optimizer: optax.GradientTransformation, seed: int):
         self.model = Decoder(config, rngs=nnx.Rngs(seed))
-        self.optimizer = Optimizer(self.model, optimizer, trained(config.lora))
+        self.optimizer = Optimizer(self.model, optimizer)
         self.skipped = Skipped(jnp.zeros((), jnp.int32))
 
 
 @dataclass(frozen=True)
 class Blueprint:
-    """A state that is described but not allocated.
-
-    Its first three fields are what `jax.jit` and the checkpoints need: a graph to build modules from arrays, the
-    arrays' shapes and dtypes, and their shardings.
-    """
+    """A train state without arrays: graph, shapes, dtypes and shardings."""
 
     graph: nnx.GraphDef[TrainState]
     abstract: nnx.State
@@ -53,11 +115,11 @@ class Blueprint:
     optimizer: optax.GradientTransformation
 
     def create(self, seed: int, weights: nnx.State | None = None) -> nnx.State:
-        """Returns the initial state: computed in shards, never whole on a device; the same on every mesh.
+        """Returns the initial state, sharded, and equal on every mesh.
 
         Args:
-          seed: seed of what is random.
-          weights: parameters of the model to begin with; their arrays become the state's.
+          seed: of the random weights.
+          weights: initial parameters, donated; others are random.
         """
 
         def init(weights: nnx.State) -> nnx.State:
@@ -66,60 +128,109 @@ class Blueprint:
             return state
 
         with jax.set_mesh(self.mesh):
-            given = nnx.State({}) if weights is None else weights
-            state: nnx.State = jax.jit(init, out_shardings=self.shardings, donate_argnums=0)(given)
+            weights = nnx.State({}) if weights is None else weights
+            state: nnx.State = jax.jit(init, out_shardings=self.shardings, donate_argnums=0)(weights)
         return state
 
     def stored(self, state: nnx.State) -> nnx.State:
-        """Returns the part of a state that checkpoints hold: all of it, but for the model beside adapters."""
+        """Returns the saved part of a state: all but weights frozen under adapters."""
         if not self.config.lora.rank:
-            return state  # with what is no parameter and changes too, such as the selection bias of experts
-        return nnx.State({**state, "model": nnx.filter_state(state["model"], trained(self.config.lora))})
+            return state  # also variables that are not parameters, such as the selection bias of experts
+        return nnx.State({**state, "model": nnx.filter_state(state["model"], nnx.Param)})
 
     @property
     def sharded(self) -> nnx.State:
-        """The field `abstract`, each array with its sharding: a step is compiled for it before there is a state."""
+        """`abstract` with shardings, to compile a step before a state exists."""
         state: nnx.State = jax.tree.map(lambda a, s: a.update(sharding=s), self.abstract, self.shardings)
         return state
 
 
 def plan_state(config: ModelConfig, optimizer: optax.GradientTransformation, mesh: Mesh) -> Blueprint:
-    """Traces the construction of a `TrainState` on a mesh; nothing is computed.
+    """Traces a `TrainState` on a mesh; computes nothing.
 
     Raises:
-      ConfigError: there are to be adapters, and the model has none of the projections that would get one.
+      ConfigError: the model lacks the projections that adapters target.
     """
     with jax.set_mesh(mesh):
         abstract_state = nnx.eval_shape(lambda: TrainState(config, optimizer, seed=0))
         graph, abstract = nnx.split(abstract_state)
         shardings = nnx.get_named_sharding(abstract, mesh)
-    if not nnx.to_flat_state(nnx.filter_state(abstract["model"], trained(config.lora))):
+    if not nnx.to_flat_state(nnx.filter_state(abstract["model"], nnx.Param)):
         targets = ", ".join(config.lora.targets) or "nothing"
         raise ConfigError(f"model.lora.targets={targets}: the model has no such projection, so nothing is trained")
     return Blueprint(graph, abstract, shardings, mesh, config, optimizer)
 
 
 def parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
-    """Returns the model's abstract parameters by dotted path, such as `blocks.mlp.down.kernel`."""
+    """Returns the abstract parameters by dotted path (`blocks.mlp.down.kernel`)."""
     return named_variables(blueprint.abstract["model"])
 
 
 def trained_parameters(blueprint: Blueprint) -> dict[str, nnx.Variable[Any]]:
-    """Returns the `parameters` that have a gradient: the adapters alone, where there are any."""
-    return named_variables(nnx.filter_state(blueprint.abstract["model"], trained(blueprint.config.lora)))
+    """Returns the `parameters` with gradients: only the adapters, if any."""
+    return named_variables(nnx.filter_state(blueprint.abstract["model"], nnx.Param))
 
 
 def parameter_count(blueprint: Blueprint) -> int:
-    """Returns the number of parameters of the model, padding not counted."""
+    """Returns the number of parameters without padding."""
     return logical_size(blueprint.abstract["model"])
 
 
 def total_bytes(blueprint: Blueprint) -> int:
-    """Returns the bytes of parameters and optimizer state, counted once."""
+    """Returns the bytes of the state, each array counted once."""
     return sum(math.prod(v.shape) * v.dtype.itemsize for v in named_variables(blueprint.abstract).values())
 
 
 def bytes_per_device(blueprint: Blueprint) -> int:
-    """Returns the bytes of parameters and optimizer state on each device."""
+    """Returns the bytes of the state per device."""
     arrays = jax.tree.leaves(blueprint.sharded)
     return sum(math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize for array in arrays)
+
+
+def named_arrays(state: nnx.State) -> dict[str, Array]:
+    """Returns the arrays of a state by dotted path."""
+    return {name: variable[...] for name, variable in named_variables(state).items()}
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, OptimizerState)
+
+
+def _parameters(model: nnx.Module) -> dict[str, nnx.Variable[Any]]:
+    # The variables themselves, not copies.
+    return {
+        ".".join(map(str, path)): variable
+        for path, variable in nnx.iter_graph(model)
+        if isinstance(variable, nnx.Param)
+    }
+
+
+def _owner(path: tuple[Any, ...], params: dict[str, nnx.Variable[Any]]) -> nnx.Variable[Any] | None:
+    keys = (getattr(key, "key", None) for key in path)
+    return next((params[key] for key in keys if isinstance(key, str) and key in params), None)
+
+
+def _variable(leaf: Array, owner: nnx.Variable[Any] | None, logical: bool) -> OptimizerState:
+    metadata = {} if owner is None else _declaration(leaf.shape, owner, logical)
+    return OptimizerState(leaf, **metadata)
+
+
+def _declaration(shape: tuple[int, ...], owner: nnx.Variable[Any], logical: bool) -> dict[str, Any]:
+    # The parameter's spec and padding, without the dim that a factored moment has averaged away: `nnx.Optimizer` would
+    # give the moment the full spec, which does not fit.
+    whole = logical_shape(owner) if logical else tuple(owner.shape)
+    axes, every = split_dims(owner), tuple(range(len(whole)))
+    for dims in (every, *(tuple(d for d in every if d != averaged) for averaged in every)):
+        if tuple(whole[d] for d in dims) == shape:
+            kept = [axes[d] for d in dims]
+            padding = tuple(
+                (dims.index(len(whole) + dim) - len(dims), split)
+                for dim, split in padding_of(owner)
+                if not logical and len(whole) + dim in dims
+            )
+            return {
+                "out_sharding": PartitionSpec(*divisible_axes(shape, kept, mesh_sizes(current_mesh()))),
+                "eager_sharding": owner.get_metadata().get("eager_sharding", False),
+                **({"padding": padding} if padding else {}),
+            }
+    return {}

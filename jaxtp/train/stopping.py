@@ -1,12 +1,16 @@
-"""Stopping together: a signal to one process stops all of them after the same step.
+"""Early end of a run: a signal to one process stops all, and a watchdog ends a stuck process.
 
-Each process tells the step whether it was asked to stop, in a number for each of its devices; the step gives all of
-them the largest, with its other scalars. So nobody waits for an answer of the others, and all read the same one.
-
-An exchange apart from the step was the other choice; each one would wait for the step in flight, at every step.
+Each process passes a flag per device to the step, which returns their maximum. So all processes stop after the same
+step, without an extra exchange.
 """
 
+import contextlib
+import faulthandler
+import os
+import threading
+import time
 from collections.abc import Mapping
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -14,66 +18,110 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtp.interrupt import Interrupt
-from jaxtp.launch.agreement import several
+from jaxtp.config.entry import PASSING
+from jaxtp.config.interrupt import Interrupt
+from jaxtp.distributed.agreement import is_multiprocess
 from jaxtp.mesh import AXES
 
 STOP = "stop"
-"""Name of the numbers among the arrays of a batch, and of the largest among the scalars of a step."""
+"""Name of the flags in a batch, and of their maximum among the scalars of a step."""
+STDERR = 2
+"""File descriptor, even if `sys.stderr` is replaced."""
 
 
 def abstract_flags(mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Returns what a batch has beside its rows: with several processes, a float32 for each device; else nothing."""
-    if not several():
+    """Returns the flags in a batch: with several processes, a float32 per device."""
+    if not is_multiprocess():
         return {}
-    return {STOP: jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=_sharding(mesh))}
+    return {STOP: jax.ShapeDtypeStruct((mesh.size,), np.float32, sharding=NamedSharding(mesh, PartitionSpec(AXES)))}
 
 
-def asked(batch: Mapping[str, Array]) -> dict[str, Array]:
-    """Returns the scalar that says who was asked to stop, where a batch has such numbers; in the step."""
+def stop_requested(batch: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the maximum of a batch's flags, if any; for use inside the step."""
     return {STOP: jnp.max(batch[STOP])} if STOP in batch else {}
 
 
-def _sharding(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec(AXES))
-
-
 def _flags(mesh: Mesh, received: bool) -> dict[str, Array]:
-    """Returns the numbers of this process: 0, or after a signal its index, from 1."""
+    # 0, or after a signal the index of this process, from 1.
     number = float(jax.process_index() + 1) if received else 0.0
-    own = np.full(len(mesh.local_devices), number, np.float32)
+    local = np.full(len(mesh.local_devices), number, np.float32)
     return {
-        name: jax.make_array_from_process_local_data(each.sharding, own, each.shape)
+        name: jax.make_array_from_process_local_data(each.sharding, local, each.shape)
         for name, each in abstract_flags(mesh).items()
     }
 
 
 class Stopping:
-    """Knows when all processes have to stop.
-
-    Args:
-      interrupt: signals to this process.
-      mesh: devices of the run.
-    """
+    """Agreement of all processes on stopping."""
 
     def __init__(self, interrupt: Interrupt, mesh: Mesh):
         self._interrupt = interrupt
-        self._told = 0
+        self._process = 0  # that received a signal, from 1
         self._flags = {received: _flags(mesh, received) for received in (False, True)}
 
     def flags(self) -> dict[str, Array]:
-        """Returns what to add to the batch of the next step."""
+        """Returns the flags for the next batch."""
         return self._flags[self._interrupt.received is not None]
 
     def read(self, scalars: dict[str, float]) -> None:
-        """Takes the answer of all processes out of the scalars of a step."""
-        self._told = int(scalars.pop(STOP, 0.0))
+        """Removes the flags' maximum from a step's scalars."""
+        self._process = int(scalars.pop(STOP, 0.0))
 
     @property
     def reason(self) -> str | None:
-        """The signal that stops the run, in words; None as long as it goes on."""
-        if not several():
+        """The signal that stops the run, or None."""
+        if not is_multiprocess():
             return self._interrupt.received
-        if not self._told:
+        if not self._process:
             return None
-        return self._interrupt.received or f"a signal to process {self._told - 1}"
+        return self._interrupt.received or f"a signal to process {self._process - 1}"
+
+
+class Watchdog:
+    """Reports, or ends, a process in which no step finishes.
+
+    Args:
+      seconds: time without `feed` before it prints the stacks of all Python threads, once per stall; 0 never.
+      abort_seconds: time before it ends the process with exit code `PASSING`; 0 never.
+    """
+
+    def __init__(self, seconds: float, abort_seconds: float = 0.0):
+        self._seconds = seconds or threading.TIMEOUT_MAX
+        self._abort_seconds = abort_seconds or threading.TIMEOUT_MAX
+        self._watches = bool(seconds or abort_seconds)
+        self._fed: float | None = None
+        self._printed: float | None = None
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+
+    def feed(self) -> None:
+        """Restarts the time."""
+        self._fed = time.monotonic()
+        if self._watches and not self._thread.is_alive() and not self._stopped.is_set():
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Stops watching."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(min(self._seconds, self._abort_seconds, threading.TIMEOUT_MAX) / 4):
+            fed = self._fed
+            stalled = 0.0 if fed is None else time.monotonic() - fed
+            if stalled > self._abort_seconds:
+                self._end()
+            if stalled > self._seconds and fed != self._printed:
+                self._printed = fed
+                _show(f"no step for {self._seconds:g} s (train.stall_seconds); the run waits on:")
+
+    def _end(self) -> NoReturn:
+        _show(f"no step for {self._abort_seconds:g} s (train.stall_abort_seconds): the process ends; it waited on:")
+        # No exception ends a process stuck in a collective; `jaxtp launch` then ends the others.
+        os._exit(PASSING)  # a normal exit would wait for the stuck collective
+
+
+def _show(message: str) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal
+        os.write(STDERR, f"{message}\n".encode())
+    # Holds the interpreter lock: `dump_traceback_later` does not, and sometimes crashes the process.
+    faulthandler.dump_traceback(STDERR, all_threads=True)

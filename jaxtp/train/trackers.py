@@ -1,4 +1,4 @@
-"""Writes the numbers of a run: to `metrics.jsonl` always, and to the trackers that the configuration names."""
+"""Writes a run's numbers to `metrics.jsonl` and trackers, reads and draws them."""
 
 import contextlib
 import importlib
@@ -18,27 +18,27 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
-from jaxtp.config import ConfigError, to_plain
-from jaxtp.files import write_atomically
+from jaxtp.config.files import write_atomically
+from jaxtp.config.schema import ConfigError, to_plain
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.folder import writing
+from jaxtp.train.run_folder import writing
 
 Record = Mapping[str, float | int]
-"""Numbers by name; `step` is the one that they belong to."""
+"""Numbers by name, with their `step`."""
 
 METRICS = "metrics.jsonl"
 TENSORBOARD = "tensorboard"
 _IDENTITIES = "trackers.json"
 _FLUSH_SECONDS = 30.0
-"""Seconds between flushes of TensorBoard's file, each of which waits for the disk."""
+"""Between flushes of TensorBoard's file, which wait for the disk."""
+CURVES = ("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second", "goodput")
+"""Metrics that are drawn by default."""
+_FEW = 20
+"""Lines with fewer points get markers."""
 
 
 class Jsonl:
-    """`metrics.jsonl`: an object for each record, written through at once; a number that is not finite is null.
-
-    Raises:
-      RunFolderError: it cannot be written.
-    """
+    """`metrics.jsonl`: one object per record, flushed at once; non-finite numbers are null."""
 
     def __init__(self, config: TrainConfig, logs_from: int):
         self._path = config.run.dir / METRICS
@@ -49,7 +49,7 @@ class Jsonl:
             self._file: TextIO = self._path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        """Appends one object."""
+        """Appends a record."""
         finite = {name: value if math.isfinite(value) else None for name, value in record.items()}
         with writing(self._path):
             self._file.write(json.dumps(finite) + "\n")
@@ -57,28 +57,25 @@ class Jsonl:
 
     def close(self) -> None:
         """Closes the file."""
-        with contextlib.suppress(OSError):  # that of a write that failed, which has been reported
+        with contextlib.suppress(OSError):  # from a failed write, already reported
             self._file.close()
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`; steps that are made again are marked to be forgotten.
-
-    The run writes them itself: tensorboardX's own thread ends where it meets a full disk, and its queue then blocks
-    whoever writes.
-    """
+    """Event files in `tensorboard/`; steps from `logs_from` replace earlier ones."""
 
     def __init__(self, config: TrainConfig, logs_from: int):
         folder = config.run.dir / TENSORBOARD
         folder.mkdir(exist_ok=True)
         name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        # Without tensorboardX's thread, which dies on a full disk; its queue then blocks the writer.
         self._writer = RecordWriter(str(folder / name))
         self._add(0, file_version="brain.Event:2")
         self._add(logs_from, session_log=SessionLog(status=SessionLog.START))
         self._flushed = -math.inf
 
     def write(self, record: Record) -> None:
-        """Adds a scalar for each number that is finite."""
+        """Adds a scalar for each finite number."""
         for name, value in record.items():
             if name != "step" and math.isfinite(value):
                 self._add(record["step"], summary=scalar(name, value))
@@ -95,10 +92,10 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of W&B, continued when this one resumes; `WANDB_MODE=offline` keeps it in the run's folder.
+    """A W&B run, resumed with this run; `WANDB_MODE=offline` keeps it in the run's folder.
 
     Raises:
-      ConfigError: W&B refuses to start, as without an account.
+      ConfigError: W&B cannot start, for example without an account.
     """
 
     def __init__(self, config: TrainConfig, logs_from: int):
@@ -116,7 +113,7 @@ class WeightsAndBiases:
             raise ConfigError(
                 f"metrics.trackers: wandb cannot start ({error}); run 'wandb login' first, or set WANDB_MODE=offline"
             ) from None
-        self._run.define_metric("*", step_metric="step")  # its own step only counts up: a repeated one would be lost
+        self._run.define_metric("*", step_metric="step")  # W&B's own step must not repeat
 
     def write(self, record: Record) -> None:
         """Adds a row of history."""
@@ -128,7 +125,7 @@ class WeightsAndBiases:
 
 
 class Aim:
-    """A run in the Aim repository beside the run's folder, which `aim up --repo` shows; continued when it resumes."""
+    """A run in the Aim repository next to the run's folder (`aim up --repo`), resumed with this run."""
 
     def __init__(self, config: TrainConfig, logs_from: int):
         aim = importlib.import_module("aim")
@@ -144,42 +141,35 @@ class Aim:
         self._run["config"] = to_plain(config)
 
     def write(self, record: Record) -> None:
-        """Tracks each number that is finite; Aim replaces what it has of the same step."""
+        """Tracks finite numbers; Aim replaces earlier values of a step."""
         for name, value in record.items():
             if name != "step" and math.isfinite(value):
                 self._run.track(value, name=name, step=record["step"])
 
     def close(self) -> None:
-        """Writes what is pending."""
+        """Flushes."""
         self._run.close()
 
 
 Tracker = TensorBoard | WeightsAndBiases | Aim
 _BY_NAME: dict[str, type[Tracker]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "aim": Aim}
 _EXTRAS = {"wandb", "aim"}
-"""Trackers that are packages of their own; their names are also those of pip's extras."""
+"""Trackers that need a pip extra with the same name."""
 
 
 def check_installed(names: Sequence[str]) -> None:
-    """Checks, importing nothing, that every tracker is installed.
-
-    Raises:
-      ConfigError: one needs an extra.
-    """
+    """Raises ConfigError if a tracker is not installed; imports nothing."""
     for extra in (name for name in names if name in _EXTRAS):
         if importlib.util.find_spec(extra) is None:
             raise ConfigError(f"metrics.trackers: {extra} is not installed; pip install 'jaxtp[{extra}]'")
 
 
 class Trackers:
-    """Writes to `metrics.jsonl` and to other trackers, on process 0. One of the others that fails gets no more.
+    """Writes to `metrics.jsonl` and the trackers on process 0; drops trackers that fail.
 
     Args:
-      config: the run; `metrics.trackers` names the others.
-      resumed_at: the step that the run continues from; 0 for one that begins. Later steps, logged by a run that was
-        killed before its next checkpoint, are made, and logged, again: a tracker that can forgets the first record of
-        them. So is the evaluation at step 0 of a run that begins again.
-      warn: takes a message for one that failed.
+      resumed_at: step of the checkpoint, or 0.
+      warn: reports a failed tracker.
 
     Raises:
       RunFolderError: a file in the run's folder cannot be written.
@@ -187,6 +177,7 @@ class Trackers:
 
     def __init__(self, config: TrainConfig, resumed_at: int, warn: Callable[[str], None]):
         first = jax.process_index() == 0
+        # A killed run may have logged later steps, now repeated: trackers that can, drop the first record.
         logs_from = resumed_at + 1 if resumed_at else 0
         self._warn = warn
         self._log = Jsonl(config, logs_from) if first else None
@@ -200,13 +191,13 @@ class Trackers:
             raise
 
     def write(self, record: Record) -> None:
-        """Writes a record to each of them."""
+        """Writes a record to each tracker."""
         if self._log is not None:
             self._log.write(record)
         self._each(lambda tracker: tracker.write(record))
 
     def close(self) -> None:
-        """Closes each of them."""
+        """Closes each tracker."""
         self._each(lambda tracker: tracker.close())
         if self._log is not None:
             self._log.close()
@@ -215,14 +206,14 @@ class Trackers:
         for name, tracker in list(self._others.items()):
             try:
                 action(tracker)
-            except Exception as error:  # whatever a service's client meets
+            except Exception as error:  # a service's client may raise anything
                 with contextlib.suppress(Exception):
                     self._others.pop(name).close()
                 self._warn(f"metrics.trackers: {name} failed ({error}) and gets no more; {METRICS} has every number")
 
 
 def _identity(folder: Path, name: str, new: str | None) -> str | None:
-    """Returns a service's name of the run in this folder: the one that is stored there, or `new`, which it stores."""
+    # The service's id of this run, stored in its folder; `new` if there is none yet.
     path = folder / _IDENTITIES
     try:
         stored: dict[str, str] = dict(json.loads(path.read_bytes()))
@@ -237,5 +228,58 @@ def _identity(folder: Path, name: str, new: str | None) -> str | None:
 def _step(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return float("inf")  # cut short by a kill: never kept
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return float("inf")  # cut short by a kill, or not ours: dropped
+
+
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """Returns a run's complete records; raises OSError if there is no file."""
+    records = []
+    for line in (run / METRICS).read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            record = json.loads(line, parse_int=float)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict):
+            records.append({name: value for name, value in record.items() if isinstance(value, float)})
+    return records
+
+
+def last_values(run: Path) -> dict[str, float]:
+    """Returns the last value of each metric."""
+    values: dict[str, float] = {}
+    for record in read_metrics(run):
+        values |= record
+    return values
+
+
+def draw(runs: Sequence[Path], figure: Any, metrics: Sequence[str] = CURVES, x: str = "step") -> None:
+    """Draws a panel for each metric over metric `x`, a line per run.
+
+    Raises:
+      ConfigError: no run has a requested metric; missing `CURVES` are omitted.
+      OSError: a run has no metrics.
+    """
+    records = {run: read_metrics(run) for run in runs}
+    known = {name for found in records.values() for record in found for name in record}
+    if missing := [name for name in (x, *metrics) if name not in known and name not in CURVES]:
+        raise ConfigError(f"no run has {missing[0]!r}; there are {', '.join(sorted(known))}")
+    metrics = [name for name in metrics if name in known]
+    if not metrics:
+        raise ConfigError(f"no run has logged a step; there are {', '.join(sorted(known)) or 'no numbers'}")
+    columns = min(3, len(metrics))
+    rows = math.ceil(len(metrics) / columns)
+    figure.set_size_inches(4.5 * columns, 3.2 * rows)
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for panel, metric in zip(panels, metrics, strict=False):
+        for run, found in records.items():
+            points = [(record[x], record[metric]) for record in found if metric in record and x in record]
+            if points:
+                marker = "." if len(points) < _FEW else ""  # a line of one point is invisible
+                panel.plot(*zip(*points, strict=True), label=run.name, linewidth=1.2, marker=marker)
+        panel.set_title(metric)
+        panel.set_xlabel(x)
+        panel.grid(alpha=0.3)
+    for panel in panels[len(metrics) :]:
+        panel.axis("off")
+    panels[0].legend()

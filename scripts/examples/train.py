@@ -10,7 +10,8 @@ import optax
 from flax import nnx
 
 import jaxtp
-from jaxtp.mesh import parse_mesh
+from jaxtp.config.command_line import parse_mesh
+from jaxtp.mesh import AXES
 
 
 def train(
@@ -51,7 +52,7 @@ def main(build: Any, loss: Any, batch: Any, plan: Any, argv: list[str] | None = 
     if arguments.steps < 1:
         parser.error(f"--steps {arguments.steps}: should be 1 or more")
     try:
-        mesh = jaxtp.make_mesh(**parse_mesh(arguments.mesh))
+        mesh = jaxtp.make_mesh(**parse_mesh(arguments.mesh, AXES))
         if arguments.propose:
             with jax.set_mesh(mesh):
                 plan = jaxtp.propose_plan(build, *batch(np.random.default_rng(0), 64), call=loss)

@@ -19,15 +19,13 @@ import pytest
 from runs import full_disk
 
 import jaxtp
-from jaxtp.checkpoint import damage, saving
-from jaxtp.checkpoint.damage import CheckpointError
+from jaxtp.checkpoint import io_errors, manager, silence_orbax
+from jaxtp.checkpoint.io_errors import CheckpointError
 from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
-from jaxtp.checkpoint.manager import Checkpoints, restore_newest
-from jaxtp.checkpoint.orbax_logs import quieten
-from jaxtp.checkpoint.saving import SaveMeetings
-from jaxtp.launch import agreement
-from jaxtp.launch.agreement import share
-from jaxtp.launch.joining import join_processes
+from jaxtp.checkpoint.manager import Checkpoints, SaveBarriers, restore_newest
+from jaxtp.distributed import agreement
+from jaxtp.distributed.agreement import all_gather_json
+from jaxtp.distributed.joining import join_processes
 from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.state import plan_state
@@ -66,7 +64,7 @@ def first(do):
     """Process 0 does something, the others wait for it."""
     if jax.process_index() == 0:
         do()
-    share(None)
+    all_gather_json(None)
 
 
 def restored(place, planned):
@@ -77,7 +75,7 @@ def restored(place, planned):
         assert opened.steps()[-1] == step
     require_state(state, step, planned)
     assert info["next_sample"] == step
-    assert len({str(each) for each in share([step, warnings, opened.steps()])}) == 1
+    assert len({str(each) for each in all_gather_json([step, warnings, opened.steps()])}) == 1
     return step, warnings
 
 
@@ -86,7 +84,7 @@ def refused(do):
     try:
         do()
     except CheckpointError as error:
-        (said,) = set(share(str(error)))
+        (said,) = set(all_gather_json(str(error)))
         return said
     raise AssertionError("it was done")
 
@@ -137,7 +135,7 @@ def damage_files(place, some=False):
         assert (work / "checkpoints/1").is_dir()
         assert (work / "damaged/2").is_dir() == (step == 1) == (len(warnings) == 1), (file, kind, warnings)
         assert not (work / "damaged/1").exists()
-        share(None)  # before the next case replaces the folder
+        all_gather_json(None)  # before the next case replaces the folder
         print(file, kind, step, f"{time.monotonic() - began:.2f} s", *warnings, flush=True)
     assert set(outcomes.values()) == {1, 2}
     found = {file.parts[2] for (file, _), step in outcomes.items() if step == 1}
@@ -160,8 +158,8 @@ def fail_to_read(place):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ocp.Checkpointer, "restore", failing)
-        patch.setattr(damage, "PAUSES", (0.1, 0.1, 0.1))
-        left[0] = len(damage.PAUSES)
+        patch.setattr(io_errors, "PAUSES", (0.1, 0.1, 0.1))
+        left[0] = len(io_errors.PAUSES)
         assert restored(place, planned) == (2, [])
         left[0] = 99
         said = refused(lambda: restored(place, planned))
@@ -213,7 +211,7 @@ def fail_to_write(place):
 
 def come_late(place):
     """A process that does not end its part of a save is given up, by name."""
-    planned, meet = plan(), SaveMeetings.__call__
+    planned, meet = plan(), SaveBarriers.__call__
 
     def hold_up(self, *, key, timeout_ms):
         if "async_write_complete" in key and jax.process_index() == 2:
@@ -221,8 +219,8 @@ def come_late(place):
         meet(self, key=key, timeout_ms=timeout_ms)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "SECONDS", 3)
-        patch.setattr(SaveMeetings, "__call__", hold_up)
+        patch.setattr(manager, "BARRIER_SECONDS", 3)
+        patch.setattr(SaveBarriers, "__call__", hold_up)
         opened = Checkpoints(place / "checkpoints")
 
         def write():
@@ -243,8 +241,8 @@ SCENARIOS = {
 
 if __name__ == "__main__":
     join_processes()
-    quieten()
+    silence_orbax()
     for scenario in sys.argv[2:]:
         SCENARIOS[scenario](Path(sys.argv[1]))
-        share(None)
+        all_gather_json(None)
         print(f"{scenario} done", flush=True)

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import jaxtp
-from jaxtp.checkpoint import reader
+from jaxtp.checkpoint import storage
 from jaxtp.checkpoint.__main__ import main
 from jaxtp.checkpoint.manager import Checkpoints
 from jaxtp.train import optimizer
@@ -54,7 +54,7 @@ def test_verify(run, tmp_path, capsys):
     largest.write_bytes(data)
     assert main(["verify", str(tmp_path / "run")]) in (1, 2)
     captured = capsys.readouterr()
-    assert "problems" in captured.out or "damaged" in captured.err
+    assert "arrays, 1 problem\n" in captured.out or "damaged" in captured.err
     assert "Traceback" not in captured.out + captured.err
 
 
@@ -73,8 +73,8 @@ def test_mistakes(tmp_path, capsys):
 
 
 def test_an_array_that_was_not_part_of_the_saved_state_is_compared_by_its_elements(run):
-    first, second = (reader.open_checkpoint(run / "checkpoints" / step) for step in "12")
+    first, second = (storage.open_checkpoint(run / "checkpoints" / step) for step in "12")
     sums = first.info["checksums"]
     without = {name: sums[name] for name in sums if name != "model.norm.scale"}
     unknown = dataclasses.replace(first, info={**first.info, "checksums": without})
-    assert reader.difference(unknown, second, "model.norm.scale") == "1.000e+00"
+    assert storage.describe_difference(unknown, second, "model.norm.scale") == "1.000e+00"

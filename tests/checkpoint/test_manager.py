@@ -1,5 +1,4 @@
 import dataclasses
-import errno
 import shutil
 
 import jax
@@ -7,16 +6,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
+from flips import with_flip
 from support import by_name, compilations, sweep
 
 import jaxtp
-from jaxtp.checkpoint.checksum import checksums
-from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
+from jaxtp.checkpoint.checksum import NonFiniteError, UnequalCopiesError, checksums
+from jaxtp.checkpoint.io_errors import UnwritableError
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, replace_arrays, to_logical
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints, load_weights, restore_newest
 from jaxtp.layers.embedding import vocabulary_table
 from jaxtp.train import optimizer
 from jaxtp.train.config import OptimizerConfig
-from jaxtp.train.state import plan_state
+from jaxtp.train.state import named_arrays, plan_state
 
 MODEL = jaxtp.ModelConfig(
     vocab_size=19,
@@ -237,7 +238,7 @@ def test_every_damage_is_found_or_harmless(tmp_path):
 @pytest.mark.parametrize("file", ["info/metadata", "state/_METADATA", "state/d/*"])
 def test_what_cannot_be_read_is_not_taken_for_damage(tmp_path, file, monkeypatch):
     """A healthy checkpoint stays where it is while the file system fails, and is used when it answers again."""
-    monkeypatch.setattr("jaxtp.checkpoint.damage.PAUSES", (0.0,))
+    monkeypatch.setattr("jaxtp.checkpoint.io_errors.PAUSES", (0.0,))
     plan = blueprint((1, 1, 1), TINY)
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     for step in (1, 2):
@@ -266,6 +267,55 @@ def test_a_step_that_is_not_after_the_newest_is_refused_aloud(tmp_path, step):
     checkpoints.close()
 
 
+def test_what_is_not_finite_is_not_saved(tmp_path):
+    """It would take the place of those that are finite, and no step can mend it."""
+    plan = blueprint((1, 1, 1), TINY)
+    state = plan.create(seed=0)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(1, state, plan.mesh, {})
+        arrays = named_arrays(state)
+        name = next(each for each in arrays if "nu" in each.split("."))
+        for step, wrong in enumerate((np.nan, np.inf, -np.inf), start=2):
+            bad = replace_arrays(state, arrays | {name: arrays[name].at[(0,) * arrays[name].ndim].set(wrong)})
+            with pytest.raises(
+                NonFiniteError, match=rf"step {step} is not saved: {name} has 1 element that is not fin"
+            ):
+                checkpoints.save(step, bad, plan.mesh, {})
+        assert checkpoints.steps() == [1]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1, 1), (2, 2, 2)], ids=str)
+def test_a_copy_that_differs_is_found_by_the_save(tmp_path, sizes):
+    """One exponent bit, in the copy of one device: the checksum of an array read another copy."""
+    plan = blueprint(sizes)
+    state, count = plan.create(seed=0), np.prod(sizes)
+    with Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, state, plan.mesh, {})
+        for position in (0, count - 1):
+            bad = with_flip(state, "model.blocks.mlp.down.kernel", position, bit=29)
+            which = rf".*device.* {position}" if count > 2 else " on devices 0, 1"
+            with pytest.raises(UnequalCopiesError, match=f"step 2 is not saved: .*model.blocks.mlp.down.kernel{which}"):
+                checkpoints.save(2, bad, plan.mesh, {})
+        assert checkpoints.steps() == [1]
+
+
+def test_steps_are_those_on_the_disk(tmp_path):
+    plan = blueprint((1, 1, 1), TINY)
+    with Checkpoints(tmp_path / "run", keep=3) as checkpoints:
+        for step in (1, 2, 3):
+            checkpoints.save(step, plan.create(seed=0), plan.mesh, {})
+        checkpoints.wait()
+        (tmp_path / "run/3").rename(tmp_path / "run/3.orbax-checkpoint-tmp")
+        (tmp_path / "run/notes").mkdir()
+        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.describe_disk() == "the checkpoint at step 2 is whole"
+        shutil.rmtree(tmp_path / "run")
+        assert checkpoints.steps() == []
+        with pytest.raises(UnwritableError, match=r"could not be written .*; there is no checkpoint$"):
+            checkpoints.save(4, plan.create(seed=0), plan.mesh, {})
+        (tmp_path / "run").mkdir()
+
+
 def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path, monkeypatch):
     plan = blueprint((1, 1, 1), TINY)
     checkpoints = Checkpoints(tmp_path)
@@ -273,11 +323,16 @@ def test_a_save_that_fails_in_the_background_hides_no_other_error(tmp_path, monk
     checkpoints.close()
 
     def full():
-        raise OSError(errno.ENOSPC, "No space left on device")
+        file = f'local file "{tmp_path}/2.orbax-checkpoint-tmp/ocdbt.process_0/{"d/" * 300}"'
+        raise ValueError(
+            f"RESOURCE_EXHAUSTED: Error writing {file}: Failed to write 14779 bytes to file 7: No space left on device "
+            "[os_error_code='28']"
+        )
 
     monkeypatch.setattr(checkpoints._manager, "wait_until_finished", full)
     monkeypatch.setattr(checkpoints._manager, "close", lambda: None)
-    with pytest.raises(CheckpointError, match=r"No space left on device.*step 1 is whole"), checkpoints:
+    message = r"written \(No space left on device\); the checkpoint at step 1 is whole; free some space"
+    with pytest.raises(CheckpointError, match=message), checkpoints:
         pass
     with pytest.raises(KeyError, match="the run's own"), checkpoints:
         raise KeyError("the run's own")

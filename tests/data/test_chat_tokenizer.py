@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from small_tokenizers import CHAT_TOKENS, begins_texts, byte_fallback
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from jaxtp.data.chat_tokenizer import RenderedTokenizer, SpecialTokens, without_marks
-from jaxtp.data.template import ChatError, ChatTemplate
+from jaxtp.data.chat_template import ChatError, ChatTemplate, RenderedTokenizer, SpecialTokens, without_marks
 from jaxtp.data.tokenizer_files import TokenizerError
 
 CONTENTS = {"byte level": begins_texts(), "byte fallback": byte_fallback()}
@@ -99,6 +98,6 @@ def test_unigram_vocabularies_too():
 
 
 def test_a_tokenizer_whose_tokens_cannot_be_told_apart_is_refused(monkeypatch):
-    monkeypatch.setattr("jaxtp.data.chat_tokenizer._renamed", lambda file, names: file)
+    monkeypatch.setattr("jaxtp.data.chat_template._renamed", lambda file, names: file)
     with pytest.raises(TokenizerError, match="cannot be told from text that spells it"):
         RenderedTokenizer(json.dumps(json.loads(begins_texts())).encode(), "t")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtp.data.corpus import CorpusError, load_corpus, standard_library, text_file
+from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.data.samples import Data, RowSettings
-from jaxtp.prepare.__main__ import main as prepare
 
 
 def write(root, files):
@@ -78,7 +78,7 @@ def test_text_larger_than_the_memory_is_to_be_prepared(tmp_path, monkeypatch):
 
     write(tmp_path, {"own.txt": "x" * 100})
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
-    with pytest.raises(CorpusError, match=r"own.txt: 100 bytes do not fit.*jaxtp.prepare"):
+    with pytest.raises(CorpusError, match=r"own.txt: 100 bytes do not fit.*jaxtp prepare"):
         load_corpus(tmp_path / "own.txt")
 
 

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
 from jaxtp.data.documents import InMemory
-from jaxtp.data.held_out import held_out
 from jaxtp.data.loader import local_batches
+from jaxtp.data.mixture import validation_samples
 from jaxtp.data.samples import Data, RowSettings, make_rows
 
 T = 4
@@ -39,11 +39,11 @@ def test_each_row_once_and_no_more_batches_than_there_are_rows_for(sources, batc
     made = [rows(1000 * i, count, packing) for i, (count, _) in enumerate(sources)]
     weights = [weight for _, weight in sources]
     total = sum(count for count, _ in sources)
-    samples = held_out(made, weights, batches=batches, batch_size=size)
+    samples = validation_samples(made, weights, batches=batches, batch_size=size)
     read = firsts(samples)
     assert len(set(read)) == len(read) == min(total, batches * size)
     assert len(samples) == min(-(-total // size), batches) * size
-    everything = held_out(made, weights, batches=total, batch_size=1)
+    everything = validation_samples(made, weights, batches=total, batch_size=1)
     assert firsts(everything)[: len(read)] == read, "the same rows in the same order, whatever the batch size"
     assert all(row.keys() == samples[0].keys() for row in (samples[i] for i in range(len(samples))))
 
@@ -52,7 +52,7 @@ def test_each_row_once_and_no_more_batches_than_there_are_rows_for(sources, batc
 @settings(deadline=None, max_examples=15)
 def test_sources_that_have_rows_left_are_read_by_weight(weights, count):
     made = [rows(1000 * i, 40) for i in range(len(weights))]
-    read = np.array(firsts(held_out(made, weights, batches=count, batch_size=1))) // 1000
+    read = np.array(firsts(validation_samples(made, weights, batches=count, batch_size=1))) // 1000
     share = np.asarray(weights) / sum(weights) * count
     assert np.abs(np.bincount(read, minlength=len(weights)) - share).max() < len(weights)
 
@@ -61,7 +61,7 @@ def test_sources_that_have_rows_left_are_read_by_weight(weights, count):
 @settings(deadline=None, max_examples=8)
 def test_processes_together_read_the_rows_of_one(count, split):
     size, processes = split
-    samples = held_out([rows(0, count)], [1.0], batches=9, batch_size=size)
+    samples = validation_samples([rows(0, count)], [1.0], batches=9, batch_size=size)
     share, steps = size // processes, len(samples) // size
     parts = [list(local_batches(samples, range(p * share, (p + 1) * share), size, 0, steps)) for p in range(processes)]
     for name in ("inputs", "labels", "segments"):

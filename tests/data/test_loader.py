@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 import jaxtp
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
 from jaxtp.data.documents import InMemory
-from jaxtp.data.loader import abstract_batch, batches, held_rows, local_batches
+from jaxtp.data.loader import abstract_batch, batches, local_batches, local_rows
 from jaxtp.data.samples import Data, RowSettings, make_rows, shuffled
-from jaxtp.launch.__main__ import main as launch
+from jaxtp.tools.launch.__main__ import main as launch
 
 T = 4
 DOCUMENTS = InMemory(np.arange(100, dtype=np.uint8), np.full(25, T), "test")  # 25 rows, each told by its first token
@@ -122,7 +122,7 @@ def test_no_sample_is_lost_or_repeated_when_a_run_goes_on_with_other_hosts(corpu
         taken = Counter()
         for process in range(processes):
             held = [part for device, part in parts.items() if device.id * processes // 8 == process]
-            rows = held_rows(held, size)
+            rows = local_rows(held, size)
             assert set(rows) == {row for part in held for row in range(size)[part[0]]}
             counted = Counted(data.train)
             for step, local in enumerate(local_batches(counted, rows, size, next_sample, steps)):
@@ -139,7 +139,7 @@ def test_no_sample_is_lost_or_repeated_when_a_run_goes_on_with_other_hosts(corpu
 TWO_PROCESSES = """
 import json
 from collections import Counter
-from jaxtp.launch.joining import join_processes
+from jaxtp.distributed.joining import join_processes
 join_processes()
 import grain, jax, numpy as np, jaxtp
 from jaxtp.data.loader import batches

@@ -4,8 +4,8 @@ import fcntl
 import os
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -16,10 +16,11 @@ from runs import full_disk
 from jaxtp.data import packing, plans
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import LongDocumentError, Packed, plan_key
-from jaxtp.data.plans import Block, Wanted, find_plan
-from jaxtp.launch import environment
+from jaxtp.data.plans import Block, PlanRequest, find_plan
+from jaxtp.distributed import environment
 
 LENGTHS = [7, 2, 9, 1, 3, 3, 3, 1, 25]
+IDENTITY_0_1 = "b668c0f71ccabe30419d0561977f11be8d1a59e67a0501ad7f9dc5c7b4b25971"
 
 
 def documents(lengths=LENGTHS):
@@ -49,7 +50,7 @@ def cache(tmp_path, monkeypatch):
 def made(monkeypatch):
     """The plans that were made: one entry for each."""
     calls, make = [], plans._make
-    monkeypatch.setattr(plans, "_make", lambda file, wanted: calls.append(wanted.key) or make(file, wanted))
+    monkeypatch.setattr(plans, "_make", lambda file, request: calls.append(request.key) or make(file, request))
     return calls
 
 
@@ -103,31 +104,12 @@ def test_the_identity_is_that_of_the_plan(monkeypatch):
     assert Packed(documents(), 10, 100).identity != ours
 
 
-def _resealed(content):
-    """The content with the sha256 that it should state."""
-    digest = plans.hashlib.sha256(content[plans._HASHED :]).digest()
-    return content[:8] + digest + content[40:]
-
-
-def _with(content, number, value):
-    """The content with another value in place of one of its numbers, counted from behind the key."""
-    at = plans._HASHED + 8 * number
-    return _resealed(content[:at] + np.int64(value).tobytes() + content[at + 8 :])
-
-
 DAMAGE = {
     "empty": lambda content: b"",
     "cut in its header": lambda content: content[:50],
     "cut": lambda content: content[:-8],
     "longer": lambda content: content + bytes(8),
-    "of another version": lambda content: b"jaxtpln0" + content[8:],
-    "of another key": lambda content: content[:40] + bytes(32) + content[72:],
-    "as many pieces as no file can have": lambda content: _with(content, 0, 2**60),
-    "negative rows": lambda content: _with(content, 1, -1),
-    "a document that is not there": lambda content: _with(content, 5, len(LENGTHS)),
-    "a document before the first": lambda content: _with(content, 5, -1),
-    "a token before the first": lambda content: _with(content, 6, -1),
-    "a row that ends before it begins": lambda content: _with(content, (len(content) - 72) // 8 - 2, 0),
+    "of another key": lambda content: bytes(32) + content[32:],
     "a pickle": lambda content: b"cos\nsystem\n(S'false'\ntR." + content,
 }
 
@@ -146,11 +128,10 @@ def test_a_file_that_is_no_plan_of_these_documents_is_made_anew(cache, made, how
 
 
 def test_any_changed_bit_is_noticed(tmp_path):
-    wanted = Wanted(
-        bytes(32), 3, 6, lambda: iter([Block(np.array([[0, 0], [2, 0], [1, 0]]), np.array([2, 1]), 9, 0, 0)])
-    )
+    block = Block(np.array([[0, 0], [2, 0], [1, 0]]), np.array([2, 1]), 9, 0, 0)
+    request = PlanRequest(bytes(32), 6, lambda: iter([block]))
     with (tmp_path / "whole").open("w+b") as file:
-        plans._make(file, wanted)
+        plans._make(file, request)
     whole = (tmp_path / "whole").read_bytes()
 
     @given(st.integers(0, 8 * len(whole) - 1))
@@ -158,10 +139,14 @@ def test_any_changed_bit_is_noticed(tmp_path):
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
         (tmp_path / "changed").write_bytes(changed)
-        assert plans._kept(tmp_path / "changed", wanted) is None
+        assert read("changed") is None
+
+    def read(name):
+        with (tmp_path / name).open("rb") as file:
+            return plans._read(file, bytes(32))
 
     check()
-    assert plans._kept(tmp_path / "whole", wanted) is not None
+    assert read("whole") is not None
 
 
 @pytest.mark.parametrize("what", ["a folder", "a pipe", "a link that leads nowhere"])
@@ -173,61 +158,52 @@ def test_what_is_no_file_is_neither_read_nor_waited_for(cache, what):
     assert rows_of(Packed(documents(), 10, 100)) == expected
 
 
-def test_of_those_that_start_at_once_one_makes_the_plan(cache):
-    made, found = [], []
-
-    def make():
-        made.append(threading.get_ident())
-        time.sleep(0.3)
+def test_processes_that_start_at_once_have_the_same_plan(cache):
+    def blocks():
+        time.sleep(0.1)
         yield Block(np.array([[0, 0], [1, 0]]), np.array([2]), 5, 0, 0)
 
-    def start():
-        found.append(find_plan(Wanted(bytes(32), 2, 2, make)).sha256)
-
-    threads = [threading.Thread(target=start) for _ in range(5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(made) == 1
-    assert len(found) == 5
-    assert len(set(found)) == 1
+    with ThreadPoolExecutor(5) as pool:
+        found = list(pool.map(find_plan, [PlanRequest(bytes(32), 2, blocks)] * 5))
+    assert len({plan.sha256 for plan in found}) == 1
     assert [path.suffix for path in cache.iterdir()] == [plans.SUFFIX]
 
 
 DIES = """
-import os, sys, time
+import sys, time
 from pathlib import Path
-from jaxtp.data.plans import Wanted, _keep
-def make():
+from jaxtp.data.plans import PlanRequest, _find_in
+def blocks():
     print("makes", flush=True)
     time.sleep(600)
     yield
-_keep(Path(sys.argv[1]), Wanted(bytes(32), 2, 2, make))
+_find_in(Path(sys.argv[1]), PlanRequest(bytes(32), 2, blocks))
 """
 
 
-def test_a_process_that_is_killed_while_it_makes_a_plan_holds_nobody_up(tmp_path, monkeypatch):
+def test_a_process_that_is_killed_while_it_makes_a_plan_holds_nobody_up(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", DIES, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     with process:
         assert process.stdout.readline() == "makes\n"
         process.kill()
-    assert {path.suffix for path in tmp_path.iterdir()} == {".lock", plans.PARTIAL}
-    wanted = Wanted(bytes(32), 2, 2, lambda: iter([Block(np.array([[0, 0], [1, 0]]), np.array([2]), 5, 0, 0)]))
-    plan = plans._keep(tmp_path, wanted)
+    assert [path.suffix for path in tmp_path.iterdir()] == [plans.PARTIAL]
+    request = PlanRequest(bytes(32), 2, lambda: iter([Block(np.array([[0, 0], [1, 0]]), np.array([2]), 5, 0, 0)]))
+    plan = plans._find_in(tmp_path, request)
     assert plan.pieces.tolist() == [[0, 0], [1, 0]]
     assert plan.rows.tolist() == [0, 2]
-    assert [path.suffix for path in tmp_path.iterdir()] == [plans.SUFFIX]
+
+
+def test_the_hash_of_a_plan_is_the_one_that_runs_of_0_1_have_in_their_checkpoints():
+    assert Packed(documents(), 10, 100).identity == IDENTITY_0_1
 
 
 def _no_locks(*_):
     raise OSError("no locks available")
 
 
-@pytest.mark.parametrize("why", ["no locks", "a file", "open to others", "no home", "another takes too long"])
+@pytest.mark.parametrize("why", ["no locks", "a file", "open to others", "no home"])
 def test_where_no_plan_can_be_kept_each_makes_its_own_and_says_so_if_that_took_long(cache, why, monkeypatch, capsys):
-    monkeypatch.setattr(plans, "TELL_AFTER", -1)
-    monkeypatch.setattr(plans, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(plans, "WARN_AFTER_SECONDS", -1)
     cache.parent.mkdir()
     if why == "no locks":
         monkeypatch.setattr(fcntl, "flock", _no_locks)
@@ -236,17 +212,12 @@ def test_where_no_plan_can_be_kept_each_makes_its_own_and_says_so_if_that_took_l
     elif why == "no home":
         monkeypatch.setattr(plans, "cache_folder", lambda: (_ for _ in ()).throw(RuntimeError("no home directory")))
     else:
-        cache.mkdir(mode=0o777 if why == "open to others" else 0o700)
-        cache.chmod(0o777 if why == "open to others" else 0o700)
-    if why == "another takes too long":
-        with (cache / f"{plan_key(documents(), 10, 'split').hex()}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            packed = Packed(documents(), 10, 100)
-    else:
-        packed = Packed(documents(), 10, 100)
+        cache.mkdir()
+        cache.chmod(0o777)
+    packed = Packed(documents(), 10, 100)
     assert sorted(token for row in rows_of(packed) for token in row["inputs"] if token) == list(range(1, 54))
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("the rows took 0 s to plan, and are not kept for the next run: ")
+    assert line.startswith("planning the rows took 0 s; the plan cannot be cached: ")
     assert not list(cache.glob(f"*{plans.SUFFIX}"))
 
 
@@ -266,11 +237,11 @@ def test_a_plan_in_use_is_not_forgotten(cache):
     key = plan_key(documents(), 10, "split").hex()
     expected = rows_of(used)
     del idle
-    environment.forget_oldest(cache, 0, plans._forget_unused)
+    environment.forget_oldest(cache, 0, plans._delete_unused)
     assert [path.stem for path in cache.iterdir()] == [key]
     assert rows_of(used) == expected
     del used
-    environment.forget_oldest(cache, files[key].stat().st_size, plans._forget_unused)
+    environment.forget_oldest(cache, files[key].stat().st_size, plans._delete_unused)
     assert list(cache.iterdir()), "it is not too much"
-    environment.forget_oldest(cache, 0, plans._forget_unused)
+    environment.forget_oldest(cache, 0, plans._delete_unused)
     assert not list(cache.iterdir())

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from small_tokenizers import TEXT, byte_fallback, byte_level
 
 from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from jaxtp.generate.detokenizer import Detokenizer, StopTexts
+from jaxtp.generate.request import Detokenizer, StopTexts
 
 TOKENIZERS = {
     "bytes": ByteTokenizer(),

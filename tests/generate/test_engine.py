@@ -13,16 +13,16 @@ from flax import nnx
 from support import random_weights, state_on_mesh, sweep, without_mesh
 
 import jaxtp
-from jaxtp.config import ConfigError
+from jaxtp.analysis.costs import Workload
+from jaxtp.analysis.step_costs import costs_of
+from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.schema import ConfigError
 from jaxtp.data.manifest import BYTES, TokenizerInfo
 from jaxtp.data.tokenizer import ByteTokenizer
-from jaxtp.generate import programs as programs_module
-from jaxtp.generate.programs import Chosen, Programs, Shape
-from jaxtp.generate.scheduler import GenerationError
-from jaxtp.layers.costs import Share
+from jaxtp.generate.decode_model import model_mesh, weight_bytes
+from jaxtp.generate.programs import Programs, SampledTokens, Shape
+from jaxtp.generate.request import GenerationError
 from jaxtp.mesh import mesh_sizes, sized
-from jaxtp.models.costs import costs_of
-from jaxtp.models.reader import reading_bytes
 
 CONFIG = jaxtp.ModelConfig(
     vocab_size=259, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4, d_ff=24, norm_eps=1e-3
@@ -184,7 +184,7 @@ def test_what_failed_is_not_gone_on_from(monkeypatch):
 
 @pytest.mark.wide
 def test_an_interrupt_while_tokens_are_made_loses_none_that_were_read(monkeypatch):
-    generator, wait = generator_on(None), Chosen.wait
+    generator, wait = generator_on(None), SampledTokens.wait
     expected = one().generate(PROMPTS[2:3], SETTINGS)
     calls = iter(range(100))
 
@@ -195,7 +195,7 @@ def test_an_interrupt_while_tokens_are_made_loses_none_that_were_read(monkeypatc
 
     with monkeypatch.context() as patch:
         patch.setattr("jaxtp.generate.engine.CHAT_SLOTS", 64)
-        patch.setattr(Chosen, "wait", interrupted)
+        patch.setattr(SampledTokens, "wait", interrupted)
         with pytest.raises(KeyboardInterrupt):
             list(generator.stream(PROMPTS[2:3], SETTINGS, keep=True))
     found = [piece.result for piece in generator.stream(PROMPTS[2:3], SETTINGS, keep=True) if piece.result]
@@ -238,7 +238,7 @@ def test_a_token_reads_weights_and_cache_once_and_nothing_is_copied(case):
     generator.generate(["a" * 50] * rows, dataclasses.replace(SETTINGS, max_tokens=2))
     (programs,) = generator._programs.values()
     compiled = programs.compiled_decode(generator._state)
-    held = reading_bytes(model, mesh_sizes(generator._mesh)) + generator.speed.cache_bytes
+    held = weight_bytes(model, mesh_sizes(generator._mesh)) + generator.speed.cache_bytes
     assert compiled.memory_analysis().alias_size_in_bytes >= generator.speed.cache_bytes
     read, rearranged = accounts.bytes_of_a_turn(compiled.as_text(), least=2**13)
     assert rearranged == []
@@ -306,15 +306,20 @@ def test_nothing_to_do():
 
 
 REFUSED = {
-    "one text": ("ab", {}, GenerationError, r"prompts is one text; for one prompt give \['ab'\]"),
-    "one stop text": (["a"], {"stop": "abc"}, ConfigError, r"stop='abc' is one text; for one give \('abc',\)"),
-    "a number": ([5], {}, GenerationError, "prompt 0 is 5, and should be a text or ids"),
+    "one text": ("ab", {}, GenerationError, r"prompts is a string; for one prompt give \['ab'\]"),
+    "one stop text": (
+        ["a"],
+        {"stop": "abc"},
+        ConfigError,
+        r"stop='abc' is a string; for one stop text give \('abc',\)",
+    ),
+    "a number": ([5], {}, GenerationError, "prompt 0 is 5, not text or ids"),
     "empty": (["a", ""], {}, GenerationError, "prompt 1 is empty"),
-    "not the model's token": ([[1, 300]], {}, GenerationError, "token 300, and the model has those from 0 to 258"),
+    "not the model's token": ([[1, 300]], {}, GenerationError, "token 300, but the model's tokens are 0 to 258"),
     "not text": (["\udcff"], {}, GenerationError, "prompt 0 is not UTF-8"),
     "temperature": (["a"], {"temperature": -1.0}, ConfigError, "temperature = -1.0: should be greater"),
     "without effect": (["a"], {"top_k": 5}, ConfigError, "top_k=5 has no effect at temperature 0"),
-    "empty stop": (["a"], {"stop": ("",)}, ConfigError, "would end everything; leave it out"),
+    "empty stop": (["a"], {"stop": ("",)}, ConfigError, "would end every text at once; remove it"),
 }
 
 
@@ -341,20 +346,20 @@ def test_sizes_below_one_are_refused(name):
 def test_logits_that_are_not_finite_are_said():
     broken = {**weights(), "norm.scale": jnp.full(16, jnp.nan)}
     generator = jaxtp.Generator(nnx.merge(*without_mesh(build, broken)), ByteTokenizer(), chunk=16)
-    with pytest.raises(GenerationError, match="logits after prompt 0 are not finite"):
+    with pytest.raises(WrongNumbersError, match="logits after prompt 0 are not finite"):
         generator.generate(["a"], SETTINGS)
 
 
 def test_a_mesh_with_cp_is_refused():
     with pytest.raises(
-        GenerationError, match="built on a mesh with cp=2, and a cache is not divided over cp; build it on"
+        GenerationError, match="built on a mesh with cp=2, and a KV cache cannot be split over cp; use cp=1"
     ):
         jaxtp.Generator(nnx.merge(*state_on_mesh(build, weights(), jaxtp.make_mesh(cp=2))), ByteTokenizer())
 
 
 def test_programs_are_of_the_mesh_of_the_model():
-    assert programs_module.mesh_of(model_on(None)) is None
-    assert mesh_sizes(programs_module.mesh_of(model_on((2, 2, 2)))) == sized(dp=2, fsdp=2, tp=2)
+    assert model_mesh(model_on(None)) is None
+    assert mesh_sizes(model_mesh(model_on((2, 2, 2)))) == sized(dp=2, fsdp=2, tp=2)
 
 
 @pytest.mark.wide
@@ -366,10 +371,10 @@ def test_a_text_ends_with_the_context_and_a_prompt_beyond_it_is_refused():
     assert (first.finish, len(first.ids)) == ("context", room)
     assert (second.finish, len(second.ids)) == ("length", room + 8)
     assert second.ids == one().generate(prompts, whole)[1].ids
-    assert "cut     1 where the model's context ends; --beyond-context goes on" in generator.speed.lines()
+    assert "cut     1 at the model's context; --beyond-context continues" in generator.speed.lines()
     for length in (LENGTH, LENGTH + 1):
         with pytest.raises(
-            GenerationError, match=rf"prompt 1 has {length} tokens, and the model was made for {LENGTH}"
+            GenerationError, match=rf"prompt 1 has {length} tokens, and the model's context is {LENGTH}"
         ):
             generator.generate(["a", "a" * length], SETTINGS)
     assert one().speed.cut_texts == 0
@@ -389,13 +394,13 @@ def test_no_token_comes_after_the_learned_positions(context):
     """Even where a longer context is given, or any."""
     model = build(dataclasses.replace(CONFIG, learned_positions=8))
     generator = jaxtp.Generator(model, ByteTokenizer(), context=context)
-    way_out = "--beyond-context" if context == 4 else r"no vectors for later positions \(model.learned_positions\)"
+    way_out = "--beyond-context" if context == 4 else r"its learned positions \(model.learned_positions\)"
     with pytest.raises(GenerationError, match=f"prompt 0 has 8 tokens, .*{way_out}"):
         generator.generate([list(range(8))])
 
 
 def test_a_cache_beyond_the_memory_is_refused_before_it_is_made():
-    with pytest.raises(GenerationError, match=r"a cache for 1 x 2,147,483,648 tokens, take .* GiB on each device"):
+    with pytest.raises(GenerationError, match=r"a KV cache of 1 x 2,147,483,648 tokens take .* GiB on each device"):
         one().generate(["a"], dataclasses.replace(SETTINGS, max_tokens=2**31 - 1))
 
 
@@ -408,11 +413,11 @@ def test_reading_a_long_prompt_is_told():
 def test_prompts_are_read_in_parts_as_large_as_memory_allows(monkeypatch):
     """On a GPU by what the layers declare; a CPU's cores are full before its memory is."""
     generator = jaxtp.Generator(model_on(None), ByteTokenizer())
-    assert generator._most_read() == 512
-    share = Share(sizes=sized(), rows=1, length=2048, training=False, packed=True, platform="cuda")
+    assert generator._prefill_chunk() == 512
+    share = Workload(sizes=sized(), rows=1, length=2048, training=False, packed=True, platform="cuda")
     working = costs_of(CONFIG, share).working
     monkeypatch.setattr("jaxtp.generate.engine.platform_here", lambda: "cuda")
     for memory, most in ((0, 512), (2 * working, 2048), (2**60, 8192)):
         there = memory + generator._weight_bytes
         monkeypatch.setattr("jaxtp.generate.engine.memory_per_device", lambda _, there=there: there)
-        assert generator._most_read() == most
+        assert generator._prefill_chunk() == most

@@ -10,14 +10,12 @@ from flax import nnx
 from small_tokenizers import byte_fallback
 
 import jaxtp
-from jaxtp.convert.__main__ import main as convert
-from jaxtp.data.template import ChatError, ChatTemplate
+from jaxtp.data.chat_template import ChatError, ChatTemplate
 from jaxtp.data.tokenizer_files import TokenizerError
-from jaxtp.generate.__main__ import main
-from jaxtp.generate.config import GenerateConfig
+from jaxtp.generate.__main__ import GenerateConfig, main
 from jaxtp.generate.loading import open_source
 from jaxtp.generate.request import Piece
-from jaxtp.layers.lora import LoraParam
+from jaxtp.tools.convert.__main__ import main as convert
 
 CONFIG = jaxtp.ModelConfig(vocab_size=300, d_model=16, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=4, d_ff=16)
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.content | trim }}]{% endfor %}"
@@ -78,7 +76,7 @@ def test_a_prompt_beyond_the_context_is_refused_unless_it_is_allowed(folder, cap
     command = ["--model", str(folder), "--prompt", "to a cap to a cap", "--max-tokens", "3", "--json", "-"]
     assert main(command) == 2
     error = capsys.readouterr().err
-    assert "tokens, and the model was made for 12, with the text that follows" in error
+    assert "tokens, and the model's context is 12, generated text included" in error
     assert "--beyond-context" in error
     assert main([*command, "--beyond-context"]) == 0
     assert json.loads(capsys.readouterr().out)["finish"] in ("length", "end")
@@ -115,7 +113,7 @@ def test_adapters_are_added_before_the_cast(folder, capsys):
     """In float32 to the stored weights, on a mesh; of a run, they are added to what it trained."""
     with jax.set_mesh(jaxtp.make_mesh(tp=2)):
         adapted = jaxtp.add_adapters(jaxtp.load_hf(folder), jaxtp.LoraConfig(rank=2))
-        nnx.update(adapted, jax.tree.map(lambda a: a + 0.3, nnx.state(adapted, LoraParam)))
+        nnx.update(adapted, jax.tree.map(lambda a: a + 0.3, nnx.state(adapted, nnx.LoRAParam)))
         jaxtp.save_peft(adapted, folder.parent / "adapters")
     asked = GenerateConfig(adapters=folder.parent / "adapters", dtype="float16")
     source = open_source(folder, asked)
@@ -130,7 +128,7 @@ def test_adapters_are_added_before_the_cast(folder, capsys):
     assert main([*flags, "--adapters", str(asked.adapters)]) == 0
     assert f"with {asked.adapters}: " in capsys.readouterr().err
     assert main(["--model", str(asked.adapters), "--prompt", "to"]) == 2
-    assert f"give that, and these by --adapters {asked.adapters}" in capsys.readouterr().err
+    assert f"give the model by --model and these by --adapters {asked.adapters}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -162,15 +160,15 @@ def test_prompts_are_checked_before_the_weights_are_read(folder, tmp_path, monke
     flags = ["--model", str(folder), "--prompt", "t" * 15, "--prompt-file", str(tmp_path / "p.txt")]
     assert main(flags) == 2
     first, second, *_, last = capsys.readouterr().err.splitlines()
-    assert "error: prompt 0 has 17 tokens, and the model was made for 16" in first
-    assert "shorten it by 2, or have it read all the same by --beyond-context" in first
+    assert "error: prompt 0 has 17 tokens, and the model's context is 16" in first
+    assert "shorten it by 2, or allow it by --beyond-context" in first
     assert f"prompt 3 ({tmp_path / 'p.txt'}, line 3) has 22 tokens" in second
     assert last == "  and 3 more prompts"
     assert main(["--model", str(folder), "--chat", "--system", "t" * 20]) == 2
-    assert "the conversation, before anything is said, has 2" in capsys.readouterr().err
+    assert "an empty conversation has 2" in capsys.readouterr().err
     write(folder, "config.json", config | {"vocab_size": 100})
     assert main(["--model", str(folder), "--prompt", "to"]) == 2
-    assert "has the token 258, and the model has those from 0 to 99: the tokenizer is not" in capsys.readouterr().err
+    assert "has the token 258, but the model's tokens are 0 to 99: this is not" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("flags", "first_tokens"), [([], [1, 1]), (["--special-tokens"], [2, 3])])

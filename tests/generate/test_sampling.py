@@ -10,7 +10,7 @@ from scipy import stats
 
 import jaxtp
 from jaxtp.generate import sampling
-from jaxtp.generate.settings import GenerationSettings
+from jaxtp.generate.sampling import GenerationSettings
 
 V = 13
 vectors = st.lists(st.sampled_from(np.linspace(-4, 4, 33).tolist()), min_size=V, max_size=V).map(np.array)  # with ties

@@ -15,7 +15,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 from hf_reference import COPIED, FOLDER, pack
 
-from jaxtp.checkpoint.safetensors import read_header
+from jaxtp.hf.safetensors import read_header
 
 KEPT = ("input_ids", "labels_masked", "loss64", "loss_masked64", "grad_norm64", "grad_norm_masked64", "gen_prompt")
 

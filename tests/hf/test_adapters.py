@@ -12,8 +12,9 @@ from safetensors.numpy import load_file, save_file
 from support import sweep
 
 import jaxtp
-from jaxtp.config import ConfigError
-from jaxtp.layers.lora import LoraConfig, LoraParam
+from jaxtp.checkpoint.checksum import NonFiniteError
+from jaxtp.config.schema import ConfigError
+from jaxtp.layers.lora import LoraConfig
 
 PLAIN = jaxtp.ModelConfig(vocab_size=37, d_model=16, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=24)
 LORA = LoraConfig(rank=3, alpha=5.0, targets=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
@@ -29,7 +30,7 @@ def decoder():
     """A model whose adapters are not zero."""
     model = jaxtp.Decoder(ADAPTED, rngs=nnx.Rngs(3))
     rngs = nnx.Rngs(4)
-    trained = jax.tree.map(lambda a: 0.3 * jax.random.normal(rngs.params(), a.shape), nnx.state(model, LoraParam))
+    trained = jax.tree.map(lambda a: 0.3 * jax.random.normal(rngs.params(), a.shape), nnx.state(model, nnx.LoRAParam))
     nnx.update(model, trained)
     return model
 
@@ -39,10 +40,28 @@ def folders(tmp_path_factory):
     """The base and the adapters as folders, and the logits of both together on one device."""
     folder, model = tmp_path_factory.mktemp("adapters"), decoder()
     graph, _ = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))))
-    others = nnx.filter_state(nnx.state(model), lambda _, variable: not isinstance(variable, LoraParam))
+    others = nnx.filter_state(nnx.state(model), lambda _, variable: not isinstance(variable, nnx.LoRAParam))
     jaxtp.save_hf(nnx.merge(graph, others), folder / "base")
     jaxtp.save_peft(model, folder / "adapters", base=folder / "base")
     return folder, np.asarray(logits_of(model))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_not_exported_in_silence(tmp_path, value, capsys):
+    adapted = decoder()
+    whole = jaxtp.merge_adapters(adapted)
+    for model, module, path, save in (
+        (adapted, adapted.blocks.mlp.down.loras[0].b, "blocks.mlp.down.loras.0.b", jaxtp.save_peft),
+        (whole, whole.blocks.mlp.down.kernel, "blocks.mlp.down.kernel", jaxtp.save_hf),
+    ):
+        module.set_value(module[...].at[1, 2, 3].set(value))
+        with pytest.raises(NonFiniteError, match=rf"{path} has 1 element that is not finite; nothing is written"):
+            save(model, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        assert capsys.readouterr().err == "", "of a tokenizer that would not be written"
+        save(model, tmp_path / path, allow_non_finite=True)
+        assert (tmp_path / path).is_dir()
+        assert "no tokenizer is written" in capsys.readouterr().err
 
 
 def test_what_peft_adds_to_the_base_is_what_the_adapters_add(folders, tmp_path):
@@ -112,7 +131,7 @@ GEMMA2 = dataclasses.replace(
 def test_of_other_layers(config, tmp_path):
     """A projection that there is not has none; what is a part of a tensor is exported merged."""
     model = jaxtp.add_adapters(jaxtp.Decoder(config, rngs=nnx.Rngs(0)), LoraConfig(rank=2))
-    nnx.update(model, jax.tree.map(lambda a: a + 0.1, nnx.state(model, LoraParam)))
+    nnx.update(model, jax.tree.map(lambda a: a + 0.1, nnx.state(model, nnx.LoRAParam)))
     np.testing.assert_allclose(logits_of(jaxtp.merge_adapters(model)), logits_of(model), atol=2e-5)
     if config is GEMMA2:
         jaxtp.save_peft(model, tmp_path / "out")
@@ -151,3 +170,28 @@ def test_what_the_import_cannot_be_told(folders):
         jaxtp.load_hf(folders[0] / "base", remta="none")
     with pytest.raises(jaxtp.HFError, match="add_adapters"):
         jaxtp.load_hf(folders[0] / "base", lora=LORA)
+
+
+@pytest.mark.parametrize("frozen", ["bfloat16", "float16"])
+def test_adapters_beside_weights_in_16_bits_are_merged_in_float32_and_rounded_once(frozen, tmp_path):
+    model = jaxtp.Decoder(dataclasses.replace(PLAIN, precision=jaxtp.Precision(param=frozen)), rngs=nnx.Rngs(0))
+    adapted = jaxtp.add_adapters(model, LORA)
+    adapters = nnx.state(adapted, nnx.LoRAParam)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(adapters)} == {"float32"}
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, jaxtp.FrozenParam))} == {frozen}
+    nnx.update(adapted, jax.tree.map(lambda a: a + 0.1, adapters))
+    down = adapted.blocks.mlp.down
+    a, b = (np.asarray(factor[...]) for factor in (down.loras[0].a, down.loras[0].b))
+    exact = np.asarray(down.kernel[...], np.float32) + LORA.scale * a @ b
+    whole = jaxtp.merge_adapters(adapted, dtype="float32")
+    np.testing.assert_allclose(whole.blocks.mlp.down.kernel[...], exact, atol=1e-6)
+    np.testing.assert_allclose(logits_of(whole), logits_of(adapted), atol=2e-5)
+    rounded = jaxtp.merge_adapters(adapted)
+    assert rounded.config.precision.param == frozen
+    np.testing.assert_array_equal(rounded.blocks.mlp.down.kernel[...], whole.blocks.mlp.down.kernel[...].astype(frozen))
+    jaxtp.save_peft(adapted, tmp_path / "adapters")
+    assert {array.dtype.name for array in load_file(tmp_path / "adapters/adapter_model.safetensors").values()} == {
+        "float32"
+    }
+    again = jaxtp.load_peft(model, tmp_path / "adapters")
+    np.testing.assert_array_equal(again.blocks.mlp.down.loras[0].b[...], b)

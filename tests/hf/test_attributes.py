@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
 
 import jaxtp
-from jaxtp.check.__main__ import main as check
-from jaxtp.convert.__main__ import main as convert
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, end_token, special_tokens
-from jaxtp.estimate.__main__ import main as estimate
 from jaxtp.generate.__main__ import main as generate
-from jaxtp.hf.attributes import _read_attributes, model_config
-from jaxtp.hf.values import positive
-from jaxtp.models.families import FAMILIES
+from jaxtp.hf.config_json import _known_attributes, model_config
+from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.model_folder import positive
+from jaxtp.tools.check.__main__ import main as check
+from jaxtp.tools.convert.__main__ import main as convert
+from jaxtp.tools.estimate.__main__ import main as estimate
 from jaxtp.train.__main__ import main as train
 
 SMOLLM2 = {
@@ -295,7 +295,7 @@ CONFIGS = st.one_of(
         lambda kind, rope, layers: (
             {"model_type": kind}
             | (GPT2 if kind == "gpt2" else {name: SMOLLM2[name] for name in SIZES})
-            | {name: value for name, value in (rope | layers).items() if name in _read_attributes(FAMILIES[kind])}
+            | {name: value for name, value in (rope | layers).items() if name in _known_attributes(FAMILIES[kind])}
         ),
         KINDS,
         st.just({}) | ROPES.map(lambda rope: {"rope_scaling": rope}),

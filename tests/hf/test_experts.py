@@ -16,11 +16,11 @@ from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.config import ConfigError
-from jaxtp.convert.__main__ import main
-from jaxtp.hf.attributes import choose_family, model_config, write_attributes
-from jaxtp.layers.lora import LoraConfig, LoraParam
-from jaxtp.models.families import FAMILIES
+from jaxtp.config.schema import ConfigError
+from jaxtp.hf.config_json import choose_family, model_config, write_attributes
+from jaxtp.hf.families import FAMILIES
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.tools.convert.__main__ import main
 
 NAMES = {
     "mixtral": ("block_sparse_moe", ("w1", "w3", "w2"), 6),
@@ -431,7 +431,7 @@ def test_settings_of_experts_mean_nothing_without_them():
 def test_adapters_beside_attention(tmp_path):
     model = jaxtp.load_hf(FOLDER / "mixtral")
     adapted = jaxtp.add_adapters(model, LoraConfig(rank=2, targets=("q_proj", "o_proj")))
-    nnx.update(adapted, jax.tree.map(lambda array: array + 0.02, nnx.state(adapted, LoraParam)))
+    nnx.update(adapted, jax.tree.map(lambda array: array + 0.02, nnx.state(adapted, nnx.LoRAParam)))
     jaxtp.save_peft(adapted, tmp_path / "adapters", base=FOLDER / "mixtral")
     merged = jaxtp.merge_adapters(adapted)
     one, other = (nnx.jit(lambda model: model(IDS))(model) for model in (merged, adapted))

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
 
 import jaxtp
-from jaxtp.checkpoint.safetensors import DTYPES, SafetensorsError, read_header, write_file
-from jaxtp.convert.__main__ import main
 from jaxtp.data.tokenizer_files import TokenizerError, chat_template, read
-from jaxtp.hf.folder import Folder, open_folder
-from jaxtp.hf.runs import keep_files
+from jaxtp.hf.model_folder import Folder, open_folder
+from jaxtp.hf.runs import copy_hf_files
+from jaxtp.hf.safetensors import DTYPES, SafetensorsError, read_header, write_file
+from jaxtp.tools.convert.__main__ import main
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -428,8 +428,9 @@ def test_tensors_of_other_families(name, change, message, tmp_path):
     assert is_one_clear_message(caught.value)
 
 
-def test_what_does_not_fit_the_mesh_is_said_before_anything_is_read(whole):
-    with jax.set_mesh(jaxtp.make_mesh(fsdp=3)), pytest.raises(jaxtp.HFError, match=r"fsdp can be 1, 2"):
+@pytest.mark.parametrize("axis", ["fsdp", "cp"])
+def test_what_does_not_fit_the_mesh_is_said_before_anything_is_read(whole, axis):
+    with jax.set_mesh(jaxtp.make_mesh(**{axis: 3})), pytest.raises(jaxtp.HFError, match=rf"{axis} can be 1, 2"):
         jaxtp.load_hf(whole)
 
 
@@ -450,7 +451,7 @@ def test_weights_may_lie_on_another_disk(whole, tmp_path):
     run = tmp_path / "run"
     run.mkdir()
     with pytest.raises(jaxtp.HFError, match="outside of the folder"):
-        keep_files(whole, run)
+        copy_hf_files(whole, run)
     assert not list(run.iterdir())
 
 

@@ -15,9 +15,9 @@ from support import sweep, sweep_of
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.checkpoint.safetensors import DTYPES, read_header, write_file
-from jaxtp.hf.peft_load import PeftFolder, load_peft, open_peft, with_peft
-from jaxtp.layers.lora import LoraConfig, LoraParam
+from jaxtp.hf.peft import PeftFolder, load_peft, open_peft, with_peft
+from jaxtp.hf.safetensors import DTYPES, read_header, write_file
+from jaxtp.layers.lora import LoraConfig
 
 MODEL = jaxtp.ModelConfig(vocab_size=8, d_model=4, num_layers=3, num_heads=2, num_kv_heads=1, head_dim=2, d_ff=6)
 FEATURES = {"q_proj": (4, 4), "k_proj": (4, 2), "v_proj": (4, 2), "o_proj": (4, 4)}
@@ -307,7 +307,7 @@ def test_what_says_nothing_is_passed_over(whole):
 
 def test_a_model_has_one_set_of_adapters(base, whole):
     model = load_peft(jaxtp.load_hf(base), whole)
-    assert {path.split(".")[-1] for path in named_variables(nnx.state(model, LoraParam))} == {"a", "b"}
+    assert {path.split(".")[-1] for path in named_variables(nnx.state(model, nnx.LoRAParam))} == {"a", "b"}
     with pytest.raises(jaxtp.HFError, match="has adapters already"):
         load_peft(model, whole)
 

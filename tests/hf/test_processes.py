@@ -17,7 +17,7 @@ from jaxtp.data.tokenizer import ByteTokenizer
 FOLDER, EXPERTS = (Path(__file__).parent / "references" / name for name in ("llama31_rope", "mixtral"))
 PROGRAM = """
 import sys
-from jaxtp.launch.joining import join_processes
+from jaxtp.distributed.joining import join_processes
 join_processes()
 import jax, jaxtp
 from jaxtp.data.tokenizer import ByteTokenizer

@@ -11,10 +11,10 @@ from support import sweep
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.hf.attributes import family_of, model_config
-from jaxtp.hf.folder import read_attributes
-from jaxtp.hf.names import by_tensor, in_layout, places
-from jaxtp.hf.writing import Gathered
+from jaxtp.hf.config_json import family_of, model_config
+from jaxtp.hf.model_folder import read_attributes
+from jaxtp.hf.save import HostGather
+from jaxtp.hf.tensor_map import group_by_tensor, in_layout, tensor_parts
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import plan_state
@@ -27,7 +27,7 @@ EACH = (ONE, TP[0], TP[1], TP[4])  # tp 1, 2, 4 and 8
 CASES = [(name, *case) for name in COPIED for case in EACH] + [(name, *case) for name in MADE for case in MIXED]
 CASES += [(name, *case) for name in [*TRAINED, *EXPERTS] for case in (ONE, *TP[:3])]
 FIRST = [("qwen3", (1, 1, 4), True)]
-"""Norms of heads, windows with soft caps; experts are in tests/evaluate, biases and tied tables beside plain
+"""Norms of heads, windows with soft caps; experts are in tests/tools/evaluate, biases and tied tables beside plain
 mathematics in models."""
 
 
@@ -39,8 +39,8 @@ def shifted(labels):
 def by_their_names(state, config, name):
     """Arrays of a state like the model's as transformers has them in memory."""
     variables, family = named_variables(state), family_of(read_attributes(FOLDER / name), name)
-    tensors = by_tensor(places(variables, config, family, in_layout("stacked")))
-    gathered = Gathered(variables, tensors, np.dtype(np.float32), None)
+    tensors = group_by_tensor(tensor_parts(variables, config, family, in_layout("stacked")))
+    gathered = HostGather(variables, tensors, np.dtype(np.float32), None)
     return {theirs: gathered(theirs) for theirs in tensors}
 
 
@@ -79,7 +79,11 @@ def test_both_spellings_are_the_same_model(name):
 
 
 def read_attributes_of(name, file):
-    return read_attributes(FOLDER / name) if file == "config.json" else jaxtp.hf.folder.read_json(FOLDER / name, file)
+    return (
+        read_attributes(FOLDER / name)
+        if file == "config.json"
+        else jaxtp.hf.model_folder.read_json(FOLDER / name, file)
+    )
 
 
 @pytest.mark.parametrize("name", sweep(COPIED + MADE, MADE[0]))

@@ -9,9 +9,9 @@ from hf_reference import FOLDER
 from structures import is_one_clear_message
 
 import jaxtp
-from jaxtp.hf.attributes import model_config, write_attributes
+from jaxtp.hf.config_json import model_config, write_attributes
+from jaxtp.hf.families import FAMILIES
 from jaxtp.layers.rope import RopeScaling, _size, rope_frequencies
-from jaxtp.models.families import FAMILIES
 
 CASES = json.loads((FOLDER / "rope.json").read_text())
 SIZES = {"vocab_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}

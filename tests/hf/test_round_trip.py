@@ -14,12 +14,12 @@ from hf_reference import COPIED, FOLDER, MADE
 from support import sweep
 
 import jaxtp
-from jaxtp.checkpoint.safetensors import DTYPES, read_header, write_file
-from jaxtp.hf.attributes import choose_family, family_of, write_attributes
-from jaxtp.hf.folder import INDEX, open_folder, read_attributes
-from jaxtp.hf.names import _is_ignored, full_names
+from jaxtp.hf.config_json import choose_family, family_of, write_attributes
+from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.model_folder import INDEX, open_folder, read_attributes
+from jaxtp.hf.safetensors import DTYPES, read_header, write_file
+from jaxtp.hf.tensor_map import _is_ignored, full_names
 from jaxtp.layers.rope import RopeScaling
-from jaxtp.models.families import FAMILIES
 
 SMALL = jaxtp.ModelConfig(vocab_size=11, d_model=8, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=12)
 
@@ -103,6 +103,15 @@ def test_an_interrupted_export_leaves_nothing(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         jaxtp.save_hf(model, tmp_path / "out", progress=stop)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_a_tokenizer_says_so(tmp_path, capsys):
+    model = jaxtp.Decoder(SMALL, rngs=nnx.Rngs(0))
+    jaxtp.save_hf(model, tmp_path / "out")
+    assert capsys.readouterr().err == "no tokenizer is written: tokenizer_from (--tokenizer-from DIR) copies one\n"
+    (tmp_path / "out/tokenizer.json").write_text("{}")
+    jaxtp.save_hf(model, tmp_path / "with", tokenizer_from=tmp_path / "out")
+    assert capsys.readouterr().err == ""
 
 
 def test_a_folder_that_is_there_is_left_alone(tmp_path):
@@ -191,7 +200,7 @@ def test_the_largest_yarn_scale_is_of_two_mscales():
     """DeepSeek's form: the quotient of two scales."""
     attributes = json.loads((FOLDER / "llama_yarn/config.json").read_text())
     attributes["rope_parameters"] |= {"mscale": 2.0, "mscale_all_dim": 0.5}
-    config = jaxtp.hf.attributes.model_config(attributes, "test")
+    config = jaxtp.hf.config_json.model_config(attributes, "test")
     scaled = [1 + 0.1 * scale * jnp.log(4.0) for scale in (2.0, 0.5)]
     assert config.rope_scaling.attention_factor == pytest.approx(float(scaled[0] / scaled[1]), rel=1e-6)
 
@@ -202,12 +211,12 @@ def test_windows_in_some_layers():
         {"layer_types": ["full_attention", "sliding_attention"]},
         {"layer_types": None, "max_window_layers": 1},
     ):
-        config = jaxtp.hf.attributes.model_config(attributes | change, "test")
+        config = jaxtp.hf.config_json.model_config(attributes | change, "test")
         assert [block.sliding_window for block in config.layers()] == [None, 5]
         written = write_attributes(config, FAMILIES["qwen2"], "float32")
         assert (written["max_window_layers"], written["layer_types"][1]) == (1, "sliding_attention")
     for change in ({"layer_types": None, "max_window_layers": 2}, {"use_sliding_window": False}):
-        assert jaxtp.hf.attributes.model_config(attributes | change, "test").sliding_window is None
+        assert jaxtp.hf.config_json.model_config(attributes | change, "test").sliding_window is None
 
 
 @pytest.mark.wide

@@ -10,11 +10,11 @@ from hf_reference import FOLDER
 from runs import SMALL, TEXT, mesh
 
 import jaxtp
-from jaxtp.convert.__main__ import main as convert
-from jaxtp.hf.peft_load import open_peft, with_peft
-from jaxtp.layers.lora import TARGETS, LoraConfig, LoraParam
+from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.peft import open_peft, with_peft
+from jaxtp.layers.lora import TARGETS, LoraConfig
 from jaxtp.models.config import adaptable
-from jaxtp.models.families import FAMILIES
+from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main as train
 
 torch, transformers, peft = map(pytest.importorskip, ("torch", "transformers", "peft"))
@@ -76,7 +76,7 @@ def test_what_we_export(source, tmp_path):
         targets = FUSED.get(family, TARGETS)
         can = adaptable(jaxtp.ModelConfig(**{**vars(model.config), "lora": LoraConfig(targets=targets)}))
         adapted = jaxtp.add_adapters(model, LoraConfig(rank=2, rslora=True, targets=can))
-        nnx.update(adapted, jax.tree.map(lambda array: array + 0.02, nnx.state(adapted, LoraParam)))
+        nnx.update(adapted, jax.tree.map(lambda array: array + 0.02, nnx.state(adapted, nnx.LoRAParam)))
         for layout in ("separate", "stacked") if model.config.most_experts else ("separate",):
             jaxtp.save_hf(model, tmp_path / layout, family=family, experts=layout)
             np.testing.assert_allclose(theirs(tmp_path / layout, ids), ours(model, ids), atol=1e-4)

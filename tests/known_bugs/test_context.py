@@ -16,14 +16,14 @@ from flax import nnx
 from support import random_weights, relative_error, state_on_mesh, without_mesh
 
 import jaxtp
-from jaxtp.check.parity import on_host
 from jaxtp.collectives import axis_size, batch_spec, device_view, token_spec
 from jaxtp.layers import context, parameter
 from jaxtp.layers.activations import Part
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.kernels import KERNELS
+from jaxtp.layers.kernels.select import KERNELS
 from jaxtp.mesh import CP, mesh_of, sized
 from jaxtp.models.decoder import Decoder
+from jaxtp.tools.check.parity import on_host
 
 pytestmark = pytest.mark.wide
 

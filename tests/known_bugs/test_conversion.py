@@ -12,9 +12,9 @@ from flax import nnx
 from hf_reference import FOLDER
 
 import jaxtp
-from jaxtp.checkpoint.logical import filled, named_variables
-from jaxtp.checkpoint.safetensors import DTYPES, read_header, write_file
-from jaxtp.hf.folder import INDEX, open_folder
+from jaxtp.checkpoint.logical import named_variables, replace_arrays
+from jaxtp.hf.model_folder import INDEX, open_folder
+from jaxtp.hf.safetensors import DTYPES, read_header, write_file
 
 LLAMA, TIED, EXPERTS = "llama31_rope", "llama_tied_bias", "qwen3_moe"
 WRONG = 1e-2
@@ -62,7 +62,7 @@ def test_aidotnet_2074_queries_and_keys_are_in_the_order_of_their_rotation():
         path = f"blocks.attention.qkv.kernels.{index}"
         halves = arrays[path].reshape(*arrays[path].shape[:2], heads, 2, -1)
         arrays[path] = halves.swapaxes(-1, -2).reshape(arrays[path].shape)
-    assert logits_error(graph, filled(state, arrays)) > WRONG, "as if neighbours were pairs"
+    assert logits_error(graph, replace_arrays(state, arrays)) > WRONG, "as if neighbours were pairs"
 
 
 def test_mlx_vlm_1710_the_scaling_of_rotary_frequencies_is_applied(tmp_path):

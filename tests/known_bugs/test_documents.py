@@ -17,12 +17,11 @@ import jaxtp
 from jaxtp.data.documents import InMemory
 from jaxtp.data.packing import Packed
 from jaxtp.data.samples import RowSettings, make_rows
-from jaxtp.evaluate.inputs import Document
-from jaxtp.evaluate.measure import Reading, measure
-from jaxtp.evaluate.scoring import Scorer
-from jaxtp.layers import kernels
 from jaxtp.layers.activations import segment_mask, segment_positions
+from jaxtp.layers.kernels import select as kernels
 from jaxtp.models import decoder
+from jaxtp.tools.evaluate.inputs import Document
+from jaxtp.tools.evaluate.measure import Scorer, Windowing, measure
 
 T, V = 12, 19
 MODEL = jaxtp.ModelConfig(
@@ -109,11 +108,11 @@ class Texts:
     """Documents to evaluate."""
 
     def __init__(self, *texts):
-        self.texts, self.name, self.num_documents, self.size = texts, "texts", len(texts), sum(map(len, texts))
+        self.texts, self.name, self.num_documents = texts, "texts", len(texts)
 
     def documents(self):
         for text in self.texts:
-            yield Document(np.array(text, np.int32), 1, len(text), len(text))
+            yield Document(np.array(text, np.int32), 1, len(text))
 
 
 @cache
@@ -122,7 +121,7 @@ def scorer(batch_size):
 
 
 def nats(*texts, batch_size=2, packing="none", score=None):
-    found = measure(score or scorer(batch_size), [Texts(*texts)], Reading(T, T, packing), lambda *_: None)
+    found = measure(score or scorer(batch_size), [Texts(*texts)], Windowing(T, T, packing), lambda *_: None)
     return found.whole().nats
 
 

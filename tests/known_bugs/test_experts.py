@@ -18,10 +18,10 @@ from support import random_weights, relative_error
 
 from jaxtp import collectives
 from jaxtp.collectives import MissingReductionError, axis_size
-from jaxtp.hf.attributes import model_config
+from jaxtp.hf.config_json import model_config
 from jaxtp.layers import balance, experts, parameter
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
-from jaxtp.layers.grouped import grouped_matmul
+from jaxtp.layers.kernels.grouped import grouped_matmul
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import DP, SEQUENCE, TP
 

@@ -9,15 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from accounts import equations
 from flax import nnx
 from support import by_name, random_weights, relative_error, state_on_mesh
 
 import jaxtp
-from jaxtp.collectives import axis_index, axis_size, batch_spec
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.collectives import axis_index, axis_size, batch_spec, device_view, load_weight
 from jaxtp.layers import loss, parameter
 from jaxtp.layers.activations import dropout
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import SEQUENCE, TP, make_mesh
+from jaxtp.mesh import SEQUENCE, STORAGE, TP, make_mesh
 from jaxtp.train.config import OptimizerConfig
 from jaxtp.train.optimizer import build as build_optimizer
 from jaxtp.train.state import plan_state
@@ -198,3 +200,63 @@ def test_pytorch_168058_initial_weights_do_not_depend_on_the_devices():
         if array.ndim > 1 and "scale" not in name:
             one, other = np.split(array, 2, axis=-1)
             assert not np.array_equal(one, other), f"{name}: as from one key on both devices"
+
+
+def summed_gradient(reduce):
+    """The gradient of a norm's scale over fsdp 2 x tp 2, each device with a quarter of the tokens, in bfloat16."""
+    mesh, tokens = make_mesh(fsdp=2, tp=2), jnp.array([[1, 2**-10], [2**-10, 2**-10]], jnp.bfloat16)
+
+    def scaled(scale, x):
+        return load_weight(scale, 0, compute="bfloat16", reduce=reduce, used_by_all_tp=True)[:1] * x
+
+    def total(scale):
+        view = device_view(scaled, "scale", (jax.P(STORAGE), batch_spec(SEQUENCE)), batch_spec(SEQUENCE))
+        return view(scale, tokens).astype(jnp.float32).sum()
+
+    with jax.set_mesh(mesh):
+        return float(jax.jit(jax.grad(total))(jnp.ones(2))[0])
+
+
+def test_pytorch_190626_gradients_are_summed_over_tp_in_the_dtype_of_reduction():
+    """https://github.com/pytorch/pytorch/issues/190626: gradients of parameters that all devices along tp hold were
+    summed over tp in bfloat16, although the dtype of reductions was float32. Here both sums, over tp and over fsdp,
+    are in that dtype: small parts are not lost beside a large one."""
+    assert summed_gradient("float32") == 1 + 3 * 2**-10
+    assert summed_gradient("bfloat16") == 1, "the small parts are lost"
+
+
+def declared_and_used(mesh, changed=None):
+    """How each weight of a block is stored on a mesh, and as what the block's `shard_map`s take it."""
+    config = jaxtp.ModelConfig(vocab_size=8, d_model=8, num_layers=1, num_heads=2, num_kv_heads=2, head_dim=4, d_ff=8)
+
+    def build():
+        return jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0))
+
+    graph, state = state_on_mesh(build, random_weights(build), mesh)
+    stored = {name: variable[...].sharding.spec for name, variable in named_variables(state).items()}
+    stored |= changed or {}
+    with jax.set_mesh(mesh):
+        x = jnp.ones((2, 4, 8))
+        jaxpr = jax.make_jaxpr(lambda state, x: nnx.merge(graph, state)(x))(state, x).jaxpr
+    names = dict(zip(jaxpr.invars, named_variables(state), strict=False))
+    used = {}
+    for equation in equations(jaxpr):
+        if equation.primitive.name == "shard_map":
+            for variable, spec in zip(equation.invars, equation.params["in_specs"], strict=True):
+                if variable in names:
+                    used[names[variable]] = spec
+    return stored, used
+
+
+def test_marin_4455_a_layer_takes_a_weight_as_it_is_stored():
+    """https://github.com/marin-community/marin/issues/4455: specs of a `shard_map` differed from how its arrays were
+    split. Older versions of JAX moved the arrays at every call without a word, and newer ones refuse them. Here the
+    spec stands on the parameter, and both the array and the `shard_map` have it."""
+    mesh = make_mesh(fsdp=2, tp=2)
+    stored, used = declared_and_used(mesh)
+    assert len(used) == len(stored) > 5
+    assert used == stored
+    assert len({spec for spec in used.values() if any(spec)}) > 1, "some are split, in several ways"
+    name = next(name for name, spec in stored.items() if any(spec))
+    stored, used = declared_and_used(mesh, {name: jax.P()})
+    assert used != stored, "one that is stored whole"

@@ -75,6 +75,24 @@ def test_torchtitan_2864_a_later_epoch_is_in_the_order_that_it_would_have_had():
     assert read(samples(), range(first, 3 * ROWS)) == whole[first:], "asked for nothing before"
 
 
+def test_torchtitan_3908_a_second_resume_goes_on_where_the_first_ended(tmp_path):
+    """https://github.com/pytorch/torchtitan/pull/3908: the state of the data was restored by the first resume, and the
+    second began with the data from the beginning. Here each resume reads the index of the next sample."""
+    plan, seen, starts = planned(), [], []
+    for _ in range(3):
+        with Checkpoints(tmp_path) as checkpoints:
+            found = restore_newest(checkpoints, plan.abstract, plan.mesh, lambda info: None, pytest.fail)
+            step, state, info = found or (0, plan.create(seed=0), {"next_sample": 0})
+            starts.append(info["next_sample"])
+            for batch in batches(samples(), plan.mesh, global_batch_size=4, start=starts[-1], count=2):
+                seen += (np.asarray(batch["inputs"])[:, 0] // T).tolist()
+            checkpoints.save(step + 2, state, plan.mesh, {"next_sample": starts[-1] + 8})
+    assert starts == [0, 8, 16]
+    assert seen == read(samples(), range(24))
+    again = [*read(samples(), range(16)), *read(samples(), range(8))]
+    assert seen != again, "from the beginning"
+
+
 ODD = jaxtp.ModelConfig(
     vocab_size=21, d_model=8, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=4, d_ff=8, tie_embeddings=True
 )

@@ -12,13 +12,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from support import assert_close, by_name, random_weights, state_on_mesh
 
 import jaxtp
 from jaxtp.checkpoint.logical import named_variables
+from jaxtp.collectives import ATTENDED
 from jaxtp.data.documents import InMemory
-from jaxtp.data.held_out import held_out
+from jaxtp.data.mixture import validation_samples
 from jaxtp.data.rows import Concatenated
+from jaxtp.layers import remat
 from jaxtp.mesh import make_mesh
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import LoopConfig, OptimizerConfig, TrainConfig
@@ -208,7 +211,7 @@ def test_transformers_41898_an_evaluation_is_the_mean_over_tokens():
     one was smaller. Here sums are divided by the number of labels, and what fills the last batch has none."""
     tokens = np.arange(5 * T, dtype=np.uint16)
     rows = Concatenated(InMemory(tokens, np.array([len(tokens)]), "test"), T, len(tokens))
-    validation = held_out([rows], [1.0], batches=9, batch_size=2)
+    validation = validation_samples([rows], [1.0], batches=9, batch_size=2)
     loss_of = lambda labels: float(np.sum(labels[labels >= 0] ** 2))
     batches = [{"labels": np.stack([validation[i]["labels"], validation[i + 1]["labels"]])} for i in range(0, 6, 2)]
     assert len(validation) == 2 * len(batches)
@@ -262,3 +265,26 @@ def test_torchtitan_4300_keys_outside_of_a_window_do_not_count():
     found, _ = utilised(length, sliding_window=window)
     assert found - matrices < (whole - matrices) / 4
     assert found - matrices == pytest.approx(12 * window * MODEL.num_heads * MODEL.head_dim, rel=0.05)
+
+
+def kept_of_blocks():
+    """The activations that autodiff keeps of two blocks of a whole model under `remat: full`, as shapes."""
+    rows, length, layers = 3, 11, 2
+    model = dataclasses.replace(MODEL, num_layers=layers, num_experts=0, attention="blockwise", remat="full")
+    graph, abstract = nnx.split(nnx.eval_shape(lambda: jaxtp.Decoder(model, rngs=nnx.Rngs(0))))
+    ids = jnp.zeros((rows, length), jnp.int32)
+
+    def backward(params):
+        return jax.vjp(lambda params: nnx.merge(graph, params).loss(ids, ids)[0], params)[1]
+
+    arrays = jax.tree.leaves(jax.eval_shape(backward, abstract))
+    return [array.shape for array in arrays if array.shape[:2] == (layers, rows)]
+
+
+def test_automodel_3677_full_remat_covers_attention(monkeypatch):
+    """https://github.com/NVIDIA-NeMo/Automodel/issues/3677: activation checkpointing left attention out. The loss was
+    the same, and only a measurement of memory, 16% more, showed it. Here `full` keeps the input of each block, and
+    nothing of its attention."""
+    assert kept_of_blocks() == [(2, 3, 11, MODEL.d_model)]
+    monkeypatch.setattr(remat, "_keep_chosen", lambda prim, *_, **params: remat._is_named(prim, params, ATTENDED))
+    assert len(kept_of_blocks()) > 1, "with what attention keeps"

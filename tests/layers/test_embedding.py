@@ -7,9 +7,8 @@ import pytest
 from flax import nnx
 
 import jaxtp
-from jaxtp.audit.census import count_collectives
-from jaxtp.layers.costs import Share, Weight, bytes_sent
-from jaxtp.mesh import mesh_sizes, sized
+from jaxtp.analysis.census import count_collectives
+from jaxtp.mesh import mesh_sizes
 
 B, T, D = 8, 8, 32
 LARGE, SMALL = 510, 6
@@ -57,20 +56,6 @@ def test_a_device_never_has_more_of_a_large_table_than_it_stores():
         v.aval.shape for equation in accounts.equations(jaxpr) for v in equation.outvars if LARGE // 2 in v.aval.shape
     }
     assert rows == {(LARGE // 2, D // 2)}
-
-
-@pytest.mark.parametrize("sequence_parallel", [None, False])
-@pytest.mark.parametrize("length", [1, 8, 512])
-def test_what_is_declared_is_the_cheaper_way(length, sequence_parallel):
-    embedding = nnx.eval_shape(lambda: layer(LARGE))
-    embedding.sequence_parallel = sequence_parallel
-    for fsdp, tp in [(1, 1), (2, 1), (8, 1), (2, 4), (16, 8)]:
-        share = Share(sizes=sized(fsdp=fsdp, tp=tp), rows=4, length=length)
-        ways = [bytes_sent(embedding._loading(share, exchanges=way), share) for way in (False, True)]
-        table = next(cost for cost in embedding.costs(share) if isinstance(cost, Weight))
-        chosen = bytes_sent(embedding._loading(share, exchanges=not table.gathered), share)
-        assert chosen == min(ways)
-        assert table.gathered == (fsdp == 1 or length == 512)
 
 
 @pytest.mark.parametrize("vocab_size", [2046, SMALL])

@@ -14,9 +14,9 @@ from support import TOLERANCE, assert_close, sweep, sweep_of
 
 import jaxtp
 from jaxtp.collectives import device_view
-from jaxtp.layers import grouped_kernels
-from jaxtp.layers.grouped import dense, grouped_matmul, method_of, refused
-from jaxtp.layers.grouped_kernels import Blocks, gradient_blocks, product_blocks
+from jaxtp.layers.kernels import grouped_kernels
+from jaxtp.layers.kernels.grouped import dense, grouped_matmul, method_of, refused
+from jaxtp.layers.kernels.grouped_kernels import Blocks, gradient_blocks, product_blocks
 
 METHODS = ("pallas", "xla")
 ROWS, GROUPS = 37, 4
@@ -218,7 +218,7 @@ def test_a_method_that_cannot_run_is_refused():
 
 
 def test_what_is_computed_for_all_groups():
-    """As XLA's compiler counts it here; for an NVIDIA GPU see tests/estimate/test_target.py."""
+    """As XLA's compiler counts it here; for an NVIDIA GPU see tests/tools/estimate/test_target.py."""
     assert [dense("xla", platform) for platform in ("cuda", "rocm", "cpu", "tpu")] == [True, True, True, False]
     assert not dense("pallas", "cuda")
     shapes = (256, 32), (8, 32, 16), (8,)

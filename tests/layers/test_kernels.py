@@ -1,6 +1,7 @@
 """Kernels of attention against plain mathematics in float64; what they visit and hold; which of them `auto` takes."""
 
 from functools import cache, partial
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +14,15 @@ from jax.sharding import PartitionSpec
 from support import assert_close, sweep
 
 import jaxtp
+from jaxtp.analysis.hardware import TABLE
 from jaxtp.collectives import axis_index, device_view
-from jaxtp.config import ConfigError
-from jaxtp.layers import blockwise_attention as blockwise
-from jaxtp.layers.activations import Part, seeing_queries, seen_keys
-from jaxtp.layers.blockwise_attention import block_size, num_visited
-from jaxtp.layers.fused_attention import MOST_HEAD_DIM
-from jaxtp.layers.kernels import KERNELS, Use, chosen, refused, seen
+from jaxtp.config.schema import ConfigError
+from jaxtp.layers.activations import Part, key_ranges, query_ranges
+from jaxtp.layers.kernels import blockwise_attention as blockwise
+from jaxtp.layers.kernels import select as kernels
+from jaxtp.layers.kernels.blockwise_attention import block_size, num_visited
+from jaxtp.layers.kernels.fused_attention import MOST_HEAD_DIM
+from jaxtp.layers.kernels.select import KERNELS, Use, architecture_of, chosen, refused, rivals, seen
 
 WIDTH = 4
 
@@ -274,14 +277,12 @@ def test_two_ranges_say_who_sees_whom(segments, queries, first_key, window):
     part = Part(jnp.array(queries, jnp.int32), first_key)
     for packed in (segments, None):
         rest = (KEYS, window, packed, part)
-        of_queries = seen_keys((2, QUERIES), *rest)
-        of_keys = seeing_queries(of_queries, *rest)
+        of_queries = key_ranges((2, QUERIES), *rest)
+        of_keys = query_ranges(of_queries, *rest)
         assert_ranges(of_queries, of_keys, queries, first_key + np.arange(KEYS), window, packed)
         rest = (TOKENS, window, packed)
-        of_queries = seen_keys((2, TOKENS), *rest)
-        assert_ranges(
-            of_queries, seeing_queries(of_queries, *rest), np.arange(TOKENS), np.arange(TOKENS), window, packed
-        )
+        of_queries = key_ranges((2, TOKENS), *rest)
+        assert_ranges(of_queries, query_ranges(of_queries, *rest), np.arange(TOKENS), np.arange(TOKENS), window, packed)
 
 
 def assert_ranges(of_queries, of_keys, queries, keys, window, segments):
@@ -413,7 +414,7 @@ def test_zigzag_chunks_make_the_work_of_all_devices_alike():
     assert len({round(seen(chunks, window)) for chunks in zigzag(length, 8)[1:]}) == 1
 
 
-GPU = {"platform": "cuda", "dtype": "bfloat16", "head_dim": 128, "length": 4096, "packed": False}
+GPU = {"platform": "cuda 9.0", "dtype": "bfloat16", "head_dim": 128, "length": 4096, "packed": False}
 
 
 @pytest.mark.parametrize(
@@ -425,8 +426,11 @@ GPU = {"platform": "cuda", "dtype": "bfloat16", "head_dim": 128, "length": 4096,
         ({"softcap": 50.0}, "fused"),
         ({"part": True}, "fused"),
         ({"window": 128}, "cudnn"),
-        ({"head_dim": 256}, "fused"),
+        ({"head_dim": 256}, "cudnn"),
+        ({"head_dim": 250}, "fused"),
         ({"head_dim": 512}, "blockwise"),
+        *(({"platform": f"cuda {capability}"}, "fused") for capability in ("8.0", "8.9", "10.0", "12.0")),
+        ({"platform": "cuda"}, "fused"),
         ({"platform": "rocm"}, "blockwise"),
         ({"platform": "cpu"}, "blockwise"),
         ({"platform": "cpu", "length": 256}, "xla"),
@@ -444,7 +448,9 @@ def test_auto_takes_the_fastest_that_can(changes, name):
         ({"packed": True}, "packed documents (data.packing=documents) would give it a [T, T] mask; use auto (fused or"),
         ({"softcap": 50.0}, "it has no model.attention_softcap"),
         ({"dtype": "float32"}, "it computes in 16 bits, and model.precision.compute is float32"),
-        ({"head_dim": 132}, "it takes a head_dim of at most 128, a multiple of 8, not 132"),
+        ({"head_dim": 132}, "it takes a head_dim of at most 256, a multiple of 8, not 132"),
+        ({"head_dim": 256, "platform": "cuda 8.0"}, "it takes a head_dim of at most 128, a multiple of 8, not 256"),
+        ({"head_dim": 256, "platform": "cuda 12.0"}, "it takes a head_dim of at most 128, a multiple of 8, not 256"),
         ({"platform": "rocm"}, "it runs on cuda, not on rocm; use auto (blockwise or xla)"),
         ({"part": True}, "with mesh.context=gather a device has a part, with ulysses all; use auto (fused"),
     ],
@@ -457,7 +463,44 @@ def test_a_kernel_that_cannot_is_refused_with_those_that_can(changes, said):
 
 
 def test_the_table_has_the_fused_kernels_limit():
-    assert KERNELS["fused"].head_dims[0] == MOST_HEAD_DIM
+    assert KERNELS["fused"].head_dims(Use(head_dim=1))[0] == MOST_HEAD_DIM
+
+
+@pytest.mark.parametrize(
+    ("installed", "widest"),
+    [((9, 22, 0), 128), ((9, 24, 0, 43), 128), ((9, 25, 0, 15), 256), ((10, 0), 256), (None, 256)],
+)
+def test_the_widest_head_of_cudnn_on_blackwell_depends_on_its_version(monkeypatch, installed, widest):
+    """NVIDIA/TransformerEngine#3056: an older one has no backward pass, and JAX lets it through."""
+    monkeypatch.setattr(kernels, "installed_cudnn", lambda: installed)
+    wide = Use(**{**GPU, "platform": "cuda 10.0", "head_dim": 256})
+    assert KERNELS["cudnn"].head_dims(wide)[0] == widest
+    assert any(refused("cudnn", wide)) == (widest == 128)
+
+
+def test_an_architecture_is_that_of_the_device_or_of_its_row_in_the_table():
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA RTX A6000", compute_capability="8.6")
+    assert architecture_of(device) == "cuda 8.6"
+    assert architecture_of(SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 NVL")) == "cuda 9.0"
+    assert architecture_of(SimpleNamespace(platform="gpu", device_kind="NVIDIA of tomorrow")) == "cuda"
+    assert architecture_of(SimpleNamespace(platform="gpu", device_kind="AMD Instinct MI300X")) == "rocm"
+    assert architecture_of(jax.devices()[0]) == "cpu"
+    assert {TABLE[name].architecture for name in ("h100", "b200", "l40s", "v5e")} == {
+        *("cuda 9.0", "cuda 10.0", "cuda 8.9", "tpu")
+    }
+
+
+def test_auto_takes_the_kernel_that_was_measured_to_be_faster(monkeypatch):
+    monkeypatch.setattr(kernels, "_MEASURED", {})
+    use = Use(**GPU)
+    assert [kernel.name for kernel in rivals("auto", use)] == ["cudnn", "fused"]
+    assert [kernel.name for kernel in rivals("auto", Use(**{**GPU, "platform": "cuda 8.9"}))] == ["fused", "cudnn"]
+    for asked, changes in (("cudnn", {}), ("auto", {"packed": True}), ("auto", {"platform": "cpu"})):
+        assert len(rivals(asked, Use(**{**GPU, **changes}))) == 1
+    kernels.settle(use, "fused", "measured")
+    assert (chosen("auto", use)[0].name, chosen("auto", use)[1]) == ("fused", "measured")
+    assert chosen("cudnn", use)[0].name == "cudnn"
+    assert chosen("auto", Use(**{**GPU, "window": 128}))[0].name == "cudnn"
 
 
 def test_a_layer_refuses_a_kernel_that_cannot():

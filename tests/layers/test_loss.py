@@ -12,8 +12,9 @@ import pytest
 from support import relative_error, sweep
 
 import jaxtp
-from jaxtp.layers.costs import Share, Working
-from jaxtp.layers.loss import loss_costs, vocab_parallel_token_losses
+from jaxtp.analysis.costs import Workload, Workspace
+from jaxtp.analysis.step_costs import loss_costs
+from jaxtp.layers.loss import vocab_parallel_token_losses
 from jaxtp.layers.parameter import Split
 from jaxtp.mesh import sized
 
@@ -41,10 +42,10 @@ def test_logits_exist_for_a_chunk_of_tokens(rows, length):
     logits = {math.prod(shape[:-1]) for shape in shapes if shape[-1:] == (V,) and len(shape) > 1} - {1, D}
     tokens = rows * length
     assert logits == {min(CHUNK, tokens), tokens % CHUNK or CHUNK}
-    share = Share(sizes=sized(), rows=rows, length=length)
+    work = Workload(sizes=sized(), rows=rows, length=length)
+    config = lambda size: jaxtp.ModelConfig(vocab_size=V, d_model=D, loss_chunk=size, precision=LOW)
     working = [
-        sum(cost.bytes for cost in loss_costs(share, V, D, size, LOW, None, tied=False) if isinstance(cost, Working))
-        for size in (CHUNK, 1)
+        sum(cost.bytes for cost in loss_costs(config(size), work) if isinstance(cost, Workspace)) for size in (CHUNK, 1)
     ]
     assert working[0] - working[1] == 2 * 4 * V * (max(logits) - 1)
 

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jaxtp
-from jaxtp.config import ConfigError, from_yaml, to_yaml
-from jaxtp.layers.branch import Small
+from jaxtp.config.schema import ConfigError, from_yaml, to_yaml
+from jaxtp.layers.branch import ShrinkSpec
 from jaxtp.layers.rope import UNSCALED, RopeScaling, apply_rope, rope_frequencies, rope_problems
 from jaxtp.mesh import sized
 from jaxtp.models.config import violations
@@ -122,8 +122,8 @@ def test_a_check_keeps_the_list_that_holds(before, length):
     factors = tuple(1 + i / 48 for i in range(48))
     scaling = dataclasses.replace(LONGROPE, original_length=2048, short_factor=factors, long_factor=factors[::-1])
     model = jaxtp.ModelConfig(head_dim=96, rope_scaling=scaling)
-    small = Small(tps=frozenset({1, 2}), shards=2, length=24, before=before)
-    found = model.block().smaller(small)
+    small = ShrinkSpec(tps=frozenset({1, 2}), shards=2, length=24, before=before)
+    found = model.block().shrink(small)
     assert (found["head_dim"], found["rope_scaling"].original_length) == (8, length)
     assert found["rope_scaling"].short_factor == factors[::12]
     assert found["rope_scaling"].long_factor == factors[::-12]

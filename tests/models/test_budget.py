@@ -11,9 +11,9 @@ from flax import nnx
 from support import sizes_of, sweep, sweep_of
 
 import jaxtp
-from jaxtp.audit.census import count_collectives
+from jaxtp.analysis.census import count_collectives
 from jaxtp.layers import remat
-from jaxtp.layers.lora import LoraConfig, trained
+from jaxtp.layers.lora import LoraConfig, freeze
 from jaxtp.layers.loss import LOSS
 from jaxtp.layers.parameter import GRADIENTS
 from jaxtp.mesh import mesh_sizes
@@ -31,7 +31,9 @@ def block_collectives(mesh, policy, **config):
     mesh = jaxtp.make_mesh(*mesh)
     with jax.set_mesh(mesh):
         abstract = nnx.eval_shape(lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)))
-        graph, params, frozen = nnx.split(abstract, trained(config.lora), ...)
+        if config.lora.rank:
+            freeze(abstract)  # as the decoder does with all of its blocks
+        graph, params, frozen = nnx.split(abstract, nnx.Param, ...)
         block = jax.checkpoint(lambda x, *states: nnx.merge(graph, *states)(x), policy=remat.policy(policy))
         x = jax.ShapeDtypeStruct((B, T, config.d_model), jnp.float32)
         jaxpr = jax.make_jaxpr(jax.grad(lambda *args: block(*args).sum(), argnums=(0, 1)))(x, params, frozen)

@@ -13,23 +13,18 @@ from hypothesis import strategies as st
 from support import TOLERANCE, random_weights, relative_error, sizes_of, state_on_mesh, sweep, without_mesh
 
 import jaxtp
-from jaxtp.check import parity
-from jaxtp.check.shrink import ONE_DEVICE, Case
-from jaxtp.config import ConfigError
+from jaxtp.analysis.costs import Workload
+from jaxtp.analysis.step_costs import costs_of
+from jaxtp.config.schema import ConfigError
+from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.layers.context import Sequences, num_routes, routes
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of, sized
-from jaxtp.models.costs import costs_of
-from jaxtp.models.reader import Reader
-from jaxtp.train.config import (
-    DataConfig,
-    LoopConfig,
-    MeshConfig,
-    OptimizerConfig,
-    TrainConfig,
-    describe_context,
-    share_of,
-)
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case
+from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
+from jaxtp.train.run_report import describe_context
+from jaxtp.train.validation import share_of
 
 T = 16
 LLAMA = jaxtp.ModelConfig(
@@ -158,7 +153,10 @@ def test_the_device_with_the_most_work_has_its_share_of_all(model, cp, method, z
     run = dataclasses.replace(variant(**model), mesh=MeshConfig(context=method), data=DataConfig(sequence_length=4096))
     share, whole = (share_of(run, sized(cp=size, tp=tp)) for size, tp in ((cp, 2), (1, 1)))
     assert run.model.zigzag(share) == zigzag
-    most, all_of_it = (sum(p.flops * p.counted for p in costs_of(run.model, each).attention) for each in (share, whole))
+    most, all_of_it = (
+        sum(p.flops * p.counted for p in costs_of(run.model, Workload(**vars(each))).attention)
+        for each in (share, whole)
+    )
     assert most == pytest.approx(all_of_it / (cp * 2), rel=0.02)
 
 
@@ -244,8 +242,8 @@ def test_what_users_ask_of_a_model_is_refused_in_one_sentence():
     with jax.set_mesh(mesh_of(sized(cp=8, tp=2))):
         with pytest.raises(ConfigError, match=r"mesh.context=ulysses: mesh.cp=8 does not divide the 4 query heads"):
             jax.eval_shape(lambda ids: build()(ids, context="ulysses"), ids)
-        with pytest.raises(ConfigError, match=r"a cache is not divided over cp, and the mesh has cp=8; use cp=1"):
-            jax.eval_shape(lambda ids: Reader(build()).continue_rows(ids, (), ids[:, 0]), ids)
+        with pytest.raises(ConfigError, match=r"a KV cache cannot be split over cp, and the mesh has cp=8; use cp=1"):
+            jax.eval_shape(lambda ids: DecodeModel(build()).continue_rows(ids, (), ids[:, 0]), ids)
 
 
 @pytest.mark.parametrize("length", [15, 1])

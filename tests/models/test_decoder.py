@@ -11,7 +11,7 @@ from flax import nnx
 from support import assert_close, random_weights, sweep, without_mesh
 
 import jaxtp
-from jaxtp.config import ConfigError
+from jaxtp.config.schema import ConfigError
 from jaxtp.layers.remat import RematPolicy
 
 PLAIN = jaxtp.ModelConfig(
@@ -141,3 +141,14 @@ def test_a_model_that_does_not_fit_the_mesh_is_refused_with_what_does():
     message = r"d_model=\d+ is not divisible by mesh.fsdp=7; fsdp can be 1, 2, 4"
     with jax.set_mesh(jaxtp.make_mesh(fsdp=7)), pytest.raises(ConfigError, match=message):
         jaxtp.Decoder(PLAIN, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("sizes", [{"cp": 3}, {"cp": 5, "tp": 2}, {"fsdp": 2, "cp": 3}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"num_experts": 4, "d_ff": 10}, {"norm": "layer", "mlp": "plain"}], ids=str)
+def test_a_width_that_context_parallelism_does_not_divide_is_refused_with_what_fits(sizes, changes):
+    """The hints build the model's branches, for which the mesh in context is not the one that is asked about."""
+    model = jaxtp.ModelConfig(d_model=64, num_layers=1, **changes)
+    product = sizes["cp"] * sizes.get("fsdp", 1)
+    nearest = f"or d_model {64 // product * product} or {-(-64 // product) * product}"
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)), pytest.raises(ConfigError, match=nearest):
+        jaxtp.Decoder(model, rngs=nnx.Rngs(0))

@@ -11,11 +11,11 @@ from flax import nnx
 from support import assert_close, by_name, random_weights, sizes_of, state_on_mesh, sweep
 
 import jaxtp
-from jaxtp.check import parity
-from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_of
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.step import loss_and_grads
 
@@ -127,6 +127,33 @@ def test_a_mesh_equals_one_device(tried):
     assert errors.within(parity.TOLERANCES["float32"]), errors
     assert numbers.problems == ()
     assert any("mlp.router" in name for name in numbers.gradients) or CONFIGS[name].model.lora.rank
+
+
+UNCHOSEN = variant(
+    optimizer="adafactor",
+    num_experts=128,  # a dim from which on adafactor factors
+    d_model=128,
+    d_ff=8,
+    num_layers=1,
+    loop=LoopConfig(steps=10, balance_loss=0.0),
+)
+"""More experts than a batch has choices of."""
+
+
+@pytest.mark.parametrize("mesh", sweep([(1, 2, 1, 2), (2, 1, 2, 2), (1, 8, 1, 1)]), ids=str)
+def test_columns_of_a_router_that_no_token_chose_stay_as_they_are(mesh):
+    """Adafactor divides a gradient by its size: of the rounding of a zero it made a full step, another on each mesh."""
+    config = dataclasses.replace(UNCHOSEN, optimizer=dataclasses.replace(UNCHOSEN.optimizer, weight_decay=0.0))
+    initial = parity.initial_arrays(config)
+    found = [parity.run(config, each, initial) for each in (ONE_DEVICE, Case(sizes_of(mesh), False))]
+    for numbers in found:
+        gradient = numbers.gradients["blocks.mlp.router"][0]
+        chosen = np.unique(numbers.choices[0][0][0])
+        unchosen = np.setdiff1d(np.arange(128), chosen)
+        assert unchosen.size
+        assert not gradient[:, unchosen].any()
+    errors = parity.compare(*reversed(found))
+    assert errors.within(parity.TOLERANCES["float32"]), errors
 
 
 @pytest.mark.wide

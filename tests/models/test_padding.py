@@ -12,22 +12,23 @@ from hypothesis import strategies as st
 from support import random_weights, state_on_mesh, sweep, without_mesh
 
 import jaxtp
-from jaxtp.check import parity
-from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.analysis.step_costs import describe_padding, step_costs
 from jaxtp.checkpoint.logical import from_logical, named_variables, to_logical
-from jaxtp.checkpoint.safetensors import read_header
-from jaxtp.config import ConfigError
+from jaxtp.config.schema import ConfigError
+from jaxtp.generate.decode_model import DecodeModel
+from jaxtp.hf.safetensors import read_header
 from jaxtp.layers.attention import HeadSplit
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Split, cut, logical_shape, pad, padding_of
 from jaxtp.mesh import mesh_sizes, sized
 from jaxtp.models.config import padded_sizes
-from jaxtp.models.costs import describe_padding, step_costs
-from jaxtp.models.reader import Reader
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
-from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig, check
+from jaxtp.train.config import DataConfig, LoopConfig, MeshConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.state import plan_state
 from jaxtp.train.step import make_train_step
+from jaxtp.train.validation import check
 
 SIZES = {"9 and 3": (9, 3, 100), "28 and 4": (28, 4, 300), "7 and 1": (7, 1, 77)}
 BASE = TrainConfig(
@@ -157,7 +158,7 @@ def test_a_cache_of_padded_heads_generates_what_one_device_does():
 
         def read(state):
             model = nnx.merge(graph, state)
-            reader = Reader(model)
+            reader = DecodeModel(model)
             first, memories = reader.continue_rows(ids[:, :4], reader.empty(4, 6), jnp.zeros(4, jnp.int32))
             last, _ = reader.continue_rows(ids[:, 4:], memories, jnp.full(4, 4))
             return model.logits_of_hidden(jnp.concatenate([first, last], axis=1)), model(ids)

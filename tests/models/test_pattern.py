@@ -12,13 +12,13 @@ from flax import nnx
 from support import assert_close, by_name, cached_and_whole, random_weights, state_on_mesh, without_mesh
 
 import jaxtp
-from jaxtp.config import ConfigError, from_yaml, to_yaml
+from jaxtp.config.schema import ConfigError, from_yaml, to_yaml
 from jaxtp.mesh import sized
 from jaxtp.models.config import checked
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.folder import RunFolderError, checkpoint_info
 from jaxtp.train.resume import check_resumable
+from jaxtp.train.run_folder import RunFolderError, checkpoint_info
 
 B, T = 8, 8
 PLAIN = jaxtp.ModelConfig(

@@ -12,12 +12,12 @@ from flax import nnx
 from support import MESHES, TOLERANCE, random_weights, relative_error, state_on_mesh, sweep, without_mesh
 
 import jaxtp
-from jaxtp.audit.census import count_collectives
+from jaxtp.analysis.census import count_collectives
+from jaxtp.generate.decode_model import decode_mesh, to_decode_model, weight_bytes
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.rope import RopeScaling
 from jaxtp.mesh import batch_parts, mesh_sizes
-from jaxtp.models.reader import laid_out, reading_bytes, reading_mesh
 
 B, T = 8, 16
 PLAIN = jaxtp.ModelConfig(
@@ -90,8 +90,8 @@ def test_reading_in_parts_equals_reading_at_once(case):
     ids = np.random.default_rng(0).integers(0, MODELS[name].vocab_size, (B, T), np.int32)
     with jax.set_mesh(mesh) if mesh else nullcontext():
         expected = np.asarray(jax.jit(lambda state: nnx.merge(graph, state)(ids))(state), np.float64)
-    whole = mesh and reading_mesh(mesh)
-    reader, weights = nnx.split(laid_out(nnx.merge(graph, state), whole))
+    whole = mesh and decode_mesh(mesh)
+    reader, weights = nnx.split(to_decode_model(nnx.merge(graph, state), whole))
     parts = batch_parts(mesh_sizes(whole))
     found, lengths = np.full(expected.shape, np.nan), np.zeros(B, np.int32)
 
@@ -141,8 +141,8 @@ def test_reading_in_parts_equals_reading_at_once(case):
 def test_the_cache_is_split_over_rows_and_kv_heads(sizes, heads):
     """Each device holds its rows and heads; two kv heads over eight devices are held four times each."""
     mesh = jaxtp.make_mesh(*sizes)
-    reader = laid_out(nnx.merge(*built("shared", mesh)), reading_mesh(mesh))
-    with jax.set_mesh(reading_mesh(mesh)):
+    reader = to_decode_model(nnx.merge(*built("shared", mesh)), decode_mesh(mesh))
+    with jax.set_mesh(decode_mesh(mesh)):
         memories = jax.jit(lambda: reader.empty(B, T))()
     dp, fsdp, tp = sizes
     keys_and_values = jax.tree.leaves(memories)
@@ -156,19 +156,19 @@ def test_weights_are_whole_but_for_tp_and_in_the_compute_dtype():
     config = dataclasses.replace(PLAIN, precision=jaxtp.Precision(compute="bfloat16"))
     with jax.set_mesh(mesh):
         model = jax.jit(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)))()
-    reader = laid_out(model, reading_mesh(mesh), donate=True)
+    reader = to_decode_model(model, decode_mesh(mesh), donate=True)
     arrays = jax.tree.leaves(nnx.state(reader))
     assert {str(array.dtype) for array in arrays} == {"bfloat16"}
     shares = {(array.ndim > 1, array.size // array.addressable_shards[0].data.size) for array in arrays}
     assert shares == {(True, 2), (False, 1)}, "norms are on every device"
     held = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards) // 8
-    assert held == reading_bytes(model, mesh_sizes(mesh))
+    assert held == weight_bytes(model, mesh_sizes(mesh))
     assert all(array.is_deleted() for array in jax.tree.leaves(nnx.state(model)))
 
 
 def test_reading_a_token_moves_two_sums_a_layer_and_none_of_the_cache():
     mesh = jaxtp.make_mesh(tp=8)
-    reader, weights = nnx.split(laid_out(nnx.merge(*built("plain", mesh)), mesh))
+    reader, weights = nnx.split(to_decode_model(nnx.merge(*built("plain", mesh)), mesh))
     with jax.set_mesh(mesh):
         memories = jax.eval_shape(lambda: nnx.merge(reader, weights).empty(B, T))
         read = lambda weights, memories, ids: nnx.merge(reader, weights).continue_rows(ids, memories, ids[:, 0])

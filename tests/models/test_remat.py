@@ -7,9 +7,9 @@ from accounts import kept, kept_activations
 from support import sweep_of
 
 import jaxtp
+from jaxtp.analysis.step_costs import step_costs
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import sized
-from jaxtp.models.costs import step_costs
 
 B, T = 2, 16
 MODEL = jaxtp.ModelConfig(

@@ -11,17 +11,17 @@ from support import assert_close, cached_and_whole, random_weights, sweep_of, wi
 from toy_layer import GatedConvolution, ToyModel, WrongModel
 
 import jaxtp
-from jaxtp.check.locate import first_difference
-from jaxtp.check.parity import TOLERANCES, initial_arrays
-from jaxtp.check.run import verdicts
-from jaxtp.check.shrink import Case, default_cases, shrink
-from jaxtp.config import ConfigError, changed, to_plain, validate
-from jaxtp.estimate.search import describe_model, search, target
-from jaxtp.hardware_file import find
+from jaxtp.analysis.hardware_file import find
+from jaxtp.analysis.step_costs import step_costs
+from jaxtp.config.schema import ConfigError, changed, to_plain, validate
 from jaxtp.layers.parameter import Precision
 from jaxtp.mesh import fitting_meshes, mesh_of, sized
 from jaxtp.models.config import checked, violations
-from jaxtp.models.costs import step_costs
+from jaxtp.tools.check.__main__ import verdicts
+from jaxtp.tools.check.first_difference import first_difference
+from jaxtp.tools.check.parity import TOLERANCES, initial_arrays
+from jaxtp.tools.check.shrink import Case, default_cases, shrink
+from jaxtp.tools.estimate.search import describe_model, search, target
 from jaxtp.train.config import DataConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 

@@ -7,9 +7,9 @@ from accounts import B, T, compiled_flops
 from support import sizes_of, sweep_of
 
 import jaxtp
+from jaxtp.analysis.step_costs import step_costs
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import mesh_sizes, sized
-from jaxtp.models.costs import step_costs
 
 MODEL = jaxtp.ModelConfig(
     vocab_size=61, d_model=32, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64, loss_chunk=8

@@ -68,7 +68,9 @@ def test_the_same_command_on_a_finished_run_says_so(tmp_path, text, capsys):
     command = [*SMALL, *text, *run, "--train.steps", "3", *mesh(1, 1, 2)]
     assert main(command) == 0
     assert main(command) == 0
-    assert "already at step 3, and train.steps=3: raise it to go on" in capsys.readouterr().out
+    assert (
+        "already at step 3, and train.steps=3: raise it, or train.epochs if you give epochs" in capsys.readouterr().out
+    )
     assert list(records(tmp_path / "run", "eval_loss")) == [0, 3], "a run that resumes does not repeat the first"
     assert list(records(tmp_path / "run")) == [1, 2, 3]
 
@@ -156,7 +158,10 @@ MISTAKES = {
         "it attends from whole sequences, and with mesh.context=gather a device has a part, with ulysses all; use auto",
     ),
     "cp of zero": ("--mesh.cp 0", "cp=0: a mesh axis is a positive number of devices"),
-    "a negative cp": ("--mesh.cp -2", "cp=-2: a mesh axis is a positive number of devices, or -1 for what is left"),
+    "a negative cp": (
+        "--mesh.cp -2",
+        "cp=-2: a mesh axis is a positive number of devices, or -1 for the remaining ones",
+    ),
     "two axes left over, one of them cp": ("--mesh.cp -1 --mesh.tp -1", "only one axis can be -1"),
     "no such method": ("--mesh.context nonsense", "--mesh.context nonsense: should be 'auto', 'ulysses' or 'gather'"),
     "more cp than devices": (
@@ -171,7 +176,7 @@ MISTAKES = {
         "needs 8000000 devices, and there are 16; dp can be 1, 2\n",
     ),
     "no such config": ("--config nowhere.yaml", "nowhere.yaml: No such file"),
-    "config without a file": ("--config", "--config needs a file"),
+    "config without a file": ("--config", "--config needs a value"),
     "no such text": ("--data.path nowhere.txt", "data.path=nowhere.txt: there is no such file or dataset"),
     "folder for text": ("--data.path .", "has no dataset.json: it is not a dataset"),
     "vocabulary too small": ("--model.vocab-size 100", "go up to 255, and model.vocab_size=100 has fewer"),

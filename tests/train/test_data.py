@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from runs import SMALL, mesh, records
 
-from jaxtp.prepare.__main__ import main as prepare
+from jaxtp.data.prepare.__main__ import main as prepare
 from jaxtp.train.__main__ import main as train
 
 WORDS = ["tensor", "mesh", "shard", "gather", "scatter", "reduce", "device", "axis"]

@@ -11,23 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from runs import SMOL_LM, TEXT, records, smol_lm
 
-from jaxtp.checkpoint import stored
-from jaxtp.config import ConfigError, from_yaml, to_plain
-from jaxtp.convert.__main__ import main as convert
+from jaxtp.checkpoint import storage
+from jaxtp.config.schema import ConfigError, from_yaml, to_plain
 from jaxtp.data.manifest import TokenizerInfo
-from jaxtp.hf.attributes import stored_dtype
+from jaxtp.hf.config_json import stored_dtype
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.mesh import sized
+from jaxtp.mesh import fitting_meshes, sized
 from jaxtp.models.config import ModelConfig
-from jaxtp.train import defaults, initialisation
+from jaxtp.tools.convert.__main__ import main as convert
+from jaxtp.train import defaults, init_source
 from jaxtp.train.__main__ import COMMAND as TRAIN
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import MeshConfig, RunConfig, TrainConfig, training_of, violations_on
-from jaxtp.train.defaults import fit
-from jaxtp.train.place import Place
+from jaxtp.train.config import DataConfig, MeshConfig, RunConfig, TrainConfig, training_of
+from jaxtp.train.defaults import resolve_defaults
+from jaxtp.train.devices import DeviceInfo, missing_bytes
+from jaxtp.train.resume import check_resumable
+from jaxtp.train.validation import violations_on
 
-GPUS = Place(devices=8, per_process=8, bfloat16=True, kind="GPUs")
-CPU = Place(devices=1, per_process=1, bfloat16=False, kind="virtual CPU devices")
+GPUS = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="GPUs")
+CPU = DeviceInfo(count=1, per_process=1, bfloat16=False, kind="virtual CPU devices")
 
 
 @pytest.fixture
@@ -42,22 +44,24 @@ def ask(tmp_path, model):
     def resolved(*flags, place=GPUS, begins=("--model.from-hf", str(model))):
         if not flags:  # parsing takes longer than all the rest
             begun = ModelConfig(from_hf=model) if begins else ModelConfig()
-            return fit(TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), {"run.dir"}, place)
+            return resolve_defaults(TrainConfig(run=RunConfig(dir=tmp_path / "run"), model=begun), {"run.dir"}, place)
         argv = ["--run.dir", str(tmp_path / "run"), *begins, *flags]
-        return TRAIN.load(argv, partial(fit, place=place))
+        return TRAIN.load(argv, partial(resolve_defaults, devices=place))
 
     return resolved
 
 
 def test_adapters_of_a_mixture_are_where_they_can_be(tmp_path):
     model = ModelConfig(num_experts=4, experts_per_token=2, lora=LoraConfig(rank=2))
-    config, notes = fit(TrainConfig(model=model), {"run.dir", "model.precision.compute", "mesh"}, CPU)
+    config, notes = resolve_defaults(TrainConfig(model=model), {"run.dir", "model.precision.compute", "mesh"}, CPU)
     attention = ("q_proj", "k_proj", "v_proj", "o_proj")
     assert config.model.lora.targets == attention
     (note,) = (note for note in notes if note.startswith("model.lora"))
     assert note.startswith(f"model.lora.targets = {' '.join(attention)}: gate_proj, up_proj, down_proj are of experts")
     given = {"run.dir", "model.precision.compute", "mesh", "model.lora.targets"}
-    assert fit(TrainConfig(model=model), given, CPU)[0].model.lora == model.lora, "what is given is refused later"
+    assert resolve_defaults(TrainConfig(model=model), given, CPU)[0].model.lora == model.lora, (
+        "what is given is refused later"
+    )
 
 
 def test_a_trained_model_gets_the_defaults_of_fine_tuning(ask, model):
@@ -115,9 +119,30 @@ def test_a_recipe_has_the_sizes_of_its_model_and_leaves_no_default_open(recipe, 
     file = Path(__file__).parents[2] / f"configs/{recipe}.yaml"
     alone = from_yaml(TrainConfig, file)
     flags = ["--config", str(file), "--model.from-hf", str(tmp_path)]
-    config, notes = TRAIN.load(flags, partial(fit, place=GPUS))
+    config, notes = TRAIN.load(flags, partial(resolve_defaults, devices=GPUS))
     assert notes == []
     assert training_of(config) == dataclasses.replace(alone, model=dataclasses.replace(alone.model, from_hf=tmp_path))
+
+
+H100S = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="h100", memory=63.7e9, platform="cuda")
+
+
+@pytest.mark.parametrize(
+    ("length", "param"), [(1024, "float32"), (4096, "float32"), (8192, "float32"), (8192, "bfloat16")]
+)
+def test_a_default_mesh_fits_the_memory_if_one_does(tmp_path, length, param):
+    """By the account of an estimate: of 70B with adapters it said that a mesh fits, and below that it does not."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_70B | {"num_hidden_layers": 80}))
+    flags = [f"--model.from-hf={tmp_path}", "--model.lora.rank=16", f"--data.sequence-length={length}"]
+    config, notes = TRAIN.load([*flags, f"--model.precision.param={param}"], partial(resolve_defaults, devices=H100S))
+    able = [sizes for sizes in fitting_meshes(8) if sizes["cp"] == 1 and not any(violations_on(config, sizes))]
+    lacks = {tuple(sizes.values()): missing_bytes(config, sizes, H100S) for sizes in able}
+    assert lacks[tuple(config.mesh.sizes.values())] == min(lacks.values())
+    told = [note for note in notes if note.startswith("mesh = ") and "the mesh that lacks the least memory" in note]
+    assert bool(told) == (min(lacks.values()) > 0)
+    if (length, param) == (4096, "float32"):
+        assert 0 in lacks.values()
+        assert lacks[1, 4, 1, 2] > 0, "which moves the least of those that divide the weights the most"
 
 
 GIVEN = {
@@ -136,7 +161,7 @@ FLAGS = [
 def test_what_is_given_stays_even_where_it_is_the_default_of_other_runs(ask, tmp_path, by_file):
     (tmp_path / "own.yaml").write_text(yaml.safe_dump(GIVEN))
     flags = ["--config", str(tmp_path / "own.yaml")] if by_file else FLAGS
-    config, notes = ask(*flags, place=Place(6, 6, bfloat16=True, kind="GPUs"))
+    config, notes = ask(*flags, place=DeviceInfo(6, 6, bfloat16=True, kind="GPUs"))
     assert (config.optimizer.learning_rate, config.optimizer.warmup_steps) == (5e-3, 20)
     assert (config.data.sequence_length, config.model.precision.compute) == (128, "float32")
     assert (config.mesh.tp, config.mesh.fsdp) == (3, -1)
@@ -145,11 +170,15 @@ def test_what_is_given_stays_even_where_it_is_the_default_of_other_runs(ask, tmp
 
 def test_a_mesh_that_is_given_and_does_not_fit_is_refused_for_itself(model):
     model = ModelConfig(from_hf=model)
-    fsdp, _ = fit(TrainConfig(model=model, mesh=MeshConfig(fsdp=5)), {"mesh.fsdp", "data.global_batch_size"}, GPUS)
+    fsdp, _ = resolve_defaults(
+        TrainConfig(model=model, mesh=MeshConfig(fsdp=5)), {"mesh.fsdp", "data.global_batch_size"}, GPUS
+    )
     assert {line.partition(" is not")[0] for line in violations_on(fsdp, vars(fsdp.mesh))} == {
         *("model.d_model=576", "data.global_batch_size=16"),
     }
-    config, _ = fit(TrainConfig(model=model, mesh=MeshConfig(tp=4, allow_padding=False)), {"mesh.tp"}, GPUS)
+    config, _ = resolve_defaults(
+        TrainConfig(model=model, mesh=MeshConfig(tp=4, allow_padding=False)), {"mesh.tp"}, GPUS
+    )
     (heads, kv_heads) = violations_on(config, vars(config.mesh), devices=8)
     assert heads == "mesh.tp=4 pads 9 query heads to 12, and mesh.allow_padding is false; tp can be 1, 3"
     assert "mesh.tp=4" in kv_heads
@@ -188,6 +217,16 @@ def test_the_length_is_the_models_and_the_dtype_that_of_the_devices(ask, model, 
     assert (config.data.sequence_length, config.model.precision.compute) == (length, "bfloat16")
 
 
+@pytest.mark.parametrize(("length", "warns"), [(65, True), (64, False)])
+def test_sequences_longer_than_those_of_the_model_are_noted(model, tmp_path, length, warns):
+    (model / "config.json").write_text(json.dumps(SMOL_LM | {"max_position_embeddings": 64}))
+    config = TrainConfig(data=DataConfig(sequence_length=length), model=ModelConfig(from_hf=model))
+    note = init_source.describe_length(config, init_source.resolve(config)[1])
+    assert (note is not None and "65 tokens, but the model was made for 64 (max_position_embeddings" in note) == warns
+    gone = dataclasses.replace(config, model=ModelConfig(from_hf=tmp_path / "gone"))
+    assert init_source.describe_length(gone, init_source.HFSource(path=gone.model.from_hf, model=None)) is None
+
+
 def test_a_sequence_is_no_longer_than_the_learned_positions(ask, model):
     gpt2 = {"model_type": "gpt2", "vocab_size": 512, "n_positions": 96, "n_embd": 32, "n_head": 4, "n_layer": 2}
     (model / "config.json").write_text(json.dumps(gpt2))
@@ -199,6 +238,37 @@ def test_without_a_dtype_in_its_configuration_a_model_has_that_of_its_weights(mo
     header = json.dumps({"a": {"dtype": "BF16", "shape": [1], "data_offsets": [0, 2]}}).encode()
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0\0")
     assert stored_dtype(model) == "bfloat16"
+
+
+def write_weights(folder, dtypes):
+    """Writes a tensor of each dtype."""
+    names = {f"tensor{i}": {"dtype": dtype, "shape": [0], "data_offsets": [0, 0]} for i, dtype in enumerate(dtypes)}
+    header = json.dumps(names).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
+@pytest.mark.parametrize(
+    ("stored", "param"),
+    [
+        (["F32"], "float32"),
+        (["BF16"], "bfloat16"),
+        (["F16"], "float16"),
+        (["BF16", "F16"], "float32"),
+        (None, "bfloat16"),  # no weights, as for an estimate: config.json says it
+    ],
+    ids=str,
+)
+def test_weights_that_adapters_leave_frozen_have_the_dtype_of_their_files(ask, model, stored, param):
+    if stored is not None:
+        write_weights(model, stored)
+    config, notes = ask("--model.lora.rank", "8")
+    assert (config.model.precision.param, config.model.lora.dtype) == (param, "float32")
+    assert not [line for line in violations_on(config, vars(config.mesh)) if "float16" in line]
+    reason = f"model.precision.param = {param}: the frozen weights as {model} has them; adapters in float32"
+    assert (reason in notes) == (param != "float32")
+    asked = ask("--model.lora.rank", "8", "--model.precision.param", "float32")[0]
+    assert asked.model.precision.param == "float32"
+    assert ask()[0].model.precision.param == "float32", "which is trained"
 
 
 @given(
@@ -213,20 +283,20 @@ def test_without_a_dtype_in_its_configuration_a_model_has_that_of_its_weights(mo
 def test_a_chosen_mesh_fits_the_model_the_devices_and_what_is_given(heads, shared, d_model, devices, hosts, fixed):
     model = ModelConfig(num_heads=heads * shared, num_kv_heads=heads, d_model=d_model * 8, d_ff=heads * shared * 8)
     config = TrainConfig(model=model, mesh=MeshConfig(**fixed))
-    place = Place(devices * hosts, devices, bfloat16=True, kind="GPUs")
-    fitted, _ = fit(config, {f"mesh.{axis}" for axis in fixed} | {"data.global_batch_size"}, place)
+    place = DeviceInfo(devices * hosts, devices, bfloat16=True, kind="GPUs")
+    fitted, _ = resolve_defaults(config, {f"mesh.{axis}" for axis in fixed} | {"data.global_batch_size"}, place)
     sizes = vars(fitted.mesh)
     assert fixed.items() <= sizes.items()
     if fitted.mesh != config.mesh:
         assert not list(violations_on(fitted, sizes))
         count = sizes["dp"] * sizes["fsdp"] * sizes["tp"]
-        assert count == place.devices if hosts > 1 else count <= place.devices
+        assert count == place.count if hosts > 1 else count <= place.count
     elif not fixed:
         assert hosts > 1 or not list(violations_on(fitted, sizes)), "one device holds any model"
 
 
 def test_the_batch_grows_where_there_are_more_devices_than_rows(ask):
-    config, _ = ask(place=Place(devices=64, per_process=8, bfloat16=True, kind="GPUs"))
+    config, _ = ask(place=DeviceInfo(count=64, per_process=8, bfloat16=True, kind="GPUs"))
     assert config.data.global_batch_size == 64
     assert not list(violations_on(config, vars(config.mesh)))
 
@@ -241,14 +311,14 @@ def test_the_batch_grows_where_there_are_more_devices_than_rows(ask):
 def test_a_run_that_begins_with_a_model_has_a_folder_of_its_own(tmp_path, where, run):
     (tmp_path / where).parent.mkdir(parents=True)
     config = TrainConfig(model=ModelConfig(from_hf=smol_lm(tmp_path / where)))
-    assert fit(config, set(), GPUS)[0].run.dir == Path(run)
-    assert fit(config, {"run.dir"}, GPUS)[0].run.dir == TrainConfig().run.dir
+    assert resolve_defaults(config, set(), GPUS)[0].run.dir == Path(run)
+    assert resolve_defaults(config, {"run.dir"}, GPUS)[0].run.dir == TrainConfig().run.dir
 
 
 def test_a_run_that_begins_with_a_link_to_itself_is_one_error(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    with pytest.raises(stored.CheckpointError, match="no finished checkpoint there"):
-        fit(TrainConfig(run=RunConfig(init_from=tmp_path / "loop")), set(), GPUS)
+    with pytest.raises(storage.CheckpointError, match="no finished checkpoint there"):
+        resolve_defaults(TrainConfig(run=RunConfig(init_from=tmp_path / "loop")), set(), GPUS)
 
 
 BEFORE = {
@@ -267,55 +337,71 @@ def test_a_run_whose_newest_checkpoint_is_damaged_keeps_what_the_one_before_it_h
 
     def read(folder):
         if folder.name == "20":
-            raise stored.DamagedError("damaged")
+            raise storage.DamagedError("damaged")
         return BEFORE
 
-    monkeypatch.setattr(stored, "stored_info", read)
+    monkeypatch.setattr(storage, "read_info", read)
     assert ask()[0].optimizer.learning_rate == 0.25
+
+
+@pytest.mark.parametrize("recorded", [{}, {"dtype": "float32"}], ids=["0.2", "0.3"])
+def test_a_run_of_adapters_goes_on_in_the_dtypes_that_it_has(tmp_path, monkeypatch, ask, recorded):
+    """Until 0.2 adapters had the dtype of the weights beside them."""
+    model = {"precision": {"compute": "float32", "param": "bfloat16"}, "lora": {"rank": 8, **recorded}}
+    before = BEFORE | {"config": BEFORE["config"] | {"model": model}}
+    monkeypatch.setattr(defaults, "newest_info", lambda run: before)
+    config, _ = ask("--model.lora.rank", "8")
+    assert config.model.precision.param == "bfloat16"
+    assert config.model.lora.dtype == recorded.get("dtype", "bfloat16")
+    plain = to_plain(config)
+    if not recorded:
+        del plain["model"]["lora"]["dtype"]
+    assert check_resumable(config, {}, {"config": plain, "corpus": {}}) == []
 
 
 def test_a_run_that_cannot_be_read_now_is_not_taken_for_a_new_one(tmp_path, monkeypatch, ask):
     (tmp_path / "run/checkpoints/20/state").mkdir(parents=True)
 
     def fail(folder):
-        raise stored.CheckpointError("cannot be read, which may pass")
+        raise storage.CheckpointError("cannot be read, which may pass")
 
-    monkeypatch.setattr(stored, "stored_info", fail)
-    with pytest.raises(stored.CheckpointError, match="may pass"):
+    monkeypatch.setattr(storage, "read_info", fail)
+    with pytest.raises(storage.CheckpointError, match="may pass"):
         ask()
 
 
-def test_a_run_does_not_begin_with_itself(tmp_path, monkeypatch):
-    monkeypatch.setattr(initialisation, "newest", lambda run: run / "checkpoints/60")
+def run_source(path, checkpoint, **stored):
+    return init_source.RunSource(path=path, checkpoint=checkpoint, stored=stored, model=ModelConfig())
+
+
+def test_a_run_does_not_begin_with_itself(tmp_path):
     run = RunConfig(dir=tmp_path / "a", init_from=tmp_path / "a")
     with pytest.raises(ConfigError, match=r"is the run in run.dir=.* itself; name another folder"):
-        initialisation.check_origin(TrainConfig(run=run))
+        run_source(run.init_from, run.init_from / "checkpoints/60").check(TrainConfig(run=run))
 
 
-def test_a_run_goes_on_with_the_tokens_that_the_one_before_was_trained_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(initialisation, "newest", lambda run: run)
-    monkeypatch.setattr(initialisation, "stored_info", lambda run: {"corpus": {"tokenizer": "0123"}})
-    config = TrainConfig(run=RunConfig(init_from=tmp_path))
-    initialisation.check_tokenizer(config, TokenizerInfo("huggingface", "0123", 256, None))
+def test_a_run_goes_on_with_the_tokens_that_the_one_before_was_trained_on(tmp_path):
+    source = run_source(tmp_path, tmp_path, corpus={"tokenizer": "0123"})
+    source.check_tokenizer(TokenizerInfo("huggingface", "0123", 256, None))
     with pytest.raises(ConfigError, match=r"of another tokenizer \(0123\) than these \(bytes\)"):
-        initialisation.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+        source.check_tokenizer(TokenizerInfo("bytes", None, 256, None))
 
 
 def test_bytes_are_not_the_tokens_of_a_model_with_a_tokenizer_of_another_kind(model):
-    config = TrainConfig(model=ModelConfig(from_hf=model))
-    initialisation.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+    source = init_source.HFSource(path=model, model=None)
+    source.check_tokenizer(TokenizerInfo("bytes", None, 256, None))
     (model / "tokenizer.model").write_bytes(b"a")
     with pytest.raises(ConfigError, match=r"the data are bytes, and .* has a tokenizer of its own"):
-        initialisation.check_tokenizer(config, TokenizerInfo("bytes", None, 256, None))
+        source.check_tokenizer(TokenizerInfo("bytes", None, 256, None))
 
 
 def test_a_run_of_ours_fits_the_devices_that_are_there(ask):
     for flags in ((), ("--model.num-heads", "6", "--model.num-kv-heads", "6", "--model.d-ff", "96")):
-        config, notes = ask(*flags, place=Place(2, 2, bfloat16=True, kind="GPUs"), begins=())
+        config, notes = ask(*flags, place=DeviceInfo(2, 2, bfloat16=True, kind="GPUs"), begins=())
         assert config.mesh.dp * config.mesh.fsdp * config.mesh.tp == 2
         assert [note.partition(" = ")[0] for note in notes] == ["model.precision.compute", "mesh"]
         assert config.optimizer == TrainConfig().optimizer
-    eight_cpus = dataclasses.replace(CPU, devices=8, per_process=8)
+    eight_cpus = dataclasses.replace(CPU, count=8, per_process=8)
     assert ask(begins=(), place=eight_cpus) == (TrainConfig(run=config.run), []), "where the defaults fit they stay"
 
 
@@ -327,14 +413,16 @@ def test_a_run_on_gpus_computes_in_bfloat16_unless_told_otherwise(ask):
     as_asked = ask(*whole_mesh, "--model.precision.compute", "float32", begins=())
     assert (as_asked[0].model.precision, as_asked[1]) == (TrainConfig().model.precision, [])
     old_gpus = dataclasses.replace(GPUS, bfloat16=False)
-    assert fit(TrainConfig(), set(), old_gpus) == (TrainConfig(), [])
+    assert resolve_defaults(TrainConfig(), set(), old_gpus) == (TrainConfig(), [])
 
 
 @pytest.mark.parametrize(("dtype", "place"), [("float32", GPUS), ("bfloat16", CPU)])
 def test_a_run_of_ours_that_goes_on_computes_in_the_dtype_that_it_has(dtype, place, monkeypatch):
     before = {"config": {**BEFORE["config"], "model": {"precision": {"compute": dtype}}}, "mesh": BEFORE["mesh"]}
     monkeypatch.setattr(defaults, "newest_info", lambda run: before)
-    config, notes = fit(TrainConfig(mesh=MeshConfig(dp=1, fsdp=1, tp=1)), {"mesh.dp", "mesh.fsdp", "mesh.tp"}, place)
+    config, notes = resolve_defaults(
+        TrainConfig(mesh=MeshConfig(dp=1, fsdp=1, tp=1)), {"mesh.dp", "mesh.fsdp", "mesh.tp"}, place
+    )
     assert config.model.precision.compute == dtype
     assert config.optimizer == TrainConfig().optimizer, "and nothing else of it"
     assert notes == (
@@ -362,7 +450,7 @@ def test_a_run_that_goes_on_keeps_what_it_has(ask, model, monkeypatch):
     assert config.model.precision.compute == "float32", "whatever the devices are now"
     assert config.mesh.sizes == sized(fsdp=2, tp=3)
     assert all(" has it" in note for note in notes)
-    config, _ = ask("--mesh.tp", "1", "--optimizer.learning-rate", "1e-6", place=Place(1, 1, True, "GPUs"))
+    config, _ = ask("--mesh.tp", "1", "--optimizer.learning-rate", "1e-6", place=DeviceInfo(1, 1, True, "GPUs"))
     assert (config.optimizer.learning_rate, config.mesh.fsdp) == (1e-6, 1), "fewer devices than before"
 
 

@@ -14,36 +14,28 @@ from runs import SMALL, TEXT, finish, mesh, records
 from support import sweep_of
 
 import jaxtp
-from jaxtp.audit.census import count_collectives
-from jaxtp.check import parity
-from jaxtp.check.shrink import ONE_DEVICE, Case
+from jaxtp.analysis import step_costs as costs
+from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.collective import ALL_TO_ALL
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.checkpoint.reader import open_checkpoint
+from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.collectives import axis_size
-from jaxtp.communication import ALL_TO_ALL
-from jaxtp.config import ConfigError, to_plain, validate
+from jaxtp.config.schema import ConfigError, to_plain, validate
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.generate.loading import _inference_config
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import TP, mesh_of, sized
-from jaxtp.models import costs
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import (
-    DataConfig,
-    LoopConfig,
-    OptimizerConfig,
-    TrainConfig,
-    check,
-    check_platform,
-    describe_experts,
-    describe_grouped,
-)
+from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import costs_of_step
-from jaxtp.train.report import Report
 from jaxtp.train.resume import check_resumable
+from jaxtp.train.run_report import Report, _describe_experts, describe_grouped
 from jaxtp.train.state import plan_state, trained_parameters
 from jaxtp.train.step import make_train_step, trace_step
+from jaxtp.train.validation import check, check_platform
 
 MODEL = jaxtp.ModelConfig(
     vocab_size=61,
@@ -167,9 +159,11 @@ def test_the_lines_of_a_run_say_the_balance(capsys):
     with Report() as report:
         report.logged(record, 10)
         report.logged(record | {"balance_loss": 1.0234}, 10)
-    plain, mixture = capsys.readouterr().out.splitlines()
+        report.logged(record, 10, is_first=True)
+    plain, mixture, first = capsys.readouterr().out.splitlines()
     assert plain == "step 3/10  loss 2.5000  640 tokens/s  0:07 left"
     assert mixture == "step 3/10  loss 2.5000  balance 1.02  640 tokens/s  0:07 left"
+    assert first == "step 3/10  loss 2.5000  640 tokens/s"
 
 
 @pytest.mark.parametrize(
@@ -181,8 +175,8 @@ def test_the_lines_of_a_run_say_the_balance(capsys):
     ],
 )
 def test_the_summary_says_how_experts_are_divided(tp, said):
-    assert describe_experts(MODEL, tp) == f"over tp {tp}: {said}"
-    assert describe_experts(dataclasses.replace(MODEL, num_experts=0), tp) is None
+    assert _describe_experts(MODEL, tp) == f"over tp {tp}: {said}"
+    assert _describe_experts(dataclasses.replace(MODEL, num_experts=0), tp) is None
 
 
 @pytest.mark.parametrize(
@@ -218,7 +212,7 @@ def test_a_bias_moves_by_no_more_than_scores_are():
 )
 def test_what_would_have_no_effect_is_refused(model, given):
     run = dataclasses.replace(RUN, model=model, train=LoopConfig(steps=10, **{given: 0.5}))
-    with pytest.raises(ConfigError, match=f"train.{given}=0.5 is of what model"):
+    with pytest.raises(ConfigError, match=f"train.{given}=0.5 has no effect while model"):
         check(run, ONE_DEVICE.sizes)
     check(dataclasses.replace(run, train=LoopConfig(steps=10)), ONE_DEVICE.sizes)
 

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import shutil
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -14,12 +15,12 @@ from hf_reference import FOLDER, TRAINED
 from runs import SMALL, TEXT, mesh, records
 
 import jaxtp
-from jaxtp.checkpoint.reader import open_checkpoint
-from jaxtp.checkpoint.safetensors import read_header
-from jaxtp.convert.__main__ import main as convert
+from jaxtp.checkpoint.storage import open_checkpoint
 from jaxtp.generate.__main__ import main as generate
 from jaxtp.hf.runs import load_merged
-from jaxtp.layers.lora import LoraConfig, LoraParam
+from jaxtp.hf.safetensors import read_header
+from jaxtp.layers.lora import LoraConfig
+from jaxtp.tools.convert.__main__ import main as convert
 from jaxtp.train.__main__ import main
 
 MODEL = jaxtp.ModelConfig(vocab_size=256, d_model=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, d_ff=64)
@@ -50,8 +51,13 @@ LORA = ["--model.lora.rank", "4", "--optimizer.learning-rate", "0.05", "--optimi
 
 @pytest.mark.journey
 def test_it_begins_where_the_model_is(tmp_path, command, model, capsys):
-    assert main([*command, *mesh(1, 2, 2), *LORA]) == 0
-    assert f"weights from {model}" in capsys.readouterr().out
+    short = shutil.copytree(model, tmp_path / "short")
+    attributes = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(attributes | {"max_position_embeddings": 16}))
+    assert main([*command, *mesh(1, 2, 2), *LORA, "--model.from-hf", str(short)]) == 0
+    output = capsys.readouterr().out
+    assert f"weights from {short}" in output
+    assert "length  sequences of 32 tokens, but the model was made for 16 " in output
     assert main([*command, *mesh(1, 1, 1), "--run.dir", str(tmp_path / "whole")]) == 0
     first, whole = records(tmp_path / "run"), records(tmp_path / "whole")
     assert first[1] == pytest.approx(whole[1], rel=1e-6), "an adapter begins as nothing"
@@ -101,6 +107,31 @@ def test_adapters_alone_are_stored_and_a_run_goes_on_with_them(tmp_path, command
 
 
 @pytest.mark.journey
+def test_adapters_beside_a_model_in_bfloat16(tmp_path, command, capsys):
+    """It stays in bfloat16, adapters are in float32, and a whole model in float32 is rounded nowhere."""
+    base = tmp_path / "base"
+    jaxtp.save_hf(jaxtp.Decoder(MODEL, rngs=nnx.Rngs(5)), base, dtype="bfloat16")
+    run, flags = str(tmp_path / "run"), [*command, *mesh(1, 1, 2), *LORA, "--model.from-hf", str(base)]
+    assert main(flags) == 0
+    assert f"model.precision.param = bfloat16: the frozen weights as {base} has them" in capsys.readouterr().out
+    assert main([*flags, "--train.steps", "4"]) == 0
+    assert "changed since: model." not in capsys.readouterr().out
+    arrays = open_checkpoint(tmp_path / "run").arrays
+    assert {array.dtype.name for name, array in arrays.items() if name.startswith("model.")} == {"float32"}
+    adapted = jaxtp.load_run(run)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(nnx.state(adapted, jaxtp.FrozenParam))} == {"bfloat16"}
+    assert convert(["export", run, str(tmp_path / "half"), "--merged"]) == 0
+    assert convert(["export", run, str(tmp_path / "whole"), "--merged", "--dtype", "float32"]) == 0
+    half, whole = (read_header(tmp_path / out / "model.safetensors") for out in ("half", "whole"))
+    assert {tensor.dtype for tensor in half.values()} == {"BF16"}
+    kernel = jaxtp.merge_adapters(adapted, dtype="float32").blocks.mlp.down.kernel[...][0].T
+    name = "model.layers.0.mlp.down_proj.weight"
+    np.testing.assert_allclose(whole[name].read(), kernel, rtol=1e-6)
+    np.testing.assert_array_equal(half[name].read(), kernel.astype("bfloat16"))
+    assert (whole[name].read() != half[name].read().astype(np.float32)).any()
+
+
+@pytest.mark.journey
 def test_a_run_of_adapters_goes_on_beside_the_same_model_only(tmp_path, command, model, capsys):
     copied = shutil.copytree(model, tmp_path / "copied")
     command = [*command, *mesh(1, 1, 2), *LORA, "--model.from-hf", str(copied)]
@@ -119,7 +150,7 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, command, mod
     flags = ["--optimizer.learning-rate", "0.5", "--run.dir", str(tmp_path / "run")]
     assert main([*command, *mesh(1, 1, 2), *LORA, *flags]) == 0
     assert convert(["export", str(tmp_path / "run"), str(tmp_path / "adapters")]) == 0
-    assert "no tokenizer's files are known" in capsys.readouterr().err
+    assert "no tokenizer is written" in capsys.readouterr().err
     with jax.set_mesh(jaxtp.make_mesh(1, 2, 2)):
         assert jaxtp.load_run(tmp_path / "run").config.lora.rank == 4
     assert json.loads((tmp_path / "adapters/adapter_config.json").read_text())["base_model_name_or_path"] == str(model)
@@ -136,7 +167,7 @@ def test_a_run_of_adapters_is_generated_from_and_exported(tmp_path, command, mod
     assert generate([*generate_by, "--mesh.tp", "2"]) == 0
     assert "parameters, float32" in capsys.readouterr().err
     assert generate(["--model", str(tmp_path / "adapters"), "--prompt", "a"]) == 2
-    assert "adapters in PEFT's format, without their model" in capsys.readouterr().err
+    assert "adapters in PEFT's format, without a model" in capsys.readouterr().err
     jaxtp.save_hf(jaxtp.Decoder(MODEL, rngs=nnx.Rngs(6)), tmp_path / "other")
     assert convert(["export", str(tmp_path / "run"), str(tmp_path / "z"), "--base", str(tmp_path / "other")]) == 2
     assert "now has other values" in capsys.readouterr().err
@@ -190,7 +221,9 @@ def trained_adapters(tmp_path_factory, model):
     """A folder of adapters in PEFT's format: rsLoRA, in the second layer alone."""
     lora = LoraConfig(rank=2, alpha=4.0, rslora=True, targets=("q_proj", "down_proj"))
     adapted = jaxtp.add_adapters(jaxtp.load_hf(model), lora)
-    random = jax.tree.map(lambda a: jax.random.normal(jax.random.key(a.size), a.shape), nnx.state(adapted, LoraParam))
+    random = jax.tree.map(
+        lambda a: jax.random.normal(jax.random.key(a.size), a.shape), nnx.state(adapted, nnx.LoRAParam)
+    )
     nnx.update(adapted, jax.tree.map(lambda a: a.at[0].set(0), random))
     folder = tmp_path_factory.mktemp("adapters")
     jaxtp.save_peft(adapted, folder / "adapters", base=model)
@@ -226,7 +259,7 @@ def test_adapters_are_trained_further(tmp_path, command, model, adapters, capsys
     source = shutil.move(tmp_path / "moved", adapters)
     generated = ["--model", str(tmp_path / "run"), "--adapters", str(source), "--prompt", "a"]
     assert generate(generated) == 2
-    assert "has adapters of its own; make a model of these first" in capsys.readouterr().err
+    assert "has adapters already; merge them first by" in capsys.readouterr().err
     at = command.index("--model.from-hf")
     whole = [*command[:at], *command[at + 2 :], "--run.init-from", str(tmp_path / "whole")]
     assert main([*command, *mesh(1, 1, 2), "--run.dir", str(tmp_path / "whole"), "--train.steps", "1"]) == 0
@@ -261,7 +294,7 @@ def test_mistakes_with_adapters(tmp_path, command, adapters, capsys, name):
 
 MISTAKES = {
     "another size": ("--model.d-model 64", "is another model: model.d_model=64, where it has 32"),
-    "two beginnings": ("--run.init-from {run}", "--run.init-from and --model.from-hf are two beginnings"),
+    "two beginnings": ("--run.init-from {run}", "--run.init-from and --model.from-hf are conflicting weight sources"),
     "no such model": ("--model.from-hf nowhere", "nowhere: no such folder"),
     "not on this mesh": (
         "--mesh.tp 8 --mesh.no-allow-padding",
@@ -279,6 +312,16 @@ def test_mistakes(tmp_path, command, capsys, name):
     assert main([*command, *mesh(1, 1, 2), *flags.format(run=base).split()]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_recipe_of_another_model_is_one_short_line(command, model, capsys):
+    recipe = Path(__file__).parents[2] / "configs/chat_qwen3_8b.yaml"
+    assert main(["--config", str(recipe), "--model.from-hf", str(model)]) == 2
+    error = capsys.readouterr().err
+    assert f"{model} is another model: model.vocab_size=151936, where it has 256, and 8 more; leave these" in error
+    assert "jaxtp estimate --model.from-hf DIR --write FILE.yaml" in error
+    assert error.count("\n") == 1
+    assert len(error) - len(str(model)) < 250
 
 
 def test_adapters_of_nothing_are_refused(tmp_path, capsys):

@@ -68,7 +68,9 @@ def test_state_bytes_are_those_of_a_real_state(mesh):
 MODELS = {
     "plain": MODEL,
     "tied": dataclasses.replace(MODEL, tie_embeddings=True, precision=jaxtp.Precision(param="bfloat16")),
-    "adapters": dataclasses.replace(MODEL, lora=LoraConfig(rank=4), d_model=256, d_ff=512),
+    "adapters": dataclasses.replace(
+        MODEL, lora=LoraConfig(rank=4), d_model=256, d_ff=512, precision=jaxtp.Precision(param="bfloat16")
+    ),
 }
 
 
@@ -128,6 +130,15 @@ def test_an_evaluation_takes_no_more_than_a_step(mesh, remat):
     """The check of a step's memory covers the evaluation's."""
     config, plan, taken = evaluation(32, 4, mesh, remat)
     assert taken <= temporaries(trace_step(config, plan))
+
+
+def test_frozen_weights_take_the_bytes_of_their_dtype_and_adapters_those_of_theirs():
+    sizes, model = sized(fsdp=2, tp=2), dataclasses.replace(MODEL, lora=LoraConfig(rank=4))
+    half = dataclasses.replace(model, precision=jaxtp.Precision(param="bfloat16"))
+    whole, frozen = (memory_per_device(TrainConfig(model=each), sizes) for each in (model, half))
+    adapters = sum(a.bytes_per_device(sizes) for a in stored_arrays(TrainConfig(model=half)) if a.trained)
+    assert frozen.parameters - adapters == (whole.parameters - adapters) / 2
+    assert (frozen.optimizer, frozen.gradients) == (whole.optimizer, whole.gradients)
 
 
 def test_only_adapters_have_gradients():

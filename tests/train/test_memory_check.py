@@ -1,12 +1,14 @@
 """What a run says of the memory of its devices, and when it refuses."""
 
+import jax
 import pytest
 from runs import SMALL, TEXT, mesh
 
-from jaxtp.mesh import sized
-from jaxtp.train import memory_check
+from jaxtp.mesh import make_mesh, sized
+from jaxtp.train import __main__ as command_module
+from jaxtp.train import memory
 from jaxtp.train.__main__ import main
-from jaxtp.train.config import TrainConfig
+from jaxtp.train.config import LaunchConfig, TrainConfig
 from jaxtp.train.memory import memory_per_device
 
 
@@ -24,7 +26,7 @@ def test_nothing_is_said_of_devices_that_do_not_say(command, capsys):
 
 
 def test_what_exceeds_a_device_is_refused(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 1000)
+    monkeypatch.setattr(memory, "bytes_limit", lambda device: 1000)
     assert main(command) == 2
     error = capsys.readouterr().err
     assert "a step takes" in error
@@ -34,19 +36,52 @@ def test_what_exceeds_a_device_is_refused(command, tmp_path, monkeypatch, capsys
 
 @pytest.mark.journey
 def test_what_exceeds_a_device_runs_where_that_is_asked_for(command, monkeypatch, capsys):
-    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 1000)
+    monkeypatch.setattr(memory, "bytes_limit", lambda device: 1000)
     assert main([*command, "--train.allow-oversize"]) == 0
     assert "GB that JAX has there: does not fit" in capsys.readouterr().out
 
 
 @pytest.mark.journey
 def test_what_fits_is_told(command, monkeypatch, capsys):
-    monkeypatch.setattr(memory_check, "bytes_limit", lambda device: 10**10)
+    monkeypatch.setattr(memory, "bytes_limit", lambda device: 10**10)
     assert main(command) == 0
     assert "of 10.0 GB that JAX has there: fits" in capsys.readouterr().out
 
 
 def test_the_account_adds_up():
-    memory = memory_per_device(TrainConfig(), sized(fsdp=2, tp=4))
-    assert memory.total > memory.state > 0
-    assert f"{memory.total / 1e9:,.1f} GB" in memory_check._account(memory)
+    step = memory_per_device(TrainConfig(), sized(fsdp=2, tp=4))
+    assert step.total > step.state > 0
+    assert f"{step.total / 1e9:,.1f} GB" in memory._summary(step)
+
+
+NEEDED = memory_per_device(TrainConfig(), sized(fsdp=2, tp=4)).total
+
+
+@pytest.mark.parametrize(
+    ("allocator", "limit", "said"),
+    [
+        ("default", 10 * NEEDED, None),
+        ("default", NEEDED / 0.95, "fits; 0.0 GB to spare, and 0.0 are advisable: free memory in pieces"),
+        ("default", NEEDED / 1.05, "does not fit"),
+        ("cuda_async", NEEDED / 0.95, None),
+        ("cuda_async", NEEDED / 1.05, "fits; WARNING: above the 0.0 GB that the pool of cuda_async keeps"),
+        ("cuda_async", NEEDED / 1.2, "does not fit; WARNING"),
+    ],
+)
+def test_the_memory_line_knows_the_allocator(allocator, limit, said, monkeypatch):
+    monkeypatch.setattr(memory, "bytes_limit", lambda device: limit)
+    config = TrainConfig(launch=LaunchConfig(allocator=allocator))
+    line = memory.describe_memory(config, make_mesh(fsdp=2, tp=4))
+    assert line.endswith("fits") if said is None else said in line
+
+
+def test_an_error_for_lack_of_memory_ends_the_run_with_advice(command, monkeypatch):
+    def out_of_memory(*_, **__):
+        raise jax.errors.JaxRuntimeError(
+            "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 15354000000 bytes."
+        )
+
+    monkeypatch.setattr(command_module, "make_run", out_of_memory)
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        main(command)
+    assert "--launch.allocator cuda_async" in raised.value.__notes__[0]

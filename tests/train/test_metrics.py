@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -17,16 +18,15 @@ from runs import SMALL, TEXT, full_disk, mesh, records
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import jaxtp
-from jaxtp.config import from_yaml
+from jaxtp.analysis.step_costs import active_parameters, described
+from jaxtp.config.schema import from_yaml
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.models.costs import active_parameters, described
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import MetricsConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.folder import RunFolderError
-from jaxtp.train.metrics import Timing, describe_peak, flops_per_token, memory_record, peak_flops
+from jaxtp.train.metrics import Profiler, Timing, describe_peak, flops_per_token, memory_record, peak_flops
 from jaxtp.train.optimizer import learning_rate
-from jaxtp.train.profiling import Profiler
-from jaxtp.train.trackers import Trackers, _identity
+from jaxtp.train.run_folder import RunFolderError
+from jaxtp.train.trackers import Trackers, _identity, draw
 
 
 @pytest.fixture
@@ -114,7 +114,7 @@ def test_files_that_cannot_be_opened(tmp_path, name):
 
 
 def test_files_that_a_crash_left_half_written(tmp_path):
-    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n\x00\xff{"step"')
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 2.0}\n' + b"[" * 100_000 + b'\n\x00\xff{"step"')
     (tmp_path / "trackers.json").write_bytes(b'{"wandb": "a')
     trackers_of(tmp_path, resumed_at=1).close()
     assert records(tmp_path) == {1: 2.0}
@@ -321,3 +321,27 @@ def test_a_profile_that_cannot_be_written_is_said_and_never_touches_the_run(fail
     assert profiler.tracing
     assert profiler.stop(None) == "no profile of steps 1 to 2: [Errno 28] No space left on device"
     profiler.close()
+
+
+@pytest.mark.journey
+def test_the_first_step_of_a_run_is_shown_whatever_is_logged(tmp_path, command, capsys):
+    """A resumed run shows its first step too, and its metrics are those of an undisturbed run."""
+    sparse = [*command, "--train.log-every", "5", "--eval.every", "0"]
+    assert main([*sparse, "--train.steps", "6"]) == 0
+    assert re.findall(r"^step (\d+)/6 ", capsys.readouterr().out, re.MULTILINE) == ["1", "5", "6"]
+    assert main([*sparse, "--train.steps", "9"]) == 0
+    assert re.findall(r"^step (\d+)/9 ", capsys.readouterr().out, re.MULTILINE) == ["7", "9"]
+    assert list(records(tmp_path / "run")) == [1, 5, 6, 9]
+
+
+def test_one_logged_step_is_seen_in_the_picture(tmp_path):
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    draw([tmp_path], figure)
+    (line,) = figure.axes[0].lines
+    assert list(line.get_xdata()) == [1]
+    assert line.get_marker() == "."
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": 0.5}}\n' for i in range(100)))
+    figure = type(figure)()
+    draw([tmp_path], figure)
+    assert not figure.axes[0].lines[0].get_marker()

@@ -12,16 +12,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from support import assert_close, sweep
 
 import jaxtp
-from jaxtp.audit.census import count_collectives
-from jaxtp.audit.compiling import compile_with_spmd_text
-from jaxtp.audit.hlo import count_collectives_in_hlo, count_flops_in_hlo
-from jaxtp.check import parity
-from jaxtp.check.shrink import ONE_DEVICE, Case
-from jaxtp.communication import ALL_TO_ALL
+from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.collective import ALL_TO_ALL
+from jaxtp.analysis.compiling import compile_with_spmd_text
+from jaxtp.analysis.hlo import count_collectives_in_hlo, count_flops_in_hlo
 from jaxtp.layers.attention import HeadSplit
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.layers.parameter import Split, cut, padding_of, parameter, spec_of
 from jaxtp.mesh import mesh_of, sized
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import DataConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.memory import costs_of_step, memory_per_device

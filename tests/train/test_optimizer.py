@@ -11,17 +11,18 @@ import pytest
 from support import sizes_of
 
 import jaxtp
-from jaxtp.check import parity
-from jaxtp.check.shrink import ONE_DEVICE, Case
 from jaxtp.checkpoint.logical import named_variables
-from jaxtp.config import ConfigError
+from jaxtp.config.schema import ConfigError
 from jaxtp.layers.lora import LoraConfig
 from jaxtp.mesh import sized
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.__main__ import COMMAND as TRAIN
-from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig, violations_on
+from jaxtp.train.config import DataConfig, GroupConfig, LoopConfig, OptimizerConfig, TrainConfig
 from jaxtp.train.setup import plan
 from jaxtp.train.state import parameters, plan_state
+from jaxtp.train.validation import violations_on
 
 SMALL = jaxtp.ModelConfig(
     vocab_size=61, d_model=16, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=12, d_ff=24, rope_theta=2.0
@@ -244,8 +245,8 @@ def test_patterns_that_do_nothing_are_refused():
     blueprint = plan_state(SMALL, optimizers.build(OptimizerConfig(), 10), jaxtp.make_mesh())
     names = list(parameters(blueprint))
     for pattern, message in {
-        "blocks.mpl.*": "matches no parameter",
-        "blocks.mlp.*": "is taken by patterns before",
+        "blocks.mpl.*": "matches no trained parameter",
+        "blocks.mlp.*": "earlier patterns match everything",
     }.items():
         config = OptimizerConfig(groups={"blocks.*": GroupConfig(), pattern: GroupConfig()})
         with pytest.raises(ConfigError, match=message):
@@ -258,7 +259,7 @@ def test_a_group_of_frozen_parameters_is_refused():
     config = dataclasses.replace(config_of("lion"), optimizer=OptimizerConfig(groups=groups))
     adapted = dataclasses.replace(SMALL, lora=LoraConfig(rank=2))
     plan(config, jaxtp.make_mesh())
-    with pytest.raises(ConfigError, match=r"'embedding.\*' matches no parameter that is trained"):
+    with pytest.raises(ConfigError, match=r"'embedding.\*' matches no trained parameter"):
         plan(dataclasses.replace(config, model=adapted), jaxtp.make_mesh())
 
 
@@ -278,6 +279,12 @@ def test_schedule(schedule, expected):
     for step, value in expected.items():
         np.testing.assert_allclose(rate(step), value, atol=1e-6, err_msg=f"{schedule} {step}")
     assert optimizers.learning_rate(dataclasses.replace(config, warmup_steps=0), 10)(0) == 1
+
+
+def test_a_decay_longer_than_what_follows_the_warm_up_starts_there():
+    config = OptimizerConfig(learning_rate=1.0, warmup_steps=4, final_fraction=0.1, schedule="wsd", decay_fraction=1.0)
+    rate = optimizers.learning_rate(config, 10)
+    np.testing.assert_allclose([rate(4), rate(7), rate(10)], [1, 0.55, 0.1], atol=1e-6)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])

@@ -7,17 +7,19 @@ import numpy as np
 import pytest
 from runs import SMALL, TEXT, mesh, records
 
-from jaxtp.data import held_out, mixture, packing, rows, samples
+from jaxtp.config import schema as configuration
+from jaxtp.data import mixture, packing, rows, samples
 from jaxtp.data.corpus import BYTE_TOKENIZER, Corpus, Source
 from jaxtp.data.documents import InMemory
 from jaxtp.data.samples import HELD_OUT, MIXTURE, ORDER, ROWS, SHUFFLE, Data, RowSettings
-from jaxtp.launch.__main__ import main as launch
 from jaxtp.mesh import sized
-from jaxtp.train import folder
+from jaxtp.tools.launch.__main__ import main as launch
+from jaxtp.train import run_folder
 from jaxtp.train.__main__ import main as train
 from jaxtp.train.config import TrainConfig
-from jaxtp.train.folder import RunFolderError, checkpoint_info
-from jaxtp.train.resume import check_resumable
+from jaxtp.train.optimizer import learning_rate
+from jaxtp.train.resume import change_of_rate, check_resumable
+from jaxtp.train.run_folder import RunFolderError, checkpoint_info
 
 CONFIG = TrainConfig()
 MESH = sized()
@@ -49,12 +51,25 @@ def changed(patch, part):
         schedule = mixture.schedule
         patch.setattr(mixture, "schedule", lambda counts: schedule(counts)[::-1])
     else:
-        order = held_out._order
-        patch.setattr(held_out, "_order", lambda *args: order(*args)[::-1])
+        order = mixture._validation_order
+        patch.setattr(mixture, "_validation_order", lambda *args: order(*args)[::-1])
 
 
 def stored_by(description):
     return checkpoint_info(CONFIG, description, 8, MESH)
+
+
+def test_the_learning_rate_that_other_steps_make_is_said():
+    """A cosine over 60 steps is at its end, and one over 600 near its beginning."""
+    before = configuration.changed(TrainConfig(), {"train.steps": 60})
+    stored = configuration.to_plain(before)
+    rates = [learning_rate(before.optimizer, steps) for steps in (60, 600)]
+    (line,) = change_of_rate(configuration.changed(before, {"train.steps": 600}), stored, 59)
+    last, now, other = (f"{float(rate):.4g}" for rate in (rates[0](58), rates[1](59), rates[0](59)))
+    assert line == f"learning rate: {last} at the last step, {now} at the next; without the changes it would be {other}"
+    assert float(now) > 5 * float(last)
+    assert change_of_rate(before, stored, 59) == []
+    assert change_of_rate(configuration.changed(before, {"train.steps": 600}), stored, 0) == []
 
 
 def test_what_is_in_the_checkpoints_of_runs_under_way():
@@ -82,7 +97,7 @@ def test_another_order_is_refused_by_name(part, monkeypatch):
     (line,) = [line for line in message.splitlines() if " -> " in line and line.startswith("  ")]
     was, now = stored["corpus"][ORDER][part], data().description[ORDER][part]
     assert f": {was['algorithm']} ({was['sha256'][:12]}) -> {now['algorithm']} ({now['sha256'][:12]}); " in line
-    package = f"grain {samples.version('grain')}" if part == SHUFFLE else f"jaxtp {folder.versions()['jaxtp']}"
+    package = f"grain {samples.version('grain')}" if part == SHUFFLE else f"jaxtp {run_folder.versions()['jaxtp']}"
     assert line.endswith(f"; {package} has the stored one")
     assert "--run.init-from" in message
 

@@ -1,4 +1,4 @@
-"""The training step: the textbook's update, accumulation, bytes held; its parity over meshes is in tests/check."""
+"""The training step: the textbook's update, accumulation, memory; `tests/tools/check` has its parity over meshes."""
 
 import dataclasses
 from functools import partial

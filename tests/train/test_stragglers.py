@@ -15,8 +15,8 @@ RECORD = {"step_seconds": 1.0, "data_wait_seconds": 0.01}
 def others(monkeypatch):
     """A run of three processes of two devices, of which this one is the first; takes what the others measure."""
     numbers = {"others": [[1.0, 1.0], [1.0, 1.0]], "waits": [0.01, 0.01]}
-    monkeypatch.setattr(stragglers, "several", lambda: True)
-    monkeypatch.setattr(stragglers, "hosts", lambda: ["n0", "n1", "n2"])
+    monkeypatch.setattr(stragglers, "is_multiprocess", lambda: True)
+    monkeypatch.setattr(stragglers, "host_names", lambda: ["n0", "n1", "n2"])
 
     def gather(own):
         assert own.shape == (2, 2)
@@ -69,10 +69,10 @@ def test_one_who_is_slow_now_and_then_is_not_named(others):
 
 
 def test_devices_that_share_a_cpu_are_not_compared(others, monkeypatch):
-    monkeypatch.setattr(stragglers, "hosts", lambda: ["n0"] * 3)
+    monkeypatch.setattr(stragglers, "host_names", lambda: ["n0"] * 3)
     kept = Stragglers(jaxtp.make_mesh(dp=2), print).record(1, dict(RECORD), ())
     assert kept == {"step_seconds": 1.0, "data_wait_seconds": pytest.approx(0.01)}
-    monkeypatch.setattr(stragglers, "several", lambda: False)
+    monkeypatch.setattr(stragglers, "is_multiprocess", lambda: False)
     assert Stragglers(jaxtp.make_mesh(dp=2), print).record(1, dict(RECORD), ()) == RECORD
 
 

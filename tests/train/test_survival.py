@@ -5,24 +5,29 @@ import fcntl
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 from runs import SMALL, TEXT, finish, mesh, records, wait_for_step
 
 import jaxtp
+from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.checkpoint.manager import CheckpointError, Checkpoints
-from jaxtp.checkpoint.reader import open_checkpoint
-from jaxtp.entry import PASSING, WRONG
+from jaxtp.checkpoint.storage import open_checkpoint
+from jaxtp.config.entry import FILES, INTERRUPTED, PASSING, WRONG
 from jaxtp.train.__main__ import main
-from jaxtp.train.folder import RunFolderError, locked, replacing
 from jaxtp.train.loop import Loop
-from jaxtp.train.watchdog import Watchdog
+from jaxtp.train.run_folder import RunFolderError, locked, replacing, writing
+from jaxtp.train.state import named_arrays
+from jaxtp.train.stopping import Watchdog
 
 
 @pytest.fixture
@@ -98,7 +103,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path, command, capsys):
     assert main([*command, *EXPLODE, "--run.dir", str(run), "--checkpoint.every", "1"]) == WRONG
     error = capsys.readouterr().err
     assert "not finite. Nothing of it entered the weights" in error
-    assert "This one goes on from the checkpoint at step 1" in error
+    assert "The same command resumes from the checkpoint at step 1" in error
     assert "--train.non-finite skip" in error
     (kept,) = (run / "non_finite").glob("[0-9]*")
     with np.load(kept / "batch_0.npz") as batch:
@@ -116,7 +121,7 @@ def test_an_update_that_is_not_finite_is_never_saved(tmp_path, command, capsys, 
     assert main([*command, *OVERFLOW, "--run.dir", str(run), *saving]) == WRONG
     error = capsys.readouterr().err
     assert "norm of the weights after it inf: the update is not finite" in error
-    assert "this run goes on from its beginning: there is no checkpoint yet" in error
+    assert "The same command starts again: there is no checkpoint yet" in error
     assert not Checkpoints(run / "checkpoints").steps()
     assert not (run / "non_finite").exists()
 
@@ -127,7 +132,7 @@ def test_what_is_not_finite_never_enters_the_weights(tmp_path, command, capsys):
     run = tmp_path / "run"
     before = Checkpoints(run / "non_finite", keep=9)
     for step in (1, 2, 3, 4, 5, 99):
-        before.save(step, nnx.State({"x": nnx.Param(np.zeros(1))}), jaxtp.make_mesh(), {})
+        before.save(step, nnx.State({"x": nnx.Param(jnp.zeros(1))}), jaxtp.make_mesh(), {})
     before.close()
     assert (
         main([*command, *EXPLODE, "--run.dir", str(run), "--train.non-finite", "skip", "--train.max-skipped", "2"])
@@ -158,10 +163,10 @@ def test_a_full_disk_does_not_hide_what_was_not_finite(monkeypatch):
     def full(self, step):
         raise CheckpointError("a checkpoint could not be written (no space)")
 
-    monkeypatch.setattr(Loop, "_keep_for_inspection", full)
-    said = Loop.__new__(Loop)._inspection(3)
+    monkeypatch.setattr(Loop, "_save_state_and_batch", full)
+    said = Loop.__new__(Loop)._save_for_inspection(3)
     assert said == (
-        "they and the batch could not be kept for inspection (a checkpoint could not be written (no space))"
+        "they and the batch could not be saved for inspection (a checkpoint could not be written (no space))"
     )
 
 
@@ -215,11 +220,143 @@ def test_a_full_disk_stops_the_run_with_the_last_checkpoint_whole(tmp_path, comm
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(manager.ocp.CheckpointManager, "save", full)
-    assert main([*command, "--train.steps", "20", "--run.dir", str(run)]) == 2
+    assert main([*command, "--train.steps", "20", "--run.dir", str(run)]) == FILES
     error = capsys.readouterr().err
-    assert "could not be written ([Errno 28] No space left on device); the checkpoint at step 5 is whole" in error
+    assert "could not be written (No space left on device); the checkpoint at step 5 is whole; free some space" in error
     monkeypatch.undo()
     assert main([*command, "--train.steps", "6", "--run.dir", str(run)]) == 0
+
+
+def lose(loss, run, monkeypatch):
+    """Something happens to the folder of a run after its sixth step."""
+    between = Loop._between_steps
+
+    def lost(self):
+        between(self)
+        if self._run.step == 6:
+            self._run.checkpoints.wait()
+            loss(run)
+
+    monkeypatch.setattr(Loop, "_between_steps", lost)
+
+
+def forbid(run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").write_text("")
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize(
+    ("loss", "left"),
+    [
+        (shutil.rmtree, "there is no checkpoint"),
+        (forbid, "there is no checkpoint"),
+        (lambda run: (run / "checkpoints/5").rename(run / "checkpoints/5.orbax-checkpoint-tmp"), ""),
+    ],
+)
+def test_a_folder_that_is_lost_is_not_said_to_be_whole(tmp_path, command, capsys, monkeypatch, loss, left):
+    run = tmp_path / "run"
+    lose(loss, run, monkeypatch)
+    code = main([*command, "--train.steps", "11", "--run.dir", str(run)])
+    error = capsys.readouterr().err
+    assert code == (FILES if left else 0)
+    assert left in error
+    assert "is whole" not in error
+    assert "orbax" not in error.lower()
+
+
+def test_an_error_of_a_file_in_mid_run_is_worth_another_try(tmp_path):
+    for error, code in ((OSError(errno.ENOSPC, "No space left"), FILES), (IsADirectoryError(21, "Is a directory"), 2)):
+        with pytest.raises(RunFolderError) as raised, writing(tmp_path / "metrics.jsonl"):
+            raise error
+        assert raised.value.exit_code == code
+
+
+def poisoned(state, name, value=np.nan):
+    arrays = named_arrays(state)
+    host = np.array(arrays[name])
+    host.reshape(-1)[0] = value
+    return replace_arrays(state, arrays | {name: jax.device_put(host, arrays[name].sharding)})
+
+
+@pytest.mark.journey
+def test_a_weight_that_is_not_finite_is_named_and_never_saved(tmp_path, command, capsys, monkeypatch):
+    """With train.non_finite=skip the steps would go on, and their checkpoints take the place of the finite ones."""
+    run, name = tmp_path / "run", "model.blocks.mlp.down.kernel"
+
+    loops = []
+    monkeypatch.setattr(Loop, "run_to_end", lambda self, go=Loop.run_to_end: loops.append(self._run) or go(self))
+    lose(lambda _: setattr(loops[-1], "state", poisoned(loops[-1].state, name)), run, monkeypatch)
+    flags = ["--train.non-finite", "skip", "--train.max-skipped", "9", "--checkpoint.every", "1"]
+    assert main([*command, "--train.steps", "12", "--run.dir", str(run), *flags]) == WRONG
+    error = capsys.readouterr().err
+    assert f"{name} has 1 element that is not finite" in error
+    assert "learning rate" not in error
+    assert Checkpoints(run / "checkpoints").steps() == [5, 6]
+    assert all(stored.verify(each) is None for stored in [open_checkpoint(run)] for each in stored.arrays)
+
+
+@pytest.mark.journey
+def test_an_interrupted_run_logs_the_means_of_the_undisturbed_one(tmp_path, command, monkeypatch):
+    """A line of the log is the mean of the steps since the line before; the run is interrupted between two lines."""
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    every = [*command, "--train.steps", "12", "--checkpoint.every", "4"]
+    assert main([*every, "--run.dir", str(whole)]) == 0
+    by_step = records(whole)
+    flags = [*every, "--run.dir", str(cut), "--train.log-every", "3"]
+
+    def interrupted(run):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        lose(interrupted, cut, patch)
+        assert main(flags) == INTERRUPTED
+    assert Checkpoints(cut / "checkpoints").steps() == [4]
+    assert main(flags) == 0
+    logged = (1, 3, 6, 9, 12)
+    expected = {
+        step: np.mean([by_step[each] for each in range(before + 1, step + 1)])
+        for before, step in zip((0, *logged), logged, strict=False)
+    }
+    assert records(cut) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.journey
+def test_a_finished_run_prints_commands_that_work(tmp_path, command, capsys):
+    run = tmp_path / "run"
+    assert main([*command, "--train.steps", "2", "--run.dir", str(run)]) == 0
+    *_, last, _, saved, first, second = capsys.readouterr().out.splitlines()
+    assert last == "step 2 is the last: evaluates and saves"
+    assert saved.startswith(f"saved in {run / 'checkpoints/2'}")
+    commands = [text.strip() for line in (first, second) for text in line.split(";")]
+    assert [each.split()[1] for each in commands] == ["evaluate", "generate", "convert"]
+    for each in commands:
+        done = subprocess.run([sys.executable, "-m", *shlex.split(each)], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run-hf/model.safetensors").is_file()
+
+
+@pytest.mark.journey
+def test_a_run_that_begins_with_what_is_not_finite_says_so(tmp_path, command, capsys, monkeypatch):
+    run, name, begin = tmp_path / "run", "model.norm.scale", Loop.run_to_end
+    flags = [*command, "--run.dir", str(run), "--train.steps"]
+
+    def poison_and_begin(self):
+        self._run.state = poisoned(self._run.state, name, np.inf)
+        return begin(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Loop, "run_to_end", poison_and_begin)
+        assert main([*flags, "2"]) == WRONG
+    error = capsys.readouterr().err
+    assert (
+        f"step 0: the run cannot start from this state: {name} has 1 element that is not finite; begin with other"
+        in error
+    )
+    assert main([*flags, "2"]) == 0
+    monkeypatch.setattr(Loop, "run_to_end", poison_and_begin)
+    assert main([*flags, "4"]) == WRONG
+    assert f"{run / 'checkpoints/2'} has them: move it away" in capsys.readouterr().err
 
 
 def test_a_stalled_step_prints_the_stacks(capfd):
@@ -236,7 +373,7 @@ def test_a_stalled_step_prints_the_stacks(capfd):
 @pytest.mark.parametrize("print_after", [0, 0.2])
 def test_a_stuck_process_is_ended(print_after):
     stuck = (
-        "import time\nfrom jaxtp.train.watchdog import Watchdog\n"
+        "import time\nfrom jaxtp.train.stopping import Watchdog\n"
         f"watchdog = Watchdog({print_after}, 1.0)\nwatchdog.feed()\ntime.sleep(0.5)\nwatchdog.feed()\ntime.sleep(600)"
     )
     done = subprocess.run([sys.executable, "-c", stuck], capture_output=True, text=True, timeout=60)

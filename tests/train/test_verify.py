@@ -17,22 +17,23 @@ from runs import SMALL, TEXT, mesh, records
 from support import sizes_of, sweep
 
 import jaxtp
-from jaxtp import entry
-from jaxtp.checkpoint.logical import filled
+from jaxtp.checkpoint.checksum import minority_devices, replica_groups_by_name
+from jaxtp.checkpoint.logical import replace_arrays
 from jaxtp.collectives import batch_spec
-from jaxtp.config import ConfigError
-from jaxtp.launch.__main__ import main as launch
+from jaxtp.config import entry
+from jaxtp.config.schema import ConfigError
 from jaxtp.mesh import AXES, CP, mesh_of, sized
-from jaxtp.train import memory_check, verify
+from jaxtp.tools.launch.__main__ import main as launch
+from jaxtp.train import memory, verify
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train import step as steps
 from jaxtp.train.__main__ import main
 from jaxtp.train.config import LoopConfig, OptimizerConfig, RunConfig, TrainConfig
-from jaxtp.train.faults import changed, copies_of_all, odd_ones
-from jaxtp.train.folder import CORRUPTION
 from jaxtp.train.loop import Loop
-from jaxtp.train.state import plan_state
-from jaxtp.train.verify import CorruptionError, Verifier, compiler_options, named_arrays
+from jaxtp.train.run_folder import CORRUPTION
+from jaxtp.train.state import named_arrays, plan_state
+from jaxtp.train.step import compiler_options
+from jaxtp.train.verify import CorruptionError, Verifier, changed
 
 MODEL = jaxtp.ModelConfig(vocab_size=32, d_model=16, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=4, d_ff=32)
 SETTINGS = OptimizerConfig(learning_rate=1e-2, warmup_steps=1, clip_norm=1e-3)  # every gradient is clipped
@@ -57,7 +58,10 @@ class Rig:
         self.batch = {"inputs": jax.device_put(tokens[:, :-1], where), "labels": jax.device_put(tokens[:, 1:], where)}
         self.step = steps.make_train_step(self.config, self.plan, with_checksums=True)
         self.first = self.plan.create(seed=0)
-        self.held, self.copies = verify.to_host(named_arrays(self.first)), copies_of_all(named_arrays(self.first))
+        self.held, self.copies = (
+            verify.to_host(named_arrays(self.first)),
+            replica_groups_by_name(named_arrays(self.first)),
+        )
         self.restart()
 
     def restart(self):
@@ -67,7 +71,9 @@ class Rig:
 
     def state(self):
         arrays = named_arrays(self.first)
-        return filled(self.first, {name: verify.to_devices(self.held[name], like) for name, like in arrays.items()})
+        return replace_arrays(
+            self.first, {name: verify.to_devices(self.held[name], like) for name, like in arrays.items()}
+        )
 
     def compute(self, wrong=None, name=SCALE):
         """A step in which the gradient of a parameter has another bit at some positions of the mesh."""
@@ -164,14 +170,14 @@ def test_a_wrong_bit_in_any_array_of_any_device_is_seen(rig):
     arrays, groups = named_arrays(rig.state()), rig.copies
     tables = lambda arrays: verify.share_columns(verify.columns(verify.checksums(arrays)))[0]
     right = tables(arrays)
-    assert not odd_ones(right, groups)
+    assert not minority_devices(right, groups)
     for turn, name in enumerate(arrays):
         position = turn % rig.mesh.size
         wrong = tables(arrays | {name: flipped(arrays[name], position, bit=7 * turn)})
         assert changed(list(arrays), right, wrong) == {name: {position}}
         holders = copies(rig, name, position)
         expected = {1: None, 2: {name: holders}}.get(len(holders), {name: {position}})
-        assert odd_ones(wrong, groups) == (expected or {})
+        assert minority_devices(wrong, groups) == (expected or {})
 
 
 def test_a_verification_changes_nothing(rig):
@@ -256,29 +262,29 @@ def test_a_host_that_remembers_something_else_is_named(rig, monkeypatch):
     back, state = verify.to_devices, rig.state()
     monkeypatch.setattr(verify, "to_devices", lambda held, like: flipped(back(held, like), 1))
     message = rig.fails(rig.compute(), rig.compute(), state=state)
-    assert "the state came back from host memory otherwise than it went there" in message
+    assert "the state changed on its way to host memory and back" in message
     assert named(message) == {1}
 
 
 @pytest.mark.parametrize(
     ("saved", "verified", "told"),
     [
-        ([], None, "There is no checkpoint: the same command begins again"),
-        ([2, 3], None, "not those at 2, 3: the same command goes on from step 3, which may hold"),
-        ([2, 3], 3, "The same command goes on from step 3, whose checkpoint is good by the verification at 3"),
+        ([], None, "There is no checkpoint: the same command starts again"),
+        ([2, 3], None, "not those at 2, 3: the same command resumes from step 3, which may be corrupted"),
+        ([2, 3], 3, "The same command resumes from step 3, whose checkpoint is good by the verification at 3"),
     ],
 )
 def test_the_way_back_says_which_checkpoints_are_good(rig, saved, verified, told):
     rig.saved, rig.verifier.verified = saved, verified
-    assert told in rig.verifier._way_back()
+    assert told in rig.verifier._recovery_hint()
 
 
 def test_evidence_that_cannot_be_written_is_no_reason_to_lose_the_message(rig, tmp_path):
     (tmp_path / "file").touch()
-    rig.verifier._place = tmp_path / "file"
+    rig.verifier._folder = tmp_path / "file"
     message = rig.fails(rig.compute({0}), rig.compute())
     assert named(message) == {0}
-    assert "could not be kept: " in message
+    assert "could not be saved: " in message
 
 
 def test_only_gpus_need_an_option():
@@ -290,12 +296,12 @@ def test_only_gpus_need_an_option():
 
 def test_a_host_without_the_memory_is_refused(monkeypatch):
     plan = plan_state(MODEL, optimizers.build(SETTINGS, 10), mesh_of(sized()))
-    size = verify.host_bytes(plan)
+    size = memory.verification_bytes(plan)
     assert size == 2 * sum(array.nbytes for array in named_arrays(plan.create(seed=0)).values())
-    monkeypatch.setattr(memory_check, "host_memory", lambda: size)  # and the state itself has no place
-    memory_check.require_memory(TrainConfig(), plan)
+    monkeypatch.setattr(memory, "host_memory", lambda: size)  # and the state itself has no place
+    memory.require_memory(TrainConfig(), plan)
     with pytest.raises(ConfigError, match=r"train.verify_every=3 keeps the state .* twice: .*--train.verify-every 0"):
-        memory_check.require_memory(TrainConfig(train=LoopConfig(verify_every=3)), plan)
+        memory.require_memory(TrainConfig(train=LoopConfig(verify_every=3)), plan)
 
 
 @pytest.mark.journey
@@ -325,21 +331,26 @@ def test_a_run_is_the_same_with_verification_and_a_flipped_bit_ends_it(tmp_path,
 
 
 @pytest.mark.journey
-def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("every", "said"), [("4", "step 4: silent corruption"), ("0", "step 5 is not saved: silent corruption")]
+)
+def test_all_processes_end_with_the_device_of_one(tmp_path, monkeypatch, every, said):
+    """A verification finds it, and without one the next save."""
     monkeypatch.chdir(tmp_path)
     code = (
         f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n"
         "from flips import flip_in_run\nfrom jaxtp.train.__main__ import main\n"
-        f"flip_in_run(3, 'model.{KERNEL}', 5)\nsys.exit(main(sys.argv[1:]))"
+        f"flip_in_run(3, 'model.{KERNEL}', 5, bit=20)\nsys.exit(main(sys.argv[1:]))"
     )
-    flags = [*SMALL, *mesh(4, 1, 2), "--train.steps", "8", "--train.verify-every", "4", "--run.dir", "run"]
+    flags = [*SMALL, *mesh(4, 1, 2), "--train.steps", "8", "--train.verify-every", every, "--run.dir", "run"]
     assert launch(["--processes", "2", "--devices", "4", "--", "-c", code, *flags]) == entry.WRONG
     logs = [(tmp_path / f"logs/process-{index}.log").read_text() for index in range(2)]
-    (message,), (other,) = (re.findall(r"step 4: silent corruption.*", log) for log in logs)
+    (message,), (other,) = (re.findall(rf"{said}.*", log) for log in logs)
     assert message == other
     place = rf"number 1 of process 1 \(on {re.escape(socket.gethostname())}\)"
     assert re.search(rf"model.{KERNEL} on device \d+, {place}", message)
-    assert len(list((tmp_path / "run" / CORRUPTION / "4").glob("before_device_*.npz"))) == 8
+    assert len(list((tmp_path / "run" / CORRUPTION / "4").glob("before_device_*.npz"))) == (8 if every == "4" else 0)
+    assert not [path for path in (tmp_path / "run/checkpoints").iterdir() if path.name.isdecimal()]
 
 
 @pytest.mark.journey

@@ -1,0 +1,254 @@
+"""Audit of a compiled step: planned against realized shardings and communication.
+
+Compares three accounts of a step: the budget that its modules declare, its jaxpr, and the HLO after SPMD partitioning.
+The budget's formulas (`layer_costs.py`) are independent of the layers' code, so a layer that moves too much makes
+budget and jaxpr differ. A sharding that the compiler has to repair makes jaxpr and HLO differ.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.collective import Collective, Place, bytes_by_place
+from jaxtp.analysis.compiling import compile_with_spmd_text
+from jaxtp.analysis.hlo import count_collectives_in_hlo
+from jaxtp.analysis.holding import Holding, read_holdings
+from jaxtp.analysis.loops import A_TURN
+from jaxtp.analysis.tables import columns
+from jaxtp.mesh import REPLICAS, TP, mesh_sizes, parts
+
+Budget = Mapping[Place, float]
+"""Bytes that each device may send in a step, by place."""
+
+LARGE = 2**20
+"""Bytes from which an array that is replicated unasked is an error."""
+
+ROUNDING = 1e-9
+"""Relative error of a budget, which is a sum of fractions."""
+
+
+class AuditError(ValueError):
+    """A compiled step breaks its plan."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Result of `audit`."""
+
+    holdings: tuple[Holding, ...]
+    """Every array of the state."""
+
+    written: Counter[Collective]
+    """Collectives that the program asks for, and how often each runs."""
+
+    realised: Counter[Collective]
+    """Collectives that the partitioner made of them."""
+
+    budget: Budget | None
+    """Bytes that the modules may send."""
+
+    sizes: Mapping[str, int]
+    """Devices along each axis of the mesh."""
+
+    global_view: tuple[str, ...]
+    """Modules that are written on global arrays: the compiler chooses their collectives."""
+
+    uncounted: tuple[str, ...]
+    """Modules in which a loop may turn as often as its data say: what it moves is counted for one turn."""
+
+    compiled: Any
+    """The `jax.stages.Compiled` itself: it can be run, and has a `memory_analysis()`."""
+
+    @property
+    def added(self) -> Counter[Collective]:
+        """Collectives that the partitioner added."""
+        return added_by_compiler(self.written, self.realised)
+
+    def problems(self, large: int = LARGE) -> list[str]:
+        """Returns violations of the plan, one line each.
+
+        Args:
+          large: bytes above which an undeclared replication over fsdp or tp counts.
+        """
+        return [
+            *self._replicated_unasked(large),
+            *self._weights_over_tp(),
+            *self._unasked_collectives(),
+            *self._uncounted(),
+            *self._over_budget(),
+        ]
+
+    def check(self, large: int = LARGE) -> None:
+        """Raises if there are `problems`.
+
+        Raises:
+          AuditError: lists them.
+        """
+        if problems := self.problems(large):
+            raise AuditError("the compiled step breaks its plan:\n" + "\n".join(f"  {p}" for p in problems))
+
+    def __str__(self) -> str:
+        """Returns tables of the state's arrays and of communication by module."""
+        return f"{_holdings_table(self.holdings)}\n\n{_collectives_table(self.realised, self.added)}"
+
+    def _replicated_unasked(self, large: int) -> Iterator[str]:
+        for holding in self.holdings:
+            axes = [axis for axis in holding.unasked if axis not in REPLICAS]
+            if axes and holding.bytes > large:
+                yield (
+                    f"{holding.name} {_by(holding.shape)} is replicated over {' and '.join(axes)}, each device holds "
+                    f"{holding.bytes_per_device:,} of its {holding.bytes:,} bytes: {holding.declaration}"
+                )
+
+    def _weights_over_tp(self) -> Iterator[str]:
+        # Within a budget an activation may have a weight's shape by chance. Shared kv heads are gathered over parts of
+        # a tp group.
+        for collective, times in self.written.items() if self.budget is None else ():
+            whole_group = collective.group == parts(self.sizes, collective.axes)
+            if whole_group and (weight := self._weight_like(collective)):
+                yield (
+                    f"{times} x {_describe(collective)}, a weight moves (it has the shape of {weight}): what is split "
+                    f"over {TP} should stay where it is"
+                )
+
+    def _unasked_collectives(self) -> Iterator[str]:
+        # Global norms need sums of scalars.
+        for collective, times in self.added.items():
+            if math.prod(collective.shape) > 1 and collective.module.split("/")[0] not in self.global_view:
+                weight = self._weight_like(collective)
+                if weight and self.global_view and not collective.module:
+                    continue  # XLA names no module where it resplits weights for a rule that sees them without padding
+                what = f", a weight moves (it has the shape of {weight})" if weight else ""
+                yield f"{times} x {_describe(collective)}{what}: no module asked for it, the compiler added it"
+
+    def _uncounted(self) -> Iterator[str]:
+        for collective, times in self.realised.items():
+            outermost = collective.module.split("/")[0]
+            if collective.counted == A_TURN and outermost not in self.uncounted:
+                named = (
+                    f'uncounted=("{outermost}",)' if outermost else 'jax.named_scope("name") and uncounted=("name",)'
+                )
+                yield (
+                    f"{times} x {_describe(collective)}, in each turn of a loop that turns as often as its data say: "
+                    f"how much moves is not known; {named} allows it"
+                )
+
+    def _weight_like(self, collective: Collective) -> str | None:
+        over_tp = TP in collective.axes
+        return next((h.name for h in self.holdings if over_tp and collective.shape in h.matrices()), None)
+
+    def _over_budget(self) -> Iterator[str]:
+        if self.budget is None:
+            return
+        for (module, axes), sent in bytes_by_place(self.written).items():
+            allowed = self.budget.get((module, axes), 0)
+            if sent > allowed * (1 + ROUNDING):
+                where = module or "the step"
+                yield f"{where} sends {sent:,.0f} bytes over {'+'.join(axes)}; its budget is {allowed:,.0f}"
+
+
+def audit(
+    step: Any,
+    state: Any,
+    *args: Any,
+    mesh: Mesh,
+    budget: Budget | None = None,
+    global_view: tuple[str, ...] = (),
+    uncounted: tuple[str, ...] = (),
+    compiler_options: Mapping[str, bool | int | str] | None = None,
+) -> Audit:
+    """Compiles a step and compares the result with the plan.
+
+    Args:
+      step: `jax.jit` of a function of `state, *args`, or its `trace`; may return a new state, first.
+      state: pytree of real or abstract arrays (`jax.ShapeDtypeStruct` with a sharding); `nnx.State`s declare theirs.
+      *args: real or abstract.
+      mesh: its devices may be virtual.
+      budget: bytes that each module may send; by default, whatever the program requests.
+      global_view: outermost modules on global arrays (an optimizer that averages over whole dims), where the compiler
+        may add collectives.
+      uncounted: outermost modules (`jax.named_scope`) where loops with data-dependent trip counts are allowed, and
+        count once.
+
+    Raises:
+      TypeError: `step` is not a `jax.jit` function, or `state` holds no arrays.
+    """
+    is_traced = isinstance(step, jax.stages.Traced)
+    if not (is_traced or hasattr(step, "trace")) or not jax.tree.leaves(state) or isinstance(state, nnx.Module):
+        raise TypeError(
+            "audit takes a function compiled by jax.jit and the pytree of arrays that is its first argument; of an "
+            "nnx.Module that is graph, state = nnx.split(module), and nnx.merge(graph, state) inside the function"
+        )
+    with jax.set_mesh(mesh):
+        traced = step if is_traced else step.trace(state, *args)
+        compiled, text = compile_with_spmd_text(traced.lower(), compiler_options)
+    sizes = mesh_sizes(mesh)
+    return Audit(
+        holdings=read_holdings(compiled, state, mesh),
+        written=count_collectives(traced.jaxpr, sizes),
+        realised=count_collectives_in_hlo(text, sizes),
+        budget=budget,
+        sizes=sizes,
+        global_view=global_view,
+        uncounted=uncounted,
+        compiled=compiled,
+    )
+
+
+def added_by_compiler(written: Mapping[Collective, int], realised: Mapping[Collective, int]) -> Counter[Collective]:
+    """Returns the collectives of partitioned HLO (`realised`) that the jaxpr (`written`) lacks."""
+    left: Counter[Any] = Counter()
+    for collective, times in written.items():
+        left[_likeness(collective)] += times
+    added: Counter[Collective] = Counter()
+    for collective, times in realised.items():
+        asked = min(times, left[_likeness(collective)])
+        left[_likeness(collective)] -= asked
+        added[collective] = times - asked
+    return +added
+
+
+def _likeness(collective: Collective) -> tuple[object, ...]:
+    # The fields that survive partitioning, which turns a maximum into an all-reduce.
+    kind = "all-reduce" if collective.kind.startswith("all-reduce") else collective.kind
+    a_turn = collective.counted == A_TURN
+    return kind, collective.axes, collective.group, collective.dtype, math.prod(collective.shape), a_turn
+
+
+def _describe(collective: Collective) -> str:
+    where = f" in {collective.module}" if collective.module else ""
+    where += f", {collective.source}" if collective.source else ""
+    what = f"{collective.dtype} {_by(collective.shape)} ({collective.bytes:,} bytes)"
+    return f"{collective.kind} of {what} over {'+'.join(collective.axes)}{where}"
+
+
+def _holdings_table(holdings: tuple[Holding, ...]) -> str:
+    rows = [(h.name, _by(h.shape), _by(h.shard), h.dtype, f"{h.bytes_per_device:,}", h.declaration) for h in holdings]
+    return columns(("array", "shape", "on a device", "dtype", "bytes on a device", "declared"), rows)
+
+
+def _collectives_table(realised: Counter[Collective], added: Counter[Collective]) -> str:
+    totals: Counter[tuple[str, ...]] = Counter()
+    sent: dict[tuple[str, ...], float] = {}
+    for collective, times in realised.items():
+        for count, by in ((added[collective], "the compiler"), (times - added[collective], "the program")):
+            place = (collective.module or "(step)", collective.kind, "+".join(collective.axes), by)
+            row = (*place, collective.counted)
+            totals[row] += count
+            sent[row] = sent.get(row, 0) + count * collective.bytes_sent
+    rows = [
+        (*place, f"{count:,} {counted}".strip(), f"{sent[*place, counted]:,.0f}")
+        for (*place, counted), count in (+totals).items()
+    ]
+    return columns(("module", "collective", "over", "asked for by", "count", "bytes sent by a device"), rows)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "scalar"

@@ -1,0 +1,115 @@
+"""The record of a collective, for layers, jaxprs, HLO, schedules, proposals and measurements.
+
+Only this module computes the bytes that a device sends around a ring.
+"""
+
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
+ALL_TO_ALL, PERMUTE = "all-to-all", "permute"
+
+Axes = tuple[str, ...]
+Key = TypeVar("Key", bound=Hashable)
+
+Place = tuple[str, Axes]
+"""A module and mesh axes, as `Collective.module` and `Collective.axes` have them."""
+
+_WRAPPERS = re.compile(r"\b(?:jit|jvp|transpose|vmap|remat)\(|\)")
+_BRANCH = re.compile(r"branch_\d+_fun")
+PRIMITIVES = {
+    "psum": ALL_REDUCE,
+    "psum2": ALL_REDUCE,
+    "psum_invariant": ALL_REDUCE,
+    "pmax": "all-reduce-max",
+    "pmin": "all-reduce-min",
+    "all_gather": ALL_GATHER,
+    "all_gather_invariant": ALL_GATHER,
+    "reduce_scatter": REDUCE_SCATTER,
+    "all_to_all": ALL_TO_ALL,
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": PERMUTE,
+    "pbroadcast": "broadcast",
+}
+"""Kinds of collectives by the primitive of a jaxpr."""
+_PLUMBING = set(PRIMITIVES) | {
+    *("while", "body", "cond", "branch", "scan", "closed_call", "eval_jaxpr", "core_call", "shard_map"),
+    *("checkpoint", "rematted_computation", "remat", "custom_vjp_call", "custom_jvp_call", "name", "pcast", "pvary"),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """A collective, as one device sees it; `Traffic` has its count."""
+
+    kind: str
+    """all-reduce, all-gather, reduce-scatter, ..."""
+
+    axes: Axes
+    """Mesh axes along which the devices talk; those of a single device are left out."""
+
+    group: int
+    """Number of devices that take part."""
+
+    bytes: float
+    """Size of the whole message: the larger of operand and result on one device."""
+
+    scope: str = ""
+    """The `jax.named_scope` it was written in, as JAX spells it, or the name of its module."""
+
+    shape: tuple[int, ...] = ()
+    """Shape of the message, where it is read from a program."""
+
+    dtype: str = ""
+    """Dtype of its elements, where it is read from a program."""
+
+    counted: str = ""
+    """Meaning of its count; empty where the count is exact."""
+
+    source: str = field(default="", compare=False)
+    """`file:line` of Python that it comes from, where that is known."""
+
+    @property
+    def module(self) -> str:
+        """Scope without JAX's transformations: `mlp/rms_norm`."""
+        outside = re.sub(r"jit\([^()]*\)/?", "", self.scope)
+        parts = _WRAPPERS.sub("", outside).split("/")
+        return "/".join(part for part in parts if part and part not in _PLUMBING and not _BRANCH.fullmatch(part))
+
+    @property
+    def backward(self) -> bool:
+        """Whether the scope is in a backward pass."""
+        return "transpose(" in self.scope
+
+    @property
+    def bytes_sent(self) -> float:
+        """Bytes each device sends: (n-1)/n of `bytes`, twice for an all-reduce (a ring); all for a permute."""
+        if self.kind == PERMUTE:
+            return float(self.bytes)
+        rounds = 2 if self.kind.startswith(ALL_REDUCE) else 1
+        return rounds * (self.group - 1) / self.group * self.bytes
+
+
+Traffic = Mapping[Collective, int]
+"""Collectives, and how often each runs in a step."""
+
+
+def total_sent(moved: Traffic) -> float:
+    """Returns the bytes each device sends."""
+    return sum(times * one.bytes_sent for one, times in moved.items())
+
+
+def sums(moved: Traffic, by: Callable[[Collective], Key]) -> dict[Key, tuple[int, float]]:
+    """Returns counts and bytes each device sends, grouped by `by`."""
+    totals: dict[Key, tuple[int, float]] = {}
+    for one, times in moved.items():
+        count, sent = totals.get(by(one), (0, 0.0))
+        totals[by(one)] = count + times, sent + times * one.bytes_sent
+    return totals
+
+
+def bytes_by_place(moved: Traffic) -> dict[Place, float]:
+    """Returns the bytes each device sends, by module and axes."""
+    return {place: sent for place, (_, sent) in sums(moved, lambda one: (one.module, one.axes)).items()}

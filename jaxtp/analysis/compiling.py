@@ -1,0 +1,97 @@
+"""Compiling a step and reading the partitioner's output."""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jaxlib.version
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxtp.config.files import write_atomically
+from jaxtp.distributed.environment import xla_flags
+
+Options = Mapping[str, bool | int | str]
+
+
+def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tuple[Any, str]:
+    """Compiles a `jax.stages.Lowered`; returns the `Compiled` and its HLO text after SPMD partitioning.
+
+    The text precedes backend-specific passes; on a single device, which has no partitioning, it precedes all passes.
+    JAX's persistent compilation cache, if any, also keeps the text and the compiler's output: a known program is not
+    compiled again, and its warnings repeat.
+    """
+    place = _place_of_text(lowered, options)
+    if place and place.exists():
+        kept = json.loads(place.read_text())
+        os.write(2, kept["printed"].encode())
+        return lowered.compile(compiler_options=dict(options or {})), kept["text"]
+    with captured_stderr() as printed:
+        compiled, text = _compile_and_dump(lowered, options)
+        if text is None:  # the program came from the persistent cache, so the compiler printed no text
+            with _no_compilation_cache():
+                compiled, text = _compile_and_dump(lowered, options)
+    os.write(2, "".join(printed).encode())
+    if place:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, json.dumps({"text": text, "printed": "".join(printed)}).encode())
+    return compiled, text
+
+
+@contextmanager
+def captured_stderr() -> Iterator[list[str]]:
+    """Collects lines on stderr, also from the compiler's C++."""
+    lines: list[str] = []
+    sys.stderr.flush()
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        saved = os.dup(2)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            lines += file.readlines()
+
+
+def _compile_and_dump(lowered: Any, options: Options | None) -> tuple[Any, Any]:
+    # The text is None if the program came from the cache.
+    with tempfile.TemporaryDirectory() as folder:
+        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": "spmd-partitioning"}
+        compiled = lowered.compile(compiler_options={**(options or {}), **dump})
+        found = _find(folder, r"after_(tpu-)?spmd-partitioning\.") or _find(folder, r"\.before_optimizations\.txt$")
+        return compiled, found[0].read_text() if found else None
+
+
+def _find(folder: str, pattern: str) -> list[Path]:
+    return [path for path in Path(folder).iterdir() if re.search(pattern, path.name)]
+
+
+def _place_of_text(lowered: Any, options: Options | None) -> Path | None:
+    folder = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if not folder or not jax.config.jax_enable_compilation_cache:  # type: ignore[attr-defined]
+        return None
+    versions = (jax.__version__, jaxlib.version.__version__, jax.default_backend(), xla_flags())
+    described = repr((versions, sorted((options or {}).items()), lowered.as_text(debug_info=True)))
+    return Path(folder) / f"partitioned-{hashlib.sha256(described.encode()).hexdigest()}.json"
+
+
+@contextmanager
+def _no_compilation_cache() -> Iterator[None]:
+    # A program found in the persistent cache is not compiled, and leaves no text.
+    enabled = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # JAX decides only once whether to use the cache, until a reset
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", enabled)
+        compilation_cache.reset_cache()

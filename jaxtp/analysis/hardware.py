@@ -1,0 +1,226 @@
+"""Accelerators by name: memory, peak, bandwidth and links, each with its source.
+
+Links are one-way per device. Fast links join a domain (a host of GPUs, a slice of TPUs); between domains each device
+has its share of the network. Peaks and bandwidths come from data sheets; their reachable shares (`matmul_efficiency`
+etc.) are assumptions. `hardware_file` reads a user's own hardware.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtp.config.schema import Count, NonNegative, Positive
+from jaxtp.layers.kernels.select import CAPABILITIES
+from jaxtp.mesh import AXES
+
+GB, GIB = 1e9, 2**30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """A kind of device, and its interconnect."""
+
+    name: str = "custom"
+    """Name by which it is asked for."""
+
+    like: str = ""
+    """Name, in a file, of the row of the table that what is left out is taken from, and that it is compiled as."""
+
+    kinds: tuple[str, ...] = ()
+    """Values of `jax.Device.device_kind` on it, exactly: a near name is that of another device."""
+
+    platform: str = "cuda"
+    """cuda, rocm or tpu."""
+
+    capability: str = ""
+    """Compute capability of an NVIDIA GPU, as in 9.0; it decides which kernels there are."""
+
+    memory: Positive = 80 * GIB
+    """Bytes that a program can see."""
+
+    flops: Positive = 1e15
+    """Dense bfloat16 FLOP/s at their peak."""
+
+    bandwidth: Positive = 3e12
+    """Bytes/s to and from its memory."""
+
+    link: Positive = 450e9
+    """Bytes/s that it sends to the others of its domain, in one direction. To all of them together where `direct`."""
+
+    domain: Count = 8
+    """Devices that fast links join."""
+
+    direct: bool = False
+    """Whether the links of a domain join each pair directly: of n devices each then has the links to n - 1 others, and
+    the rest of its `link` lies idle. False: a switch, or a torus, gives a ring all of it."""
+
+    network: Positive = 50e9
+    """Bytes/s that it sends out of its domain, in one direction."""
+
+    reserved: NonNegative = 2.0 * GIB
+    """Bytes outside JAX's allocator: context, kernels, communication buffers. An assumption."""
+
+    matmul_efficiency: Positive = 0.7
+    """Share of the peak that a large matrix product reaches. An assumption."""
+
+    bandwidth_efficiency: Positive = 0.85
+    """Share of the memory's bandwidth that a large kernel reaches. An assumption."""
+
+    link_efficiency: Positive = 0.8
+    """Share of a link that a large collective reaches. An assumption: 360 of 450 GB/s on an H100."""
+
+    latency: NonNegative = 8.4e-6
+    """Seconds that a collective takes to begin. As NCCL has it (src/graph/tuning.cc: rings, its Simple protocol)."""
+
+    hop: NonNegative = 3.4e-6
+    """Seconds of each step of a collective between devices of a domain, however little is sent. From there too. 0: a
+    measured `latency` has it already."""
+
+    network_hop: NonNegative = 14e-6
+    """The same between devices of different domains."""
+
+    source: str = ""
+    """Source of the numbers."""
+
+    @property
+    def compiled_as(self) -> str:
+        """Name in the table that programs are compiled for."""
+        return self.like or self.name
+
+    @property
+    def architecture(self) -> str:
+        """Platform and compute capability, as from `architecture_of`."""
+        return f"{self.platform} {self.capability}".strip()
+
+
+RANGES = {
+    "memory": (1e9, 1e13, "bytes"),
+    "flops": (1e11, 1e18, "FLOP/s, dense bfloat16"),
+    "bandwidth": (1e9, 1e15, "bytes/s"),
+    "link": (1e8, 1e14, "bytes/s, one way"),
+    "domain": (1, 1e6, "devices"),
+    "network": (1e6, 1e14, "bytes/s, one way"),
+    "reserved": (0, 1e13, "bytes"),
+    "matmul_efficiency": (1e-6, 1, "a share"),
+    "bandwidth_efficiency": (1e-6, 1, "a share"),
+    "link_efficiency": (1e-6, 1, "a share"),
+    "latency": (0, 0.1, "seconds"),
+    "hop": (0, 0.1, "seconds"),
+    "network_hop": (0, 0.1, "seconds"),
+}
+"""Least, most and unit of the numbers in a file. 80 for memory is no device's: it was meant in GB."""
+
+_PCIE_HOP = 5.7e-6
+"""Seconds, as NCCL has it for PCIe."""
+
+
+def _gpu(
+    name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: Any
+) -> Hardware:
+    # The three bandwidths are in GB/s.
+    network = others.pop("network", 50.0)
+    kinds = (kinds,) if isinstance(kinds, str) else kinds
+    return Hardware(
+        name=name,
+        kinds=kinds,
+        memory=gib * GIB,
+        flops=tflops * 1e12,
+        bandwidth=bandwidth * 1e9,
+        link=link * 1e9,
+        network=network * 1e9,
+        capability=CAPABILITIES.get(kinds[0], ""),
+        **others,
+    )
+
+
+def _pcie(name: str, kind: str, gib: float, tflops: float, bandwidth: float, link: float, **others: Any) -> Hardware:
+    # The link is x16 of PCIe 4.0 or 5.0; bridges between pairs of cards are ignored.
+    return _gpu(name, kind, gib, tflops, bandwidth, link, **{"hop": _PCIE_HOP, "source": _CARD, **others})
+
+
+def _tpu(
+    name: str, kinds: str | tuple[str, ...], gib: float, tflops: float, bandwidth: float, link: float, **others: Any
+) -> Hardware:
+    # Assumes that a mesh axis uses both links, one each way round, along one axis of the torus, so half the hops. If
+    # the ends of a slice's axis do not meet (v5e and v6e: axes shorter than 16), a ring has about half the bandwidth;
+    # with a second torus axis, a mesh axis would have twice as much. 1 us per hop is from
+    # jax-ml.github.io/scaling-book; a collective's startup and the network's hop are assumptions.
+    waits = {"latency": 3e-6, "hop": 0.5e-6, "network_hop": 10e-6}
+    tpu: dict[str, Any] = {"platform": "tpu", "network": 3.1, "reserved": 0.0, **waits, **others}
+    return _gpu(name, kinds, gib, tflops, bandwidth, link, **tpu)
+
+
+_CARD = "NVIDIA data sheet of that card (dense bfloat16: half of its peak with sparsity); the network is assumed"
+_DGX = "NVIDIA data sheet of the {} (SXM: dense bfloat16, half of NVLink's two-way bandwidth) and of its DGX (network)"
+_CLOUD = "cloud.google.com/tpu/docs/{} (HBM as XLA reports it); a link's bandwidth: jax-ml.github.io/scaling-book/tpus"
+
+_GH200 = (
+    "NVIDIA data sheet of the GH200 (96 GB of HBM3; dense bfloat16); a superchip to a host, and its network, 400 Gb/s, "
+    "are assumed"
+)
+_GB200 = (
+    "NVIDIA data sheet of the GB200 NVL72 (dense bfloat16, half of NVLink's two-way bandwidth); the network, 400 Gb/s "
+    "each, is assumed"
+)
+_RTX4090 = (
+    "NVIDIA Ada architecture paper (bfloat16 with float32 sums); half of PCIe 4.0 x16, because it goes through the "
+    "host; the network, 100 Gb/s for eight, is assumed"
+)
+_MI300X = "AMD data sheet of the MI300X: seven Infinity Fabric links, one to each other GPU, 64 GB/s one way"
+
+_RCCL: dict[str, Any] = {"platform": "rocm", "latency": 17e-6, "hop": 4.5e-6, "network_hop": 24.1e-6}
+"""Waits as RCCL has them: src/graph/tuning.cc of github.com/ROCm/rccl, rings, large messages."""
+
+TABLE = {
+    hardware.name: hardware
+    for hardware in (
+        _gpu("a100-40", "NVIDIA A100-SXM4-40GB", 39.4, 312, 1555, 300, network=25.0, source=_DGX.format("A100 40GB")),
+        _gpu("a100", "NVIDIA A100-SXM4-80GB", 79.1, 312, 2039, 300, network=25.0, source=_DGX.format("A100 80GB")),
+        _pcie("a100-pcie-40", "NVIDIA A100-PCIE-40GB", 39.4, 312, 1555, 32, network=12.5),
+        _pcie("a100-pcie", "NVIDIA A100 80GB PCIe", 79.1, 312, 1935, 32, network=12.5),
+        _gpu("h100", "NVIDIA H100 80GB HBM3", 79.1, 989.4, 3352, 450, source=_DGX.format("H100")),
+        _pcie("h100-pcie", "NVIDIA H100 PCIe", 79.1, 756.5, 2039, 64, network=25.0),
+        _pcie("h100-nvl", "NVIDIA H100 NVL", 93.1, 835.5, 3938, 64, network=25.0),
+        _gpu("h200", "NVIDIA H200", 139.8, 989.4, 4800, 450, source=_DGX.format("H200")),
+        _pcie("h200-nvl", "NVIDIA H200 NVL", 139.8, 835.5, 4800, 64, network=25.0),
+        _gpu("gh200", "NVIDIA GH200 480GB", 94.5, 989.4, 4000, 450, domain=1, source=_GH200),
+        _gpu("b200", "NVIDIA B200", 178.0, 2250, 8000, 900, source=_DGX.format("B200")),
+        _gpu("gb200", "NVIDIA GB200", 184.0, 2500, 8000, 900, domain=72, source=_GB200),
+        _pcie("l4", "NVIDIA L4", 22.0, 121, 300, 32, network=12.5),
+        _pcie("l40", "NVIDIA L40", 44.4, 181.05, 864, 32, network=12.5),
+        _pcie("l40s", "NVIDIA L40S", 44.4, 362.05, 864, 32, network=12.5),
+        _pcie("rtx4090", "NVIDIA GeForce RTX 4090", 23.5, 165.2, 1008, 16, network=1.6, source=_RTX4090),
+        _gpu("mi300x", "AMD Instinct MI300X", 191.5, 1307.4, 5300, 448, direct=True, source=_MI300X, **_RCCL),
+        _tpu("v5e", ("TPU v5 lite", "TPU v5e"), 15.75, 197, 819, 90, domain=256, source=_CLOUD.format("v5e")),
+        _tpu("v5p", ("TPU v5", "TPU v5p"), 95.74, 459, 2765, 180, domain=8960, source=_CLOUD.format("v5p")),
+        _tpu("v6e", ("TPU v6 lite", "TPU v6e"), 31.25, 918, 1638, 180, domain=256, source=_CLOUD.format("v6e")),
+    )
+}
+"""Hardware by name. Memory is what the driver leaves of the size on the label."""
+
+_KINDS = {kind: hardware for hardware in TABLE.values() for kind in hardware.kinds}
+
+
+def of_kind(device_kind: str) -> Hardware | None:
+    """Returns the hardware of a `jax.Device.device_kind`, or None.
+
+    Partitions of a GPU (MIG) and relatives are missing: their peaks differ.
+    """
+    return _KINDS.get(device_kind.strip())
+
+
+def inside_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Iterable[str]) -> int:
+    """Returns how many devices of a ring over `axes` share a domain; the last axes join neighbors."""
+    left, inside = hardware.domain, {}
+    for axis in reversed(AXES):
+        inside[axis] = math.gcd(sizes[axis], left)
+        left = left // sizes[axis] if inside[axis] == sizes[axis] else 1
+    return math.prod(inside[axis] for axis in axes)
+
+
+def link_of(hardware: Hardware, devices: int) -> float:
+    """Returns the bytes/s of `link` that each of `devices` in a domain has to the others."""
+    if not hardware.direct or devices == 1:
+        return hardware.link
+    return hardware.link * (devices - 1) / (hardware.domain - 1)

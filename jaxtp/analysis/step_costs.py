@@ -1,0 +1,349 @@
+"""Costs of a decoder's step on one device: sums over its layers (`layer_costs.py`)."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TypeVar
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh
+
+from jaxtp.analysis.collective import Collective, Place, bytes_by_place
+from jaxtp.analysis.costs import (
+    FLOAT32,
+    RECOMPUTE_POLICIES,
+    REGATHER_POLICIES,
+    Bytes,
+    CachedBytes,
+    Cost,
+    ElementwiseTraffic,
+    Product,
+    SavedActivations,
+    ScoreTraffic,
+    Weight,
+    Workload,
+    Workspace,
+    collectives_of,
+    enter,
+    itemsize,
+    sums_over,
+    within,
+)
+from jaxtp.analysis.layer_costs import (
+    branch_costs,
+    embedding_costs,
+    has_formulas,
+    norm_costs,
+    positions_costs,
+    table_weight,
+)
+from jaxtp.analysis.traced_costs import traced_costs
+from jaxtp.layers.activations import Context
+from jaxtp.layers.balance import BALANCE
+from jaxtp.layers.branch import Branch
+from jaxtp.layers.loss import LOSS
+from jaxtp.layers.parameter import Split
+from jaxtp.mesh import BATCH, SEQUENCE, STORAGE, TOKENS, TP, abstract_mesh, batch_parts, parts, sized
+from jaxtp.models.config import ModelConfig, padded_sizes
+from jaxtp.models.decoder import Decoder, DecoderBlock
+
+LOGIT_PASSES = 6
+"""Times that float32 logits go through memory outside of products: maximum, exponentials, label; backward again, and
+the difference. An estimate."""
+
+C = TypeVar("C")
+
+MUCH_PADDING = 0.25
+"""Share of a block's weights from which padding is warned of."""
+
+
+_FURTHEST = 1024
+"""Sizes of tp beyond this are not proposed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCosts:
+    """Traffic and products of a step on one device, and the memory of a micro-batch."""
+
+    traffic: Mapping[Collective, int]
+    """Collectives, and how often each runs."""
+
+    products: tuple[Product, ...]
+    """Matrix products with weights."""
+
+    attention: tuple[Product, ...]
+    """Scores, and the values weighted by them."""
+
+    elementwise: float
+    """Bytes through memory outside of products, but for attention scores and logits."""
+
+    scores: float
+    """Bytes of attention scores through memory outside of products; 0 for a kernel that never holds them."""
+
+    logits: float
+    """Bytes of logits through memory outside of products."""
+
+    itemsize: int
+    """Bytes of an element of the compute dtype."""
+
+    param_itemsize: int
+    """Bytes of an element of the trained parameters' dtype."""
+
+    kept: int
+    """Bytes that all blocks keep for the backward pass."""
+
+    working: int
+    """Bytes of activations that the backward pass of the largest block works on."""
+
+    weights: int
+    """Bytes of the largest block's weights as its layers multiply with them, and of their unreduced gradients."""
+
+    transposed: int
+    """Bytes of stored weights that are gathered along their last dim, in all blocks."""
+
+    loss: int
+    """Bytes of the head, of the logits of a chunk, and of their gradients."""
+
+    cached: int
+    """Bytes that all blocks remember of the tokens of all rows."""
+
+    adapters: int
+    """Number of elements of all adapters."""
+
+    unused: float
+    """Number of elements of a device's weights that none of its tokens uses: experts that none chose, on average."""
+
+    update: tuple[Product, ...] = ()
+    """Matrix products of the optimizer's rule, in the parameters' dtype."""
+
+    owned: int = 0
+    """Bytes of whole matrices that the optimizer's rule works on."""
+
+    padding: float
+    """Elements that padding adds to the weights of all blocks, as a share of them."""
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of all products."""
+        return sum(product.flops for product in (*self.products, *self.attention, *self.update))
+
+    @property
+    def flops_of_xla(self) -> float:
+        """FLOPs outside of custom kernels."""
+        attention = self.attention if self.scores else ()
+        every = (*self.products, *attention, *self.update)
+        return sum(product.flops for product in every if not product.in_kernel)
+
+    @property
+    def budget(self) -> dict[Place, float]:
+        """Bytes that the device may send, by module and axes."""
+        return bytes_by_place(self.traffic)
+
+
+def step_costs(
+    config: ModelConfig,
+    mesh: Mapping[str, int],
+    *,
+    batch_size: int,
+    sequence_length: int,
+    accumulation: int = 1,
+    packed: bool = False,
+    platform: str = "cpu",
+    context: Context = "auto",
+) -> StepCosts:
+    """Returns each device's work in a training step.
+
+    Traffic is exact for Llama's layers, and an upper bound with biases, QK norms or adapters.
+
+    Args:
+      batch_size: sequences per step, over all devices and micro-batches.
+      packed: sequences hold several documents.
+      platform: decides the kernels.
+      context: method of attention over cp.
+    """
+    rows = batch_size // (batch_parts(mesh) * accumulation)
+    frozen = config.lora.rank > 0
+    work = Workload(
+        sizes=mesh,
+        rows=rows,
+        length=sequence_length,
+        remat=config.remat,
+        frozen=frozen,
+        packed=packed,
+        platform=platform,
+        accumulation=accumulation,
+        context=context,
+    )
+    return costs_of(config, work)
+
+
+def costs_of(config: ModelConfig, work: Workload) -> StepCosts:
+    """Returns a model's costs: traffic and products of all micro-batches, memory of one."""
+    model, work = described(config), replace(work, zigzag=config.zigzag(work))
+    branches = (each[1] for _, kinds in model.stacked() for block in kinds for each in block.branches())
+    if not all(map(has_formulas, branches)):
+        model = described(config, work.tp)  # its arrays are padded for tp, as a trace needs them
+    blocks = [(stack.repeats, list(block_costs(block, work))) for stack, kinds in model.stacked() for block in kinds]
+    outside = [(1, cost) for cost in decoder_costs(model, work)]
+    inside = [(repeats, cost) for repeats, costs in blocks for cost in costs]
+    every = inside + outside
+    products = list(_merged((n * work.accumulation, product) for n, product in _of(Product, every)))
+    weights = _of(Weight, inside)
+
+    def score_traffic(kind: str) -> float:
+        return work.accumulation * _bytes((n, cost) for n, cost in _of(ScoreTraffic, every) if cost.kind == kind)
+
+    return StepCosts(
+        traffic=_traffic(every, work),
+        products=tuple(product for product in products if not product.attention),
+        attention=tuple(product for product in products if product.attention),
+        elementwise=work.accumulation * _passes(work) * _bytes(_of(ElementwiseTraffic, every)),
+        scores=score_traffic("scores"),
+        logits=score_traffic("logits"),
+        itemsize=itemsize(config.precision.compute),
+        param_itemsize=itemsize(config.trained_dtype),
+        kept=int(_bytes(_of(SavedActivations, every))),
+        working=int(max(sum(cost.bytes for cost in costs if isinstance(cost, Workspace)) for _, costs in blocks)),
+        weights=int(max(sum(c.loaded_bytes(work) for c in costs if isinstance(c, Weight)) for _, costs in blocks)),
+        transposed=int(sum(n * weight.stored_bytes(work.sizes) for n, weight in weights if weight.transposed)),
+        loss=int(_bytes(_of(Workspace, outside))),
+        cached=int(_bytes(_of(CachedBytes, every))),
+        adapters=sum(n * weight.size for n, weight in weights if weight.adapter),
+        unused=sum(n * w.over_tp(work.sizes) * (1 - w.used_by(work.tokens)) for n, w in weights),
+        padding=sum(n * w.padded(work.tp) for n, w in weights) / sum(n * w.size for n, w in weights) - 1,
+    )
+
+
+def block_costs(block: DecoderBlock, work: Workload) -> Iterator[Cost]:
+    """Yields the costs of branches, norms, residual sums and saved input."""
+    residual = work.between(block.config.sequence_parallel) * block.config.d_model
+    size, last = residual * itemsize(block.config.precision.compute), block.names[-1]
+    yield SavedActivations(size * {"none": len(block.names), "offload": 0}.get(work.remat, 1))
+    for name, branch, before, after in block.branches():
+        if before is not None:
+            yield from within(name, norm_costs(before, work, recomputed=work.remat in REGATHER_POLICIES))
+        if after is not None:  # the next norm reads the sum to which its result is added
+            recomputed = name != last and work.remat != "none"
+            yield from within(name, norm_costs(after, work, recomputed=recomputed))
+        read = name != last or after is not None
+        if has_formulas(branch):
+            yield from within(name, branch_costs(branch, work, read=read))
+        else:
+            config = block.config
+            yield from within(name, traced_costs(_unstacked(branch), work, config.d_model, config.precision, read=read))
+        yield ElementwiseTraffic(3 * size)
+
+
+def _unstacked(branch: Branch) -> Branch:
+    graph, state = nnx.split(branch)
+    one: Branch = nnx.merge(graph, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state))
+    return one
+
+
+def decoder_costs(model: Decoder, work: Workload) -> Iterator[Cost]:
+    """Yields the costs of embedding, final norm, head and loss."""
+    config = model.config
+    yield from embedding_costs(model.embedding, work)
+    yield from () if model.positions is None else positions_costs(model.positions, work)
+    yield from norm_costs(model.norm, work, inside=False)
+    yield from loss_costs(config, work)
+    num_experts = [block.num_experts for block in config.layers() if block.num_experts]
+    if num_experts and work.training:
+        of_rows = sum(2 * experts + 3 for experts in num_experts) * work.rows
+        yield sums_over(BALANCE, SEQUENCE, work.sizes, FLOAT32 * of_rows)
+        yield sums_over(BALANCE, BATCH, work.sizes, FLOAT32 * (sum(num_experts) + 4))
+
+
+def loss_costs(config: ModelConfig, work: Workload) -> Iterator[Cost]:
+    """Yields the costs of head and loss. Over tp: a column layer's input, and three floats per token."""
+    compute, tokens, features = itemsize(config.precision.compute), work.tokens, config.d_model
+    local = Split((config.vocab_size,)).padded(work.tp) // work.tp
+    yield replace(table_weight(LOSS, config.vocab_size, features, config.precision), tied=config.tie_embeddings)
+    hidden = tokens * features * compute
+    yield from enter(LOSS, work, hidden, split=work.is_split(config.sequence_parallel), again=False)
+    chunks = -(-tokens // config.loss_chunk)
+    for floats in (1, 2):  # the maximum; the sum of exponentials and the label's logit
+        yield sums_over(LOSS, (TP,), work.sizes, floats * tokens * FLOAT32 / chunks, chunks)
+    yield sums_over(LOSS, TOKENS, work.sizes, 2 * FLOAT32)
+    moved = tokens * (features * compute + local * FLOAT32) + chunks * features * local * compute
+    yield Product("head", tokens, features, local, work.num_evals(True, work.num_gradients), moved)
+    yield ScoreTraffic("logits", tokens * local * FLOAT32 * LOGIT_PASSES)
+    # Two float32 arrays of the table's size: its summed gradient, and a chunk's contribution. A frozen table has no
+    # gradient, and exists in float32 only if it is gathered.
+    tables = int(parts(work.sizes, STORAGE) > 1) if work.frozen else 2
+    logits = min(config.loss_chunk, tokens) * local  # and their gradient
+    yield Workspace((tables * FLOAT32 + compute) * local * features + 2 * FLOAT32 * logits)
+
+
+def active_parameters(config: ModelConfig, parameters: int) -> int:
+    """Returns the parameters a token uses; `parameters` counts all, without padding."""
+    return parameters - round(costs_of(config, Workload(sizes=sized(), rows=1, length=1, training=False)).unused)
+
+
+def describe_active(config: ModelConfig, parameters: int) -> str:
+    """Returns a suffix with the active parameters; empty if all are active."""
+    active = active_parameters(config, parameters)
+    return "" if active == parameters else f", {active:,} active for each token"
+
+
+def _of(kind: type[C], costs: Iterable[tuple[int, Cost]]) -> list[tuple[int, C]]:
+    return [(times, cost) for times, cost in costs if isinstance(cost, kind)]
+
+
+def _bytes(costs: Iterable[tuple[int, Bytes]]) -> float:
+    return sum(times * cost.bytes for times, cost in costs)
+
+
+def _passes(work: Workload) -> float:
+    # Passes over elementwise operations; a backward pass counts 1.5.
+    return (2.5 + (work.remat in RECOMPUTE_POLICIES)) if work.training else 1.0
+
+
+def describe_padding(config: ModelConfig, mesh: Mapping[str, int]) -> str | None:
+    """Describes the padding over tp and its cost, with a warning if large."""
+    tp = mesh[TP]
+    if not (padded := padded_sizes(config, tp)):
+        return None
+    added = costs_of(config, Workload(sizes=sized(tp=tp), rows=1, length=1, training=False)).padding
+    sizes = ", ".join(f"{size} {name} as {more}" for name, (size, more) in padded.items())
+    text = f"over tp {tp}: {sizes}, {added:.1%} more in a block"
+    if added <= MUCH_PADDING:
+        return text
+    without = [other for other in range(1, min(2 * tp, _FURTHEST)) if not padded_sizes(config, other)]
+    nearest = sorted(sorted(without, key=lambda other: abs(other - tp))[:2])
+    return f"{text}; WARNING: that is much, and nothing is padded over tp {' or '.join(map(str, nearest))}"
+
+
+def _traffic(costs: Iterable[tuple[int, Cost]], work: Workload) -> dict[Collective, int]:
+    found: Counter[Collective] = Counter()
+    for times, cost in costs:
+        for each in collectives_of(cost, work):
+            one = each.collective
+            if one.group > 1 and each.count:
+                spanned = tuple(axis for axis in work.sizes if axis in one.axes and work.sizes[axis] > 1)
+                layers, runs = (times, 1) if each.once else (1, times * work.accumulation)
+                found[replace(one, axes=spanned, bytes=layers * one.bytes)] += each.count * runs
+    return dict(found)
+
+
+def _merged(products: Iterable[tuple[int, Product]]) -> Iterator[Product]:
+    found: Counter[Product] = Counter()
+    for times, product in products:
+        found[replace(product, count=0)] += times * product.count
+    for product, count in found.items():
+        yield replace(product, count=count)
+
+
+def described(config: ModelConfig, tp: int = 1) -> Decoder:
+    """Returns the model without arrays; `tp` may change the layout of its arrays, not its declarations."""
+    return _described(replace(config, remat="full"), tp)
+
+
+@lru_cache(maxsize=32)
+def _described(config: ModelConfig, tp: int) -> Decoder:
+    none, own = AbstractMesh((), ()), abstract_mesh(sized(tp=tp))  # a context mesh cannot change its size directly
+    with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(own):
+        model: Decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return model

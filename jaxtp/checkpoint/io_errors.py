@@ -1,0 +1,166 @@
+"""Distinguishes corrupted checkpoints from transient I/O errors, with the same result in all processes.
+
+Each process reads its part without waiting; then all share their errors (`distributed/agreement.py`). Corruption takes
+precedence over a transient error. Checksums involve all devices, so every process must have read its part before.
+"""
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+
+from jaxtp.config.entry import FILES, UserError
+from jaxtp.distributed.agreement import call_everywhere, first_disagreeing
+
+T = TypeVar("T")
+MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+_TRANSIENT = (OSError, MemoryError, jax.errors.JaxRuntimeError)
+"""Errors that say nothing about the content of files."""
+_PERMANENT = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS)
+"""Errors of a file system that a new attempt does not mend."""
+PAUSES = (1.0, 3.0, 9.0)
+"""Seconds before each new attempt."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, read, or used for this run."""
+
+
+class UnwritableError(CheckpointError):
+    """A checkpoint cannot be written; a retry may succeed and resumes from the previous checkpoint."""
+
+    exit_code = FILES
+
+
+class DamagedError(CheckpointError):
+    """A checkpoint is provably corrupt: files are missing or truncated, or a checksum differs."""
+
+
+def read_or_explain(folder: Path, read: Callable[[], T]) -> T:
+    """Calls `read` on a checkpoint and decides whether its failure proves corruption.
+
+    Libraries hide file system errors, so one failed read proves nothing. Corruption is proven if every file is fully
+    readable and a second attempt fails. File system errors are retried after `PAUSES`.
+
+    Raises:
+      DamagedError: the files are damaged.
+      CheckpointError: the files are unreadable now.
+    """
+    pauses, first_failure = iter(PAUSES), ""
+    while True:
+        try:
+            return read()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            cause = _transient_cause(folder, error)
+            if cause is None and first_failure:
+                raise DamagedError(f"{folder} is damaged ({first_failure})") from None
+            if cause is None:
+                first_failure = describe_error(error)
+                continue
+            first_failure = ""
+        if not (isinstance(cause, OSError) and _pause(folder, cause, pauses)):
+            raise CheckpointError(
+                f"{folder} cannot be read ({_describe_with_file(folder, cause)}), which proves no damage: nothing was "
+                "changed, so run the same command again"
+            )
+
+
+def retry_io(folder: Path, look: Callable[[], T]) -> T:
+    """Calls `look`; retries after file system errors, except missing files, then raises `CheckpointError`."""
+    pauses = iter(PAUSES)
+    while True:
+        try:
+            return look()
+        except MISSING:
+            raise
+        except OSError as error:
+            if not _pause(folder, error, pauses):
+                raise CheckpointError(f"{folder} cannot be read ({describe_error(error)})") from None
+
+
+def _pause(folder: Path, error: OSError, pauses: Iterator[float]) -> bool:
+    seconds = next(pauses, None)
+    if seconds is None or error.errno in _PERMANENT:
+        return False
+    why = describe_error(error)
+    print(f"{folder} cannot be read now ({why}); next attempt in {seconds:g} s", file=sys.stderr, flush=True)
+    time.sleep(seconds)
+    return True
+
+
+def _transient_cause(folder: Path, error: Exception) -> Exception | None:
+    if isinstance(error, _TRANSIENT) and not isinstance(error, MISSING):
+        return error
+    try:
+        _read_every_byte(folder)
+    except MISSING:
+        return None
+    except _TRANSIENT as cause:
+        return cause
+    return None
+
+
+def _describe_with_file(folder: Path, error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is None:
+        try:
+            _read_every_byte(folder)
+        except OSError as named:
+            return describe_error(named)
+    return describe_error(error)
+
+
+def _read_every_byte(folder: Path) -> None:
+    for path in files_below(folder):
+        try:
+            with path.open("rb") as file:
+                while file.read(1 << 24):
+                    pass
+        except OSError as error:  # a failed read does not name the file
+            error.filename = str(path)
+            raise
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yields every file under a folder."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    for parent, _, names in os.walk(folder, onerror=fail):
+        yield from (Path(parent) / name for name in names)
+
+
+def read_on_all(attempt: Callable[[], T]) -> T:
+    """Calls `attempt` in every process; if any fails, all raise its error, a `DamagedError` first."""
+    return call_everywhere(attempt, (DamagedError, CheckpointError))
+
+
+def require_shared(folder: Path, look: Callable[[], object]) -> None:
+    """Checks that `look` returns the same JSON value in all processes."""
+    blind = first_disagreeing(lambda: read_on_all(look))
+    if blind is not None:
+        raise CheckpointError(
+            f"{folder} is not one folder for all: {blind} does not see what process 0 sees there; name a folder on a "
+            "file system that all hosts share"
+        )
+
+
+def disk_full_message(error: Exception) -> str | None:
+    """Returns the system's message for a full disk or quota, else None."""
+    # A TensorStore error lists many files before this message.
+    return next((words for words in map(os.strerror, (errno.ENOSPC, errno.EDQUOT)) if words in str(error)), None)
+
+
+def describe_error(error: Exception) -> str:
+    """Returns an Orbax or TensorStore error's message in one line."""
+    if (message := disk_full_message(error)) is not None:
+        return message
+    text = str(error).split("See full TensorStore details")[0].strip()
+    return text.splitlines()[0][:400] if text else type(error).__name__

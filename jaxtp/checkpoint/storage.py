@@ -1,0 +1,305 @@
+"""Reads a checkpoint's description and arrays, and bounds the host memory of reads and writes.
+
+A save first copies a process's part to host memory, because training continues meanwhile. Then it writes
+`MAX_BYTES_IN_FLIGHT` at a time, with a compressed copy in memory. A restore reads as many bytes at a time, in whole
+file chunks, and frees them once they are on their devices. Larger parts are read or written alone.
+
+Orbax's default bound is 96 GB per process. `StandardCheckpointHandler` cannot change it, and on GPUs it stages a save
+in pinned host memory, whose growth users have reported (orbax issue 2090). `PyTreeCheckpointHandler` writes the same
+files and has both settings.
+"""
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from jax import Array
+from jax.sharding import SingleDeviceSharding
+
+from jaxtp.checkpoint.checksum import Sums, checksums, sums
+from jaxtp.checkpoint.io_errors import (
+    MISSING,
+    CheckpointError,
+    DamagedError,
+    files_below,
+    read_on_all,
+    read_or_explain,
+    require_shared,
+    retry_io,
+)
+from jaxtp.checkpoint.logical import Arrays
+from jaxtp.config.files import fingerprint
+from jaxtp.distributed.agreement import is_multiprocess
+
+Info = dict[str, Any]
+"""JSON values that are saved with the arrays."""
+Metadata = Mapping[str, Any]
+"""Orbax's metadata of arrays, by name."""
+
+MAX_BYTES_IN_FLIGHT = 2 * 10**9
+_SHAPES, _CHECKSUMS = "shapes", "checksums"
+
+
+def save_host_bytes(bytes_per_device: int, devices: int, total: int) -> int:
+    """Returns a save's peak host memory per process."""
+    written = min(bytes_per_device * devices, total)
+    return written + min(written, MAX_BYTES_IN_FLIGHT)
+
+
+class BoundedHandler(ocp.PyTreeCheckpointHandler):  # type: ignore[misc]
+    """Orbax's handler, with a host memory limit for each save."""
+
+    async def async_save(self, directory: Path, *args: object, **kwargs: Any) -> object:
+        """Starts to save."""
+        # A handler's limit cannot change, so each save makes a handler.
+        limit = _limit_gb(max(map(_largest_part, kwargs["args"].item.values())))
+        handler = ocp.PyTreeCheckpointHandler(save_concurrent_gb=limit, enable_pinned_host_transfer=False)
+        return await handler.async_save(directory, *args, **kwargs)
+
+    @classmethod
+    def typestr(cls) -> str:
+        """Returns the name of Orbax's handler, so that plain Orbax can read the files."""
+        name: str = ocp.PyTreeCheckpointHandler.typestr()
+        return name
+
+
+def _limit_gb(largest: int) -> float:
+    return max(MAX_BYTES_IN_FLIGHT, largest + 1) / 10**9  # Orbax requires each part to be smaller than the limit
+
+
+def _largest_part(array: Array) -> int:
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
+
+
+def _open_reader(metadata: Metadata, target: Mapping[str, jax.ShapeDtypeStruct]) -> ocp.Checkpointer:
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    known = [(metadata[name], array) for name, array in target.items() if name in metadata]
+    largest = max((_read_bytes(stored, array) for stored, array in known), default=0)
+    handler = ocp.PyTreeCheckpointHandler(multiprocessing_options=alone, restore_concurrent_gb=_limit_gb(largest))
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+
+
+def _read_bytes(stored: Any, target: jax.ShapeDtypeStruct) -> int:
+    storage = getattr(stored, "storage", None)
+    chunks: Sequence[int] = (storage and storage.chunk_shape) or stored.shape
+    part = target.sharding.shard_shape(tuple(stored.shape))
+    # A part that begins inside a chunk overlaps one chunk more.
+    read = [
+        min(size, (-(-length // chunk) + 1) * chunk)
+        for size, length, chunk in zip(stored.shape, part, chunks, strict=True)
+    ]
+    return math.prod(read) * stored.dtype.itemsize
+
+
+@contextlib.contextmanager
+def _ignore_missing_metadata() -> Iterator[None]:
+    logger, unrelated = logging.getLogger("absl"), lambda r: "Metadata file does not exist" not in r.getMessage()
+    logger.addFilter(unrelated)
+    try:
+        yield
+    finally:
+        logger.removeFilter(unrelated)
+
+
+def describe_arrays(arrays: Arrays, summed: Sums) -> Info:
+    """Returns the info entries that a restore compares with its arrays."""
+    return {_SHAPES: {name: list(array.shape) for name, array in arrays.items()}, _CHECKSUMS: summed.checksums()}
+
+
+def seal(info: Mapping[str, Any]) -> Info:
+    """Adds the info's checksum, which `read_info` verifies."""
+    return {**info, "sha256": fingerprint(info)}
+
+
+def read_info(folder: Path) -> Info:
+    """Reads a checkpoint's info; raises `DamagedError`, or `CheckpointError` if unreadable."""
+    sealed = read_or_explain(folder, lambda: dict(ocp.JsonCheckpointHandler().restore((folder / "info").resolve())))
+    if sealed.pop("sha256", None) != fingerprint(sealed):
+        raise DamagedError(f"{folder} is damaged (its description was changed)")
+    return sealed
+
+
+def read_info_on_all(run: Path, find: Callable[[], Path]) -> tuple[Path, Info]:
+    """Finds a checkpoint and reads its info in all processes.
+
+    Raises:
+      CheckpointError: as `read_info`, or the checkpoint is missing or differs between processes.
+    """
+    if is_multiprocess():
+        require_shared(run, lambda: _visible_files(find))
+    folder = read_on_all(find)
+    return folder, read_on_all(lambda: read_info(folder))
+
+
+def _visible_files(find: Callable[[], Path]) -> list[str] | None:
+    try:
+        folder = find()
+    except CheckpointError:
+        return None
+
+    def sizes() -> list[tuple[str, int]]:
+        return sorted((str(path.relative_to(folder)), path.stat().st_size) for path in files_below(folder))
+
+    try:
+        return [str(folder), fingerprint({"files": retry_io(folder, sizes)})]
+    except MISSING:
+        return None
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """Reads array shapes and dtypes; raises as `read_info`."""
+
+    def read() -> Metadata:
+        metadata = _open_reader({}, {}).metadata((folder / "state").resolve()).item_metadata
+        if metadata is None:  # Orbax returns None after any error
+            raise ValueError("it does not say which arrays it holds")
+        return dict(metadata.tree)
+
+    with _ignore_missing_metadata():
+        return read_or_explain(folder, read)
+
+
+def read_arrays(folder: Path, target: dict[str, jax.ShapeDtypeStruct], metadata: Metadata) -> Arrays:
+    """Reads arrays in the shardings and dtypes of `target`, unverified; raises as `read_info`."""
+
+    def read() -> Arrays:
+        arguments = ocp.checkpoint_utils.construct_restore_args(target)
+        restore = ocp.args.PyTreeRestore(item=target, restore_args=arguments, partial_restore=True)
+        arrays: Arrays = _open_reader(metadata, target).restore((folder / "state").resolve(), restore)
+        return arrays
+
+    with _ignore_missing_metadata():
+        return read_or_explain(folder, read)
+
+
+def read_verified(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
+    """Reads arrays in stored dtypes, compares checksums, and casts to `target`; all processes must call.
+
+    Raises:
+      DamagedError: the arrays differ from their checksums.
+      CheckpointError: other names or shapes, or unreadable arrays.
+    """
+    arrays = read_on_all(lambda: _read_as_stored(folder, target, info))
+    computed = checksums(arrays)
+    differ = [name for name in computed if computed[name] != info[_CHECKSUMS][name]]
+    if differ:
+        more = ", ..." if len(differ) > 3 else ""
+        raise DamagedError(f"{folder} is damaged (checksums differ: {', '.join(differ[:3])}{more})")
+    return {name: arrays.pop(name).astype(array.dtype) for name, array in target.items()}
+
+
+def _read_as_stored(folder: Path, target: dict[str, jax.ShapeDtypeStruct], info: Mapping[str, Any]) -> Arrays:
+    metadata = read_metadata(folder)
+    shapes = {name: tuple(array.shape) for name, array in metadata.items()}
+    saved = {name: tuple(shape) for name, shape in info.get(_SHAPES, shapes).items()}  # 0.1 did not record them
+    if saved.keys() != info[_CHECKSUMS].keys() or any(shapes.get(name) != shape for name, shape in saved.items()):
+        raise DamagedError(f"{folder} is damaged (it does not hold the arrays that were saved)")
+    wrong = [f"{n} is {saved.get(n)}, not {a.shape}" for n, a in target.items() if saved.get(n) != a.shape]
+    if wrong:
+        raise CheckpointError(f"{folder} is of another model: {'; '.join(wrong[:3])}")
+    stored = {n: jax.ShapeDtypeStruct(a.shape, metadata[n].dtype, sharding=a.sharding) for n, a in target.items()}
+    return read_arrays(folder, stored, metadata)
+
+
+def finished_checkpoints(run: Path) -> list[Path]:
+    """Returns a run's finished checkpoints, oldest first; `run` itself if it is a checkpoint."""
+
+    def look() -> list[Path]:
+        if (run / "state").is_dir():
+            return [run]
+        for folder in (run / "checkpoints", run):
+            steps = [int(path.parent.name) for path in folder.glob("*/state") if path.parent.name.isdecimal()]
+            if steps:
+                return [folder / str(step) for step in sorted(steps)]
+        return []
+
+    return retry_io(run, look)
+
+
+def newest_checkpoint(run: Path) -> Path:
+    """Returns the last of `finished_checkpoints`; raises `CheckpointError` if there is none."""
+    if found := finished_checkpoints(run):
+        return found[-1]
+    raise CheckpointError(f"{run}: no finished checkpoint there; name the folder of a run")
+
+
+def newest_with_info(run: Path) -> tuple[Path, Info] | None:
+    """Returns the newest checkpoint with undamaged info, or None."""
+    for folder in reversed(finished_checkpoints(run)):
+        try:
+            return folder, read_info(folder)
+        except DamagedError:
+            continue
+    return None
+
+
+def newest_info(run: Path) -> Info | None:
+    """Returns the info of `newest_with_info`."""
+    found = newest_with_info(run)
+    return None if found is None else found[1]
+
+
+@dataclass(frozen=True)
+class StoredCheckpoint:
+    """A checkpoint whose arrays are read whole, one at a time, onto one device."""
+
+    folder: Path
+    info: Info
+    arrays: dict[str, jax.ShapeDtypeStruct]
+    metadata: Metadata
+
+    def read(self, name: str) -> Array:
+        """Reads one array."""
+        return read_arrays(self.folder, {name: self.arrays[name]}, self.metadata)[name]
+
+    def verify(self, name: str) -> str | None:
+        """Returns an array's damage, or None; raises if unreadable."""
+        expected = self.info[_CHECKSUMS].get(name)
+        if expected is None:
+            return "was not part of the state that was saved"
+        try:
+            array = self.read(name)
+        except DamagedError as error:
+            return str(error)
+        summed = sums({name: array})
+        if summed.checksums()[name] != expected:
+            return "its checksum differs from the one saved with it"
+        return "has elements that are not finite" if summed.not_finite() else None
+
+
+def open_checkpoint(folder: Path) -> StoredCheckpoint:
+    """Opens a checkpoint, or the newest of a run; raises `CheckpointError` if missing or damaged."""
+    folder = newest_checkpoint(folder)
+    info, metadata = read_info(folder), read_metadata(folder)
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    arrays = {
+        name: jax.ShapeDtypeStruct(tuple(array.shape), array.dtype, sharding=sharding)
+        for name, array in sorted(metadata.items())
+    }
+    missing = sorted(info[_CHECKSUMS].keys() - arrays.keys())
+    if missing:
+        raise CheckpointError(f"{folder}: saved arrays are missing: {', '.join(missing[:3])}")
+    return StoredCheckpoint(folder, info, arrays, metadata)
+
+
+def describe_difference(a: StoredCheckpoint, b: StoredCheckpoint, name: str) -> str | None:
+    """Describes a difference by relative L2 norm or in words; None if equal."""
+    for present, absent in ((a, b), (b, a)):
+        if name not in absent.arrays:
+            return f"only in {present.folder}"
+    if a.arrays[name].shape != b.arrays[name].shape:
+        return f"{a.arrays[name].shape} and {b.arrays[name].shape}"
+    stored_sums = [checkpoint.info[_CHECKSUMS].get(name) for checkpoint in (a, b)]
+    if None not in stored_sums and stored_sums[0] == stored_sums[1]:
+        return None
+    one, other = (np.asarray(checkpoint.read(name), dtype=np.float64) for checkpoint in (a, b))
+    norm = float(np.linalg.norm(one)) or 1.0
+    return f"{float(np.linalg.norm(one - other)) / norm:.3e}"

@@ -1,0 +1,1 @@
+"""Settings, flags, errors, and files that nobody vouches for."""

@@ -1,0 +1,138 @@
+"""Files: checksums, atomic writes, syncing, and checks that output can be written."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from jaxtp.config.schema import ConfigError
+
+PARTIAL = ".partial"
+"""The end of a file's name while it is written."""
+
+
+def sha256(path: Path) -> str:
+    """Returns the hex sha256 of a file, read in pieces.
+
+    Raises:
+      OSError: if unreadable.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fingerprint(value: Any) -> str:
+    """Returns the hex sha256 of a JSON value, independent of key order."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Flushes an open file to disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Syncs a folder's entries to disk, such as a renamed file's."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Writes a whole file or nothing, safe against crashes and concurrent writers; synced on return."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}{PARTIAL}")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            sync_file(file)
+        partial.replace(path)
+    except OSError:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    sync_folder(path.parent)
+
+
+def require_writable(flag: str, path: Path | None) -> None:
+    """Checks that a flag's file, if any, can be written, and creates its folder.
+
+    Raises:
+      ConfigError: it cannot; names the flag.
+    """
+    if path is None:
+        return
+    if str(path) == "-":
+        raise ConfigError(f"{flag} -: standard output has the text; name a file")
+    with writing(flag, path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
+        path.open("a").close()
+        if not was_there:
+            path.unlink(missing_ok=True)  # a command that ends early leaves no empty file
+
+
+@contextmanager
+def writing(flag: str, path: Path) -> Iterator[None]:
+    """Converts an `OSError` while writing a flag's file.
+
+    Raises:
+      ConfigError: the write failed; names the flag.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag} {path}: {error.strerror}; name another file") from None
+
+
+def write_json(flag: str, path: Path | None, record: Mapping[str, Any]) -> None:
+    """Writes a record to a flag's file, if any.
+
+    Raises:
+      ConfigError: the write failed.
+    """
+    if path is not None:
+        with writing(flag, path):
+            path.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def require_picture(flag: str, path: Path | None) -> None:
+    """Checks that a flag's picture, if any, can be drawn, and creates its folder.
+
+    Raises:
+      ConfigError: matplotlib is missing, the suffix is unknown, or the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(f"{flag} needs matplotlib: pip install 'jaxtp[plot]'") from None
+    known = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".") not in known:
+        raise ConfigError(f"{flag} {path}: pictures are {', '.join(f'.{name}' for name in sorted(known))}")
+    require_writable(flag, path)
+
+
+def write_picture(flag: str, path: Path | None, draw: Callable[[Any], None]) -> None:
+    """Draws a flag's picture, if any, checked by `require_picture`.
+
+    Args:
+      draw: draws on a matplotlib `Figure`.
+
+    Raises:
+      ConfigError: the write failed.
+    """
+    if path is None:
+        return
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    draw(figure)
+    with writing(flag, path):
+        figure.savefig(path, dpi=120)

@@ -1,0 +1,90 @@
+"""Hints for sizes that do not fit: changes to one setting that make everything fit.
+
+A value is tried before it is suggested: it must fix all problems of its setting and cause no others, so that following
+a hint never leads to another error.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+MAX_SUGGESTED = 1024
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes that do not fit each other."""
+
+    text: str
+    """Which, and their values."""
+
+    among: Mapping[str, int] = field(default_factory=dict)
+    """Settings that may be changed to a divisor of a number: `{"mesh.tp": 9}`."""
+
+    multiples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Sizes that may be changed, and the values nearest to what they are: `{"model.d_ff": (96, 104)}`."""
+
+    @property
+    def settings(self) -> set[str]:
+        """All settings that could be changed."""
+        return {*self.among, *self.multiples}
+
+
+Problems = Callable[[Mapping[str, int]], Iterable[Problem]]
+"""The problems that are there after some settings are changed: `problems({"mesh.tp": 3})`."""
+
+
+def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
+    """Yields each problem with values that would work.
+
+    Args:
+      problems: finds the problems after changes.
+      fixed: the model cannot be changed.
+    """
+    found = list(problems({}))
+
+    def working(setting: str, values: Iterable[int]) -> list[int]:
+        if fixed and setting.startswith("model."):
+            return []
+        kept = {problem.text for problem in found if setting not in problem.settings}
+        return [value for value in values if {problem.text for problem in problems({setting: value})} <= kept]
+
+    for problem in found:
+        smaller = {name: [d for d in divisors(number) if d <= MAX_SUGGESTED] for name, number in problem.among.items()}
+        choices = {setting: working(setting, values) for setting, values in smaller.items()}
+        hints = [f"{_short(name)} can be {', '.join(map(str, values))}" for name, values in choices.items() if values]
+        nearest = {setting: working(setting, values) for setting, values in problem.multiples.items()}
+        hints += [f"{_short(name)} {' or '.join(map(str, values))}" for name, values in nearest.items() if values]
+        yield f"{problem.text}; {', or '.join(hints)}" if hints else problem.text
+
+
+def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields a problem if `value`, of setting `name`, is not divisible by `by`, in words `by_name`."""
+    if value % by:
+        sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
+        yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})
+
+
+def nearest_multiples(value: int, by: int) -> list[int]:
+    """Returns the nearest multiples of `by` below (if positive) and above `value`."""
+    return sorted({max(value // by, 1) * by, -(-value // by) * by})
+
+
+def divisors(number: int) -> list[int]:
+    """Returns the divisors in ascending order."""
+    small = [divisor for divisor in range(1, math.isqrt(number) + 1) if number % divisor == 0]
+    return small + [number // divisor for divisor in reversed(small) if divisor * divisor != number]
+
+
+def mesh_settings(axes: Iterable[str]) -> tuple[str, ...]:
+    """Returns `mesh.fsdp` for axis fsdp."""
+    return tuple(f"mesh.{axis}" for axis in axes)
+
+
+def mesh_product(axes: Iterable[str], sizes: Mapping[str, int]) -> str:
+    """Returns the divisor of an array over `axes`, `mesh.fsdp * mesh.cp`; omits axes of size 1."""
+    return " * ".join(mesh_settings(axis for axis in axes if sizes[axis] > 1))
+
+
+def _short(setting: str) -> str:
+    return setting.rpartition(".")[-1]

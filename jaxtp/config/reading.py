@@ -1,0 +1,248 @@
+"""Limited reading of untrusted files, and their JSON and YAML.
+
+Never opens devices, waits for pipes, or reads more bytes than a file of its kind has. Nesting depth, number of values
+(YAML aliases expanded) and length of integers are limited, so that callers can safely compare, copy and print values.
+"""
+
+import errno
+import json
+import os
+import re
+import shlex
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+MAX_JSON = 2**25
+"""Bytes; the index of the largest models has less than 10 million."""
+MAX_YAML = 2**18
+"""Bytes."""
+_MAX_JSON_VALUES = 2**22
+_MAX_YAML_VALUES = 100_000
+_MAX_DEPTH = 64
+_MAX_DIGITS = 100
+"""Most digits of a number, so that each integer is also a float."""
+_LFS = b"version https://git-lfs.github.com/spec/"
+_BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""Errors that PyYAML raises for the 45th of a month, a code point that does not exist, an integer without digits."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file for reading.
+
+    Raises:
+      OSError: a folder, pipe, device, unfetched Git LFS pointer, or other failure; `strerror` says which.
+    """
+    try:
+        mode = path.stat().st_mode
+    except ValueError:  # a null byte, or half of a surrogate pair
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, "a folder, not a file", str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    file = path.open("rb")
+    if file.read(len(_LFS)) == _LFS:
+        pointer = file.read(1000)
+        file.close()
+        raise OSError(errno.EINVAL, _fetch_it(path, pointer), str(path))
+    file.seek(0)
+    return file
+
+
+def read_bytes(path: Path, most: int) -> bytes:
+    """Returns the content of a regular file.
+
+    Raises:
+      OSError: it has more than `most` bytes, or as `open_regular`.
+    """
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"more than {most:,} bytes, too many to be what its name says", str(path))
+    return content
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Returns the path of a file in an untrusted folder.
+
+    Links may lead elsewhere in the folder, or to a blob in a Hugging Face hub cache.
+
+    Raises:
+      OSError: a link leads elsewhere or nowhere.
+    """
+    path = folder / name
+    try:
+        real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    except ValueError:
+        raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
+    if not (real.is_relative_to(home) or _is_blob(real)):
+        raise PermissionError(
+            errno.EPERM, f"is a link to {real}, outside of the folder; copy the file into it", str(path)
+        )
+    if path.is_symlink() and not path.exists():
+        raise FileNotFoundError(errno.ENOENT, "is a link that leads nowhere", str(path))
+    return path
+
+
+def parse_json(content: bytes, source: str) -> dict[str, Any]:
+    """Parses a JSON object with unique keys.
+
+    Raises:
+      ValueError: it is not a JSON object, or exceeds the limits; the message begins with `source`.
+    """
+    if sum(content.count(mark) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
+        raise ValueError(f"{source} has more than {_MAX_JSON_VALUES:,} values, too many to be real")
+    try:
+        found = json.loads(content, object_pairs_hook=_unique, parse_int=_integer)
+        _require_printable(found)
+    except RecursionError:
+        raise ValueError(f"{source} is nested too deeply to be real") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{source} is not JSON: {str(error)[:200]}") from None
+    except ValueError as error:
+        raise ValueError(f"{source} {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{source} is a {type(found).__name__}, not an object")
+    return found
+
+
+def parse_yaml(content: bytes) -> Any:
+    """Parses a YAML document; None if empty.
+
+    Raises:
+      ValueError: not YAML, or an implausible value; says where.
+    """
+    try:
+        found = yaml.load(content, Loader=_Strict)  # a SafeLoader
+        _require_printable(found)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        raise ValueError(f"{where}{error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        raise ValueError(f"byte {error.position + 1} is no text in UTF-8: {error.reason}") from None
+    except _BAD_VALUE as error:
+        raise ValueError(str(error)) from None
+    return found
+
+
+def shown(value: Any, most: int = 100) -> str:
+    """Returns the start of a value on one line without control characters."""
+    text = str(value)
+    cut = text[:most] + ("..." if len(text) > most else "")
+    return cut if cut.isprintable() else cut.encode("unicode_escape").decode()
+
+
+class _Strict(yaml.SafeLoader):
+    """Rejects duplicate keys (PyYAML silently keeps the last) and documents too large to be real."""
+
+    def __init__(self, stream: bytes):
+        super().__init__(stream)
+        self._values, self._depth, self._deepest = 0, 0, 0
+        self._measured: dict[int, tuple[int, int]] = {}
+        """Values in a node and its height, by the node's id."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        mark = self.peek_event().start_mark
+        if self.check_event(yaml.AliasEvent):
+            node = super().compose_node(parent, index)
+            if id(node) not in self._measured:
+                raise yaml.composer.ComposerError(None, None, "a value that contains itself", mark)
+            # An alias counts at each use: a few lines can expand to billions of values.
+            values, height = self._measured[id(node)]
+            self._count(values, self._depth + height, mark)
+            return node
+        values, outer = self._values, self._deepest
+        self._depth += 1
+        self._deepest = self._depth
+        self._count(1, self._depth, mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        self._measured[id(node)] = (self._values - values, self._deepest - self._depth)
+        self._deepest = max(outer, self._deepest)
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.composer.ComposerError(None, None, "a key that is not a word", key.start_mark)
+            if key.value in seen:
+                problem = f"the key {shown(key.value)!r} is there twice"
+                raise yaml.composer.ComposerError(None, None, problem, key.start_mark)
+            seen.add(key.value)
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind, text = node.tag.rpartition(":")[2], node.value if isinstance(node, yaml.ScalarNode) else ""
+        if kind in ("int", "float") and len(text) > _MAX_DIGITS:
+            problem = f"a number of {len(text):,} digits; {_MAX_DIGITS} are the most"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
+        try:
+            return super().construct_object(node, deep)
+        except _BAD_VALUE:
+            problem = f"{shown(text)!r} looks like a {kind}, and is none; quotes make it text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+    def _count(self, values: int, depth: int, mark: yaml.Mark) -> None:
+        self._values += values
+        self._deepest = max(self._deepest, depth)
+        if self._deepest > _MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, f"nested more than {_MAX_DEPTH} deep", mark)
+        if self._values > _MAX_YAML_VALUES:
+            raise yaml.composer.ComposerError(None, None, f"more than {_MAX_YAML_VALUES:,} values", mark)
+
+
+def _fetch_it(path: Path, pointer: bytes) -> str:
+    size = re.search(rb"^size (\d{1,18})$", pointer, re.MULTILINE)
+    of = f" of {int(size[1]):,} bytes" if size else ""
+    command = shlex.join(["git", "-C", str(path.parent), "lfs", "pull", "--include", path.name])
+    return f"Git LFS's pointer to a file{of} that has not been fetched; fetch it by `{command}`"
+
+
+def _is_blob(real: Path) -> bool:
+    # Snapshot folders of the hub's cache link to its blobs.
+    return real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"is no file of its kind: the key {shown(name)!r} is there twice")
+        found[name] = value
+    return found
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MAX_DIGITS:
+        raise ValueError(f"is no file of its kind: an integer of {len(digits):,} digits is in it")
+    return int(digits)
+
+
+def _require_printable(value: Any) -> None:
+    # Python cannot compare or print values that are too deep.
+    left = [(value, 0)]
+    while left:
+        item, depth = left.pop()
+        if depth > _MAX_DEPTH:
+            raise ValueError("is nested too deeply to be real")
+        if isinstance(item, str) and not item.isascii():
+            try:
+                item.encode()
+            except UnicodeEncodeError:
+                raise ValueError("holds half of a surrogate pair, which is no character") from None
+        left += [(inner, depth + 1) for inner in _parts(item)]
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, Mapping):
+        yield from value.keys()
+        yield from value.values()
+    elif isinstance(value, list | tuple | set):
+        yield from value

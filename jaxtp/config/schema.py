@@ -1,0 +1,345 @@
+"""Configuration files as frozen dataclasses, with errors that name the key.
+
+A schema is a frozen dataclass of frozen dataclasses; each field has a type (with `pydantic` constraints), a default,
+and a docstring that becomes its help. YAML files set values; flags (`jaxtp.config.command_line`) override them.
+"""
+
+import dataclasses
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from functools import cache, partial
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import pydantic
+import tyro
+import yaml
+from pydantic.fields import FieldInfo
+
+from jaxtp.config.entry import UserError
+from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, shown
+
+T = TypeVar("T")
+
+_adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapter)
+
+
+BASE = "base"
+"""The key of a YAML file that includes another."""
+
+_INSTEAD = {"train.steps": "epochs", "train.epochs": "steps"}
+"""Keys that exclude each other: a flag or a file that gives one of them replaces the other in the files below it."""
+
+HF_PREFIX = "hf:"
+"""Prefix of a dataset of the library datasets, as an input of `jaxtp prepare`."""
+
+_MAX_BASES = 16
+_MAX_PROBLEMS = 20
+"""Most problems of one file in a message."""
+
+
+class ConfigError(UserError):
+    """A user's mistake; the message has the problem, the value, and the nearest that works."""
+
+
+def allowed(values: str) -> Any:
+    """Annotation that shows a field's range in `--help`: `allowed("1 or more")`."""
+    return tyro.conf.arg(help_behavior_hint=lambda default: f"(default: {default}; {values})")
+
+
+Count = Annotated[int, pydantic.Field(ge=1, lt=2**31), allowed("1 or more")]
+CountOrZero = Annotated[int, pydantic.Field(ge=0, lt=2**31), allowed("0 or more")]
+Positive = Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False), allowed("above 0")]
+NonNegative = Annotated[float, pydantic.Field(ge=0, allow_inf_nan=False), allowed("0 or more")]
+Even = Annotated[int, pydantic.Field(ge=2, multiple_of=2), allowed("even")]
+Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16), allowed("0 or more")]
+
+
+def expand(path: Path) -> Path:
+    """Expands ~ in a path.
+
+    Raises:
+      ConfigError: unknown user, null byte, or the URL of an object store.
+    """
+    if "\0" in str(path):
+        raise ConfigError("should be a path, and holds a null byte")
+    # Orbax could write checkpoints to gs:// or s3://, but the rest of a run needs a file system: it locks its folder,
+    # appends to files, renames them into place, and moves damaged files aside.
+    if url := re.match(r"([a-z][a-z0-9+.-]+):/+(.*)", str(path)):
+        raise ConfigError(
+            f"should be a path, and {url[1]}://{url[2]} is an address. A run needs a folder that all hosts mount, on a "
+            "file system that locks, appends and renames (NFS, Lustre); what is only read may also lie in a mounted "
+            "bucket (gcsfuse, Mountpoint for S3)"
+        )
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ConfigError(f"should be a path, and {path.parts[0]} is nobody's home") from None
+
+
+def _not_empty(path: Any) -> Any:
+    # An empty path, as from an unset variable, would mean the current folder.
+    if path == "":
+        raise ConfigError("should be a path, and is empty; . is the current folder")
+    return path
+
+
+UserPath = Annotated[Path, pydantic.BeforeValidator(_not_empty), pydantic.AfterValidator(expand)]
+"""May begin with ~."""
+
+
+def _prepared(path: T) -> T:
+    if (text := str(path)).startswith(HF_PREFIX):
+        folder = f"data/{text.removeprefix(HF_PREFIX).partition(':')[0].rpartition('/')[2]}"
+        raise ConfigError(f"jaxtp prepare {text} --out {folder} makes a dataset of it; then give {folder}")
+    return path
+
+
+DataPath = Annotated[UserPath, pydantic.AfterValidator(_prepared)]
+"""A dataset of `jaxtp prepare`, or a text file."""
+DataKey = Annotated[str, pydantic.AfterValidator(_prepared)]
+"""A dataset of a mixture."""
+FromPath = Annotated[UserPath | None, pydantic.Field(alias="from"), tyro.conf.arg(name="from", metavar="DIR")]
+"""A path whose key is `from`, which no field of a class can be named."""
+
+Keys = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="KEY")]
+"""Words that a flag gives one at a time."""
+Switch = tyro.conf.FlagCreatePairsOff[bool]
+"""A flag that is given or not, without --no-... beside it."""
+
+
+def from_yaml(schema: type[T], path: str | Path) -> T:
+    """Reads a YAML file; missing keys keep the schema's defaults.
+
+    `base: other.yaml`, relative to the file, includes a file whose values this file overrides.
+
+    Raises:
+      ConfigError: as `read_values` and `validate`.
+    """
+    return validate(schema, read_values(Path(path)), source=str(path))
+
+
+def read_values(path: Path) -> Any:
+    """Returns the values in a YAML file, merged over its `base` files.
+
+    Raises:
+      ConfigError: a file cannot be read or parsed, or includes itself.
+    """
+    return _with_base(path, ())
+
+
+def read_yaml(path: Path, asked_by: str = "") -> Any:
+    """Returns the values in a YAML file; None if empty.
+
+    Args:
+      asked_by: follows the path in errors.
+
+    Raises:
+      ConfigError: unreadable or not YAML (`jaxtp.config.reading`).
+    """
+    try:
+        return parse_yaml(read_bytes(path, MAX_YAML))
+    except OSError as error:
+        hint = nearest_file(path) if isinstance(error, FileNotFoundError) else ""
+        raise ConfigError(f"{shown(path)}{asked_by}: {error.strerror}{hint}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: not a YAML file: {error}") from None
+
+
+def _with_base(path: Path, including: tuple[str, ...]) -> Any:
+    values = read_yaml(path, f" (the base of {including[-1]})" if including else "")
+    real = os.path.realpath(path)
+    if real in including:
+        raise ConfigError(f"{path}: includes itself by way of base")
+    if len(including) == _MAX_BASES:
+        raise ConfigError(f"{path}: more than {_MAX_BASES} files include each other by way of base")
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping) or BASE not in values:
+        return values
+    own = {key: value for key, value in values.items() if key != BASE}
+    if not isinstance(values[BASE], str):
+        raise ConfigError(f"{path}: base = {shown(repr(values[BASE]))}: should be the name of a YAML file")
+    return merged(_with_base(path.parent / values[BASE], (*including, real)), own)
+
+
+def merged(below: Any, above: Any, prefix: str = "") -> Any:
+    """Merges nested mappings key by key; `above` wins, and removes keys of `below` that it excludes (`_INSTEAD`).
+
+    Args:
+      prefix: dotted name of their section with a trailing dot; empty at the top.
+    """
+    if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
+        return above
+    below = {key: value for key, value in below.items() if above.get(_INSTEAD.get(f"{prefix}{key}")) is None}
+    shared = {key: merged(below[key], above[key], f"{prefix}{key}.") for key in below.keys() & above.keys()}
+    return {**below, **above, **shared}
+
+
+def hints_of(schema: Any) -> Mapping[str, Any]:
+    """Returns the annotated type of each field."""
+    return _hints(schema)
+
+
+_hints: Callable[[Any], Mapping[str, Any]] = cache(partial(get_type_hints, include_extras=True))
+
+
+def flag(schema: Any, keys: Sequence[Any]) -> str:
+    """Returns the flag of a value (`--mesh.tp`); omits sections whose flag name is empty."""
+    names = []
+    for key in keys:
+        key = _aliases(schema).get(key, key)
+        annotated = hints_of(schema).get(key) if dataclasses.is_dataclass(schema) else None
+        if annotated is None:
+            break  # within the value
+        given = [name for part in get_args(annotated)[1:] if (name := getattr(part, "name", None)) is not None]
+        names += [name for name in (given or [key]) if name]
+        schema = get_args(annotated)[0] if get_origin(annotated) is Annotated else annotated
+    return f"--{'.'.join(names).replace('_', '-')}"
+
+
+def _setting(keys: Sequence[Any], value: Any) -> str:
+    return f"{shown('.'.join(map(str, keys)))} = {shown(repr(value))}"
+
+
+def validate(
+    schema: type[T], values: Any, *, source: str, spelled: Callable[[Sequence[Any], Any], str] = _setting
+) -> T:
+    """Builds the schema from plain values, and reports all problems at once.
+
+    Args:
+      source: origin of the values, for messages.
+      spelled: formats keys and a value as the source writes them.
+
+    Raises:
+      ConfigError: unknown key (with the nearest), wrong type, or value out of range.
+    """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{source}: expected a mapping of sections such as 'model:', found {shown(repr(values))}")
+    problems = list(_unknown_keys(schema, values, ""))
+    try:
+        config: T = _adapter(schema).validate_python(values, by_alias=True, by_name=True)
+    except pydantic.ValidationError as error:
+        problems += [f"{spelled(item['loc'], item['input'])}: {_complaint(item)}" for item in error.errors()]
+    if problems:
+        more = [f"and {len(problems) - _MAX_PROBLEMS} more"] if len(problems) > _MAX_PROBLEMS else []
+        raise ConfigError("\n  ".join([f"{source}:", *problems[:_MAX_PROBLEMS], *more]))
+    return config
+
+
+def changed(config: T, values: Mapping[str, Any]) -> T:
+    """Returns a copy with new values by dotted name: `changed(config, {"mesh.tp": 4})`."""
+    sections: dict[str, Any] = {}
+    for name, value in values.items():
+        section, _, rest = name.partition(".")
+        inner = sections.get(section, getattr(config, section))
+        sections[section] = changed(inner, {rest: value}) if rest else value
+    return dataclasses.replace(config, **sections) if sections else config  # type: ignore[type-var]
+
+
+def to_plain(config: Any) -> dict[str, Any]:
+    """Returns plain dicts, lists, strings and numbers; each section by its actual class."""
+    plain: dict[str, Any] = _adapter(type(config)).dump_python(config, mode="json", by_alias=True)
+    inner = {name: to_plain(value) for name, value in vars(config).items() if dataclasses.is_dataclass(value)}
+    return plain | inner
+
+
+def to_yaml(config: Any) -> str:
+    """Returns YAML for `from_yaml`."""
+    return yaml.safe_dump(to_plain(config), sort_keys=False)
+
+
+def to_short_yaml(config: Any, always: Set[str]) -> str:
+    """Returns YAML for `from_yaml`: non-default values and the settings in `always`."""
+    return yaml.safe_dump(_differing(to_plain(config), to_plain(type(config)()), always), sort_keys=False)
+
+
+def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any], always: Set[str], prefix: str = "") -> Any:
+    kept = {}
+    for key, value in values.items():
+        default, name = defaults.get(key), f"{prefix}{key}"
+        if isinstance(value, Mapping) and isinstance(default, Mapping):
+            value = _differing(value, default, always, f"{name}.")
+            default = {}
+        if value != default or name in always:
+            kept[key] = value
+    return kept
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Returns the leaves that differ: `model.d_model: 128 -> 256`."""
+    lines = []
+    for key in dict.fromkeys((*old, *new)):
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            lines += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            lines.append(f"{prefix}{key}: {before} -> {after}")
+    return lines
+
+
+def nearest_file(path: Path) -> str:
+    """Suggests an existing file for a missing one: `; did you mean data/a.txt?`, or nothing."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    others = [name for name in names if name != path.name]
+    close = difflib.get_close_matches(path.name, others, n=1, cutoff=0.75)
+    return f"; did you mean {path.parent / close[0]}?" if close else ""
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yields dotted names of the leaves."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def _complaint(item: Mapping[str, Any]) -> str:
+    if item["type"] == "tuple_type":
+        return "should be a list, such as [a, b]"
+    if item["type"] == "dict_type":
+        return "should be a mapping, such as {a: 1}"
+    if item["type"] == "too_long":
+        return f"has {item['ctx']['actual_length']:,} values, and at most {item['ctx']['max_length']:,} are taken"
+    if item["type"] == "path_type":
+        return "should be a path"
+    if item["type"] == "dataclass_type":
+        return "should be a section: keys and their values"
+    return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
+
+
+def _aliases(schema: Any) -> dict[str, str]:
+    # Field names by key, where the key is a Python keyword.
+    hints = hints_of(schema) if dataclasses.is_dataclass(schema) else {}
+    extras = ((name, extra) for name, kind in hints.items() for extra in get_args(kind))
+    return {extra.alias: name for name, extra in extras if isinstance(extra, FieldInfo) and extra.alias is not None}
+
+
+def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+    types, aliases = get_type_hints(schema), _aliases(schema)
+    known = {field.name: types[field.name] for field in dataclasses.fields(schema)}
+    known |= {key: types[name] for key, name in aliases.items()}
+    for key, value in values.items():
+        if key not in known:
+            close = difflib.get_close_matches(shown(key), known, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(known)}"
+            yield f"{prefix}{shown(key)}: unknown key; {hint}"
+        elif (
+            isinstance(value, bool)
+            and {int, float} & (kinds := {known[key], *get_args(known[key])})
+            and bool not in kinds
+        ):
+            yield f"{prefix}{key} = {value}: should be a number"  # YAML reads yes and on as true, and true as 1
+        elif dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
+            yield from _unknown_keys(known[key], value, f"{prefix}{key}.")
+        elif get_origin(known[key]) is dict and isinstance(value, Mapping):
+            of = get_args(known[key])[1]
+            for name, inner in value.items():
+                if dataclasses.is_dataclass(of) and isinstance(inner, Mapping):
+                    yield from _unknown_keys(of, inner, f"{prefix}{key}.{shown(name)}.")

@@ -1,0 +1,270 @@
+"""Renders chat templates in a sandboxed process and tokenizes the result.
+
+The template's special tokens must become tokens; special tokens spelled in messages must stay text. While the template
+renders, `U+FDD2 number U+FDD3` replaces each special token in a message. Special tokens in the result then come from
+the template and are marked by U+FDD0 before and U+FDD1 after them. Messages may not contain these noncharacters. A copy
+of the tokenizer has the marked spellings as its special tokens, so it encodes the whole text in one pass.
+"""
+
+import json
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+
+from jaxtp.config.entry import UserError
+from jaxtp.data import template_worker as worker
+from jaxtp.data.documents import Tokens
+from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, as_tokenizer_error, load_library
+from jaxtp.data.tokenizer_files import TokenizerError
+
+Message = Mapping[str, Any]
+"""`role` (system, user, assistant) and `content`."""
+
+ASSISTANT = "assistant"
+
+MAX_TEMPLATE = 2**20
+"""Characters; those that models come with have up to some ten thousand."""
+SECONDS = 10.0
+"""CPU time for loading a template and rendering one conversation."""
+MEMORY = 2**30
+"""Bytes that the rendering process may take."""
+MAX_TEXT = 2**26
+"""Characters of a rendered conversation."""
+
+_BEFORE, _AFTER, _SPELLED, _END = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3"
+_NONCHARACTERS = re.compile(f"[{_BEFORE}-{_END}]")
+_MARKS = re.compile(f"[{_BEFORE}{_AFTER}]")
+_ESCAPED = re.compile(f"{_SPELLED}([0-9]{{1,9}}){_END}|[{_SPELLED}{_END}]")
+
+
+class ChatError(UserError):
+    """A template is unusable or refuses a conversation, or a conversation is invalid."""
+
+
+class ChatTemplate:
+    """Renders conversations; `special_tokens` are template variables, e.g. bos_token."""
+
+    def __init__(self, template: str, name: str, special_tokens: Mapping[str, str]):
+        if find_spec("jinja2") is None:
+            raise ChatError("a chat template needs the library jinja2: pip install 'jaxtp[chat]'")
+        if len(template) > MAX_TEMPLATE:
+            raise ChatError(f"{name}: more than {MAX_TEMPLATE:,} characters, the limit for a chat template")
+        self._template, self._name, self._special_tokens = template, name, dict(special_tokens)
+        self._request(None)
+
+    def render(self, messages: Sequence[Message], *, answer: bool = True) -> str:
+        """Returns the text, with the next answer's header if `answer`."""
+        return self._request({"messages": messages, "add_generation_prompt": answer, **self._special_tokens})
+
+    def _request(self, variables: dict[str, object] | None) -> str:
+        try:
+            kind, text = _RENDERER.request(self._template, variables)
+        except _WorkerEndedError as error:
+            when = "when it is loaded" if variables is None else "on this conversation"
+            raise ChatError(f"{self._name} {error} {when}") from None
+        if kind == worker.TEXT:
+            return text
+        if kind == worker.BROKEN:
+            raise ChatError(f"{self._name}: not a chat template: {text}")
+        verb = "refuses" if kind == worker.REFUSED else "fails on"
+        raise ChatError(f"{self._name} {verb} this conversation: {text}")
+
+
+class _WorkerEndedError(Exception):
+    """A request killed the worker; the message gives the reason."""
+
+
+class _Renderer:
+    """The templates' shared worker; restarts after it dies."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._close: Callable[[], object] = lambda: None
+        self._lock = threading.Lock()
+
+    def request(self, template: str, variables: dict[str, object] | None) -> tuple[int, str]:
+        request = pickle.dumps((template, variables, SECONDS))
+        with self._lock:
+            process = self._running()
+            try:
+                return _exchange(process, request)
+            except BaseException as error:
+                code = process.wait() if isinstance(error, OSError | EOFError) else None
+                self._process = None
+                self._close()  # after Ctrl-C, its answer would be mistaken for the next request's
+                if code is None:
+                    raise
+                raise _WorkerEndedError(_reason(code)) from None
+
+    def _running(self) -> "subprocess.Popen[bytes]":
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", worker.__file__, str(MEMORY), str(MAX_TEXT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # shields it from Ctrl-C in the terminal
+            )
+            self._close = weakref.finalize(self, _close, self._process)
+        return self._process
+
+
+_RENDERER = _Renderer()
+
+
+def _exchange(process: "subprocess.Popen[bytes]", request: bytes) -> tuple[int, str]:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(request)
+    process.stdin.flush()
+    answer = process.stdout.readline()
+    if not answer.endswith(b"\n"):
+        raise EOFError
+    kind, text = json.loads(answer)
+    return kind, text
+
+
+def _close(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    with suppress(OSError), process:  # drops an unread request
+        pass
+
+
+def _reason(code: int) -> str:
+    if code == -signal.SIGPROF:
+        return f"takes more than {SECONDS:g} s of computing, the limit for a chat template,"
+    if code == worker.OUT_OF_MEMORY:
+        return f"takes more than {MEMORY // 2**20:,} MiB of memory, the limit for a chat template,"
+    return f"crashes the process that renders it (exit code {code})"
+
+
+class SpecialTokens:
+    """Separates a template's special tokens from a message's, which become tokens if `keep`."""
+
+    def __init__(self, tokens: Sequence[str], *, keep: bool = False):
+        self._tokens = sorted(tokens, key=len, reverse=True)  # the longest match wins
+        self._number = {token: number for number, token in enumerate(self._tokens)}
+        self._pattern = re.compile("|".join(map(re.escape, self._tokens)) or r"(?!)")
+        self._keep = keep
+
+    def escape(self, value: Any) -> Any:
+        """Escapes a message or a part of it; raises `ChatError` for invalid code points."""
+        if isinstance(value, Mapping):
+            return {key: self.escape(part) for key, part in value.items() if part is not None}
+        if isinstance(value, list | tuple):
+            return [self.escape(part) for part in value]
+        return self._escape_text(value) if isinstance(value, str) else value
+
+    def mark(self, rendered: str) -> str:
+        """Marks the template's special tokens and restores the messages.
+
+        Drops noncharacters that the template writes or leaves where it cuts a message.
+        """
+        marked = self._pattern.sub(lambda match: marks(match[0]), _MARKS.sub("", rendered))
+        return _ESCAPED.sub(self._spelled, marked)
+
+    def _spelled(self, match: re.Match[str]) -> str:
+        number = int(match[1] or -1)
+        return self._tokens[number] if 0 <= number < len(self._tokens) else ""
+
+    def _escape_text(self, text: str) -> str:
+        if match := _NONCHARACTERS.search(text):
+            raise ChatError(f"a message holds U+{ord(match[0]):04X}, which is no character")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ChatError("a message holds half of a surrogate pair, which is no character") from None
+        return text if self._keep else self._pattern.sub(lambda m: f"{_SPELLED}{self._number[m[0]]}{_END}", text)
+
+
+def marks(token: str) -> str:
+    """Returns a special token between its marks."""
+    return f"{_BEFORE}{token}{_AFTER}"
+
+
+def without_marks(marked: str) -> str:
+    """Returns the text without marks."""
+    return marked.replace(_BEFORE, "").replace(_AFTER, "")
+
+
+def without_noncharacters(text: str) -> str:
+    """Replaces the noncharacters used as marks by U+FFFD."""
+    return _NONCHARACTERS.sub("\ufffd", text)
+
+
+class RenderedTokenizer:
+    """Encodes marked text; `tokens` are the special tokens."""
+
+    def __init__(self, content: bytes, name: str):
+        library = load_library(content, name)
+        special = {token.content: id for id, token in library.get_added_tokens_decoder().items() if token.special}
+        self.tokens = tuple(special)
+        self.ids = frozenset(special.values())
+        self._name = name
+        file = json.dumps(_renamed(json.loads(library.to_str()), {token: marks(token) for token in special}))
+        self._library = load_library(file.encode(), name)
+        for token, id in special.items():
+            if self._library.token_to_id(marks(token)) != id:
+                raise TokenizerError(f"{name}: its special token {token!r} cannot be told from text that spells it")
+
+    def encode_batch(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
+        """Yields both parts' ids of each text; a token that spans both belongs to the first."""
+        try:
+            encodings = self._library.encode_batch([a + b for a, b in pairs], add_special_tokens=False)
+        except BaseException as error:
+            raise as_tokenizer_error(error, f"{self._name}: cannot encode a text") from None
+        for (first, _), encoding in zip(pairs, encodings, strict=True):
+            ids = np.array(encoding.ids, np.uint32)
+            cut = sum(start < len(first) for start, _ in encoding.offsets)
+            yield ids[:cut], ids[cut:]
+
+    def begins_afresh(self, marked: str) -> bool:
+        """Returns whether a text's ids are the same after another text."""
+        return marked.startswith(_BEFORE)
+
+
+class RenderedBytes:
+    """Encodes marked text as bytes; the interface of `RenderedTokenizer`."""
+
+    tokens: tuple[str, ...] = ()
+    ids: frozenset[int] = frozenset()
+
+    def encode_batch(self, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[Tokens, Tokens]]:
+        """Yields both parts of each text as bytes."""
+        for pair in pairs:
+            first, second = ByteTokenizer().encode_batch(pair)
+            yield first, second
+
+    def begins_afresh(self, marked: str) -> bool:
+        """Returns True: bytes are context-free."""
+        return True
+
+
+def rendered_tokenizer(tokenizer: Tokenizer) -> RenderedTokenizer | RenderedBytes:
+    """Returns the marked-text counterpart of a tokenizer."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        return RenderedTokenizer(tokenizer.content, tokenizer.name)
+    return RenderedBytes()
+
+
+def _renamed(file: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    model = file["model"]
+    vocabulary = model["vocab"]
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {names.get(token, token): id for token, id in vocabulary.items()}
+    else:  # Unigram: (token, score) pairs
+        model["vocab"] = [[names.get(token, token), score] for token, score in vocabulary]
+    if model.get("unk_token") is not None:
+        model["unk_token"] = names.get(model["unk_token"], model["unk_token"])
+    added = [token | {"content": names.get(token["content"], token["content"])} for token in file["added_tokens"]]
+    return file | {"added_tokens": added, "post_processor": None}

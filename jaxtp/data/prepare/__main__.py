@@ -1,0 +1,71 @@
+"""`jaxtp prepare`."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxtp.config import entry
+from jaxtp.config.command_line import Command
+from jaxtp.config.files import require_writable, write_json
+from jaxtp.data.manifest import MANIFEST
+from jaxtp.data.prepare.prepare_config import FIRST, PrepareConfig, check
+from jaxtp.data.prepare.run import prepare
+from jaxtp.data.store import DatasetError, open_dataset, verify
+
+PROGRAM = "jaxtp prepare"
+DESCRIPTION = """Makes a dataset of tokens out of text, JSONL, Parquet and folders of source files.
+
+jaxtp prepare books/ more.jsonl.zst --out data/books --train-bpe 8192
+
+Each text or source file is a document, and so is each line of JSONL and each row of Parquet. After an interruption the
+same command resumes, and the result is the same to the byte. jaxtp/data/store.py documents the format.
+
+jaxtp prepare --verify data/books
+
+compares a dataset with its checksums.
+"""
+COMMAND = Command(program=PROGRAM, schema=PrepareConfig, description=DESCRIPTION, first=FIRST)
+INTERRUPTED = "interrupted; the same command, without --overwrite, goes on"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns 0, 1 for a damaged dataset, 2 for a user error, 130 for Ctrl-C."""
+    return entry.attempt(PROGRAM, lambda: _run(argv), INTERRUPTED)
+
+
+def _run(argv: Sequence[str]) -> int:
+    config, _ = COMMAND.load(argv)
+    check(config)
+    require_writable("--json", config.json)
+    if config.verify is not None:
+        return _verify(config.verify, config.json)
+    if config.out is not None:
+        prepare(config.out, config)
+        if config.json is not None:
+            record = json.loads((config.out / MANIFEST).read_text(encoding="utf-8"))
+            write_json("--json", config.json, {"folder": str(config.out), **record})
+    return 0
+
+
+def _verify(folder: Path, file: Path | None) -> int:
+    try:
+        dataset = open_dataset(folder)
+    except DatasetError as error:
+        if not (folder / MANIFEST).exists():
+            return entry.fail(PROGRAM, error)
+        print(error)
+        write_json("--json", file, {"folder": str(folder), "problems": [str(error)]})
+        return 1
+    problems = []
+    for problem in verify(dataset):
+        problems.append(str(problem))
+        print(problem)
+    counts = ", ".join(f"{name} {split.num_tokens:,} tokens" for name, split in dataset.splits.items())
+    print(f"{folder}: {counts}, {len(problems) or 'no'} problem{'' if len(problems) == 1 else 's'}")
+    tokens = {name: split.num_tokens for name, split in dataset.splits.items()}
+    write_json("--json", file, {"folder": str(folder), "tokens": tokens, "problems": problems})
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    entry.run(PROGRAM, main)

@@ -1,0 +1,147 @@
+"""Reads documents in hashed batches, prefetching the next.
+
+Only a document's hash decides whether it is held out, a duplicate, or in the tokenizer's training sample.
+"""
+
+import hashlib
+import itertools
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeVar
+
+from jaxtp.config.interrupt import Interrupt
+from jaxtp.data.chat_template import without_marks
+from jaxtp.data.manifest import TRAIN, VALIDATION
+from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.readers import Document, Fields, PrepareError, Problem, Source, Turn
+from jaxtp.data.prepare.sources import Position, read
+
+BATCH_BYTES = 2**22
+BATCH_DOCUMENTS = 2**13
+_FEW = 1000
+"""Up to this many documents the held-out ones are counted; with more, their hashes approach the share by themselves."""
+_POLL_SECONDS = 0.2
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """A document on its way into the dataset."""
+
+    turns: tuple[Turn, ...]
+    digest: bytes
+    """sha256 of prompts and texts."""
+    sizes: tuple[int, ...]
+    """Bytes of each turn, prompt and text, as UTF-8."""
+
+
+@dataclass
+class Batch:
+    """Documents in input order, and the problems between them."""
+
+    position: Position
+    """The position after the batch."""
+    done: int = 0
+    """Approximate bytes of the inputs that have been read."""
+    entries: list[Entry] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    size: int = 0
+
+    def is_full(self) -> bool:
+        """Returns whether the batch can occupy all cores."""
+        return self.size >= BATCH_BYTES or len(self.entries) + len(self.problems) >= BATCH_DOCUMENTS
+
+
+def batches(sources: list[Source], start: Position, fields: Fields, on_error: str) -> Iterator[Batch]:
+    """Yields documents from `start`; if `on_error` is stop, raises at a problem, after everything before it."""
+    bytes_before = list(itertools.accumulate((source.size for source in sources), initial=0))
+    batch = Batch(start)
+    for event, position in read(sources, start, fields):
+        if isinstance(event, Problem) and on_error == "stop" and not event.is_harmless:
+            yield batch
+            raise PrepareError(event.message)
+        if isinstance(event, Problem):
+            batch.problems.append(event)
+        else:
+            batch.entries.append(_entry(event))
+            batch.size += sum(batch.entries[-1].sizes)
+        batch.position = position
+        batch.done = bytes_before[position.source] + (event.done if position.item else 0)
+        if batch.is_full():
+            yield batch
+            batch = Batch(position)
+    yield batch
+
+
+def _entry(document: Document) -> Entry:
+    """Hashes the prompt lengths too: another boundary makes another document."""
+    digest, sizes = hashlib.sha256(), []
+    for turn in document.turns:
+        plain = without_marks if turn.is_rendered else str
+        prompt, text = plain(turn.prompt or "").encode(), plain(turn.text).encode()
+        if turn.prompt is not None:
+            digest.update(len(prompt).to_bytes(8, "little") + prompt)
+        digest.update(text)
+        sizes.append(len(prompt) + len(text))
+    return Entry(document.turns, digest.digest(), tuple(sizes))
+
+
+def fraction(digest: bytes) -> float:
+    """Maps a hash to a number in [0, 1)."""
+    return int.from_bytes(digest[:6], "big") / 2**48
+
+
+def split_of(digest: bytes, held_out: float) -> str:
+    """Returns the split of a document."""
+    return VALIDATION if fraction(digest) < held_out else TRAIN
+
+
+def threshold(sources: list[Source], fields: Fields, config: PrepareConfig, interrupt: Interrupt) -> float:
+    """Returns the `fraction` below which a document is held out.
+
+    With many documents it is `--held-out`. With few it lies between two documents' fractions, where the number below it
+    is nearest to the share; at least one document remains for training.
+    """
+    if not config.held_out:
+        return 0.0
+    found: list[float] = []
+    for batch in ahead(batches(sources, Position(0, 0), fields, "skip"), interrupt):
+        found += [fraction(entry.digest) for entry in batch.entries]
+        if len(found) > _FEW:
+            return config.held_out
+    found = sorted(set(found) if config.dedup else found)
+    target = config.held_out * len(found)
+    borders = [i for i in range(1, len(found)) if found[i - 1] < found[i]]  # equal documents share a split
+    held_out = min((0, *borders), key=lambda count: (abs(count - target), -count))
+    return found[held_out] if held_out else 0.0
+
+
+def ahead(items: Iterator[T], interrupt: Interrupt) -> Iterator[T]:
+    """Yields the same items; a thread prepares the next while the caller uses the current.
+
+    Daemon threads let a long read delay neither Ctrl-C nor exit.
+    """
+    pending = _in_thread(items)
+    while True:
+        while not wait([pending], _POLL_SECONDS).done:
+            interrupt.check()
+        if not (made := pending.result()):
+            return
+        pending = _in_thread(items)
+        yield made[0]
+        interrupt.check()
+
+
+def _in_thread(items: Iterator[T]) -> "Future[list[T]]":
+    future: Future[list[T]] = Future()
+
+    def make() -> None:
+        try:
+            future.set_result(list(itertools.islice(items, 1)))
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=make, name="read", daemon=True).start()
+    return future

@@ -1,0 +1,132 @@
+"""A dataset's tokenizer, named or trained on the inputs, with its BOS and EOS tokens."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from jaxtp.config.console import Display
+from jaxtp.config.files import sha256, write_atomically
+from jaxtp.config.interrupt import Interrupt
+from jaxtp.data.manifest import TOKENIZER, TRAIN
+from jaxtp.data.prepare.batches import Batch, Entry, ahead, batches, fraction, split_of
+from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.readers import PrepareError
+from jaxtp.data.prepare.session import Job, State
+from jaxtp.data.prepare.sources import Position
+from jaxtp.data.prepare.writer import damaged
+from jaxtp.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, read_tokenizer, tokenizer_file
+from jaxtp.data.tokenizer_files import end_token
+
+_END_TOKEN = "<|endoftext|>"
+
+
+def named_tokenizer(config: PrepareConfig) -> Tokenizer | None:
+    """Returns the configured tokenizer; None to train it."""
+    if config.train_bpe is not None:
+        return None
+    if config.tokenizer is None:
+        return ByteTokenizer()
+    file = tokenizer_file(config.tokenizer)
+    return _with_special_tokens(read_tokenizer(file), str(file), config)
+
+
+def open_tokenizer(job: Job, state: State, display: Display, interrupt: Interrupt) -> Tokenizer:
+    """Opens or trains the dataset's tokenizer and writes its file."""
+    path, config = job.out / TOKENIZER, job.config
+    if job.tokenizer is not None:
+        if config.tokenizer is not None and state.tokenizer is None:
+            write_atomically(path, read_tokenizer(tokenizer_file(config.tokenizer)))
+        tokenizer = job.tokenizer
+    else:
+        if state.tokenizer is None:
+            write_atomically(path, _train_bpe(job, display, interrupt))
+        tokenizer = _with_special_tokens(read_tokenizer(path), str(path), config)
+    if state.tokenizer is None:
+        state.tokenizer = tokenizer.info
+        state.save(job.out)
+    elif state.tokenizer.sha256 is not None and not (path.exists() and sha256(path) == state.tokenizer.sha256):
+        raise damaged(path, "it is not the tokenizer that made the tokens so far")
+    return tokenizer
+
+
+def describe(tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
+    """Yields how documents start and end; nothing for bytes."""
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return
+    info = tokenizer.info
+    if config.messages is not None:
+        end = "" if info.eos_id is None else f"; to generate ends at {_spelled(tokenizer, [info.eos_id])}"
+        yield f"an answer each, after what comes before it, as the chat template writes them{end}"
+        return
+    if info.prefix:
+        yield f"begin with {_spelled(tokenizer, info.prefix)}, as the tokenizer puts it"
+    if info.eos_id is not None:
+        yield f"end with {_spelled(tokenizer, [info.eos_id])}, {_end_token(config)[1]}"
+
+
+def _with_special_tokens(content: bytes, name: str, config: PrepareConfig) -> HuggingFaceTokenizer:
+    eos, _ = _end_token(config)
+    special = config.special_tokens
+    tokenizer = HuggingFaceTokenizer(content, name, eos=eos, has_eos=not config.no_eos, special_tokens=special)
+    if config.tokenizer is not None and config.bos == "auto":
+        tokenizer.info = replace(tokenizer.info, prefix=tokenizer.prefix)
+    return tokenizer
+
+
+def _end_token(config: PrepareConfig) -> tuple[str | int | None, str]:
+    """Returns the end token (None: search for a well-known name) and where it was configured."""
+    if config.no_eos:
+        return None, ""
+    if config.eos is not None:
+        return config.eos, "as --eos says"
+    if config.tokenizer is None:
+        return _END_TOKEN, "as in every tokenizer trained here"
+    found = end_token(tokenizer_file(config.tokenizer).parent)
+    return (None, "known by its name") if found is None else (found[0], f"as {found[1]} says")
+
+
+def _spelled(tokenizer: HuggingFaceTokenizer, ids: list[int] | tuple[int, ...]) -> str:
+    return " ".join(f"{tokenizer.spelled(token)} ({token})" for token in ids)
+
+
+def _train_bpe(job: Job, display: Display, interrupt: Interrupt) -> bytes:
+    try:
+        from tokenizers import Tokenizer as Library
+        from tokenizers import decoders, models, pre_tokenizers, trainers
+    except ImportError:
+        raise PrepareError("--train-bpe needs the library tokenizers: pip install 'jaxtp[data]'") from None
+    assert job.config.train_bpe is not None
+    tokenizer = Library(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=job.config.train_bpe,
+        special_tokens=[job.config.eos or _END_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sampled_texts(job, display, interrupt), trainer)
+    interrupt.check()
+    return str(tokenizer.to_str()).encode()
+
+
+def _sampled_texts(job: Job, display: Display, interrupt: Interrupt) -> Iterator[str]:
+    """Yields training texts; compressed files count by size on disk, so their sample is larger."""
+    config = job.config
+    share = config.bpe_sample / max(1, sum(source.size for source in job.sources))
+    chosen = 0
+    for batch in ahead(batches(job.sources, Position(0, 0), config.fields, config.on_error), interrupt):
+        for entry in _sample(batch, config.held_out, share):
+            chosen += sum(entry.sizes)
+            for turn in entry.turns:
+                yield from filter(None, (turn.text, turn.prompt))
+        display.move(batch.done, f"reading {chosen:,} bytes of text to train the tokenizer on")
+    if not chosen:
+        raise PrepareError("nothing to train a tokenizer on: the inputs, without the held-out part, have no text")
+    display.line(f"training a BPE tokenizer of {config.train_bpe:,} on {chosen:,} bytes of text")
+
+
+def _sample(batch: Batch, held_out: float, share: float) -> Iterator[Entry]:
+    for entry in batch.entries:
+        in_sample = fraction(entry.digest) - held_out < share * (1 - held_out)
+        if split_of(entry.digest, held_out) == TRAIN and in_sample:
+            yield entry

@@ -1,0 +1,215 @@
+"""Settings of `jaxtp prepare`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+from pydantic import Field
+
+from jaxtp.config.schema import ConfigError, NonNegative, Switch, UserPath, allowed, to_plain
+from jaxtp.data.prepare.readers import Fields
+
+Count = Annotated[int, Field(ge=1, lt=2**40), allowed("1 or more")]
+Patterns = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATTERN")]
+
+MIN_VOCAB_SIZE = 257
+"""256 bytes and the end token."""
+TEXT_FIELD = "text"
+LAYOUTS = {
+    "messages": ("a conversation in each row's 'messages'", {"messages"}),
+    "conversations": ("ShareGPT, a conversation in each row's 'conversations'", {"conversations"}),
+    "instruction": (
+        "Alpaca, a conversation of each row's 'instruction', 'input' and 'output'",
+        {"instruction", "output"},
+    ),
+}
+"""By the value of --messages: the layout's name, and the fields that identify its rows."""
+FIRST = (
+    "inputs",
+    "out",
+    "tokenizer",
+    "train_bpe",
+    "field",
+    "messages",
+    "template",
+    "include",
+    "held_out",
+    "dedup",
+    "on_error",
+    "overwrite",
+    "json",
+    "verify",
+)
+"""Settings at the top of the help."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareConfig:
+    """Settings of `jaxtp prepare`."""
+
+    inputs: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="INPUT", help_behavior_hint="")] = ()
+    """Text, .jsonl, .json and .parquet files (all but Parquet also as .gz and .zst), folders of them, and Hugging Face
+    datasets: hf:NAME:SPLIT, or hf:FOLDER[:SPLIT] from save_to_disk. A .json file named here that holds a list of
+    objects is read as rows; any other .json file is text."""
+
+    out: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder of the dataset. The same command resumes after an interruption."""
+
+    tokenizer: Annotated[UserPath | None, tyro.conf.arg(metavar="PATH")] = None
+    """A tokenizer.json of Hugging Face, or a folder with one, such as the model to tune; by default a token is a
+    byte."""
+
+    train_bpe: Annotated[int | None, Field(ge=MIN_VOCAB_SIZE, le=2**20), tyro.conf.arg(metavar="SIZE")] = None
+    """Trains a byte-level BPE tokenizer with this vocabulary size (257 or more) on the training split."""
+
+    bpe_sample: Count = 2**28
+    """Approximate bytes of text for --train-bpe, chosen by a hash of each document."""
+
+    eos: Annotated[str | None, tyro.conf.arg(metavar="TOKEN")] = None
+    """The token that ends each document. By default the eos_token in tokenizer_config.json next to tokenizer.json, the
+    first eos_token_id in config.json or generation_config.json there, or a well-known name; <|endoftext|> for a
+    tokenizer trained here."""
+
+    no_eos: Switch = False
+    """Documents have no end token."""
+
+    bos: Literal["auto", "none"] = "auto"
+    """auto: each document starts with the tokens that tokenizer.json itself puts before a text, as Llama's does; none:
+    with its text. Bytes and tokenizers trained here have no such token."""
+
+    special_tokens: Switch = False
+    """Text that spells a special token, such as <|im_start|>, becomes that token; otherwise it stays text."""
+
+    format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """Format of all input files; by default from the suffix, else text. jsonl also reads lists of objects."""
+
+    field: str = TEXT_FIELD
+    """Field of a JSONL or Parquet row that holds the document."""
+
+    prompt_field: str | None = None
+    """With --completion-field: a document is a prompt and its completion; the loss ignores the prompt."""
+
+    completion_field: str | None = None
+    """See --prompt-field."""
+
+    messages: Annotated[str | None, tyro.conf.arg(metavar="FIELD")] = None
+    """Field of a JSONL or Parquet row that holds a conversation: a list of messages with role and content, or from and
+    value (ShareGPT). instruction reads Alpaca's rows: instruction and input are the question, output the answer. By
+    default the layout is detected, if rows have no text. Each answer of the assistant becomes a document; its prompt is
+    everything before it, as the chat template writes it. The loss is on answers only, and the beginning of a
+    conversation with n answers is read n times."""
+
+    template: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Chat template for --messages, in Jinja; by default the one next to the tokenizer (chat_template.jinja, or in
+    tokenizer_config.json)."""
+
+    include: Patterns = ()
+    """Files to read in folders, such as '*.py'; by default all. Matches the name, or the path in the folder if the
+    pattern has a /. Can be repeated."""
+
+    exclude: Patterns = ()
+    """Files and folders to leave out in folders, such as site-packages. Can be repeated."""
+
+    held_out: Annotated[float, Field(ge=0, lt=1), allowed("from 0 to below 1")] = 0.01
+    """Share of the documents for validation, chosen by a hash of their text. Of up to 1,000 documents the nearest
+    number is held out; of more, each is chosen independently of the others."""
+
+    dedup: Switch = False
+    """Leaves out documents that equal an earlier one, byte for byte; takes about 100 bytes of memory per document."""
+
+    on_error: Literal["stop", "skip"] = "stop"
+    """For input that cannot be read: stop reports what and where, skip counts it and continues."""
+
+    max_document_bytes: Count = 2**26
+    """Maximum size of a document, a line of JSONL, or the answers of a conversation with their prompts; a document and
+    its tokens take about eleven times its size in memory."""
+
+    max_window_bytes: Annotated[int, Field(ge=2**10, le=2**31), allowed("2**10 to 2**31")] = 2**27
+    """Maximum memory for unpacking a .zst file; those made by zstd --long=31 take 2**31."""
+
+    shard_tokens: Count = 2**26
+    """Tokens after which a shard is full; no document is split over two shards."""
+
+    save_seconds: NonNegative = 5.0
+    """Seconds between the points from which an interrupted command resumes."""
+
+    overwrite: Switch = False
+    """Starts over if --out holds another dataset; deletes that one before anything is read."""
+
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """JSON file for the content of dataset.json, or for the result of --verify."""
+
+    verify: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Dataset to compare with its checksums, instead of making one; exit code 1 if it is damaged."""
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether documents start with a prompt, which has no loss."""
+        return self.prompt_field is not None or self.messages is not None
+
+    @property
+    def fields(self) -> Fields:
+        """The columns that make a document."""
+        if self.messages == "instruction":
+            return Fields("output", "instruction", ("input", "system", "history"))
+        if self.messages is not None:
+            return Fields(self.messages, optional=("system",) if self.messages == "conversations" else ())
+        if self.completion_field is None:
+            return Fields(self.field)
+        return Fields(self.completion_field, self.prompt_field)
+
+
+_MAY_CHANGE = {
+    *("out", "tokenizer", "bos", "template", "on_error", "save_seconds", "overwrite", "verify", "json"),
+    *("max_document_bytes", "max_window_bytes"),
+}
+"""Settings that a resumed command may change. Tokenizer and template are compared by content."""
+
+
+def arguments(config: PrepareConfig) -> dict[str, object]:
+    """Returns the settings that determine the dataset."""
+    return {key: value for key, value in to_plain(config).items() if key not in _MAY_CHANGE}
+
+
+def check(config: PrepareConfig) -> None:
+    """Raises `ConfigError` listing all contradictions between settings."""
+    problems = [*_contradictions(config), *_contradictions_of_chat(config)]
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _contradictions(config: PrepareConfig) -> Iterator[str]:
+    if config.verify is not None:
+        if config.inputs or config.out is not None:
+            yield "--verify DIR reads a dataset and does nothing else: give no inputs and no --out"
+        return
+    if "" in config.inputs:
+        yield "an INPUT is empty, like an unset variable; give a file or a folder"
+    if not config.inputs:
+        yield "name at least one INPUT: a file or a folder"
+    if config.out is None:
+        yield "name the folder of the dataset by --out DIR"
+    if config.tokenizer is not None and config.train_bpe is not None:
+        yield "--tokenizer and --train-bpe are two tokenizers; give one"
+    if config.tokenizer is None and config.train_bpe is None and (config.eos is not None or config.special_tokens):
+        yield "bytes have no special tokens; --eos and --special-tokens go with --tokenizer or --train-bpe"
+    if config.eos is not None and config.no_eos:
+        yield "--eos and --no-eos contradict each other"
+    if config.eos == "":
+        yield "--eos is empty"
+    if (config.prompt_field is None) != (config.completion_field is None):
+        yield "--prompt-field and --completion-field go together"
+    elif config.prompt_field is not None and config.field != TEXT_FIELD:
+        yield "--field is for documents without a prompt; give it or --prompt-field and --completion-field"
+
+
+def _contradictions_of_chat(config: PrepareConfig) -> Iterator[str]:
+    if config.messages is None:
+        return
+    if config.prompt_field is not None or config.field != TEXT_FIELD:
+        yield "--messages is a row's only field; leave --field, --prompt-field and --completion-field out"
+    if config.train_bpe is not None:
+        yield "--messages needs the tokenizer that the chat template is made for: --tokenizer instead of --train-bpe"
+    if config.bos != "auto":
+        yield "--bos is for documents; the chat template determines how a conversation starts"

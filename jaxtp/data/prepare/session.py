@@ -1,0 +1,246 @@
+"""Decides whether a command starts, resumes or finds finished a dataset, or must leave the folder alone.
+
+`journal.json` exists from the start until `dataset.json` does. It records the position in the inputs and each file's
+length there. It is written every few seconds, after everything that it describes is on disk; a resume drops the rest.
+Shards end only by their number of tokens, so neither batches nor interruptions affect the result.
+"""
+
+import fcntl
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxtp.config import schema
+from jaxtp.config.files import PARTIAL, write_atomically
+from jaxtp.config.schema import expand
+from jaxtp.data.manifest import (
+    DOCUMENTS,
+    MANIFEST,
+    PROMPTS,
+    SPLITS,
+    TOKENIZER,
+    TOKENS,
+    DatasetError,
+    TokenizerInfo,
+    check_shard,
+    check_tokenizer,
+    parse,
+    read_manifest,
+)
+from jaxtp.data.prepare.conversations import template_checksum
+from jaxtp.data.prepare.prepare_config import PrepareConfig, arguments
+from jaxtp.data.prepare.readers import PrepareError, Source
+from jaxtp.data.prepare.sources import Listing, Position, differences, listing, parse_listing
+from jaxtp.data.prepare.writer import Progress, damaged
+from jaxtp.data.store import open_dataset
+from jaxtp.data.tokenizer import Tokenizer
+from jaxtp.data.tokenizer_files import TEMPLATE, TOKENIZER_CONFIG
+
+JOURNAL = "journal.json"
+INPUTS = "inputs.jsonl"
+SEEN = "seen.sha256"
+"""File of the hashes of all documents so far, with --dedup."""
+
+_MAX_LINES = 10
+_SHARD = re.compile(rf"({'|'.join(SPLITS)})-\d{{5,}}\.({TOKENS}|{DOCUMENTS}|{PROMPTS})")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command: output folder, settings and inputs."""
+
+    out: Path
+    config: PrepareConfig
+    sources: list[Source]
+    tokenizer: Tokenizer | None
+    """None if it is to be trained."""
+
+
+@dataclass
+class State:
+    """Content of the journal."""
+
+    arguments: Mapping[str, object]
+    tokenizer: TokenizerInfo | None = None
+    """None until it is known."""
+    threshold: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    """`batches.threshold`; None in datasets that older versions started, which held out the share itself."""
+    position: Position = Position(0, 0)
+    seen: Annotated[int, Field(ge=0)] = 0
+    """Number of valid hashes in the file `SEEN`."""
+    skipped: dict[str, int] = field(default_factory=dict)
+    """Number of items that were left out, by reason."""
+    splits: dict[str, Progress] = field(default_factory=lambda: {name: Progress() for name in SPLITS})
+
+    def skip(self, kind: str, count: int = 1) -> None:
+        """Counts skipped items."""
+        self.skipped[kind] = self.skipped.get(kind, 0) + count
+
+    def is_empty(self) -> bool:
+        """Returns whether starting over loses no document."""
+        return not any(progress.shards or progress.documents for progress in self.splits.values())
+
+    def save(self, out: Path) -> None:
+        """Replaces the journal; its contents must describe data on disk."""
+        write_atomically(out / JOURNAL, json.dumps(asdict(self)).encode())
+
+
+def begin(job: Job) -> State | None:
+    """Returns the state to resume from; None if finished."""
+    out, config = job.out, job.config
+    exists = (out / MANIFEST).exists() or (out / JOURNAL).exists()
+    if exists and config.overwrite:
+        _require_inputs_elsewhere(out, config)
+        State(dataset_args(config)).save(out)  # the journal marks a half-cleared folder as ours
+        for name in (MANIFEST, TOKENIZER, TEMPLATE, TOKENIZER_CONFIG, INPUTS, SEEN):
+            (out / name).unlink(missing_ok=True)
+        drop_unknown(out, set())
+    if (out / MANIFEST).exists():
+        _require_same_finished(job)
+        clear_leftovers(out)
+        return None
+    state = _load(out, config.has_prompts)
+    if state is None:
+        _require_empty(out)
+    elif changed := _changed_unfinished(job, state):
+        if not state.is_empty():
+            _refuse(out, "an unfinished dataset", changed)
+        state = None
+    if state is None:
+        state = State(dataset_args(config))
+        state.save(out)
+    lines = [json.dumps(record) + "\n" for record in listing(job.sources)]
+    write_atomically(out / INPUTS, "".join(lines).encode())
+    return state
+
+
+def dataset_args(config: PrepareConfig) -> dict[str, object]:
+    """Returns the settings that determine the dataset, with a template's checksum."""
+    return arguments(config) | ({} if config.messages is None else {"template": template_checksum(config)})
+
+
+@contextmanager
+def locked(out: Path) -> Iterator[None]:
+    """Creates and locks the folder until the process ends."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise PrepareError(f"{out}: {error.strerror}; name another folder by --out DIR") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise PrepareError(f"{out} is being written by another command; wait until it ends") from None
+    finally:
+        os.close(descriptor)
+
+
+def clear_leftovers(out: Path) -> None:
+    """Deletes files that a finished dataset does not need."""
+    for path in out.glob(f"*{PARTIAL}"):
+        path.unlink()
+    for name in (SEEN, JOURNAL):
+        (out / name).unlink(missing_ok=True)
+
+
+def drop_unknown(out: Path, known: set[str]) -> None:
+    """Deletes shard files that are not in the journal."""
+    for path in out.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in known:
+            path.unlink()
+
+
+def _load(out: Path, prompts: bool) -> State | None:
+    path = out / JOURNAL
+    try:
+        state = parse(State, path.read_bytes())
+        if state.tokenizer is not None:
+            check_tokenizer(state.tokenizer)
+        if state.splits.keys() != set(SPLITS) or min(state.position) < 0:
+            raise DatasetError(f"splits {', '.join(state.splits)}, position {tuple(state.position)}")
+        for progress in state.splits.values():
+            for shard in progress.shards:
+                check_shard(shard, prompts)
+        return state
+    except FileNotFoundError:
+        return None
+    except (OSError, DatasetError) as error:
+        raise damaged(path, str(error)) from None
+
+
+def _require_empty(out: Path) -> None:
+    foreign = sorted(path.name for path in out.iterdir() if not path.name.endswith(PARTIAL))
+    if foreign:
+        raise PrepareError(
+            f"{out} holds other files ({', '.join(foreign[:3])}{', ...' if len(foreign) > 3 else ''}) and no "
+            "dataset; name a folder of its own by --out DIR"
+        )
+
+
+def _require_inputs_elsewhere(out: Path, config: PrepareConfig) -> None:
+    read = [expand(Path(name)) for name in config.inputs] + [
+        path for path in (config.tokenizer, config.template) if path
+    ]
+    for path in read:
+        if path.resolve().is_relative_to(out.resolve()):
+            raise PrepareError(f"--overwrite would delete {path} with {out}; copy it elsewhere, or name another --out")
+
+
+def _require_same_finished(job: Job) -> None:
+    try:
+        manifest = read_manifest(job.out)
+        open_dataset(job.out)  # checks the size of every file
+    except DatasetError as error:
+        raise PrepareError(f"{error}; --overwrite starts afresh") from None
+    changed = _other_settings(manifest.arguments, job.config) + _other_tokenizer(manifest.tokenizer, job.tokenizer)
+    _refuse(job.out, "a dataset", changed or differences(_listed(job.out), listing(job.sources)))
+
+
+def _changed_unfinished(job: Job, state: State) -> list[str]:
+    """Returns the differences; unread inputs may differ, unless the tokenizer was trained on them."""
+    changed = _other_settings(state.arguments, job.config)
+    if state.tokenizer is not None:
+        changed += _other_tokenizer(state.tokenizer, job.tokenizer)
+    read = None  # all sources
+    if job.config.train_bpe is None or state.tokenizer is None:
+        read = state.position.source + (state.position.item > 0)
+    return changed or differences(_listed(job.out)[:read], listing(job.sources)[:read])
+
+
+def _refuse(out: Path, what: str, changed: list[str]) -> None:
+    if changed:
+        more = [f"and {len(changed) - _MAX_LINES} more"] if len(changed) > _MAX_LINES else []
+        lines = "\n".join(f"  {line}" for line in [*changed[:_MAX_LINES], *more])
+        raise PrepareError(
+            f"{out} holds {what} that was made otherwise (there -> asked for):\n{lines}\n"
+            "--overwrite starts afresh; another --out DIR keeps it. Nothing was changed."
+        )
+
+
+def _other_settings(before: Mapping[str, object], config: PrepareConfig) -> list[str]:
+    """Returns changed settings; a setting newer than the dataset had its default."""
+    return schema.differences({**arguments(PrepareConfig()), **before}, dataset_args(config))
+
+
+def _other_tokenizer(before: TokenizerInfo, tokenizer: Tokenizer | None) -> list[str]:
+    if tokenizer is None or tokenizer.info == before:
+        return []
+    return schema.differences({"tokenizer": asdict(before)}, {"tokenizer": asdict(tokenizer.info)})
+
+
+def _listed(out: Path) -> Listing:
+    path = out / INPUTS
+    try:
+        return parse_listing(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, str(error)) from None

@@ -1,0 +1,169 @@
+"""Finds the input files and tables and reads them in order."""
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxtp.config.schema import HF_PREFIX, expand, nearest_file
+from jaxtp.data.prepare import readers, tables
+from jaxtp.data.prepare.compression import ZSTD
+from jaxtp.data.prepare.prepare_config import PrepareConfig
+from jaxtp.data.prepare.readers import (
+    ARRAY,
+    DATASETS,
+    END,
+    JSONL,
+    PARQUET,
+    TEXT,
+    Event,
+    Fields,
+    PrepareError,
+    Source,
+)
+
+_READERS = {
+    TEXT: readers.read_text,
+    JSONL: readers.read_json,
+    ARRAY: readers.read_json,
+    PARQUET: tables.read_parquet,
+    DATASETS: tables.read_table,
+}
+
+Listing = list[dict[str, str | int]]
+"""Path, bytes and time of modification of each source, as `inputs.jsonl` holds them."""
+
+
+class Position(NamedTuple):
+    """A position in the inputs; everything before has been read."""
+
+    source: int
+    item: int
+    """Number of items of that source that have been read."""
+
+
+def find_sources(config: PrepareConfig) -> list[Source]:
+    """Returns all sources; a folder's by path, without hidden files."""
+    sources = [source for name in config.inputs for source in _sources_of(name, config)]
+    if any(source.format == PARQUET for source in sources):
+        tables.require_pyarrow()
+    if any(source.path.endswith(ZSTD) for source in sources):
+        try:
+            import zstandard  # noqa: F401
+        except ImportError:
+            raise PrepareError(f"{ZSTD} files need the library zstandard: pip install 'jaxtp[data]'") from None
+    return sources
+
+
+def read_source(source: Source, start: int, fields: Fields) -> Iterator[Event]:
+    """Yields documents and problems after the first `start` items."""
+    return _READERS[source.format](source, start, fields)
+
+
+def read(sources: list[Source], start: Position, fields: Fields) -> Iterator[tuple[Event, Position]]:
+    """Yields every event from `start`, with the position after it."""
+    for index in range(start.source, len(sources)):
+        skip = start.item if index == start.source else 0
+        for event in read_source(sources[index], skip, fields):
+            yield event, Position(index + 1, 0) if event.item == END else Position(index, event.item)
+
+
+def columns(source: Source) -> list[str]:
+    """Returns the columns or first JSON keys; empty if unreadable."""
+    if source.table is not None:
+        return list(source.table.column_names)
+    if source.format == PARQUET:
+        return tables.parquet_columns(source.path)
+    return readers.json_keys(source) if source.format in (JSONL, ARRAY) else []
+
+
+def listing(sources: list[Source]) -> Listing:
+    """Records each source, to detect changed inputs."""
+    return [{"path": source.path, "bytes": source.size, "modified": source.modified} for source in sources]
+
+
+def differences(before: Listing, now: Listing) -> list[str]:
+    """Returns a line for each source that differs."""
+    old, new = ({record["path"]: record for record in records} for records in (before, now))
+    lines = [f"{path}: no longer among the inputs" for path in old if path not in new]
+    lines += [f"{path}: was not among the inputs" for path in new if path not in old]
+    for path in old.keys() & new.keys():
+        if old[path]["bytes"] != new[path]["bytes"]:
+            lines.append(f"{path}: had {old[path]['bytes']:,} bytes, has {new[path]['bytes']:,}")
+        elif old[path] != new[path]:
+            lines.append(f"{path}: was modified since")
+    return sorted(lines) or (["the order of the inputs"] if before != now else [])
+
+
+def parse_listing(text: str) -> Listing:
+    """Returns the listing in `inputs.jsonl`; raises `ValueError` if damaged."""
+    records = [json.loads(line) for line in text.splitlines()]
+    if not all(isinstance(record, dict) and record.keys() == {"path", "bytes", "modified"} for record in records):
+        raise ValueError("not a list of inputs")
+    return records
+
+
+def _sources_of(name: str, config: PrepareConfig) -> list[Source]:
+    if name.startswith(HF_PREFIX):
+        table = tables.open_table(name)
+        limits = config.max_document_bytes, config.max_window_bytes
+        return [Source(name, int(table.data.nbytes), 0, DATASETS, *limits, table=table)]
+    path = expand(Path(name))
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise PrepareError(f"{path}: {error.strerror}{nearest_file(path)}") from None
+    if stat.S_ISREG(status.st_mode):
+        return [_file(path, status, config, in_folder=False)]
+    if not stat.S_ISDIR(status.st_mode):
+        raise PrepareError(f"{path} is neither a file nor a folder")
+    sources = [_file(file, file.stat(), config, in_folder=True) for file in _walk(path, config)]
+    if not sources:
+        matching = f" that matches --include {' '.join(config.include)}" if config.include else ""
+        raise PrepareError(f"{path}: no file in this folder{matching}")
+    return sources
+
+
+def _file(path: Path, status: os.stat_result, config: PrepareConfig, in_folder: bool) -> Source:
+    format = readers.format_of(path) if config.format == "auto" else config.format
+    may_be_array = config.format == JSONL or (config.format == "auto" and (config.has_prompts or not in_folder))
+    if may_be_array and readers.is_array(path, format, config.max_window_bytes):
+        format = ARRAY
+    limits = config.max_document_bytes, config.max_window_bytes
+    return Source(str(path), status.st_size, status.st_mtime_ns, format, *limits, in_folder)
+
+
+def _walk(root: Path, config: PrepareConfig) -> list[Path]:
+    """Returns a folder's files by path; follows links to files only."""
+
+    def refuse(error: OSError) -> None:
+        raise PrepareError(f"{error.filename}: {error.strerror}")
+
+    found = []
+    for folder, folders, files in os.walk(root, onerror=refuse):
+        here = Path(folder)
+        folders[:] = [name for name in folders if not _is_excluded(here / name, root, config)]
+        found += [here / name for name in files if _is_included(here / name, root, config)]
+    return sorted(found)
+
+
+def _is_included(path: Path, root: Path, config: PrepareConfig) -> bool:
+    if _is_excluded(path, root, config):
+        return False
+    if config.include and not any(_matches(path, root, pattern) for pattern in config.include):
+        return False
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        raise PrepareError(f"{path}: {error.strerror}; --exclude {path.name} leaves it out") from None
+
+
+def _is_excluded(path: Path, root: Path, config: PrepareConfig) -> bool:
+    return path.name.startswith(".") or any(_matches(path, root, pattern) for pattern in config.exclude)
+
+
+def _matches(path: Path, root: Path, pattern: str) -> bool:
+    return fnmatchcase(path.relative_to(root).as_posix() if "/" in pattern else path.name, pattern)

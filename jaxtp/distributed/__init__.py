@@ -1,0 +1,1 @@
+"""Connects the processes of a run, and ends all of them when one fails."""

@@ -1,0 +1,131 @@
+"""Chooses the allocator of an NVIDIA GPU's memory, and its effect on a step's limit.
+
+- `default`: JAX's BFC allocator, in a share of the memory that JAX takes at its start. Fragmentation may fail an
+  allocation despite enough free memory (marin-community/marin#7115: a resumed run could not get 14.3 GiB for a gather),
+  or make collectives wait for each other without an error (#7298).
+- `cuda_async`: CUDA's pool, which maps fragments together. The share of the memory is its release threshold. A step
+  with a higher peak maps memory again each time, and one of many processes fails to get it, sometimes hours later
+  (#8490, #8507: 704 processes ended every one to three hours).
+- `platform`: the driver allocates each array; slow, for debugging.
+
+JAX's backend reads the choice from `jax_pjrt_client_create_options` at its start. It overrides
+XLA_PYTHON_CLIENT_ALLOCATOR, which had no effect for some users of jax 0.10.1 (#7115).
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxtp.distributed.environment import NVIDIA, LaunchError
+
+Allocator = Literal["default", "cuda_async", "platform"]
+
+MEMORY_FRACTION: dict[Allocator, float] = {"default": 0.75, "platform": 0.75, "cuda_async": 0.85}
+"""Default share of a GPU's memory for each allocator; JAX's, except for cuda_async."""
+
+OUTSIDE = 0.1
+"""Minimum share of a GPU's memory outside of any pool: NCCL, cuBLAS and CUDA's context need 10% to 15% (28.6 of
+184 GiB in marin#8490)."""
+
+FRAGMENTED = 0.1
+"""Share of its memory that the default allocator may lose to fragmentation. An assumption."""
+
+FRACTION = "XLA_PYTHON_CLIENT_MEM_FRACTION"
+SMALLER_STEP = "XLA_FLAGS=--xla_gpu_memory_limit_slop_factor=85"
+"""Makes XLA plan a smaller step; the default is 95 (marin#8507)."""
+
+_OPTIONS = "jax_pjrt_client_create_options"
+_SAME_AS_DEFAULT = ((0, 10, 1), (0, 11, 0))
+"""Versions of JAX (first, fixed) in which `platform` is the default allocator."""
+
+
+def choose_allocator(
+    allocator: Allocator, environment: Mapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA
+) -> None:
+    """Sets JAX's allocator before its backend starts; `default` changes nothing.
+
+    Without an NVIDIA GPU nothing changes: a TPU's backend crashes at an unknown option.
+
+    Raises:
+      LaunchError: this version of JAX lacks the allocator.
+    """
+    import jax  # not at the top: the supervisor does not need it
+
+    if allocator == "default" or not any(path.exists() for path in nvidia):
+        return
+    first, fixed = _SAME_AS_DEFAULT
+    if allocator == "platform" and first <= jax.__version_info__ < fixed:
+        raise LaunchError(
+            f"launch.allocator=platform: jax {jax.__version__} takes its default allocator under that name "
+            "(https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or take cuda_async"
+        )
+    options: dict[str, object] = {**_parse_options(getattr(jax.config, _OPTIONS)), "allocator": allocator}
+    if allocator == "cuda_async" and not _fraction_of(environment):
+        options.setdefault("memory_fraction", MEMORY_FRACTION[allocator])
+    jax.config.update(_OPTIONS, options)
+
+
+def _parse_options(options: Any) -> Mapping[str, object]:
+    if isinstance(options, str):
+        return dict(option.split(":", 1) for option in options.split(";") if ":" in option)
+    return dict(options or {})
+
+
+def _fraction_of(environment: Mapping[str, str]) -> str:
+    return environment.get("XLA_CLIENT_MEM_FRACTION") or environment.get(FRACTION, "")
+
+
+def memory_fraction(allocator: Allocator, environment: Mapping[str, str] = os.environ) -> float:
+    """Returns the share of a GPU's memory for an allocator."""
+    try:
+        return float(_fraction_of(environment) or MEMORY_FRACTION[allocator])
+    except ValueError:  # JAX reports it
+        return MEMORY_FRACTION[allocator]
+
+
+def most_bytes(allocator: Allocator, limit: float, fraction: float) -> float:
+    """Returns a step's maximum bytes: `limit`, JAX's `fraction` of the memory; cuda_async can exceed it."""
+    return max(limit, limit / fraction * (1 - OUTSIDE)) if allocator == "cuda_async" else limit
+
+
+def advice(allocator: Allocator, peak: float, limit: float, fraction: float) -> str | None:
+    """Returns advice on a step's `peak` bytes, or None.
+
+    `limit` is JAX's bytes (cuda_async: the pool's release threshold), `fraction` its share of the memory.
+    """
+    gb = 1e9
+    if allocator == "default" and limit * (1 - FRAGMENTED) < peak <= limit:
+        return (
+            f"{(limit - peak) / gb:,.1f} GB to spare, and {limit * FRAGMENTED / gb:,.1f} are advisable: free memory in "
+            "pieces can be too small for a step, most of all after a resume; --launch.allocator cuda_async joins pieces"
+        )
+    if allocator == "cuda_async" and peak > limit:
+        return (
+            f"WARNING: above the {limit / gb:,.1f} GB that the pool of cuda_async keeps: memory is mapped again at "
+            f"each step, and one of many processes may fail to get it hours later. Raise {FRACTION} from {fraction:g} "
+            f"to {1 - OUTSIDE:g} at most, or have XLA plan a smaller step: {SMALLER_STEP} (its default is 95)"
+        )
+    if allocator == "cuda_async" and fraction > 1 - OUTSIDE:
+        return (
+            f"WARNING: {FRACTION}={fraction:g} leaves less than {OUTSIDE:.0%} of the memory outside of the pool: NCCL, "
+            "cuBLAS and CUDA's context need 10% to 15%"
+        )
+    return None
+
+
+def describe_out_of_memory(error: BaseException, allocator: Allocator) -> str | None:
+    """Returns advice on an out-of-memory error; None for other errors."""
+    if "RESOURCE_EXHAUSTED" not in str(error):
+        return None
+    if allocator == "cuda_async":
+        instead = f"raise {FRACTION} (up to {1 - OUTSIDE:g}), or set {SMALLER_STEP}"
+    else:
+        instead = (
+            "if it names more free memory than it asked for, or the run did fit before it was resumed, the free memory "
+            "is in pieces: --launch.allocator cuda_async joins them"
+        )
+    return (
+        f"A device ran out of memory. To take less: more devices along fsdp or tp, --model.remat full, a larger "
+        f"--train.accumulation. Otherwise: {instead}. jaxtp estimate says what fits."
+    )

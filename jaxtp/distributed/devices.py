@@ -1,0 +1,72 @@
+"""A run's devices: virtual CPU devices, memory, and their order over several hosts."""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from jaxtp import mesh as meshes
+from jaxtp.distributed.agreement import by_host, host_names, is_multiprocess
+from jaxtp.distributed.environment import accept_absent_gpus, sharing
+from jaxtp.distributed.joining import num_processes
+from jaxtp.mesh import MeshError, check_sizes, describe_mesh, mesh_of
+
+
+def build_mesh(sizes: Mapping[str, int]) -> Mesh:
+    """Builds a run's mesh as `mesh_of`; with several processes, a host's devices are neighbors.
+
+    Raises:
+      MeshError: the devices do not fit the sizes.
+    """
+    check_sizes(sizes)
+    request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
+    if not is_multiprocess():
+        return mesh_of(sizes)
+    devices = by_host(jax.devices(), host_names())
+    _check_processes(sizes, devices)
+    return mesh_of(sizes, devices)
+
+
+def request_virtual_devices(count: int) -> None:
+    """Requests `count` virtual CPU devices in all processes together."""
+    accept_absent_gpus()
+    meshes.request_virtual_devices(-(-count // num_processes()) if is_multiprocess() else count)
+
+
+def most_devices() -> int | None:
+    """Starts JAX's backend and returns the number of devices; None for virtual CPU devices (any number)."""
+    accept_absent_gpus()
+    devices = jax.devices()
+    any_number = devices[0].platform == "cpu" and jax.config.jax_num_cpu_devices == -1  # type: ignore[attr-defined]
+    return None if any_number else len(devices)
+
+
+def host_memory() -> int:
+    """Returns this machine's memory in bytes."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def bytes_limit(device: jax.Device) -> int | None:
+    """Returns the bytes of a device that JAX may allocate; None if unknown, as on CPUs."""
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def memory_per_device(devices: Sequence[jax.Device]) -> int | None:
+    """Returns the bytes per device of this process, or None; CPU devices share the host's memory."""
+    return host_memory() // len(devices) if devices[0].platform == "cpu" else bytes_limit(devices[0])
+
+
+def _check_processes(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> None:
+    needed = math.prod(sizes.values())
+    if devices[0].platform != "cpu" or -1 in sizes.values() or needed == len(devices):
+        return
+    each, rest = divmod(needed, processes := jax.process_count())
+    hint = f"each of the {processes} processes needs {each}: --devices {each} of jaxtp launch (JAX_NUM_CPU_DEVICES)"
+    if rest:
+        hint = (
+            f"{processes} processes cannot divide {needed} evenly: start {sharing(needed)} processes, or choose a mesh "
+            f"whose size is a multiple of {processes}"
+        )
+    raise MeshError(f"mesh {describe_mesh(sizes)} needs {needed} devices, and there are {len(devices)}; {hint}")

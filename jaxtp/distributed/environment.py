@@ -1,0 +1,161 @@
+"""The user's cache, and environment variables, which only this room and `config/console.py` read."""
+
+import contextlib
+import errno
+import itertools
+import json
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from jaxtp.config.entry import UserError
+
+_T = TypeVar("_T")
+
+ADDRESS, COUNT, PROCESS = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+"""JAX's variables: the address of process 0, the number of processes, and the id of this one."""
+TOKEN = "JAXTP_TOKEN"
+"""Variable of the secret that the processes of a run share."""
+_JOB_IDS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
+
+
+class LaunchError(UserError):
+    """Invalid variables of a multi-process run, or processes that do not meet."""
+
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""NVIDIA's driver has an entry here for each GPU."""
+NVIDIA = tuple(map(Path, ("/proc/driver/nvidia", "/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")))
+"""With an NVIDIA GPU, one of these exists: the first with its driver, the others in containers and in WSL2."""
+_MAX_CACHE_BYTES = 4 * 2**30
+"""For compiled programs, and for plans of rows; a training step for GPUs takes some MB."""
+
+
+def accept_absent_gpus(environment: MutableMapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA) -> None:
+    """Without a GPU, stops JAX's CUDA plugin from looking for CUDA's libraries, before other uses of JAX.
+
+    The extra estimate-gpu installs the plugin without cuDNN to compile for remote GPUs; JAX would print a traceback.
+    """
+    if not any(path.exists() for path in nvidia):
+        environment.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def coordinator_host(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns the host in JAX_COORDINATOR_ADDRESS, or an empty string."""
+    return environment.get(ADDRESS, "").rpartition(":")[0].strip("[]")
+
+
+def token(environment: Mapping[str, str] = os.environ) -> str:
+    """Returns a text that a run's processes share: `JAXTP_TOKEN`, the scheduler's job, or the command line.
+
+    Others can guess the last two. It excludes the configuration: the preflight reports differences better.
+    """
+    tokens = (f"{name} {environment[name]}" for name in (TOKEN, *_JOB_IDS) if environment.get(name))
+    return next(tokens, json.dumps(sys.argv[1:]))
+
+
+def child_environment(**changes: str) -> dict[str, str]:
+    """Returns the environment for a child process."""
+    return {**os.environ, **changes}
+
+
+def cache_folder() -> Path:
+    """Returns jaxtp's folder in the user's cache (XDG base directory specification)."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache") / "jaxtp"
+
+
+def keep_programs(platform: str) -> None:
+    """Turns on JAX's compilation cache in the user's cache folder, for a platform's programs.
+
+    A configured cache stays; an empty JAX_COMPILATION_CACHE_DIR turns it off. CPUs have no cache: their programs may
+    crash on another CPU that shares the home. Nor have several processes: only the first would write, so without a
+    shared disk only it would skip the next compilation, and the others would wait for its part of the autotuning. An
+    unusable folder prints a line to stderr.
+    """
+    import jax  # not at the top: the supervisor does not need it
+
+    configured = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if configured == "":
+        jax.config.update("jax_enable_compilation_cache", False)  # else XLA writes files into the current folder
+    if configured is not None or platform == "cpu" or jax.process_count() > 1:
+        return
+    try:
+        folder = cache_folder() / "programs"
+        make_private(folder)
+        forget_oldest(folder)
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        print(f"compiled programs are not kept for the next run: {error}", file=sys.stderr)
+        return
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_enable_xla_caches", "")  # their size has no bound, and damage is an error
+
+
+def make_private(folder: Path) -> None:
+    """Creates a folder that only this user can write.
+
+    Raises:
+      OSError: it cannot be created or written, or others can write there.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others can write there", str(folder))
+    tempfile.TemporaryFile(dir=folder).close()
+
+
+def _unlink(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def forget_oldest(folder: Path, most: int = _MAX_CACHE_BYTES, forget: Callable[[Path], None] = _unlink) -> None:
+    """Removes a folder's least recently used files, by `forget`, down to `most` bytes."""
+    files: list[tuple[os.stat_result, Path]] = []
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process may delete or rename it
+            if stat.S_ISREG((status := path.stat()).st_mode):
+                files.append((status, path))
+    files.sort(key=lambda file: max(file[0].st_atime_ns, file[0].st_mtime_ns), reverse=True)
+    sizes = itertools.accumulate(status.st_size for status, _ in files)
+    for (_, path), total in zip(files, sizes, strict=True):
+        if total > most:
+            forget(path)
+
+
+def xla_flags() -> str:
+    """Returns XLA_FLAGS."""
+    return os.environ.get("XLA_FLAGS", "")
+
+
+def visible_gpus(present: int, environment: Mapping[str, str] = os.environ) -> int:
+    """Returns how many of `present` GPUs CUDA_VISIBLE_DEVICES leaves visible."""
+    return len(names_of_gpus(present, environment))
+
+
+def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Returns the visible GPUs in CUDA_VISIBLE_DEVICES, which ends at the first invalid name."""
+    if "CUDA_VISIBLE_DEVICES" not in environment:
+        return [str(index) for index in range(present)]
+    names = [name.strip() for name in environment["CUDA_VISIBLE_DEVICES"].split(",")]
+    return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))[:present]
+
+
+def gpus_present(driver: Path = DRIVER) -> int:
+    """Returns this machine's number of NVIDIA GPUs, without starting CUDA."""
+    return len(list(driver.glob("*/information")))
+
+
+def shared(gpus: Sequence[_T], processes: int, index: int) -> Sequence[_T]:
+    """Returns the GPUs of process `index` among processes that share them evenly."""
+    each = len(gpus) // processes
+    return gpus[index * each : (index + 1) * each]
+
+
+def sharing(gpus: int) -> str:
+    """Returns the numbers of processes that can share GPUs evenly: "1, 2 or 4"."""
+    *others, last = [str(count) for count in range(1, gpus + 1) if gpus % count == 0]
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,292 @@
+"""Connects this process to the others of its run, and selects its GPUs.
+
+One process drives all GPUs of a host, or several processes share them. Ways to start them:
+
+- Slurm or Open MPI: `srun jaxtp train ...`, `mpirun jaxtp train ...`. They meet at JAX's choice of address.
+- Kubernetes, as an indexed Job or a JobSet: JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES in the pod's template;
+  JOB_COMPLETION_INDEX is the process id.
+- On one machine: `jaxtp launch --processes 4 -- -m jaxtp.train ...`.
+- By hand, on each host: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 (then 1).
+
+On CPUs they share the mesh's virtual devices, or each has JAX_NUM_CPU_DEVICES. JAXTP_JOIN_SECONDS limits the wait.
+
+GPUs are selected before JAX starts, which would give each Slurm or Open MPI process one GPU, even a host's only
+process. Processes that see the same GPUs share them evenly.
+"""
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+
+from jaxtp.config.entry import MISTAKE
+from jaxtp.distributed.environment import (
+    ADDRESS,
+    COUNT,
+    PROCESS,
+    LaunchError,
+    accept_absent_gpus,
+    gpus_present,
+    shared,
+    sharing,
+    token,
+    visible_gpus,
+)
+from jaxtp.distributed.links import format_address, listen_address, listening
+from jaxtp.distributed.rendezvous import JOIN_SECONDS_HINT, JOIN_SECONDS_VARIABLE, Wait, meet
+
+_BY_HAND = (ADDRESS, COUNT, PROCESS)
+_POD = "JOB_COMPLETION_INDEX"
+"""Index of a pod in an indexed Job of Kubernetes."""
+JOIN_SECONDS = 60
+"""Default of JAXTP_JOIN_SECONDS."""
+_HEARTBEAT = 80
+"""Seconds without a heartbeat after which JAX ends the other processes, at the earliest after half of them; `peers`
+notices it before, if its processes can connect."""
+_MARGIN = 20
+"""Seconds that JAX waits longer than JAXTP_JOIN_SECONDS."""
+_MAX_SECONDS = 24 * 60 * 60
+_CHECK_SECONDS = 1.0
+"""Seconds between attempts to reach process 0."""
+_PORT = "JAX_COORDINATOR_PORT"
+_OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
+_NUM_PORTS = 2**12
+"""JAX chooses a port among this many, the highest."""
+_MAX_DIGITS = 20
+
+Variables = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    count: str
+    """Number of processes."""
+    process: str
+    """Id of this process."""
+    local: str
+    """Index among the processes of this host."""
+    tasks: Callable[[Variables], int]
+    """Returns the number of processes of this host."""
+    host: Callable[[Variables], str | None]
+    """Returns the host of the first process; None if only JAX can find it."""
+    job: Callable[[Variables], str]
+    """Returns the number from which JAX derives the port."""
+
+
+def join_processes(environment: Variables = os.environ, gpus: int | None = None, bind: str | None = None) -> None:
+    """Connects to the other processes, if the environment names any, before any other use of JAX.
+
+    Args:
+      gpus: number of GPUs of this machine; by default the driver's.
+      bind: address at which process 0 listens; by default loopback if they meet there, else all.
+
+    Raises:
+      LaunchError: variables are missing or invalid, or processes do not meet.
+    """
+    accept_absent_gpus()
+    launcher = _launcher(environment)
+    if launcher is not None:
+        _join_launched(launcher, environment, gpus_present() if gpus is None else gpus, bind)
+    elif names := [name for name in _BY_HAND if name in environment]:
+        _join_by_hand(environment, names, bind)
+
+
+def num_processes(environment: Variables = os.environ) -> int:
+    """Returns the number of processes from the environment; JAX would start its devices."""
+    launcher = _launcher(environment)
+    name = COUNT if launcher is None else launcher.count
+    return _number(environment, name) if name in environment else 1
+
+
+def _launcher(environment: Variables) -> _Launcher | None:
+    """Variables set by hand override a launcher."""
+    names = [name for name in _BY_HAND if name in environment]
+    if names and names != [ADDRESS]:
+        return None
+    return next((each for each in _LAUNCHERS if _is_multiprocess(environment, each.count)), None)
+
+
+def _is_multiprocess(environment: Variables, name: str) -> bool:
+    return name in environment and _number(environment, name) > 1
+
+
+def _slurm_tasks(variables: Variables) -> int:
+    """Parses the step's tasks per node: `8(x2),4`."""
+    name, node = "SLURM_STEP_TASKS_PER_NODE", _number(variables, "SLURM_NODEID")
+    counts: list[int] = []
+    for part in variables.get(name, "").split(","):
+        match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part)
+        if match is None:
+            raise LaunchError(f"{name}={variables.get(name, '')[:100]}: should be a list such as 8(x2),4")
+        counts += [int(match[1])] * int(match[2] or 1)
+    if node >= len(counts):
+        raise LaunchError(f"SLURM_NODEID={node}: {name}={variables[name][:100]} has {len(counts)} nodes")
+    return counts[node]
+
+
+def _slurm_host(variables: Variables) -> str | None:
+    """Parses the first node of a list: `node[001-002,7],other`."""
+    first = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", variables.get("SLURM_STEP_NODELIST", "")).partition(",")[0]
+    return first or None
+
+
+def _open_mpi_host(variables: Variables) -> str | None:
+    """Parses the first address of a URI: `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
+    match = re.search(r"tcp://([^,:]+)", variables.get(_OPEN_MPI_URI, ""))
+    return match[1] if match else None
+
+
+def _open_mpi_job(variables: Variables) -> str:
+    number = variables.get(_OPEN_MPI_URI, "").partition(".")[0]
+    return str(int(number) // _NUM_PORTS) if number.isdecimal() and len(number) < _MAX_DIGITS else ""
+
+
+def _join_launched(launcher: _Launcher, variables: Variables, present: int, bind: str | None) -> None:
+    """Joins at JAX_COORDINATOR_ADDRESS, else at JAX's address, derived here to report it if unreachable.
+
+    Processes of one host meet on loopback.
+    """
+    index, tasks = _number(variables, launcher.local), launcher.tasks(variables)
+    count, process = _number(variables, launcher.count), _number(variables, launcher.process)
+    if ADDRESS in variables:
+        address: tuple[str, int] | None = _parse_address(variables)
+    else:
+        host = "127.0.0.1" if tasks == count else launcher.host(variables)
+        port = _port(variables, launcher.job(variables))
+        address = None if host is None or port is None else (host, port)
+    waiting = Wait(process, count, address, _join_seconds(variables))
+    _join(waiting, gpus_of_process(variables, tasks, index, present), bind)
+
+
+def _port(variables: Variables, job: str) -> int | None:
+    if _PORT in variables:
+        return _number(variables, _PORT)
+    return 2**16 - _NUM_PORTS + int(job) % _NUM_PORTS if job.isdecimal() and len(job) < _MAX_DIGITS else None
+
+
+def _parse_address(variables: Variables) -> tuple[str, int]:
+    host, _, port = variables[ADDRESS].rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port[:6]) < 2**16:
+        raise LaunchError(f"{ADDRESS}={variables[ADDRESS][:100]}: should be HOST:PORT, a port from 1 to {2**16 - 1}")
+    return host.strip("[]"), int(port)
+
+
+def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) -> list[int] | None:
+    """Returns the indices of the visible GPUs that process `index` of a host's `tasks` drives; None without GPUs.
+
+    Processes share GPUs that they all see; a process that sees only some of the `present` GPUs drives these.
+
+    Raises:
+      LaunchError: `tasks` does not divide the number of GPUs.
+    """
+    visible = visible_gpus(present, variables)
+    if not visible:
+        return None
+    allotted = variables.get("SLURM_GPUS_ON_NODE", "")
+    total = int(allotted) if allotted.isdecimal() and len(allotted) < 6 else present
+    if tasks == 1 or visible < total:  # for example by --gpus-per-task
+        return list(range(visible))
+    if visible % tasks:
+        raise LaunchError(
+            f"{visible} GPUs are not divisible among the {tasks} processes of this host; "
+            f"start {sharing(visible)} on each host"
+        )
+    return list(shared(range(visible), tasks, index))
+
+
+def _join_by_hand(variables: Variables, names: list[str], bind: str | None) -> None:
+    pod = PROCESS if PROCESS in variables else _POD
+    missing = [name for name in _BY_HAND if name not in names and not (name == PROCESS and pod in variables)]
+    if missing:
+        raise LaunchError(f"{', '.join(names)} set, but not {', '.join(missing)}: a multi-process run needs all three")
+    count, process = _number(variables, COUNT), _number(variables, pod)
+    if not process < count:
+        raise LaunchError(f"{pod}={process} of {COUNT}={count}: processes count from 0 to {count - 1}")
+    host, port = _parse_address(variables)
+    arguments = process, count, (host, port), _join_seconds(variables)
+    meet(Wait(*arguments), listen_address(bind, host), token(variables))
+    _join(Wait(*arguments), None, bind)
+
+
+def _join_seconds(variables: Variables) -> int:
+    name = JOIN_SECONDS_VARIABLE
+    seconds = _number(variables, name) if name in variables else JOIN_SECONDS
+    if not 0 < seconds <= _MAX_SECONDS:
+        raise LaunchError(f"{name}={seconds}: should be a number of seconds from 1 to {_MAX_SECONDS}")
+    return seconds
+
+
+def _join(waiting: Wait, gpus: list[int] | None, bind: str | None) -> None:
+    host, port = waiting.address or ("", 0)
+    address = listen_address(bind, host)
+    if bind and waiting.process == 0:
+        with listening(bind, port):
+            pass  # JAX would not say why it cannot listen there
+    joined = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(waiting, joined), daemon=True)
+    watcher.start()
+    try:
+        jax.distributed.initialize(
+            format_address(host, port) if host else None,
+            num_processes=waiting.count,
+            process_id=waiting.process,
+            local_device_ids=gpus,
+            coordinator_bind_address=format_address(address, port) if host and address else None,
+            initialization_timeout=waiting.seconds + _MARGIN,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+        )
+    except ValueError as error:  # JAX does not find the address
+        raise LaunchError(f"{waiting}: {error}; set {ADDRESS}=HOST:PORT, of the first process") from None
+    except RuntimeError as error:
+        raise LaunchError(f"{waiting}: cannot join the others: {str(error).splitlines()[0]}") from None
+    finally:
+        joined.set()
+
+
+def _watch(waiting: Wait, joined: threading.Event) -> None:
+    """Reports a long wait or unreachable address; ends the process before JAX would abort it."""
+    reached = waiting.address is None
+    while (left := waiting.time_left()) > 0:
+        if not reached and (connection := waiting.reach()) is not None:
+            connection.close()
+            reached, waiting.problem = True, ""
+        if joined.wait(min(_CHECK_SECONDS, left)):
+            return
+    problem = f"{waiting.problem}; {ADDRESS}=HOST:PORT names another" if waiting.problem else "does each of them run?"
+    reason = f"not all came within {waiting.seconds:g} s: {problem} {JOIN_SECONDS_HINT}"
+    print(f"error: {waiting}: {reason}", file=sys.stderr, flush=True)
+    os._exit(MISTAKE)
+
+
+_LAUNCHERS = (
+    _Launcher(
+        count="SLURM_STEP_NUM_TASKS",
+        process="SLURM_PROCID",
+        local="SLURM_LOCALID",
+        tasks=_slurm_tasks,
+        host=_slurm_host,
+        job=lambda variables: variables.get("SLURM_JOB_ID", ""),
+    ),
+    _Launcher(
+        count="OMPI_COMM_WORLD_SIZE",
+        process="OMPI_COMM_WORLD_RANK",
+        local="OMPI_COMM_WORLD_LOCAL_RANK",
+        tasks=lambda variables: _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        host=_open_mpi_host,
+        job=_open_mpi_job,
+    ),
+)
+
+
+def _number(variables: Variables, name: str) -> int:
+    text = variables.get(name)
+    if text is None:
+        raise LaunchError(f"{name} is not set: the launcher of the processes should set it")
+    try:
+        return int(text if text.isdecimal() else "")
+    except ValueError:  # also for thousands of digits
+        raise LaunchError(f"{name}={text[:100]}: should be a number") from None

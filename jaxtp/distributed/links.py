@@ -1,0 +1,226 @@
+"""Authenticated sockets between the processes of a run.
+
+Messages are lines of JSON. At the start each end sends a random challenge, and the other answers with its HMAC under
+the run's token, which is never sent. Other connections, for example a port scanner's, are counted and closed. They
+delay nobody: process 0 reads all connections at once, while `multiprocessing.connection`, which also has a challenge,
+waits for each without a limit. Later messages are neither signed nor encrypted.
+"""
+
+import contextlib
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import selectors
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from jaxtp.distributed.environment import LaunchError
+
+Message = dict[str, Any]
+
+HELLO_SECONDS = 5.0
+"""Time limit for a new connection to prove that it has the token."""
+_SEND_SECONDS = 2.0
+_MAX_MESSAGE_BYTES = 65536
+_MAX_UNAUTHENTICATED = 64
+"""Maximum number of unauthenticated connections."""
+_CHALLENGE, _PROOF = "challenge", "proof"
+
+
+def ready(ends: Sequence["Link | socket.socket"], seconds: float, event: int = selectors.EVENT_READ) -> list[object]:
+    """Waits until some ends are readable (or writable), and returns them."""
+    with selectors.DefaultSelector() as selector:
+        for end in ends:
+            selector.register(end, event)
+        return [key.fileobj for key, _ in selector.select(seconds)]
+
+
+class Link:
+    """A socket that exchanges messages, a line of JSON each."""
+
+    def __init__(self, connection: socket.socket):
+        self._socket = connection
+        self._socket.setblocking(False)
+        self._buffer = b""
+        self._received: list[Message] = []
+        self.opened = time.monotonic()
+        self.challenge = secrets.token_hex(16)
+        """Random text that the other end has to sign."""
+
+    def fileno(self) -> int:
+        """Returns the file descriptor, for `select`."""
+        return self._socket.fileno()
+
+    def send(self, message: Mapping[str, object]) -> None:
+        """Sends a message, or loses it if the other end does not read; the next `receive` detects that."""
+        data = json.dumps(message).encode() + b"\n"
+        with contextlib.suppress(OSError):
+            while data:
+                if not ready([self], _SEND_SECONDS, selectors.EVENT_WRITE):
+                    return
+                data = data[self._socket.send(data) :]
+
+    def receive(self) -> list[Message] | None:
+        """Returns new messages without waiting; None if the link is closed or got invalid data."""
+        try:
+            data = self._socket.recv(_MAX_MESSAGE_BYTES)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        try:
+            messages = [dict(json.loads(line)) for line in lines]
+        except (ValueError, TypeError, RecursionError):
+            return None
+        if not data or len(self._buffer) > _MAX_MESSAGE_BYTES:
+            return None
+        messages, self._received = self._received + messages, []
+        return messages
+
+    def receive_within(self, seconds: float) -> Message | None:
+        """Returns the next message within `seconds`, else None."""
+        if self._received:
+            return self._received.pop(0)
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            if not ready([self], left):
+                continue
+            messages = self.receive()
+            if messages is None:
+                return None
+            if messages:
+                first, *self._received = messages
+                return first
+        return None
+
+    def is_open(self) -> bool:
+        """Returns whether the other end is connected, or a message is left."""
+        try:
+            return bool(self._received) or self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self._socket.close()
+
+
+def connect(connection: socket.socket, token: str, hello: Message, seconds: float) -> Link | None:
+    """Returns a link to a process in `accept_links`; None if it does not prove in time that it has the token.
+
+    Args:
+      hello: the first message.
+      seconds: time limit for each answer.
+    """
+    link = Link(connection)
+    if (first := link.receive_within(seconds)) and isinstance(first.get(_CHALLENGE), str):
+        link.send({**hello, _CHALLENGE: link.challenge, _PROOF: _proof(token, "hello", first[_CHALLENGE], hello)})
+        answer = link.receive_within(seconds) or {}
+        if _is_proof(answer.get(_PROOF), token, "welcome", link.challenge):
+            return link
+    link.close()
+    return None
+
+
+def _proof(token: str, *parts: object) -> str:
+    return hmac.digest(token.encode(), json.dumps(parts).encode(), "sha256").hex()
+
+
+def _is_proof(value: object, token: str, *parts: object) -> bool:
+    try:
+        return isinstance(value, str) and hmac.compare_digest(value.encode(), _proof(token, *parts).encode())
+    except (ValueError, RecursionError):  # half a surrogate pair, or lists nested too deeply
+        return False
+
+
+@contextmanager
+def listening(address: str, port: int = 0) -> Iterator[socket.socket]:
+    """Yields a socket that listens at an address of this host, or at all if empty.
+
+    Raises:
+      LaunchError: this host cannot listen there.
+    """
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+    try:
+        server = socket.create_server((address, port), family=family, dualstack_ipv6=both)
+    except OSError as error:
+        why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+        raise LaunchError(f"{format_address(address or '*', port)}: this host cannot listen there ({why})") from None
+    with server:
+        yield server
+
+
+def format_address(host: str, port: int) -> str:
+    """Returns `host:port`, with brackets for IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def listen_address(bind: str | None, host: str) -> str:
+    """Returns process 0's listening address: `bind`, else loopback if the others connect to loopback, else all (empty).
+
+    Raises:
+      LaunchError: `host` is loopback, and `bind` is another address.
+    """
+    loopback = "127.0.0.1" if host == "localhost" else ""
+    with contextlib.suppress(ValueError):
+        loopback = host if ipaddress.ip_address(host).is_loopback else ""
+    if bind and loopback and bind != loopback:
+        raise LaunchError(f"launch.bind={bind}: the processes meet at {host}, on this host only; leave launch.bind out")
+    return bind or loopback
+
+
+def accept_links(
+    server: socket.socket,
+    token: str,
+    admit: Callable[[Link, Message], None],
+    time_left: Callable[[], float],
+    rejected: Counter[str],
+) -> None:
+    """Accepts connections, all at once, until no time is left.
+
+    Args:
+      token: the run's secret, which the other ends must prove.
+      admit: called with each authenticated link and its first message.
+      time_left: returns the remaining seconds; also called after each `admit`.
+      rejected: counts connections without the token, by address.
+    """
+    pending: dict[Link, str] = {}
+
+    def reject(link: Link) -> None:
+        rejected[pending.pop(link)] += 1
+        link.close()
+
+    try:
+        while (seconds := time_left()) > 0:
+            readable = ready([server, *pending], min(1.0, seconds))
+            if server in readable:
+                with contextlib.suppress(OSError):
+                    connection, (address, *_) = server.accept()
+                    link = Link(connection)
+                    link.send({_CHALLENGE: link.challenge})
+                    pending[link] = address.removeprefix("::ffff:")
+            for link in list(pending):
+                messages = link.receive() if link in readable else []
+                hello = messages[0] if messages else {}
+                challenge, proof = hello.pop(_CHALLENGE, None), hello.pop(_PROOF, None)
+                if messages and _is_proof(proof, token, "hello", link.challenge, hello):
+                    del pending[link]
+                    link.send({_PROOF: _proof(token, "welcome", challenge)})
+                    admit(link, hello)
+                elif messages or messages is None or time.monotonic() - link.opened > HELLO_SECONDS:
+                    reject(link)
+            for link in list(pending)[:-_MAX_UNAUTHENTICATED]:
+                reject(link)
+    finally:
+        for link in pending:
+            link.close()

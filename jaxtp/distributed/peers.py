@@ -1,0 +1,259 @@
+"""Detects that another process of the run has ended or hangs, names it, and ends this process.
+
+A collective or save that one process never enters blocks all others. JAX aborts them after a minute or more, and names
+nobody. Here each process exchanges heartbeats with process 0, which passes failures on. The end of a process shows at
+once, a stopped process or a lost host by silence.
+"""
+
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+
+import jax
+
+from jaxtp.config.entry import MISTAKE, PASSING, WRONG, UserError
+from jaxtp.config.reading import shown
+from jaxtp.distributed.agreement import all_gather_json, host_names, is_multiprocess, process_name
+from jaxtp.distributed.environment import LaunchError, coordinator_host
+from jaxtp.distributed.links import Link, Message, accept_links, connect, listen_address, listening, ready
+
+SILENCE = 25.0
+"""Seconds without a heartbeat after which a process counts as lost; JAX's limit is longer."""
+_BEAT = 1.0
+"""Seconds between heartbeats."""
+_CONNECT = 5.0
+"""Seconds to connect to process 0."""
+_GRACE = 4.0
+"""Seconds that a process has to end by itself after another reports a failure: it may fail for the same reason."""
+MAX_ERROR_CHARS = 1000
+_MAX_MESSAGE_CHARS = 4000
+
+
+class _Peers:
+    """This process's links, and the thread that watches them.
+
+    Process 0 has a link to each other process, which has a link to process 0.
+    """
+
+    def __init__(self, hosts: list[str], links: dict[int, Link]):
+        self.activity = "the start"
+        self._hosts = hosts
+        self._process = jax.process_index()
+        self._links = links
+        self._left: list[Link] = []  # left open: a closed link would mean that this process ended
+        self._sending = threading.Lock()
+        self._leaving = threading.Event()  # this process ends by itself
+        self._problem = ""
+        self._peer_failed = threading.Event()
+        self._exiting = threading.Event()  # the thread ends this process
+        self._thread = threading.Thread(target=self._watch, name="peers", daemon=True)
+        self._thread.start()
+
+    def leave(self, failure: str | None, code: int = 0) -> None:
+        if self._exiting.is_set():
+            self._thread.join()  # it ends the process
+        if not self._leaving.is_set():
+            self._leaving.set()
+            self._broadcast({"process": self._process, "failure": failure and failure[:MAX_ERROR_CHARS], "code": code})
+
+    def wait_for_peers(self) -> None:
+        """In process 0, waits briefly for the others: its end stops JAX's coordinator, which aborts them."""
+        if self._process == 0:
+            self._thread.join(_GRACE + 2 * _BEAT)
+
+    def wait_for_cause(self, error: BaseException) -> None:
+        """Waits for another process's failure that may have caused `error`, and that ends this process.
+
+        A user error explains itself. An error that the other process also reports, for example a loss that is not
+        finite, is this process's error too.
+        """
+        if isinstance(error, UserError):
+            return
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            self._peer_failed.wait(3 * _BEAT)
+        if self._peer_failed.is_set() and _first_line(error)[:MAX_ERROR_CHARS] not in self._problem:
+            self._thread.join(_GRACE + 2 * _BEAT)
+
+    def _broadcast(self, message: Message) -> None:
+        with self._sending:
+            for link in list(self._links.values()):
+                link.send(message)
+
+    def _watch(self) -> None:
+        last_seen = dict.fromkeys(self._links, time.monotonic())
+        next_beat = 0.0
+        while self._links:
+            before = time.monotonic()
+            if before >= next_beat:
+                self._broadcast({})
+                next_beat = before + _BEAT
+            readable = ready(list(self._links.values()), max(0.0, next_beat - before))
+            now = time.monotonic()
+            if now - before > SILENCE / 2:  # this process itself was stopped
+                last_seen = dict.fromkeys(self._links, now)
+            for process, link in list(self._links.items()):
+                if link in readable:
+                    last_seen[process] = now
+                    self._read(process, link)
+                elif now - last_seen[process] > SILENCE:
+                    self._exit_without(process, f"has given no sign of life for {SILENCE:g} s")
+
+    def _read(self, process: int, link: Link) -> None:
+        messages = link.receive()
+        for message in messages or []:
+            if "how" in message:
+                self._exit_without(**message)
+            elif "process" in message:  # it leaves, and sees by the link when this process has ended
+                self._left.append(self._links.pop(process, link))
+                if message["failure"] is not None:
+                    code = message["code"] if message["code"] in (MISTAKE, WRONG) else PASSING
+                    self._exit_without(process, f"failed: {message['failure']}", _GRACE, code)
+        if messages is None and process in self._links:
+            self._exit_without(process, "has ended without a word")
+
+    def _exit_without(self, process: int, how: str, grace: float = 0.0, code: int = PASSING) -> None:
+        """Reports a lost process to all; ends this process unless it leaves within `grace` seconds."""
+        if link := self._links.pop(process, None):
+            link.close()
+        if self._leaving.is_set():
+            return
+        self._problem = how
+        self._peer_failed.set()
+        self._broadcast({"process": process, "how": how, "grace": grace, "code": code})
+        if self._leaving.wait(grace):
+            return
+        self._exiting.set()
+        other, this = (process_name(index, self._hosts[index]) for index in (process, self._process))
+        _print_error(f"error: {other} {how}; {this} cannot go on with {self.activity} and ends (exit code {code})")
+        os._exit(code)  # at once: when process 0 has ended, JAX aborts this process
+
+
+_current: _Peers | None = None
+
+
+def watch(bind: str | None = None) -> None:
+    """Starts to watch the other processes, if any. All processes must call it.
+
+    Without a connection to process 0 it prints a line, and only JAX notices lost processes.
+
+    Args:
+      bind: address at which process 0 listens; by default loopback if all are on one host, else all.
+    """
+    global _current
+    if not is_multiprocess() or _current is not None:
+        return
+    try:
+        counts = Counter(device.process_index for device in jax.devices())
+    except RuntimeError as error:
+        why = str(error).partition("\n")[0]
+        raise LaunchError(
+            f"JAX cannot start the devices of {socket.gethostname()}: {why} (CPUs of several processes talk by Gloo, "
+            "which needs this host's name to have an address, as in /etc/hosts)"
+        ) from None
+    if uneven := [process for process, count in counts.items() if count != counts[0]]:
+        process = uneven[0]
+        raise LaunchError(
+            f"process {process} has {counts[process]} devices, and process 0 {counts[0]}: all need as many; is a "
+            "device missing on a host, JAX_NUM_CPU_DEVICES or the mesh different there, or its command refused?"
+        )
+    names = host_names()
+    if len(names) == 1:
+        return
+    links = _accept(names, bind) if jax.process_index() == 0 else _connect(names)
+    reached = all_gather_json(sorted(links))
+    if missing := [process for process in range(1, len(names)) if process not in reached[0] or not reached[process]]:
+        if jax.process_index() == 0:
+            name = process_name(missing[0], names[missing[0]])
+            _print_error(f"{name} cannot connect to process 0 for heartbeats: only JAX notices when a process ends")
+        return
+    _current = _Peers(names, links)
+    if jax.process_index():
+        print(
+            f"{process_name(jax.process_index(), names[jax.process_index()])} has joined; process 0 reports", flush=True
+        )
+
+
+def working_on(what: str) -> None:
+    """Records the current activity, for the message of a forced end."""
+    if _current is not None:
+        _current.activity = what
+
+
+def report_failure(error: BaseException) -> None:
+    """Reports this process's failure, before anything that may wait for the others is closed."""
+    if _current is not None:
+        _current.wait_for_cause(error)
+        _current.leave(_first_line(error), getattr(error, "exit_code", 1))
+
+
+def run_and_report(command: Callable[[], int]) -> int:
+    """Runs a command, reports whether it failed, and returns its exit code.
+
+    After a failure the process ends at once; otherwise JAX would wait for the others to end.
+    """
+    try:
+        code = command()
+    except SystemExit as error:
+        if _current is None:
+            raise
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except Exception as error:
+        if _current is None:
+            raise
+        report_failure(error)
+        traceback.print_exc()
+        code = 1
+    if _current is not None:
+        _current.leave(f"exit code {code}" if code else None, code)
+        if code:
+            sys.stdout.flush()
+            _current.wait_for_peers()
+            os._exit(code)
+    return code
+
+
+def _accept(names: list[str], bind: str | None) -> dict[int, Link]:
+    """Returns process 0's links to the processes that connect in time; JAX sends them a random token."""
+    token, links, rejected = secrets.token_hex(32), dict[int, Link](), Counter[str]()
+    until = time.monotonic() + 2 * _CONNECT
+
+    def admit(link: Link, hello: Message) -> None:
+        links[hello["process"]] = link
+
+    def time_left() -> float:
+        return until - time.monotonic() if len(links) < len(names) - 1 else 0.0
+
+    host = coordinator_host() or ("localhost" if len(set(names)) == 1 else "")
+    with listening(listen_address(bind, host)) as server:
+        all_gather_json([server.getsockname()[1], token])
+        accept_links(server, token, admit, time_left, rejected)
+    if rejected:
+        _print_error(f"dropped {rejected.total()} connections that did not come from processes of this run")
+    return links
+
+
+def _connect(names: list[str]) -> dict[int, Link]:
+    port, token = all_gather_json(None)[0]
+    same_host = "127.0.0.1" if names[0] == socket.gethostname() else ""
+    for host in filter(None, (coordinator_host(), same_host, names[0])):
+        try:
+            connection = socket.create_connection((host, port), timeout=_CONNECT / 3)
+        except (OSError, UnicodeError):
+            continue
+        if link := connect(connection, token, {"process": jax.process_index()}, _CONNECT):
+            return {0: link}
+    return {}
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]
+
+
+def _print_error(message: str) -> None:
+    print(shown(message, _MAX_MESSAGE_CHARS), file=sys.stderr, flush=True)

@@ -1,1 +1,0 @@
-"""Shows how a plan splits a model, and what it moves and costs."""

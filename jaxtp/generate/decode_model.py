@@ -1,0 +1,153 @@
+"""A decoder that reads a few tokens at a time with a KV cache.
+
+Training scans over stacked weights of equal layers. Decoding uses every weight only once per token, so slicing a stack,
+casting, or gathering over fsdp would take as long as the product. `to_decode_model` therefore gives each layer separate
+arrays, in the compute dtype, split over tp only; fsdp splits the batch, like dp.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.collectives import axis_size, batch_spec, constrain
+from jaxtp.config.schema import ConfigError
+from jaxtp.layers.cache import LAYER_SPEC, Memories, NewTokens
+from jaxtp.layers.parameter import PARAMETERS, spec_of
+from jaxtp.mesh import AXES, CP, DP, FSDP, axes_of, mesh_sizes, parts
+from jaxtp.models.decoder import Decoder, DecoderBlock, EmbeddingAndHead
+
+
+class DecodeModel(EmbeddingAndHead):
+    """A decoder with one module per layer that continues from a KV cache.
+
+    Args:
+      blocks: the layers, in order; by default slices of the model's stacks.
+    """
+
+    def __init__(self, model: EmbeddingAndHead, blocks: Iterable[DecoderBlock] | None = None):
+        self.config = model.config
+        self.embedding, self.positions, self.norm, self.head = model.embedding, model.positions, model.norm, model.head
+        if blocks is None:
+            assert isinstance(model, Decoder)
+            blocks = model.in_order()
+        self.blocks = nnx.List(blocks)
+
+    def empty(self, num_rows: int, num_slots: int) -> Memories:
+        """Returns an empty KV cache of rows of up to `num_slots` tokens; call it in `jax.jit`."""
+        return tuple(block.memory(num_rows, num_slots) for block in self.blocks)
+
+    def __call__(self, ids_BT: Array, memories: Memories, new: NewTokens) -> tuple[Array, Memories]:
+        """Returns the final hidden states `[B, T, D]` (undefined for padding) and the updated KV cache.
+
+        Args:
+          ids_BT: the tokens; padding may be any ids below V.
+          new: row and position of each token.
+        """
+        if (cp := axis_size(CP)) > 1:
+            raise ConfigError(f"a KV cache cannot be split over cp, and the mesh has cp={cp}; use cp=1 and more tp")
+        x_BTD, updated = self.embed(ids_BT, positions_BT=new.positions), []
+        for block, memory in zip(self.blocks, memories, strict=True):
+            x_BTD, memory = block.extend(x_BTD, memory, new)
+            updated.append(memory)
+        return self.norm(x_BTD), tuple(updated)
+
+    def continue_rows(self, ids_BT: Array, memories: Memories, lengths_B: Array) -> tuple[Array, Memories]:
+        """Reads the next tokens of rows with `lengths_B` tokens."""
+        positions_BT = constrain(lengths_B[:, None] + jnp.arange(ids_BT.shape[1]), batch_spec(None))
+        return self(ids_BT, memories, NewTokens(positions_BT))
+
+
+def decode_sizes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Returns the mesh sizes with fsdp moved to dp."""
+    return {**sizes, DP: sizes[DP] * sizes[FSDP], FSDP: 1}
+
+
+def decode_mesh(mesh: Mesh) -> Mesh:
+    """Returns the mesh of `decode_sizes`, in the same device order."""
+    sizes = decode_sizes(mesh_sizes(mesh))
+    return Mesh(mesh.devices.reshape(*(sizes[axis] for axis in AXES)), AXES, axis_types=mesh.axis_types)
+
+
+def weight_bytes(model: Decoder, sizes: Mapping[str, int]) -> int:
+    """Returns the decode model's weight bytes per device."""
+    split = {**decode_sizes(sizes), CP: 1}
+    itemsize = jnp.dtype(model.config.precision.compute).itemsize
+    weights = (variable for _, variable in nnx.to_flat_state(nnx.state(model, PARAMETERS)))
+    shards = (
+        math.prod(variable.shape) // math.prod(parts(split, axes_of(axes)) for axes in spec_of(variable))
+        for variable in weights
+    )
+    return itemsize * sum(shards)
+
+
+def cache_bytes(model: DecodeModel, mesh: Mesh | None, num_rows: int, num_slots: int) -> int:
+    """Returns the KV cache's bytes per device."""
+    with mesh_context(mesh):
+        memories = jax.eval_shape(lambda: model.empty(num_rows, num_slots))
+    arrays = jax.tree.leaves(memories)
+    shards = (a.shape if mesh is None else NamedSharding(mesh, LAYER_SPEC).shard_shape(a.shape) for a in arrays)
+    return sum(math.prod(shard) * array.dtype.itemsize for shard, array in zip(shards, arrays, strict=True))
+
+
+def to_decode_model(model: Decoder, mesh: Mesh | None, *, donate: bool = False) -> DecodeModel:
+    """Converts a model for decoding.
+
+    Args:
+      mesh: `decode_mesh` of the model's mesh, if any.
+      donate: deletes the model's arrays one by one, so that memory holds the weights only once.
+    """
+
+    def relayout(variable: nnx.Variable[Array], num_layers: int | None = None) -> list[nnx.Variable[Array]]:
+        array: Array = variable[...]
+        # The layer dim of a stack is not split, so a layer has the spec of the remaining dims.
+        spec = PartitionSpec(*tuple(spec_of(variable))[0 if num_layers is None else 1 :])
+        sharding = None if mesh is None else NamedSharding(mesh, spec)
+        is_weight = isinstance(variable, PARAMETERS)
+        dtype = jnp.dtype(model.config.precision.compute) if is_weight else array.dtype
+        layers = _unstack(num_layers, dtype, sharding)(array)
+        if donate:
+            array.delete()
+        return [variable.replace(layer, out_sharding=spec) for layer in layers]
+
+    def layers_of(blocks: DecoderBlock, num_layers: int) -> list[DecoderBlock]:
+        graph, state = nnx.split(blocks)
+        paths, variables = zip(*nnx.to_flat_state(state), strict=True)
+        by_layer = zip(*(relayout(variable, num_layers) for variable in variables), strict=True)
+        return [nnx.merge(graph, nnx.from_flat_state(list(zip(paths, layer, strict=True)))) for layer in by_layer]
+
+    blocks: list[DecoderBlock] = []
+    for stack, kinds in model.stacked():
+        repeats = zip(*(layers_of(kind, stack.repeats) for kind in kinds), strict=True)
+        blocks += [block for repeat in repeats for block in repeat]
+    graph, state = nnx.split(DecodeModel(model, ()))
+    ends = [(path, relayout(variable)[0]) for path, variable in nnx.to_flat_state(state)]
+    return DecodeModel(nnx.merge(graph, nnx.from_flat_state(ends)), blocks)
+
+
+@cache  # cached: arrays of equal shape and later models are not traced again
+def _unstack(
+    num_layers: int | None, dtype: jnp.dtype, sharding: NamedSharding | None
+) -> Callable[[Array], list[Array]]:
+
+    def layers(array: Array) -> list[Array]:
+        return [array[index].astype(dtype) for index in range(num_layers)] if num_layers else [array.astype(dtype)]
+
+    return jax.jit(layers, out_shardings=sharding)
+
+
+def mesh_context(mesh: Mesh | None) -> AbstractContextManager[object]:
+    """Returns a context with this mesh, if any."""
+    return nullcontext() if mesh is None else jax.set_mesh(mesh)
+
+
+def model_mesh(model: EmbeddingAndHead) -> Mesh | None:
+    """Returns the model's mesh, or None."""
+    sharding = jnp.asarray(model.norm.scale[...]).sharding
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None  # type: ignore[return-value]

@@ -1,0 +1,289 @@
+"""Converts config.json to a `ModelConfig` and back.
+
+A round trip through config.json decides whether a family can represent a model.
+"""
+
+import dataclasses
+import difflib
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtp.config import schema as configuration
+from jaxtp.config.reading import shown
+from jaxtp.hf.config_blocks import DENSE_LAYERS, ROPE_ATTRIBUTES, WINDOW_ATTRIBUTES, read_layers, write_layers
+from jaxtp.hf.families import FAMILIES
+from jaxtp.hf.families.family import Attribute, Family, is_ignorable
+from jaxtp.hf.model_folder import (
+    CONFIG,
+    READ,
+    Attributes,
+    Folder,
+    HFError,
+    choice,
+    open_folder,
+    quote,
+    read_attributes,
+    whole,
+)
+from jaxtp.hf.tensor_map import dtypes
+from jaxtp.layers.experts import ExpertsConfig
+from jaxtp.layers.mlp import MLPConfig
+from jaxtp.layers.parameter import DType
+from jaxtp.models.config import ModelConfig, architecture
+
+_LISTED = 10
+"""Attributes in a message."""
+_ALWAYS_WRITTEN = ("hidden_act", "attention_dropout")
+"""Attributes with one supported value that are written."""
+
+
+_EXPERT_DEFAULTS = {
+    field.name: field.default for field in dataclasses.fields(ExpertsConfig) if not hasattr(MLPConfig, field.name)
+}
+"""Settings of experts, with their defaults."""
+_DTYPES: Mapping[str, DType] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAX_LOST = 4
+"""Settings in a message."""
+
+
+def read_config(path: str | Path, ignore_config: Collection[str] = ()) -> ModelConfig:
+    """Returns the model configuration of a Hugging Face folder.
+
+    Args:
+      ignore_config: unknown attributes without effect on the model's output.
+
+    Raises:
+      HFError: an unsupported family or unknown attribute.
+    """
+    folder = Path(path)
+    return model_config(read_attributes(folder), str(folder / CONFIG), ignore_config)
+
+
+def stored_dtype(path: str | Path) -> str | None:
+    """Returns the dtype in config.json, e.g. bfloat16, else of the weights, else None."""
+    folder = Path(path)
+    attributes = read_attributes(folder)
+    quote = attributes.get("dtype") or attributes.get("torch_dtype")
+    if isinstance(quote, str):
+        return quote
+    try:
+        return dtype_of(open_folder(folder))
+    except HFError:
+        return None
+
+
+def dtype_of(folder: Folder) -> DType:
+    """Returns the tensors' dtype, or float32 if they differ."""
+    stored = dtypes(folder.tensors, family_of(folder.attributes, str(folder.path / CONFIG)))
+    return _DTYPES.get(stored.pop(), "float32") if len(stored) == 1 else "float32"
+
+
+def family_of(attributes: Attributes, source: str) -> Family:
+    """Returns the family of a `model_type`."""
+    model_type = attributes.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        wrong = f"model_type = {quote(model_type)} is not supported" if model_type else "model_type is missing"
+        raise HFError(f"{source}: {wrong}; supported are {', '.join(FAMILIES)}")
+    return FAMILIES[model_type]
+
+
+def model_config(attributes: Attributes, source: str, ignore_config: Collection[str] = ()) -> ModelConfig:
+    """Returns the configuration in attributes of the file `source`; raises as `read_config`."""
+    family, original = family_of(attributes, source), attributes
+    try:
+        attributes = _canonical_names(attributes, family)
+    except HFError as error:
+        raise HFError(f"{source}: {error}") from None
+    problems = [
+        *_ignore_mistakes(attributes, family, ignore_config),
+        *_unknown_attributes(attributes, family, ignore_config),
+    ]
+    if problems:
+        more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+        raise HFError(f"{source}: {'; '.join([*problems[:_LISTED], *more])}")
+    try:
+        fields = _fields(attributes, family)
+    except HFError as error:
+        raise HFError(f"{source}: {_with_spelled_names(str(error), original, family)}") from None
+    try:
+        return configuration.validate(ModelConfig, fields, source=f"{source} describes a model that cannot be")
+    except configuration.ConfigError as error:
+        raise HFError(str(error)) from None
+
+
+def write_attributes(config: ModelConfig, family: Family, dtype: str) -> dict[str, Any]:
+    """Returns config.json attributes that every transformers version reads.
+
+    Raises:
+      HFError: the family cannot represent this model.
+    """
+    written = {
+        "architectures": [family.architecture],
+        "model_type": family.model_type,
+        **dict(_written(config, family)),
+        **({"head_dim": config.head_dim} if family.head_dim else {}),
+        **{name: family.required[name] for name in _ALWAYS_WRITTEN if name in family.required},
+        **write_layers(config, family),
+        "torch_dtype": dtype,
+    }
+    try:
+        read = _comparable(model_config(written, "config.json"))
+    except HFError as error:
+        raise HFError(f"a {family.model_type} cannot be this model: {error}") from None
+    if lost := configuration.differences(_comparable(config), read, "model."):
+        more = f"; and {len(lost) - _MAX_LOST} more" if len(lost) > _MAX_LOST else ""
+        found = "; ".join(shown(line) for line in lost[:_MAX_LOST]) + more
+        raise HFError(f"a {family.model_type} cannot be this model (it has -> it would become): {found}")
+    return written
+
+
+def _written(config: ModelConfig, family: Family) -> Iterator[tuple[str, Any]]:
+    config = _common_settings(config)
+    for attribute in reversed(family.attributes):  # so the first attribute of a name wins
+        value = getattr(config, attribute.fields[0])
+        if isinstance(attribute.kind, Mapping):
+            spelled = (theirs for theirs, ours in attribute.kind.items() if ours == value)
+            yield attribute.name, next(spelled, attribute.default)
+        elif value is not None and attribute.power != 1:
+            number = round(value ** (1 / attribute.power), 6)
+            yield attribute.name, int(number) if number.is_integer() else number
+        elif value is not None or attribute.can_be_null:
+            yield attribute.name, value
+
+
+def _common_settings(config: ModelConfig) -> ModelConfig:
+    blocks = config.block_kinds()
+    sparse = next((block for block in blocks if block.num_experts), blocks[0])
+    names = [field.name for field in dataclasses.fields(config.block())]
+    agreed = [name for name in names if len({repr(getattr(block, name)) for block in blocks}) == 1]
+    return dataclasses.replace(config, **{name: getattr(sparse, name) for name in {*agreed, *_EXPERT_DEFAULTS}})
+
+
+def _comparable(config: ModelConfig) -> dict[str, Any]:
+    found = {name: value for name, value in architecture(config).items() if name not in ("first_blocks", "pattern")}
+    plain = {block: configuration.to_plain(block) for _, _, block in config.kinds()}
+    for block, settings in plain.items():  # expert settings are meaningless without experts
+        settings |= {} if block.num_experts else _EXPERT_DEFAULTS
+    own = next(iter(plain.values()))
+    if len(plain) > 1:
+        every = {name: [plain[block][name] for block in config.layers()] for name in own}
+        own = {name: found if any(value != found[0] for value in found) else found[0] for name, found in every.items()}
+    return found | {name: value for name, value in own.items() if name in found}
+
+
+def choose_family(config: ModelConfig, name: str | None) -> Family:
+    """Returns the family `name`, or the first that can represent the model."""
+    if name is not None:
+        return family_of({"model_type": name}, "--family")
+    reasons = []
+    of_experts = [family for family in FAMILIES.values() if _has_experts(family)]
+    for family in of_experts if config.most_experts else FAMILIES.values():
+        try:
+            write_attributes(config, family, "float32")
+        except HFError as error:
+            reasons.append(str(error))
+        else:
+            return family
+    raise HFError("no family can be this model:\n" + "\n".join(f"  {reason}" for reason in reasons))
+
+
+def _has_experts(family: Family) -> bool:
+    return any("num_experts" in attribute.fields for attribute in family.attributes)
+
+
+def _unknown_attributes(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
+    known = _known_attributes(family)
+    for name, value in attributes.items():
+        if name in family.required:
+            only = family.required[name]
+            if value != only and not (value is None and only is False):
+                yield f"{name} = {quote(value)} is not supported, only {only!r}: it is known to change the model"
+        elif not (name in known or name in ignored or is_ignorable(name, value, family)):
+            yield (
+                f"the attribute {shown(name)} = {quote(value)} of a {family.model_type} is not understood, and taken "
+                "for one that could change the model; if you know that it says nothing of what the model computes, "
+                f"pass over it by --ignore-config {shlex.quote(shown(name))}"
+            )
+    if attributes.get("architectures") not in (None, [family.architecture]):
+        yield f"architectures = {quote(attributes['architectures'])} is not supported, only {family.architecture}"
+
+
+def _ignore_mistakes(attributes: Attributes, family: Family, ignored: Collection[str]) -> Iterator[str]:
+    for name in ignored:
+        if name in family.required or name in _known_attributes(family) or name == "architectures":
+            yield f"--ignore-config {shown(name)}: it is known to change the model, and cannot be passed over"
+        elif name not in attributes:
+            close = difflib.get_close_matches(name, attributes, n=1)
+            hint = f"; did you mean {shown(close[0])}?" if close else ""
+            yield f"--ignore-config {shown(name)}: there is no such attribute{hint}"
+
+
+def _known_attributes(family: Family) -> frozenset[str]:
+    own = {attribute.name for attribute in family.attributes} | ({"head_dim"} if family.head_dim else set())
+    by_layer = {family.scale_by_layer} if family.scale_by_layer is not None else set()
+    dense = DENSE_LAYERS if family.dense_layers else frozenset()
+    return ROPE_ATTRIBUTES[family.rope] | WINDOW_ATTRIBUTES[family.window] | own | by_layer | dense | {"model_type"}
+
+
+def _canonical_names(attributes: Attributes, family: Family) -> dict[str, Any]:
+    found = dict(attributes)
+    for alias, name in family.aliases.items():
+        if alias in found and found.setdefault(name, found[alias]) != found.pop(alias):
+            raise HFError(
+                f"{alias} = {quote(attributes[alias])} and {name} = {quote(attributes[name])} are one attribute of a "
+                f"{family.model_type}"
+            )
+    return found
+
+
+def _with_spelled_names(message: str, attributes: Attributes, family: Family) -> str:
+    for alias, name in family.aliases.items():
+        if alias in attributes and name not in attributes:
+            message = re.sub(rf"\b{name}\b", alias, message)
+    return message
+
+
+def _fields(attributes: Attributes, family: Family) -> dict[str, Any]:
+    fields = dict(family.always)
+    for attribute in family.attributes:
+        fields |= dict.fromkeys(attribute.fields, _read(attributes, attribute))
+    fields["head_dim"] = _head_dim(attributes, family, fields)
+    _check_experts(family, fields)
+    return fields | read_layers(attributes, family, fields)
+
+
+def _check_experts(family: Family, fields: Mapping[str, Any]) -> None:
+    most, chosen = fields.get("num_experts"), fields.get("experts_per_token", 0)
+    if most is not None and chosen > most:
+        names = {field: attribute.name for attribute in family.attributes for field in attribute.fields}
+        raise HFError(
+            f"{names['experts_per_token']} = {chosen}: should be at most {names['num_experts']}, which is {most}"
+        )
+
+
+def _read(attributes: Attributes, attribute: Attribute) -> Any:
+    name, value = attribute.name, attributes.get(attribute.name, attribute.default)
+    if value is None and attribute.other is not None:
+        value = attributes.get(attribute.other)
+        value = value * attribute.times if type(value) is int else value
+    if isinstance(attribute.kind, Mapping):
+        return choice(name, value, attribute.kind)
+    if value is None and attribute.can_be_null:
+        return None
+    number = READ[attribute.kind](name, value)
+    return number if attribute.power == 1 else number**attribute.power
+
+
+def _head_dim(attributes: Attributes, family: Family, fields: Mapping[str, Any]) -> int:
+    original = attributes.get("head_dim") if family.head_dim else None
+    if original is not None or family.default_head_dim is not None:
+        return whole("head_dim", family.default_head_dim if original is None else original)
+    if fields["d_model"] % fields["num_heads"]:
+        raise HFError(
+            f"hidden_size = {fields['d_model']} is not divisible by num_attention_heads = {fields['num_heads']}, and "
+            "there is no head_dim"
+        )
+    return int(fields["d_model"] // fields["num_heads"])

@@ -1,0 +1,18 @@
+"""Families of models in Hugging Face format: each a table of names, transposes and attributes."""
+
+from collections.abc import Mapping
+
+from jaxtp.hf.families.family import Family
+from jaxtp.hf.families.gemma import GEMMA2, GEMMA3
+from jaxtp.hf.families.gpt2 import GPT2
+from jaxtp.hf.families.llama import LLAMA
+from jaxtp.hf.families.mistral import MISTRAL, MIXTRAL
+from jaxtp.hf.families.olmo2 import OLMO2
+from jaxtp.hf.families.phi3 import PHI3
+from jaxtp.hf.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3, GPT2, MIXTRAL, QWEN3_MOE)
+}
+"""By `model_type`; of those that can hold a model, the first is the one that it is exported as."""

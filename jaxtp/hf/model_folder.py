@@ -1,0 +1,184 @@
+"""Reads an untrusted Hugging Face folder: config.json, and safetensors in one file or several with an index.
+
+Nothing in it is executed. An index must name files directly in the folder; pickles are never opened. Weights may be
+links to any file, parsed only as safetensors. Other files may be copied or printed, so they must be in the folder or a
+blob of the hub's cache (`models--.../blobs/...`).
+"""
+
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtp.config import reading
+from jaxtp.config.entry import UserError
+from jaxtp.config.reading import MAX_JSON, parse_json, read_bytes, shown
+from jaxtp.config.schema import nearest_file
+from jaxtp.hf.safetensors import SafetensorsError, StoredTensor, read_header
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_MAX_COPIED = 2**28
+"""Bytes; the largest tokenizers have about 50 million."""
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_SHARD = re.compile(r".+-\d{5}-of-\d{5}\.safetensors")
+
+
+Attributes = Mapping[str, Any]
+"""The JSON object in a configuration file."""
+
+
+class HFError(UserError):
+    """A folder cannot be imported, or a model cannot be exported."""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A model's folder, without its weights."""
+
+    path: Path
+    attributes: Attributes
+    tensors: Mapping[str, StoredTensor]
+
+
+_DOWNLOAD = "; hf download NAME --local-dir FOLDER makes one"
+
+
+def open_folder(path: Path) -> Folder:
+    """Reads config.json and all weight headers."""
+    attributes = read_attributes(path)
+    try:
+        return Folder(path, attributes, _read_headers(path))
+    except SafetensorsError as error:
+        raise HFError(str(error)) from None
+
+
+def read_attributes(path: Path) -> dict[str, Any]:
+    """Reads config.json; raises `HFError` if it is missing or damaged."""
+    if not path.is_dir():
+        raise HFError(
+            f"{path}: {'not a folder' if path.exists() else 'no such folder'}{nearest_file(path) or _DOWNLOAD}"
+        )
+    if not os.path.lexists(path / CONFIG):
+        raise HFError(f"{path}: no {CONFIG}; a folder in Hugging Face format has one, with model_type in it")
+    return read_json(path, CONFIG)
+
+
+def read_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """Returns the contents of `names` that exist in a folder.
+
+    Raises:
+      HFError: a file is too large, not regular, or a link out of the folder.
+    """
+    return {name: _read(folder, name, _MAX_COPIED) for name in names if os.path.lexists(folder / name)}
+
+
+def _read(folder: Path, name: str, most: int) -> bytes:
+    try:
+        return read_bytes(reading.inside(folder, name), most)
+    except OSError as error:
+        raise HFError(f"{folder / name}: {error.strerror}") from None
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Reads a JSON object."""
+    try:
+        return parse_json(_read(folder, name, MAX_JSON), str(folder / name))
+    except HFError:
+        raise
+    except ValueError as error:
+        raise HFError(str(error)) from None
+
+
+def _read_headers(path: Path) -> dict[str, StoredTensor]:
+    if os.path.lexists(path / WEIGHTS):
+        return read_header(path / WEIGHTS)
+    if os.path.lexists(path / INDEX):
+        return _read_indexed(path, read_json(path, INDEX).get("weight_map"))
+    raise HFError(f"{path}: {_explain_missing_weights(path)}")
+
+
+def _explain_missing_weights(path: Path) -> str:
+    if any(_SHARD.fullmatch(file.name) for file in path.iterdir()):
+        return f"the weights are in several files, and {INDEX}, which says what is where, is missing"
+    return explain_pickle(path, "transformers") or f"neither {WEIGHTS} nor {INDEX} is there"
+
+
+def explain_pickle(path: Path, library: str) -> str | None:
+    """Returns why a folder's pickle is not loaded; `library` converts it. None without a pickle."""
+    pickles = sorted(file.name for pattern in _PICKLES for file in path.glob(pattern))
+    if not pickles:
+        return None
+    return (
+        f"{pickles[0]} is a pickle, which can run any code when it is opened, and is never opened here; convert it to "
+        f"safetensors where you trust it: save_pretrained(folder) of {library} does"
+    )
+
+
+def _read_indexed(path: Path, weight_map: Any) -> dict[str, StoredTensor]:
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise HFError(f"{path / INDEX}: weight_map should say for each tensor in which file it is")
+    if not weight_map:
+        raise HFError(f"{path / INDEX}: weight_map is empty")
+    found: dict[str, StoredTensor] = {}
+    for name in dict.fromkeys(weight_map.values()):
+        if not name.endswith(".safetensors"):
+            raise HFError(f"{path / INDEX}: {shown(name)!r} is not a safetensors file; no other is opened")
+        if name != Path(name).name or "\\" in name or not name.isprintable():
+            raise HFError(f"{path / INDEX}: '{shown(name)}' is not the plain name of a file in the folder")
+        held = read_header(path / name)
+        for tensor in held:
+            if weight_map.get(tensor) != name:
+                raise HFError(f"{path / name}: holds {shown(tensor)}, which {INDEX} does not say")
+        found |= held
+    missing = [tensor for tensor in weight_map if tensor not in found]
+    if missing:
+        file, name = weight_map[missing[0]], shown(missing[0])
+        raise HFError(f"{path / file}: does not hold {name}, which {INDEX} says it does ({len(missing)} missing)")
+    return found
+
+
+def whole(name: str, value: Any) -> int:
+    """Checks an integer in [1, 2^31)."""
+    if type(value) is not int or not 1 <= value < 2**31:
+        raise HFError(f"{name} = {quote(value)}: should be a whole number from 1 to 2,147,483,647")
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """Checks a number above 0."""
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise HFError(f"{name} = {quote(value)}: should be a number above 0")
+    return number
+
+
+def switch(name: str, value: Any) -> bool:
+    """Checks true or false."""
+    if not isinstance(value, bool):
+        raise HFError(f"{name} = {quote(value)}: should be true or false")
+    return value
+
+
+def choice(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
+    """Returns `choices[value]`, or raises."""
+    for known, ours in choices.items():
+        if type(value) is type(known) and value == known:
+            return ours
+    raise HFError(f"{name} = {quote(value)} is not supported; {', '.join(map(str, choices))} are")
+
+
+READ = {int: whole, float: positive, bool: switch}
+"""Checks by type."""
+
+
+def quote(value: Any) -> str:
+    """Quotes a value in a message."""
+    return "missing" if value is None else shown(repr(value))

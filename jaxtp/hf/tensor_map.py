@@ -1,0 +1,230 @@
+"""Maps parameters, their layers and experts to file tensors."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flax import nnx
+
+from jaxtp.config.reading import shown
+from jaxtp.hf.families.family import EXPERT, LAYER, Family, Layout, Tensor
+from jaxtp.hf.model_folder import HFError
+from jaxtp.hf.safetensors import DTYPES, StoredTensor
+from jaxtp.layers.parameter import logical_shape
+from jaxtp.models.config import BLOCKS, ModelConfig
+
+HEAD, TABLE = "head.kernel", "embedding.embedding"
+_EXPERT = re.compile(r"(?<=\.experts\.)\d{1,9}(?=\.)")
+"""The number of an expert in a tensor's name."""
+_LISTED = 3
+
+
+@dataclass(frozen=True)
+class TensorPart:
+    """A parameter, or one layer or expert of it, as a file tensor or a part of it."""
+
+    ours: str
+    """Dotted path of the parameter."""
+    theirs: str
+    index: int | None
+    """Index in the stack of layers; None for a parameter that is not stacked."""
+    transposed: bool
+    """The last two dims are swapped in the file."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor in the file."""
+    first: int = 0
+    """Where the part begins along our last dim."""
+    expert: int | None = None
+    """Index of the expert; None if the tensor holds all experts, or the parameter has none."""
+
+    @property
+    def target(self) -> tuple[str, int | None]:
+        """The parameter and the layer index."""
+        return self.ours, self.index
+
+
+Choose = Callable[[Sequence[Tensor], str], Tensor]
+"""Chooses among the tensors that can be a parameter, given the number of the layer."""
+
+
+def in_layout(layout: Layout) -> Choose:
+    """Returns a `Choose` for a layout of experts."""
+    return lambda tensors, layer: next(tensor for tensor in tensors if tensor.layout in (None, layout))
+
+
+Parameters = Mapping[str, nnx.Variable[Any]]
+"""By dotted path, abstract or real."""
+
+
+def tensor_parts(
+    parameters: Parameters, config: ModelConfig, family: Family, choose: Choose = in_layout("separate")
+) -> Iterator[TensorPart]:
+    """Yields every parameter's tensor, in order.
+
+    Raises:
+      HFError: the family has no name for a parameter.
+    """
+    layers = {stack: numbers for stack, numbers, _ in config.kinds()}
+    for path, variable in parameters.items():
+        stack, general = split_path(path)
+        if not (tensors := [tensor for tensor in family.tensors if tensor.ours == general]):
+            raise HFError(f"a {family.model_type} has no {general}")
+        for index, layer in enumerate(layers[stack]) if stack else [(None, "")]:
+            tensor = choose(tensors, str(layer))
+            experts: Iterable[int | None] = range(logical_shape(variable)[1]) if EXPERT in tensor.theirs else (None,)
+            first, width = _extent(tensor, path, parameters, family)
+            inside = (stack is not None) + (EXPERT in tensor.theirs)
+            shape = (*logical_shape(variable)[inside:-1], width)
+            shape = (*shape[:-2], *shape[:-3:-1]) if tensor.transposed else shape
+            for expert in experts:
+                theirs = tensor.theirs.replace(LAYER, str(layer)).replace(EXPERT, str(expert))
+                yield TensorPart(path, theirs, index, tensor.transposed, shape, first, expert)
+
+
+def split_path(path: str) -> tuple[str | None, str]:
+    """Splits a path into its stack of blocks (or None) and its path in a family's table."""
+    match = re.match(rf"({BLOCKS}(?:\.\d+)?)\.(.*)", path)
+    return (None, path) if match is None else (match[1], f"{BLOCKS}.{match[2]}")
+
+
+def _extent(tensor: Tensor, path: str, parameters: Parameters, family: Family) -> tuple[int, int]:
+    stack, general = split_path(path)
+    parts = [part.ours for part in family.tensors if part.theirs == tensor.theirs]
+    paths = [part if stack is None else part.replace(BLOCKS, stack, 1) for part in parts]
+    widths = [logical_shape(parameters[part])[-1] for part in paths]
+    before = parts.index(general)
+    return sum(widths[:before]), sum(widths)
+
+
+def in_stored_layout(stored: Mapping[str, StoredTensor]) -> Choose:
+    """Returns a `Choose` for a file's tensors, which raises `HFError` for a duplicate parameter."""
+    by_general = {_general(name): name for name in reversed(list(stored))}
+    separate = any(EXPERT in name for name in by_general)
+
+    def choose(tensors: Sequence[Tensor], layer: str) -> Tensor:
+        names = [tensor.theirs.replace(LAYER, layer) for tensor in tensors]
+        there = [tensor for tensor, name in zip(tensors, names, strict=True) if name in by_general]
+        if len(there) > 1:
+            both = " and ".join(shown(by_general[tensor.theirs.replace(LAYER, layer)], 200) for tensor in there)
+            raise HFError(f"there twice: {both} hold the same; remove one of them")
+        return there[0] if there else in_layout("separate" if separate else "stacked")(tensors, layer)
+
+    return choose
+
+
+def _general(name: str) -> str:
+    return _EXPERT.sub(EXPERT, name)
+
+
+def group_by_tensor(found: Iterable[TensorPart]) -> dict[str, list[TensorPart]]:
+    """Returns the parts of each tensor, in order."""
+    tensors: dict[str, list[TensorPart]] = {}
+    for place in found:
+        tensors.setdefault(place.theirs, []).append(place)
+    return {name: sorted(parts, key=lambda part: part.first) for name, parts in tensors.items()}
+
+
+def name_of(ours: str, family: Family) -> str:
+    """Returns the file name of a parameter that every family has once."""
+    return next(tensor.theirs for tensor in family.tensors if tensor.ours == ours)
+
+
+def full_names(stored: Mapping[str, StoredTensor], family: Family) -> Mapping[str, StoredTensor]:
+    """Adds a family's prefix to names in a file that lacks it."""
+    if name_of(TABLE, family) in stored or name_of(TABLE, family).removeprefix(family.prefix) not in stored:
+        return stored
+    head = name_of(HEAD, family)
+    return {name if name == head else family.prefix + name: tensor for name, tensor in stored.items()}
+
+
+def check_layers(stored: Mapping[str, StoredTensor], num_layers: int, family: Family) -> None:
+    """Raises `HFError` for a wrong number of layers, before allocating them."""
+    before = next(tensor.theirs.partition(LAYER)[0] for tensor in family.tensors if LAYER in tensor.theirs)
+    numbered = re.compile(rf"{re.escape(before)}(\d{{1,9}})\.")
+    layers = {int(match[1]) for name in stored if (match := numbered.match(name))}
+    if num_layers != max(layers, default=-1) + 1 or num_layers > len(stored):
+        raise HFError(
+            f"num_hidden_layers = {num_layers}, and the tensors are those of {len(layers)} layers"
+            + (f", the last of them {max(layers)}" if layers else "")
+        )
+
+
+def check_experts(stored: Mapping[str, StoredTensor], config: ModelConfig, family: Family) -> None:
+    """Raises `HFError` for a wrong number of experts, before allocating them.
+
+    Later checks cover the shapes of stacked experts.
+    """
+    found = {int(match[0]) for name in stored if (match := _EXPERT.search(name))}
+    most = max((block.num_experts for block in config.block_kinds()), default=0)
+    if most and found and (most != max(found) + 1 or most > len(stored)):
+        said = next(attribute.name for attribute in family.attributes if "num_experts" in attribute.fields)
+        raise HFError(
+            f"{said} = {most}, and the tensors are those of {len(found)} experts, the last of them {max(found)}"
+        )
+
+
+def dtypes(stored: Mapping[str, StoredTensor], family: Family) -> set[str]:
+    """Returns the tensors' dtypes, as spelled in the format."""
+    return {tensor.dtype for name, tensor in full_names(stored, family).items() if not _is_ignored(name, family)}
+
+
+def check_tensors(
+    stored: Mapping[str, StoredTensor], needed: Mapping[str, list[TensorPart]], family: Family, tied: bool
+) -> None:
+    """Checks that a file has exactly the required tensors, with their shapes and supported dtypes.
+
+    If `tied`, a head is allowed; a later read compares it with the embedding.
+    """
+    problems = [
+        _listed("missing", [name for name in needed if name not in stored]),
+        _listed("left over", _left_over(stored, needed, family, tied)),
+        _listed("of another shape", list(_misshapen(stored, needed))),
+        _listed("not of float32, bfloat16 or float16", list(_mistyped(stored, needed))),
+        _tied_head(stored, family) if tied else "",
+    ]
+    if any(problems):
+        raise HFError("; ".join(filter(None, problems)))
+
+
+def _left_over(
+    stored: Mapping[str, StoredTensor], needed: Mapping[str, list[TensorPart]], family: Family, tied: bool
+) -> list[str]:
+    known = needed.keys() | ({name_of(HEAD, family)} if tied else set())
+    return [name for name in stored if name not in known and not _is_ignored(name, family)]
+
+
+def _is_ignored(name: str, family: Family) -> bool:
+    return re.sub(r"\.\d+\.", f".{LAYER}.", name) in family.ignored_tensors
+
+
+def _tied_head(stored: Mapping[str, StoredTensor], family: Family) -> str:
+    head, table = (stored.get(name_of(ours, family)) for ours in (HEAD, TABLE))
+    if head is None or table is None or (head.shape, head.dtype) == (table.shape, table.dtype):
+        return ""
+    return f"tie_word_embeddings is true, and {head.name} is {head.dtype} {_dims(head.shape)}, not as {table.name}"
+
+
+def _misshapen(stored: Mapping[str, StoredTensor], needed: Mapping[str, list[TensorPart]]) -> Iterator[str]:
+    for name, (part, *_) in needed.items():
+        found = stored.get(name)
+        if found is not None and found.shape != part.shape:
+            yield f"{name} is {_dims(found.shape)}, not {_dims(part.shape)}"
+
+
+def _mistyped(stored: Mapping[str, StoredTensor], needed: Mapping[str, list[TensorPart]]) -> Iterator[str]:
+    for name in needed:
+        found = stored.get(name)
+        if found is not None and found.dtype not in DTYPES:
+            yield f"{name} is {found.dtype}"
+
+
+def _dims(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape)) or "a scalar"
+
+
+def _listed(what: str, items: list[str]) -> str:
+    if not items:
+        return ""
+    more = f" and {len(items) - _LISTED} more" if len(items) > _LISTED else ""
+    return f"{what}: {', '.join(shown(item, 200) for item in items[:_LISTED])}{more}"

@@ -1,1 +1,0 @@
-"""Starts the processes of one machine; ends all of them when one dies."""

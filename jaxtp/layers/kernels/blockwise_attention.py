@@ -1,0 +1,209 @@
+"""Causal attention by blocks in plain `lax`, for every backend; it never holds more than one block of scores.
+
+It visits pairs of a query block and a key block with an online softmax (Milakov and Gimelshein, arXiv 1805.02867; Dao
+et al., arXiv 2205.14135). The backward pass recomputes scores from the log-sum-exp; autodiff of the loop would save
+every block.
+
+Shapes: n blocks of c positions, b sequences, K kv heads of G query heads each, head width H. Query blocks are
+`[n, b, K, G*c, H]`, so that a pair is one product per kv head; blocks of keys and values are `[n, b, K, c, H]`.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxtp.collectives import ATTENDED, vary_like
+from jaxtp.layers.activations import Part, key_ranges
+
+MOST_IN_BLOCK = 256
+"""Positions in a block of a long sequence: of 128 to 512 the quickest on CPUs (`scripts/attention_speed.py`)."""
+
+_LEAST_IN_BLOCK, _FEWEST_BLOCKS = 8, 4
+_NO_SCORE = -1e30
+"""Maximum of no scores: finite, so that two of them differ by 0."""
+
+
+class _Settings(NamedTuple):
+    scale: float
+    window: int | None
+    softcap: float | None
+    block: int
+
+
+def blockwise_attention(
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    segments_BT: Array | None = None,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    part: Part | None = None,
+) -> Array:
+    """Returns values weighted by causal attention, shaped like the queries; 0 if a query sees nothing.
+
+    Args:
+      q_BTNH: queries; head n attends to kv head n // (N // K).
+      k_BSKH: keys.
+      v_BSKH: values.
+      segments_BT: documents of whole sequences.
+      scale: factor of the scores.
+      window: positions that each query sees, including its position; None for all.
+      softcap: squashes each score s to `softcap * tanh(s / softcap)`.
+      part: positions of the queries and keys; None for whole sequences.
+    """
+    settings = _Settings(scale, window, softcap, block_size(q_BTNH.shape[1]))
+    arrays = jax.tree.map(jnp.asarray, (q_BTNH, k_BSKH, v_BSKH, segments_BT, part))
+    return _attend(settings, *jax.tree.map(lambda x: vary_like(x, *jax.tree.leaves(arrays)), arrays))
+
+
+def block_size(length: int) -> int:
+    """Returns the positions per block; short sequences have several blocks too."""
+    return min(MOST_IN_BLOCK, max(_LEAST_IN_BLOCK, -(-length // _FEWEST_BLOCKS)))
+
+
+def num_visited(chunks: Sequence[range], window: int | None) -> int:
+    """Returns the number of block pairs that causality and the window leave.
+
+    `chunks` are the queries' positions, ascending; keys start at position 0.
+    """
+    return _num_visited(tuple(chunks), window)
+
+
+@lru_cache(maxsize=4096)
+def _num_visited(chunks: tuple[range, ...], window: int | None) -> int:
+    ends = np.cumsum([len(chunk) for chunk in chunks])
+    ahead = np.array([chunk.stop for chunk in chunks]) - ends  # offset from a query's index to its position
+    block = block_size(int(ends[-1]))
+    first = np.arange(0, ends[-1], block)
+    last = np.minimum(first + block, ends[-1]) - 1
+    first, last = (index + ahead[np.searchsorted(ends, index, side="right")] for index in (first, last))
+    lowest = 0 if window is None else np.maximum(first - (window - 1), 0)
+    return int(np.sum(last // block - lowest // block + 1))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None, part: Part | None) -> Array:
+    return _forward(settings, q, k, v, segments, part)[0]
+
+
+def _forward(
+    settings: _Settings, q: Array, k: Array, v: Array, segments: Array | None, part: Part | None
+) -> tuple[Array, tuple[Any, ...]]:
+    pairs = _Pairs(settings, q, k, segments, part)
+    queries, keys, values = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v)
+
+    def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        highest, total, weighted = sums
+        i, j = pairs.at(turn)
+        scores, seen = pairs.scores(queries[i], keys[j], i, j)
+        new = jnp.maximum(highest[i], jnp.max(scores, axis=-1, where=seen, initial=_NO_SCORE))
+        weights = jnp.exp(jnp.where(seen, scores - new[..., None], -jnp.inf))
+        shrink = jnp.exp(highest[i] - new)
+        added = _product(weights.astype(v.dtype), values[j], 3, 2)
+        return (
+            highest.at[i].set(new),
+            total.at[i].set(total[i] * shrink + weights.sum(-1)),
+            weighted.at[i].set(weighted[i] * shrink[..., None] + added),
+        )
+
+    empty, each = jnp.zeros_like(queries, pairs.wide), jnp.zeros_like(queries[..., 0], pairs.wide)
+    highest, total, weighted = lax.fori_loop(0, pairs.count, visit, (each + _NO_SCORE, each, empty))
+    total = jnp.where(total == 0, 1, total)  # for queries that see nothing
+    y = checkpoint_name(pairs.joined(weighted / total[..., None], q), ATTENDED)
+    return y, (q, k, v, segments, part, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
+
+
+def _backward(settings: _Settings, kept: tuple[Any, ...], dy: Array) -> tuple[Array | None, ...]:
+    q, k, v, segments, part, y, log_sum = kept
+    pairs = _Pairs(settings, q, k, segments, part)
+    queries, keys, values, grads = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v), pairs.of_queries(dy)
+    # The softmax subtracts from the gradient of each weight their weighted mean.
+    means = pairs.of_queries(jnp.sum(y.astype(pairs.wide) * dy.astype(pairs.wide), axis=-1, keepdims=True))
+
+    def visit(turn: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
+        dq, dk, dv = sums
+        i, j = pairs.at(turn)
+        scores, seen = pairs.scores(queries[i], keys[j], i, j)
+        weights = jnp.exp(jnp.where(seen, scores - log_sum[i][..., None], -jnp.inf))
+        d_scores = weights * (_product(grads[i], values[j], 3, 3) - means[i])
+        if settings.softcap is not None:
+            d_scores *= 1 - jnp.square(scores / settings.softcap)
+        d_scores = (d_scores * settings.scale).astype(q.dtype)
+        return (
+            dq.at[i].add(_product(d_scores, keys[j], 3, 2)),
+            dk.at[j].add(_product(d_scores, queries[i], 2, 2)),
+            dv.at[j].add(_product(weights.astype(q.dtype), grads[i], 2, 2)),
+        )
+
+    empty = tuple(jnp.zeros_like(blocks, pairs.wide) for blocks in (queries, keys, values))
+    dq, dk, dv = lax.fori_loop(0, pairs.count, visit, empty)
+    return pairs.joined(dq, q), pairs.joined(dk, k), pairs.joined(dv, v), None, None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+class _Pairs:
+    """The pairs of blocks that have anything to compute."""
+
+    def __init__(self, settings: _Settings, q: Array, k: Array, segments: Array | None, part: Part | None):
+        (rows, length, heads, _), (_, num_keys, kv_heads, _) = q.shape, k.shape
+        self.settings, self.group, self.wide = settings, heads // kv_heads, jnp.promote_types(q.dtype, jnp.float32)
+        first, last = key_ranges((rows, length), num_keys, settings.window, segments, part)
+        filled = ((0, 0), (0, -length % settings.block))
+        self.first = jnp.pad(first, filled, constant_values=num_keys)  # padding sees nothing
+        self.last = jnp.pad(last, filled, constant_values=-1)
+        first, last = (x.reshape(rows, -1, settings.block) for x in (self.first, self.last))
+        begins = jnp.min(first, axis=(0, 2)) // settings.block  # first key block that any row needs, per query block
+        turns = jnp.maximum(jnp.max(last, axis=(0, 2)) // settings.block + 1 - begins, 0)
+        self.ends = jnp.cumsum(turns)
+        self.offsets = begins - (self.ends - turns)
+        known = segments is None and part is None
+        self.count: int | Array = num_visited([range(length)], settings.window) if known else self.ends[-1]
+
+    def at(self, turn: Array) -> tuple[Array, Array]:
+        i = jnp.sum(self.ends <= turn)
+        return i, turn + self.offsets[i]
+
+    def scores(self, queries: Array, keys: Array, i: Array, j: Array) -> tuple[Array, Array]:
+        """Returns a pair's scores `[b, K, G*c, c]`, and which are seen."""
+        scale, _, softcap, block = self.settings
+        scores = _product(queries, keys, 3, 3) * scale
+        if softcap is not None:
+            scores = softcap * jnp.tanh(scores / softcap)
+        at = j * block + jnp.arange(block)
+        first, last = (lax.dynamic_slice_in_dim(x, i * block, block, axis=1) for x in (self.first, self.last))
+        seen = (first[:, :, None] <= at) & (at <= last[:, :, None])
+        return scores, jnp.tile(seen, (1, self.group, 1))[:, None]
+
+    def of_queries(self, x: Array) -> Array:
+        return self._blocks(x, self.group)
+
+    def of_keys(self, x: Array) -> Array:
+        return self._blocks(x, 1)
+
+    def _blocks(self, x: Array, group: int) -> Array:
+        rows, length, heads, width = x.shape
+        block = self.settings.block
+        x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+        x = x.reshape(rows, -1, block, heads // group, group, width)
+        return x.transpose(1, 0, 3, 4, 2, 5).reshape(-1, rows, heads // group, group * block, width)
+
+    def joined(self, blocks: Array, like: Array) -> Array:
+        rows, length, heads, width = like.shape
+        kv_heads = blocks.shape[2]
+        x = blocks.reshape(-1, rows, kv_heads, heads // kv_heads, self.settings.block, width)
+        return x.transpose(1, 0, 4, 2, 3, 5).reshape(rows, -1, heads, width)[:, :length].astype(like.dtype)
+
+
+def _product(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
+    wide = jnp.promote_types(a.dtype, jnp.float32)
+    return lax.dot_general(a, b, (((a_dim,), (b_dim,)), ((0, 1), (0, 1))), preferred_element_type=wide)

@@ -1,0 +1,238 @@
+"""Grouped products as fused Pallas kernels for NVIDIA GPUs, compiled by Triton; rows are neither padded nor moved.
+
+    kernel      one program per                       sums over            writes
+    product     column block of a tile of rows        the rows' width      outputs, or the rows' gradients
+    gradient    block of a group's kernel             rows of a group      the kernels' gradients
+
+A tile is a block of rows of one group. The number of tiles is known only at run time, so there are
+`M / block + E + 1` programs, the maximum; surplus tiles write nothing. Rows beyond all groups form another group, which
+writes 0.
+
+Precision and determinism: see `fused_attention.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+from jax.typing import DTypeLike
+
+DTYPES = ("bfloat16", "float16", "float32")
+"""Dtypes of rows and kernels."""
+
+_LEAST = 16
+"""Narrowest product that Triton computes."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Block sizes of a program, powers of two >= 16 on a GPU, and Triton's options."""
+
+    rows: int
+    """Rows of the output: of a tile, or of a group's kernel."""
+
+    columns: int
+    """Columns of the output."""
+
+    summed: int
+    """Elements of a sum that are multiplied at a time."""
+
+    warps: int
+    """Groups of 32 threads that share a program."""
+
+    stages: int
+    """Blocks that are loaded ahead, and the one that is computed."""
+
+
+def product_blocks(num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike) -> Blocks:
+    """Returns the blocks of products; small groups get small tiles, because last tiles are half empty."""
+    rows, warps = (128, 8) if num_rows >= 512 * groups else (64, 4)
+    return Blocks(rows, _fitting(columns, 128), _fitting(summed, _depth(dtype)), warps, 3)
+
+
+def gradient_blocks(rows: int, columns: int, dtype: DTypeLike) -> Blocks:
+    """Returns the blocks of kernel gradients, `[rows, columns]` per group."""
+    return Blocks(_fitting(rows, 128), _fitting(columns, 128), _depth(dtype), 8, 3)
+
+
+def _depth(dtype: DTypeLike) -> int:
+    return 128 // jnp.dtype(dtype).itemsize
+
+
+def _fitting(width: int, most: int) -> int:
+    """Returns the largest block that leaves at most 1/8 empty, or the smallest."""
+    block = most
+    while block > _LEAST and -width % block > width // 8:
+        block //= 2
+    return block
+
+
+def product(
+    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False, interpret: bool = False
+) -> Array:
+    """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
+
+    Kernels are `[E, N, K]` if `transposed`; `interpret` runs on any device.
+    """
+    num_rows, summed = rows_MK.shape
+    columns = kernels_EKN.shape[1 if transposed else 2]
+    blocks = product_blocks(num_rows, len(sizes_E), columns, summed, rows_MK.dtype)
+    tiles = _tiles(sizes_E, num_rows, blocks.rows)
+    return _run(
+        partial(_product_kernel, blocks, transposed),
+        blocks,
+        (pl.cdiv(columns, blocks.columns), len(tiles[0])),  # neighbours share rows, which stay in the cache
+        (*tiles, rows_MK, kernels_EKN),
+        (num_rows, columns),
+        "transposed_product" if transposed else "product",
+        interpret=interpret,
+    )
+
+
+def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
+    """Returns `rows.T @ grad` of each group, `[E, K, N]`."""
+    shape = len(sizes_E), rows_MK.shape[1], grad_MN.shape[1]
+    blocks = gradient_blocks(*shape[1:], rows_MK.dtype)
+    begins, ends = _ranges(sizes_E, len(rows_MK))
+    return _run(
+        partial(_gradient_kernel, blocks),
+        blocks,
+        (pl.cdiv(shape[2], blocks.columns), pl.cdiv(shape[1], blocks.rows), shape[0]),
+        (begins[:-1], ends[:-1], rows_MK, grad_MN),
+        shape,
+        "kernels_gradient",
+        interpret=interpret,
+    )
+
+
+def _ranges(sizes: Array, num_rows: int) -> tuple[Array, Array]:
+    """Returns each group's first row and end; the rows beyond form another group."""
+    ends = jnp.minimum(jnp.cumsum(sizes), num_rows)
+    ends = jnp.pad(ends, (0, 1), constant_values=num_rows)
+    return jnp.pad(ends[:-1], (1, 0)), ends
+
+
+def _tiles(sizes: Array, num_rows: int, size: int) -> tuple[Array, Array, Array]:
+    """Returns each tile's group, first row, and the group's end; both are M for surplus tiles."""
+    begins, ends = _ranges(sizes, num_rows)
+    number = (ends - begins + size - 1) // size
+    upto = jnp.cumsum(number)
+    tile = jnp.arange(num_rows // size + len(ends))
+    group = jnp.minimum(jnp.sum(tile[:, None] >= upto, axis=1, dtype=jnp.int32), len(sizes))
+    begin = begins[group] + (tile - (upto - number)[group]) * size
+    return group, jnp.minimum(begin, num_rows), ends[group]
+
+
+def _run(
+    kernel: Callable[..., None],
+    blocks: Blocks,
+    grid: tuple[int, ...],
+    inputs: tuple[Array, ...],
+    shape: tuple[int, ...],
+    name: str,
+    *,
+    interpret: bool,
+) -> Array:
+    *_, x, y = inputs
+    if x.dtype != y.dtype or x.dtype.name not in DTYPES:
+        raise ValueError(f"the operands are {x.dtype} and {y.dtype}: grouped kernels take one of {', '.join(DTYPES)}")
+    varying = jax.typeof(x).manual_axis_type  # all inputs vary equally
+
+    def program(*refs: Any) -> None:
+        # Inside shard_map the interpreter evaluates operations one by one, and shard_map refuses operations between a
+        # varying array and a kernel constant. jit keeps the kernel whole.
+        jax.jit(kernel)(tuple(pl.program_id(axis) for axis in range(len(grid))), *refs)
+
+    return pl.pallas_call(
+        program,
+        grid=grid,
+        out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=varying),
+        compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
+        interpret=interpret,
+        name=f"grouped_{name}",
+    )(*inputs)
+
+
+@dataclass(frozen=True)
+class _Span:
+    """`size` elements of a dim from `begin`, without those from `end`."""
+
+    begin: Array
+    size: int
+    end: Array | None = None
+    """None where it is known that all are before it."""
+
+    @property
+    def slice(self) -> Any:
+        return pl.ds(self.begin, self.size)
+
+
+def _block(index: Array, size: int, width: int) -> _Span:
+    return _Span(index * size, size, jnp.int32(width) if width % size else None)
+
+
+def _mask(rows: _Span, columns: _Span) -> Array | None:
+    mask = None
+    for dim, span in enumerate((rows, columns)):
+        if span.end is not None:
+            here = lax.broadcasted_iota(jnp.int32, (rows.size, columns.size), dim) < span.end - span.begin
+            mask = here if mask is None else mask & here
+    return mask
+
+
+def _load(ref: Any, *place: Any) -> Array:
+    rows, columns = place[-2:]
+    mask = _mask(rows, columns)
+    at = ref.at[(*place[:-2], rows.slice, columns.slice)]
+    return triton.load(at, mask=mask, other=None if mask is None else 0)
+
+
+def _store(ref: Any, block: Array, *place: Any) -> None:
+    rows, columns = place[-2:]
+    at = ref.at[(*place[:-2], rows.slice, columns.slice)]
+    triton.store(at, block.astype(ref.dtype), mask=_mask(rows, columns))
+
+
+def _product_kernel(blocks: Blocks, transposed: bool, program: tuple[Array, Array], *refs: Any) -> None:
+    group_ref, begin_ref, end_ref, x_ref, w_ref, y_ref = refs
+    column, tile = program
+    group, begin, end, summed = group_ref[tile], begin_ref[tile], end_ref[tile], x_ref.shape[1]
+    rows = _Span(begin, blocks.rows, end)
+    columns = _block(column, blocks.columns, y_ref.shape[1])
+
+    def visit(i: Array, y: Array) -> Array:
+        inner = _block(i, blocks.summed, summed)
+        x = _load(x_ref, rows, inner)
+        w = _load(w_ref, group, columns, inner) if transposed else _load(w_ref, group, inner, columns)
+        return y + triton.dot(x, w, trans_b=transposed)
+
+    works = (group < w_ref.shape[0]) & (begin < end)
+    y = lax.fori_loop(
+        0,
+        works.astype(jnp.int32) * pl.cdiv(summed, blocks.summed),
+        visit,
+        jnp.zeros((blocks.rows, blocks.columns), jnp.float32),
+    )
+    _store(y_ref, y, rows, columns)
+
+
+def _gradient_kernel(blocks: Blocks, program: tuple[Array, Array, Array], *refs: Any) -> None:
+    begin_ref, end_ref, x_ref, dy_ref, dw_ref = refs
+    column, row, group = program
+    begin, end = begin_ref[group], end_ref[group]
+    rows = _block(row, blocks.rows, x_ref.shape[1])
+    columns = _block(column, blocks.columns, dy_ref.shape[1])
+
+    def visit(i: Array, dw: Array) -> Array:
+        inner = _Span(begin + i * blocks.summed, blocks.summed, end)
+        return dw + triton.dot(_load(x_ref, inner, rows), _load(dy_ref, inner, columns), trans_a=True)
+
+    dw = jnp.zeros((blocks.rows, blocks.columns), jnp.float32)
+    dw = lax.fori_loop(0, lax.div(end - begin + blocks.summed - 1, blocks.summed), visit, dw)
+    _store(dw_ref, dw, group, rows, columns)

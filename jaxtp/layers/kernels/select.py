@@ -1,0 +1,360 @@
+"""Attention kernels: one table of their capabilities and costs, and the choice of `model.attention: auto`.
+
+No kernel is used with a `[T, T]` mask: for packed documents cuDNN would build it, not split over tp.
+`blockwise` and `fused` take the first and last key of each query instead (`activations.key_ranges`).
+
+cuDNN is the fastest on Hopper only: 1.7 to 2.3 times as fast as FlashAttention on an H100, but 0.82 on an A100, 0.93 on
+an A10G, 1.00 on an L40S, 0.88 on an RTX PRO 6000 (huggingface/transformers#48163). Elsewhere `auto` prefers `fused`. On
+GPUs a run checks its kernel against plain products, and times the candidates of `auto` (`train/self_check.py`).
+"""
+
+import importlib.metadata
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxtp.layers.activations import Part, key_ranges, segment_mask
+from jaxtp.layers.kernels.blockwise_attention import MOST_IN_BLOCK, block_size, blockwise_attention, num_visited
+from jaxtp.mesh import device_here, platform_of
+
+KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
+Implementation = Literal["auto", KernelName]
+
+_HOPPER, _BLACKWELL = 9, 10
+"""Major compute capabilities; consumer cards of Blackwell have 12."""
+
+_WIDE_ON_BLACKWELL = (9, 25)
+"""The first cuDNN with a backward pass for head_dim 256 on Blackwell; JAX accepts older ones.
+NVIDIA/TransformerEngine#3056 names 9.23 and 9.25."""
+
+CAPABILITIES = {
+    **dict.fromkeys(("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB"), "8.0"),
+    **dict.fromkeys(("NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"), "8.0"),
+    **dict.fromkeys(("NVIDIA L4", "NVIDIA L40", "NVIDIA L40S", "NVIDIA GeForce RTX 4090"), "8.9"),
+    **dict.fromkeys(("NVIDIA H100 80GB HBM3", "NVIDIA H100 PCIe", "NVIDIA H100 NVL"), "9.0"),
+    **dict.fromkeys(("NVIDIA H200", "NVIDIA H200 NVL", "NVIDIA GH200 480GB"), "9.0"),
+    **dict.fromkeys(("NVIDIA B200", "NVIDIA GB200"), "10.0"),
+}
+"""Compute capability by `jax.Device.device_kind`, for devices of an abstract mesh: developer.nvidia.com/cuda-gpus."""
+
+_SHORT = MOST_IN_BLOCK
+"""Tokens up to which scores are no larger than one block of them: xla then holds no more than blockwise."""
+
+
+def architecture_here() -> str:
+    """Returns `architecture_of(device_here())`."""
+    return architecture_of(device_here())
+
+
+def architecture_of(device: Any) -> str:
+    """Returns the platform, with the compute capability of an NVIDIA GPU if known: `cuda 9.0`."""
+    if (platform := platform_of(device)) != "cuda":
+        return platform
+    capability = getattr(device, "compute_capability", None) or _capability(device.device_kind)
+    return f"{platform} {capability}" if capability else platform
+
+
+def _capability(kind: str) -> str | None:
+    here = jax.devices()[0]
+    if here.device_kind == kind:
+        return getattr(here, "compute_capability", None)
+    return CAPABILITIES.get(kind.strip())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Use:
+    """A use of attention; None is unknown and rules nothing out."""
+
+    head_dim: int
+    window: int | None = None
+    softcap: float | None = None
+    scale: float | None = None
+    """`factor`, where it is not head_dim ** -0.5."""
+    dtype: str | None = None
+    """The compute dtype."""
+    length: int | None = None
+    """Tokens in a sequence."""
+    packed: bool | None = None
+    """Whether a sequence holds several documents that do not see each other."""
+    part: bool | None = None
+    """Whether a device holds a part of the queries of a sequence."""
+    platform: str | None = None
+    """cpu, rocm, tpu, or cuda with a compute capability, as in `cuda 9.0`."""
+
+    @property
+    def family(self) -> str | None:
+        """cpu, cuda, rocm or tpu; None if unknown."""
+        return self.platform and self.platform.partition(" ")[0]
+
+    @property
+    def capability(self) -> tuple[int, ...] | None:
+        """Compute capability of an NVIDIA GPU; None if unknown."""
+        _, _, numbers = (self.platform or "").partition(" ")
+        return tuple(map(int, numbers.split("."))) if numbers else None
+
+    @property
+    def factor(self) -> float:
+        """Factor of the scores."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel of causal attention and its capabilities."""
+
+    name: KernelName
+
+    run: Callable[..., Array]
+    """Returns `[B, T, N, H]` of queries, keys, values and segments, as `blockwise_attention` does."""
+
+    blocks: Callable[[Sequence[range], int | None], tuple[int, int, int]]
+    """Returns the number of products of which the scores of a head are made, and the queries and keys of each, for
+    the chunks of a sequence that a device has, the positions of its queries, and a window. Keys are those from
+    position 0 to the last query's; of packed documents it may make fewer."""
+
+    holds_scores: bool = False
+    """Whether scores `[T, T]` lie in memory."""
+
+    streams_scores: bool = False
+    """Whether scores go through memory between products, all at once or block by block."""
+
+    keeps_result: bool = True
+    """Whether its result and log-sum-exp can be kept for the backward pass, which then does not run it again."""
+
+    platforms: tuple[str, ...] | None = None
+    """Where it runs; None is everywhere."""
+
+    sixteen_bits: bool = False
+    """Whether it computes in 16 bits alone."""
+
+    head_dims: Callable[[Use], tuple[int, int]] | None = None
+    """Returns the widest head of a use, and what its width is a multiple of."""
+
+    packed: bool = True
+    """Whether it keeps documents apart without a `[T, T]` mask."""
+
+    softcap: bool = True
+    """Whether it can squash scores."""
+
+    part: bool = True
+    """Whether it can take a part of the queries of a sequence."""
+
+    def problems(self, use: Use) -> Iterator[str]:
+        """Yields why the kernel does not support a use."""
+        if self.platforms and use.family not in (None, *self.platforms):
+            yield f"it runs on {' and '.join(self.platforms)}, not on {use.family}"
+        if self.sixteen_bits and use.dtype not in (None, "bfloat16", "float16"):
+            yield f"it computes in 16 bits, and model.precision.compute is {use.dtype}"
+        most, multiple = self.head_dims(use) if self.head_dims else (use.head_dim, 1)
+        if use.head_dim > most or use.head_dim % multiple:
+            yield f"it takes a head_dim of at most {most}, a multiple of {multiple}, not {use.head_dim}"
+        if use.packed and not self.packed:
+            yield "packed documents (data.packing=documents) would give it a [T, T] mask"
+        if use.softcap is not None and not self.softcap:
+            yield "it has no model.attention_softcap"
+        if use.part and not self.part:
+            yield "it attends from whole sequences, and with mesh.context=gather a device has a part, with ulysses all"
+
+
+def seen(chunks: Sequence[range], window: int | None) -> float:
+    """Returns the scores per head that causality and the window leave, with half of the diagonal.
+
+    `chunks` are the positions of a device's queries.
+    """
+
+    def before(position: int) -> float:  # scores of all queries before it
+        reach = position if window is None else min(window, position)
+        return reach * position - reach**2 / 2
+
+    return sum(before(chunk.stop) - before(chunk.start) for chunk in chunks)
+
+
+def _exact(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
+    length = sum(map(len, chunks))
+    return 1, length, max(1, int(seen(chunks, window) // length))
+
+
+def _by_blocks(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
+    block = block_size(sum(map(len, chunks)))
+    return num_visited(chunks, window), block, block
+
+
+def _whole(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
+    del window
+    return 1, sum(map(len, chunks)), max(chunk.stop for chunk in chunks)
+
+
+def _cudnn(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments_BT: None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: None,
+    part: None = None,
+) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
+    del segments_BT, softcap, part
+    reach = None if window is None else (window - 1, 0)
+    return jax.nn.dot_product_attention(
+        q, k, v, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
+    )
+
+
+@cache
+def installed_cudnn() -> tuple[int, ...] | None:
+    """Returns the cuDNN version that pip installed, or None."""
+    for package in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        with suppress(importlib.metadata.PackageNotFoundError, ValueError):
+            return tuple(map(int, importlib.metadata.version(package).split(".")))
+    return None
+
+
+def _heads_of_cudnn(use: Use) -> tuple[int, int]:
+    """Returns the widest head with a backward pass: JAX's check, corrected for Blackwell."""
+    major = _HOPPER if use.capability is None else use.capability[0]
+    if major == _BLACKWELL:
+        return (256 if (installed_cudnn() or _WIDE_ON_BLACKWELL) >= _WIDE_ON_BLACKWELL else 128), 8
+    return (256 if major == _HOPPER else 128), 8
+
+
+def _fused(*arrays: Any, **settings: Any) -> Array:
+    from jaxtp.layers.kernels.fused_attention import fused_attention  # Pallas takes a while to import
+
+    return fused_attention(*arrays, **settings)
+
+
+def _xla(
+    q: Array,
+    k: Array,
+    v: Array,
+    segments_BT: Array | None = None,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    part: Part | None = None,
+) -> Array:
+    if softcap is None and part is None:
+        mask = None if segments_BT is None else segment_mask(segments_BT)
+        reach = None if window is None else (window - 1, 0)
+        return _jax_attention(q, k, v, mask=mask, scale=scale, is_causal=True, local_window_size=reach)
+    first, last = (x[:, :, None] for x in key_ranges(q.shape[:2], k.shape[1], window, segments_BT, part))
+    at, some = jnp.arange(k.shape[1]), first <= last
+    seen = ((first <= at) & (at <= last)) | ~some  # a softmax over nothing would be NaN
+    if softcap is None:
+        y = _jax_attention(q, k, v, mask=seen[:, None], scale=scale)
+    else:
+        y = masked_attention(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, scale=scale, softcap=softcap)
+    return jnp.where(some[..., None], y, 0)
+
+
+def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
+    """Attends with JAX; float16 via float32, because JAX requests a float16 product that CPUs lack."""
+    wide = jnp.float32 if q.dtype == jnp.float16 else q.dtype
+    return jax.nn.dot_product_attention(*(x.astype(wide) for x in (q, k, v)), **settings).astype(q.dtype)
+
+
+def masked_attention(
+    q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, seen_BTS: Array, *, scale: float, softcap: float | None
+) -> Array:
+    """Returns values weighted by attention, shaped like the queries.
+
+    `k_BKSH` and `v_BKSH` have a matrix per kv head; each query must see at least one key. For other arguments see
+    `blockwise_attention`.
+    """
+    rows, length, _, width = q_BTNH.shape
+    groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
+    scores = scale * jnp.einsum("btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
+    scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
+    shares = jax.nn.softmax(jnp.where(seen_BTS[:, None, None], scores, -jnp.inf)).astype(v_BKSH.dtype)
+    # The output dims follow the operands' order; otherwise XLA for CPUs transposes the values.
+    y = jnp.einsum("bkgts,bksh->bkgth", shares, v_BKSH, preferred_element_type=jnp.float32)
+    return jnp.moveaxis(y, 3, 1).astype(q_BTNH.dtype).reshape(q_BTNH.shape)
+
+
+KERNELS: dict[KernelName, Kernel] = {
+    kernel.name: kernel
+    for kernel in (
+        Kernel(
+            name="cudnn",
+            run=_cudnn,
+            blocks=_exact,
+            keeps_result=False,
+            platforms=("cuda",),
+            sixteen_bits=True,
+            head_dims=_heads_of_cudnn,
+            packed=False,
+            softcap=False,
+            part=False,
+        ),
+        Kernel(name="fused", run=_fused, blocks=_exact, platforms=("cuda",), head_dims=lambda use: (256, 2)),
+        Kernel(name="blockwise", run=blockwise_attention, blocks=_by_blocks, streams_scores=True),
+        Kernel(
+            name="xla",
+            run=_xla,
+            blocks=_whole,
+            holds_scores=True,
+            streams_scores=True,
+            keeps_result=False,
+        ),
+    )
+}
+"""By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
+
+_MEASURED: dict[Use, tuple[KernelName, str]] = {}
+"""The fastest kernel of `rivals` for each use, and the measurement."""
+
+
+def settle(use: Use, name: KernelName, why: str) -> None:
+    """Makes `auto` use the kernel that was measured fastest."""
+    _MEASURED[use] = (name, why)
+
+
+def rivals(asked: Implementation, use: Use) -> list[Kernel]:
+    """Returns the result of `chosen` and kernels that may be faster, to time them."""
+    kernel, _ = chosen(asked, use)
+    others = [] if asked != "auto" or kernel.platforms is None else [KERNELS["cudnn"], KERNELS["fused"]]
+    return [kernel, *(other for other in others if other != kernel and not any(other.problems(use)))]
+
+
+def chosen(asked: Implementation, use: Use) -> tuple[Kernel, str]:
+    """Returns the kernel and the reason; see `refused` for a requested kernel."""
+    if asked != "auto":
+        return KERNELS[asked], "as configured"
+    if use in _MEASURED:
+        name, why = _MEASURED[use]
+        return KERNELS[name], why
+    if use.family != "cuda" and use.length is not None and use.length <= _SHORT:
+        return KERNELS["xla"], f"up to {_SHORT} tokens its scores are small"
+    reasons = []
+    on_hopper = use.capability is not None and use.capability[0] == _HOPPER
+    for kernel in sorted(KERNELS.values(), key=lambda kernel: kernel.name == "cudnn" and not on_hopper):
+        problem = next(kernel.problems(use), None)
+        if problem is None:
+            break
+        reasons.append(f"{kernel.name}: {problem}")
+    preferred = "it is preferred where it can be used" if on_hopper else "cudnn is preferred on Hopper alone"
+    return kernel, "; ".join(reasons) or preferred
+
+
+def refused(asked: Implementation, use: Use) -> Iterator[str]:
+    """Yields why the requested kernel cannot run."""
+    if asked == "auto":
+        return
+    able = [
+        f"{kernel.name} on {' and '.join(kernel.platforms)}"
+        if kernel.platforms and use.platform is None
+        else kernel.name
+        for kernel in KERNELS.values()
+        if not any(kernel.problems(use))
+    ]
+    for problem in KERNELS[asked].problems(use):
+        yield f"model.attention={asked}: {problem}; use auto ({' or '.join(able)})"

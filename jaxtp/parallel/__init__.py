@@ -1,1 +1,0 @@
-"""Any Flax NNX model on a mesh, by a plan of styles: `parallelize`."""

@@ -1,0 +1,240 @@
+"""Specs of activations and stored parameters, and layout changes of activations.
+
+Layouts describe only tp. dp and fsdp always split dim 0, the batch; cp splits dim 1, the sequence, inside
+`ContextParallel` modules. A call computes a parameter's spec again from its shape, so a scan over stacked layers need
+not shift specs.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+
+from jaxtp.collectives import axis_size, check_divides, constrain, device_view, enter_parallel
+from jaxtp.mesh import BATCH, CONTEXT, STORAGE, TOKENS, TP, axes_of, parts
+from jaxtp.parallelize.styles import Layout, Layouts, PrepareInput, Replicate, Shard
+
+LeadingAxes = tuple[tuple[str, ...], ...]
+"""Axes that divide each of the first dims of an activation: none, the batch, or the batch and the sequence."""
+
+
+def activation_spec(layout: Layout, ndim: int, leading: LeadingAxes = (BATCH,)) -> PartitionSpec:
+    """Returns the spec of a global activation. In a dim that cp splits, tp splits the parts.
+
+    Raises:
+      ValueError: `layout` names the batch, or a dim that does not exist.
+    """
+    dims: list[tuple[str, ...] | str | None] = [*leading, *(None,) * (ndim - len(leading))]
+    if isinstance(layout, Shard):
+        if not -ndim <= layout.dim < ndim:
+            raise ValueError(f"{layout}: an activation of {ndim} dims has no such dim")
+        dim = layout.dim % ndim
+        if leading and dim == 0:
+            raise ValueError(f"{layout}: dim 0 of an activation is the batch, which dp and fsdp divide, not tp")
+        dims[dim] = (*axes_of(dims[dim]), TP) if dims[dim] else TP
+    return PartitionSpec(*dims)
+
+
+def leading_axes(shape: tuple[int, ...], batch_ndim: int = 2, sequence_ndim: int = 3, *, context: bool) -> LeadingAxes:
+    """Returns the axes that split the first dims of an activation.
+
+    Args:
+      shape: fewer than `batch_ndim` dims, or a single row, stay whole.
+      batch_ndim: minimum number of dims for a batch in dim 0.
+      sequence_ndim: minimum number of dims for a sequence in dim 1.
+      context: whether this is inside `ContextParallel`. A sequence that cp does not divide stays whole.
+    """
+    cp = axis_size(*CONTEXT)
+    one_row = len(shape) > 0 and shape[0] == 1 and not (context and cp > 1 and axis_size(*BATCH) == 1)
+    if len(shape) < batch_ndim or one_row:
+        return ()
+    if cp == 1:
+        return (TOKENS,)  # includes cp: a value that varies over no axis needs a mark
+    divides = context and len(shape) >= sequence_ndim and shape[1] % cp == 0
+    return (BATCH, CONTEXT) if divides else (BATCH,)
+
+
+def same_layout(one: Layout, other: Layout, ndim: int) -> bool:
+    """Returns whether layouts are equal for `ndim` dims: `Shard(-1)` equals `Shard(2)` for 3."""
+    if isinstance(one, Shard) and isinstance(other, Shard):
+        return one.dim % ndim == other.dim % ndim
+    return one == other
+
+
+def stored_spec(
+    shape: tuple[int, ...], tp_dim: int | None, sizes: Mapping[str, int], *, fsdp: bool = True
+) -> PartitionSpec:
+    """Returns the spec of a single layer's stored parameter.
+
+    tp splits `tp_dim`. With `fsdp`, fsdp and cp split the largest other dim that they divide, if any.
+    """
+    dims: list[str | tuple[str, ...] | None] = [None] * len(shape)
+    if tp_dim is not None:
+        dims[tp_dim] = TP
+    candidates = [i for i, size in enumerate(shape) if i != tp_dim and size > 1 and size % parts(sizes, STORAGE) == 0]
+    if fsdp and candidates:
+        dims[max(candidates, key=lambda i: (shape[i], -i))] = STORAGE
+    return PartitionSpec(*dims)
+
+
+def dim_over(axes: str | tuple[str, ...], spec: PartitionSpec) -> int | None:
+    """Returns the first dim split over any of these axes, or None."""
+    return next((dim for dim, entry in enumerate(spec) if not set(axes_of(axes)).isdisjoint(axes_of(entry))), None)
+
+
+def gathered_spec(spec: PartitionSpec) -> PartitionSpec:
+    """Returns a parameter's spec after the gather over fsdp and cp."""
+    return PartitionSpec(*(entry if set(STORAGE).isdisjoint(axes_of(entry)) else None for entry in spec))
+
+
+class Copies:
+    """A replicated activation with a separate copy on each device of a tp group.
+
+    Column layers that read one replicated array would each reduce its gradient over tp. `Copies` holds the array once
+    per device: `[tp, *shape]` split over tp in dim 0, in a replicated array's memory. Each column layer reads its
+    device's copy and returns that device's part of the gradient. The transpose of `make_copies` reduces their local sum
+    once. A Llama block then sends the same bytes over tp as the decoder's fused layers.
+
+    It acts as the global array, but `jax.lax` needs `jnp.asarray(copies)`. Its pytree has only the array: after
+    `jax.tree.map`, `jax.vmap` or `jax.checkpoint` each column layer reduces its own gradient.
+
+    Args:
+      array: the array before `make_copies`; gathered only if read.
+      copies: `[tp, *shape]`, or None.
+      context: whether cp may split its sequences.
+    """
+
+    def __init__(self, array: Any, copies: Any, context: bool = False):
+        self.array = array
+        self.copies = copies
+        self.context = context
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """The spec of the array, whole along tp."""
+        leading = leading_axes(self.array.shape, context=self.context)
+        return activation_spec(Replicate(), self.array.ndim, leading)
+
+    def __jax_array__(self) -> Array:
+        return constrain(self.array, self.spec)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.array if name in _ARRAY_METADATA else self.__jax_array__(), name)
+
+    def __neg__(self) -> Array:
+        return -self.__jax_array__()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.__jax_array__(), dtype)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __repr__(self) -> str:
+        return f"Copies({self.array!r})"
+
+
+_ARRAY_METADATA = {"shape", "dtype", "ndim", "size", "itemsize", "nbytes", "aval", "weak_type"}
+
+
+def _binary(operation: Callable[[Any, Any], Any], *, swapped: bool = False) -> Callable[[Copies, Any], Any]:
+    def call(self: Copies, other: Any) -> Any:
+        other = jnp.asarray(other) if isinstance(other, Copies) else other
+        return operation(other, self.__jax_array__()) if swapped else operation(self.__jax_array__(), other)
+
+    return call
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
+    _operation, _bare = getattr(operator, _name), _name.rstrip("_")
+    setattr(Copies, f"__{_bare}__", _binary(_operation))
+    setattr(Copies, f"__r{_bare}__", _binary(_operation, swapped=True))
+for _name in ("lt", "le", "gt", "ge", "eq", "ne", "getitem"):
+    setattr(Copies, f"__{_name}__", _binary(getattr(operator, _name)))
+
+jax.tree_util.register_pytree_node(  # functions of leaves see the shape of the array, not of the copies
+    Copies, lambda x: ((x.array,), x.context), lambda context, children: Copies(*children, None, context)
+)
+
+
+def make_copies(x: Array, layout: Layout, *, context: bool = False) -> Array | Copies:
+    """Gathers an activation `[B, ...]` once for all column layers that read it; with tp=1 returns `x`.
+
+    The transpose all-reduces the gradient, or reduce-scatters it if `layout` is `Shard`.
+    """
+    if axis_size(TP) == 1:
+        return x
+    dim = layout.dim % x.ndim if isinstance(layout, Shard) else None
+    leading = leading_axes(x.shape, context=context)
+    whole, split = (activation_spec(one, x.ndim, leading) for one in (Replicate(), layout))
+    if not isinstance(x, jax.core.Tracer):  # it may have been made without a mesh
+        x = constrain(x, split)
+    gather = device_view(
+        lambda part: enter_parallel(part, dim)[None],
+        "make_copies",
+        in_specs=(split,),
+        out_specs=PartitionSpec(TP, *whole),
+    )
+    return Copies(x, gather(x), context)
+
+
+def prepare_arguments(
+    cls: type, style: PrepareInput, args: tuple[Any, ...], kwargs: dict[str, Any], *, context: bool
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns a call's arguments in the layouts that `style` requires.
+
+    Raises:
+      TypeError: `style` names a positional argument that the call omits or passes by keyword.
+    """
+    desired = as_tuple(style.desired_input_layouts)
+    if any(layout is not None for layout in desired[len(args) :]):
+        raise TypeError(
+            f"{cls.__name__} as {style} was called with {len(args)} positional arguments; for keyword arguments use "
+            "input_kwarg_layouts and desired_input_kwarg_layouts"
+        )
+    args = change_layouts(args, as_tuple(style.input_layouts), desired, context=context)
+    before, after = style.input_kwarg_layouts or {}, style.desired_input_kwarg_layouts or {}
+    return args, {k: change_layout(v, before.get(k), after.get(k), context=context) for k, v in kwargs.items()}
+
+
+def as_tuple(layouts: Layouts) -> tuple[Layout | None, ...]:
+    """Returns layouts as a tuple."""
+    return layouts if isinstance(layouts, tuple) else (layouts,)
+
+
+def change_layouts(values: Any, before: Layouts, after: Layouts, *, context: bool) -> Any:
+    """Changes the layout of a value, or of each value of a tuple."""
+    if not isinstance(values, tuple):
+        return change_layout(values, as_tuple(before)[0], as_tuple(after)[0], context=context)
+    rest = (None,) * len(values)
+    pairs = zip(values, (*as_tuple(before), *rest), (*as_tuple(after), *rest), strict=False)
+    return tuple(change_layout(value, old, new, context=context) for value, old, new in pairs)
+
+
+def change_layout(x: Any, before: Layout | None, after: Layout | None, *, context: bool) -> Any:
+    """Changes the layout of a value; None for `after` leaves it unchanged."""
+    if x is None or after is None:
+        return x
+    if after == Replicate():
+        has_copies = isinstance(x, Copies) and x.copies is not None
+        return x if has_copies else make_copies(jnp.asarray(x), before or Replicate(), context=context)
+    return constrain_layout(x, after, context=context)
+
+
+def constrain_layout(x: Any, layout: Layout, *, context: bool) -> Array:
+    """Changes a global array's layout with the compiler's collectives.
+
+    Raises:
+      ValueError: tp does not divide the dim.
+    """
+    x = jnp.asarray(x)
+    spec = activation_spec(layout, x.ndim, leading_axes(x.shape, context=context))
+    check_divides(f"an activation that the plan has as {layout}", x.shape, spec)
+    return constrain(x, spec)

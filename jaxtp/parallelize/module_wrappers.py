@@ -1,0 +1,115 @@
+"""Finds a model's modules and wraps their calls.
+
+A wrapped module gets a subclass of its class, so `isinstance`, tied weights, checkpoints and `nnx.split` work as
+before.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from flax import nnx
+
+Model = TypeVar("Model", bound=nnx.Module)
+
+METHODS = ("__call__", "attend")
+"""The methods that are wrapped; `attend` uses an embedding as the head."""
+
+CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
+"""Types without calls; only their names appear in the paths of modules."""
+
+
+def modules_of(model: nnx.Module) -> dict[str, nnx.Module]:
+    """Returns each module once by its dotted path, outermost first; the model has the empty path."""
+    modules = sorted(nnx.iter_modules(model), key=lambda item: len(item[0]))
+    return {".".join(map(str, path)): module for path, module in modules}
+
+
+def with_calls(model: Model, wrap: Callable[..., Any]) -> Model:
+    """Makes `wrap(path, name, method, module, *args, **kwargs)` replace each module's `method`, in place."""
+    for path, module in modules_of(model).items():
+        wraps = {name: functools.partial(wrap, path, name) for name in METHODS if has_method(type(module), name)}
+        if wraps:
+            set_class(module, subclass(type(module), wraps))
+    return model
+
+
+def subclass(cls: type, wraps: Mapping[str, Callable[..., Any]], **members: object) -> type:
+    """Returns a subclass in which `wraps[name](method, module, *args, **kwargs)` replaces the method `name`."""
+    names = {name: getattr(cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+    methods = {name: _wrapped(getattr(cls, name), wrap) for name, wrap in wraps.items()}
+    members["_jaxtp_original"] = getattr(cls, "_jaxtp_original", cls)
+    return type(cls)(cls.__name__, (cls,), names | methods | members)
+
+
+def set_class(module: nnx.Module, cls: type) -> None:
+    """Sets a module's class."""
+    object.__setattr__(module, "__class__", cls)
+
+
+def original_class(module: nnx.Module) -> type:
+    """Returns a module's class before `subclass`."""
+    return getattr(type(module), "_jaxtp_original", type(module))
+
+
+def has_method(cls: type, name: str) -> bool:
+    """Returns whether a class has a method; `hasattr` would also see its metaclass's `__call__`."""
+    return any(name in vars(base) for base in cls.__mro__)
+
+
+def _wrapped(method: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nnx.Module, /, *args: Any, **kwargs: Any) -> Any:
+        return wrap(method, self, *args, **kwargs)
+
+    return call
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """A module with all its paths."""
+
+    module: nnx.Module
+    paths: tuple[str, ...]
+    """Several if the module is shared; `""` is the model itself."""
+
+    parameters: dict[str, nnx.Param[Any]]
+    """Parameters of the module by name, also those in containers, without those of submodules."""
+
+    @property
+    def path(self) -> str:
+        """The first path."""
+        return self.paths[0]
+
+    @property
+    def kind(self) -> str:
+        """The class name."""
+        return original_class(self.module).__name__
+
+
+def find_modules(model: nnx.Module) -> list[ModuleInfo]:
+    """Returns each module once, outermost first, without containers."""
+    modules = [(path, node) for path, node in modules_of(model).items() if not isinstance(node, nnx.List | nnx.Dict)]
+    aliases = [[".".join(map(str, path)) for path in group] for group in nnx.find_duplicates(model)]
+    return [ModuleInfo(module, _with_aliases(path, aliases), dict(_parameters(module))) for path, module in modules]
+
+
+def _with_aliases(path: str, aliases: list[list[str]]) -> tuple[str, ...]:
+    paths = [path]
+    for group in aliases:
+        for old in list(paths):
+            for start in group:
+                if old == start or old.startswith(f"{start}."):
+                    paths += [other + old[len(start) :] for other in group]
+    return tuple(dict.fromkeys(paths))
+
+
+def _parameters(node: Any, prefix: str = "") -> Iterator[tuple[str, nnx.Param[Any]]]:
+    if isinstance(node, list | tuple):
+        node = dict(enumerate(node))
+    for name, value in (node if isinstance(node, dict) else vars(node)).items():
+        if isinstance(value, nnx.Param):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, CONTAINERS):
+            yield from _parameters(value, f"{prefix}{name}.")

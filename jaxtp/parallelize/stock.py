@@ -1,0 +1,207 @@
+"""Signatures of Flax's stock modules: a letter for each dim, as in an einsum.
+
+`nnx.Linear` is `...i, io -> ...o`. Splitting a letter of the result (columns) needs no reduction; other letters (rows)
+are summed over. The letters determine how tp splits arrays, and which size attributes change. Modules without a
+signature run on global arrays with gathered parameters (`class_swap.py`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flax import nnx
+
+from jaxtp.parallelize.module_wrappers import original_class
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Letters of the dims of a module's parameters, input and result."""
+
+    params: Mapping[str, str]
+    """Letters of each parameter's dims, without stacked dims."""
+
+    inputs: Mapping[str, int]
+    """Dim of each letter in the first argument."""
+
+    outputs: Mapping[str, int]
+    """Dim of each letter in the result."""
+
+    column: str | None = None
+    """The letter that `Colwise` splits; None if the style does not fit."""
+
+    row: str | None = None
+    """The letter that `Rowwise` splits; None if the style does not fit."""
+
+    attributes: Mapping[str, str] = field(default_factory=dict)
+    """Letters whose sizes an attribute holds (a number or a tuple) that the module's code reads."""
+
+    more_dims: int = 0
+    """Number of dims of the result minus that number for the input."""
+
+    batch_ndim: int | None = 2
+    """Minimum number of dims if dim 0 of the input is a batch; None if the module mixes rows."""
+
+    mixes_positions: bool = False
+    """Whether the result depends on other positions along dim 1 of the input."""
+
+    def keeps_positions(self, ndim: int) -> bool:
+        """Returns whether dim 1 stays dim 1 in the result, with independent positions."""
+        dims = [dim % ndim for dim in self.inputs.values()]
+        return not self.mixes_positions and 1 not in (
+            *dims,
+            *(dim % (ndim + self.more_dims) for dim in self.outputs.values()),
+        )
+
+    def sizes(self, module: nnx.Module) -> dict[str, int]:
+        """Returns the global size of each letter that has an attribute."""
+        values = ((getattr(module, name), letters) for name, letters in self.attributes.items())
+        pairs = (zip(letters, (v,) if isinstance(v, int) else v, strict=True) for v, letters in values)
+        return {letter: size for pair in pairs for letter, size in pair}
+
+
+def signature(module: nnx.Module, **kwargs: Any) -> Signature | None:
+    """Returns the signature of a stock module, or a subclass with the same `__call__`; None for others.
+
+    `kwargs` are call arguments that change the computation (`einsum_str`).
+    """
+    cls = original_class(module)
+    for kind, read in _READERS.items():
+        if issubclass(cls, kind) and cls.__call__ is kind.__call__:
+            return read(module, **kwargs)
+    return None
+
+
+def attend_signature() -> Signature:
+    """Returns the signature of `nnx.Embed.attend`, `...d, vd -> ...v`."""
+    return Signature({"embedding": "vd"}, {"d": -1}, {"v": -1}, attributes=_EMBED_SIZES)
+
+
+def supported_modules(style: str) -> str:
+    """Returns the modules that fit a style, for messages."""
+    norms = "nnx.LayerNorm, nnx.RMSNorm and modules without parameters"
+    linear = "nnx.Linear, nnx.LinearGeneral, nnx.Einsum, nnx.Conv, nnx.Embed"
+    return norms if style == "SequenceParallel" else linear
+
+
+def why_not_split(module: nnx.Module) -> str:
+    """Returns why tp cannot split a usually supported module; empty for other types."""
+    cls = original_class(module)
+    kind = next((kind for kind in _READERS if issubclass(cls, kind)), None)
+    if issubclass(cls, nnx.bridge.ToNNX):
+        return "it wraps a linen module, whose layers have no paths here; tp splits the layers of Flax NNX"
+    if kind is None:
+        return ""
+    if cls.__call__ is not kind.__call__:
+        return f"it is an nnx.{kind.__name__} with its own __call__, whose computation is not known"
+    if isinstance(module, nnx.Conv) and module.feature_group_count != 1:
+        return f"it is grouped (feature_group_count={module.feature_group_count}), and tp would split its groups"
+    if isinstance(module, nnx.Conv) and module.mask is not None:
+        return "its kernel is masked, and the mask is whole on every device"
+    if isinstance(module, nnx.LinearGeneral) and module.batch_axis:
+        return f"it has a kernel for each entry of a batch dim (batch_axis={dict(module.batch_axis)})"
+    if isinstance(module, nnx.Einsum):
+        return f"its equation, {module.einsum_str!r}, has no dim that only the kernel has and that could be split so"
+    return ""
+
+
+def _linear(module: nnx.Linear) -> Signature:
+    attributes = {"in_features": "i", "out_features": "o"}
+    return Signature({"kernel": "io", "bias": "o"}, {"i": -1}, {"o": -1}, "o", "i", attributes)
+
+
+def _linear_general(module: nnx.LinearGeneral) -> Signature | None:
+    if module.batch_axis:
+        return None
+    ins = "abcdefgh"[: len(module.in_features)]
+    outs = "ijklmnop"[: len(module.out_features)]
+    return Signature(
+        {"kernel": ins + outs, "bias": outs},
+        dict(zip(ins, module.axis, strict=True)),
+        {letter: i - len(outs) for i, letter in enumerate(outs)},
+        outs[0],
+        ins[0],
+        {"in_features": ins, "out_features": outs},
+        len(outs) - len(ins),
+        batch_ndim=len(ins) + 1 if 0 not in module.axis else None,
+    )
+
+
+def _einsum(module: nnx.Einsum, einsum_str: str | None = None) -> Signature | None:
+    equation = (einsum_str or module.einsum_str or "").replace(" ", "")
+    if not equation or (einsum_str and module.einsum_str):
+        return None
+    operands, result = equation.split("->")
+    data, kernel = operands.split(",")
+    if "." in kernel or len(set(kernel)) != len(kernel):
+        return None
+    ins = [letter for letter in kernel if letter in data and letter not in result]
+    outs = [letter for letter in kernel if letter in result and letter not in data]
+    bias = "".join(letter for letter in result if letter in kernel) if module.bias is not None else ""
+    if len(module.bias_shape or bias) != len(bias):
+        return None
+    keeps_rows = data[0] == result[0] and data[0] not in kernel
+    return Signature(
+        {"kernel": kernel, "bias": bias},
+        _positions(data, kernel),
+        _positions(result, kernel),
+        outs[0] if outs else None,
+        ins[0] if ins else None,
+        {"kernel_shape": kernel},
+        len(result.replace("...", "")) - len(data.replace("...", "")),
+        batch_ndim=2 if keeps_rows else None,
+        mixes_positions=data[1:2] != result[1:2],
+    )
+
+
+def _positions(operand: str, letters: str) -> dict[str, int]:
+    """Returns the dims of letters in an einsum operand; after an ellipsis they count from the end."""
+    before, dots, after = operand.partition("...")
+    if not dots:
+        before, after = "", operand
+    positions = {letter: i for i, letter in enumerate(before)}
+    positions |= {letter: i - len(after) for i, letter in enumerate(after)}
+    return {letter: dim for letter, dim in positions.items() if letter in letters}
+
+
+def _conv(module: nnx.Conv) -> Signature:
+    space = "stuvwxyz"[: len(module.kernel_size)]
+    grouped = module.feature_group_count != 1
+    splits = not grouped and module.mask is None
+    attributes = {"in_features": "i", "out_features": "o", "kernel_shape": f"{space}io"}
+    return Signature(
+        {"kernel": f"{space}io", "bias": "o"},
+        {"i": -1},
+        {"o": -1},
+        "o" if splits else None,
+        "i" if splits else None,
+        {} if grouped else attributes,
+        batch_ndim=len(space) + 2,
+        mixes_positions=True,
+    )
+
+
+_EMBED_SIZES = {"num_embeddings": "v", "features": "d"}
+
+
+def _embed(module: nnx.Embed) -> Signature:
+    return Signature({"embedding": "vd"}, {}, {"d": -1}, "d", "v", _EMBED_SIZES, 1)
+
+
+def _norm(module: nnx.LayerNorm | nnx.RMSNorm) -> Signature | None:
+    last = all(axes in (-1, (-1,)) for axes in (module.reduction_axes, module.feature_axes))
+    if not last or module.axis_name is not None:
+        return None
+    params = {name: "d" for name in ("scale", "bias") if hasattr(module, name)}  # nnx.RMSNorm has no bias
+    return Signature(params, {"d": -1}, {"d": -1}, attributes={"num_features": "d"})
+
+
+_READERS: dict[type[nnx.Module], Callable[..., Signature | None]] = {
+    nnx.Linear: _linear,
+    nnx.LinearGeneral: _linear_general,
+    nnx.Einsum: _einsum,
+    nnx.Conv: _conv,
+    nnx.Embed: _embed,
+    nnx.LayerNorm: _norm,
+    nnx.RMSNorm: _norm,
+}

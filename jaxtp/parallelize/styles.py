@@ -1,0 +1,136 @@
+"""Layouts of activations along tp, and the styles in a plan.
+
+Names and arguments follow `torch.distributed.tensor`, whose styles convert between DTensors and local tensors. Here
+arrays are global, and a layout says how tp splits an array at a module's boundary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shard:
+    """tp splits dim `dim`; negative dims count from the last."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every device of a tp group has the whole array.
+
+    As a style: parameters are whole on every device, also along fsdp, and the code runs unchanged.
+    """
+
+
+Layout = Shard | Replicate
+
+Layouts = Layout | None | tuple[Layout | None, ...]
+"""Layouts of one argument or of several; None leaves an argument unchanged."""
+
+
+@dataclass(frozen=True)
+class Colwise:
+    """Splits a linear map by output features, an embedding by features.
+
+    Args:
+      input_layouts: `Replicate()`, or `Shard(dim)`, which is gathered (`Shard(1)` is the sequence).
+      output_layouts: None leaves features split without communication (the last dim of `nnx.Linear`; the heads of an
+        `nnx.LinearGeneral` with features `(heads, head_dim)`). `Replicate()` gathers.
+    """
+
+    input_layouts: Layout = Replicate()
+    output_layouts: Layout | None = None
+
+
+@dataclass(frozen=True)
+class Rowwise:
+    """Splits a linear map by input features, an embedding by vocabulary, and sums the partial results.
+
+    Args:
+      input_layouts: None expects features split as `Colwise` leaves them (ids are whole). `Replicate()` slices the
+        input and all-gathers its gradient.
+      output_layouts: `Replicate()` (all-reduce) or `Shard(dim)` (reduce-scatter); `Shard(1)` is the sequence.
+    """
+
+    input_layouts: Layout | None = None
+    output_layouts: Layout = Replicate()
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """Runs a norm or dropout on tokens split over tp, with parameters whole along tp.
+
+    Args:
+      sequence_dim: the split dim of the first argument and the result.
+      output_layouts: None leaves the result split; `Replicate()` gathers it once for all readers.
+    """
+
+    sequence_dim: int = 1
+    output_layouts: Layout | None = None
+
+
+@dataclass(frozen=True)
+class PrepareInput:
+    """Changes the layout of a module's arguments before the call, from `input_*` to `desired_input_*`.
+
+    `Replicate()` gathers an argument once, and reduces its gradient once, for all column layers that read it (q, k and
+    v; gate and up). Otherwise each layer does both for itself.
+
+    Args:
+      input_layouts: layouts of the positional arguments, or of the first.
+      input_kwarg_layouts: layouts of keyword arguments.
+    """
+
+    input_layouts: Layouts = None
+    desired_input_layouts: Layouts = None
+    input_kwarg_layouts: Mapping[str, Layout] | None = None
+    desired_input_kwarg_layouts: Mapping[str, Layout] | None = None
+
+    def __hash__(self) -> int:
+        kwargs = (self.input_kwarg_layouts or {}, self.desired_input_kwarg_layouts or {})
+        return hash((self.input_layouts, self.desired_input_layouts, *(frozenset(k.items()) for k in kwargs)))
+
+
+@dataclass(frozen=True)
+class PrepareOutput:
+    """Changes the layout of a module's results, or of the only result, after the call.
+
+    Column layers share `Replicate()` as in `PrepareInput`.
+    """
+
+    output_layouts: Layouts = None
+    desired_output_layouts: Layouts = None
+
+
+@dataclass(frozen=True)
+class PrepareInputOutput(PrepareInput, PrepareOutput):
+    """Combines `PrepareInput` and `PrepareOutput`; use keyword arguments."""
+
+    __hash__ = PrepareInput.__hash__
+
+
+@dataclass(frozen=True)
+class ContextParallel(PrepareInputOutput):
+    """Splits sequences over cp in a module and its submodules; layouts as in `PrepareInputOutput`.
+
+    The first argument is ids `[B, T]` or an activation `[B, T, ...]`. Position-wise layers (linear maps, norms,
+    embeddings) run on `T / cp` tokens per device in any style. Code that mixes positions (attention) runs on global
+    arrays, and the compiler gathers. `nnx.Conv` gets whole sequences; give them to `jax.lax` convolutions too, because
+    the compiler computes wrong gradients for split sequences. With cp=1 it changes nothing.
+    """
+
+    __hash__ = PrepareInput.__hash__
+
+
+Style = (
+    Colwise
+    | Rowwise
+    | SequenceParallel
+    | PrepareInput
+    | PrepareOutput
+    | PrepareInputOutput
+    | ContextParallel
+    | Replicate
+)
+"""Styles that a plan can give to a module."""

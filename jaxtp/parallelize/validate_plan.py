@@ -1,0 +1,265 @@
+"""Decides how each module runs and stores its parameters, or why the plan does not fit. Changes nothing.
+
+`ContextParallel` splits sequences over cp in all submodules, whatever their styles. No layout names cp, so a plan works
+with and without cp. Types do not show which arrays have a sequence, so a mesh with cp needs `ContextParallel`. Modules
+that mix positions, or have no sequence, run on global arrays with gathered weights. All devices along cp then compute
+the same, so autodiff sums no gradient twice.
+"""
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxtp.config.hints import nearest_multiples
+from jaxtp.mesh import AXES, CP, TP, axes_of, parts
+from jaxtp.parallelize.class_swap import Role, role_of
+from jaxtp.parallelize.layouts import stored_spec
+from jaxtp.parallelize.module_wrappers import ModuleInfo, has_method, original_class
+from jaxtp.parallelize.plan import Plan, PlanError, assign_styles
+from jaxtp.parallelize.run_styles import resolve_style
+from jaxtp.parallelize.stock import Signature, signature, supported_modules, why_not_split
+from jaxtp.parallelize.styles import (
+    Colwise,
+    ContextParallel,
+    PrepareInput,
+    PrepareOutput,
+    Replicate,
+    Rowwise,
+    SequenceParallel,
+    Shard,
+    Style,
+)
+
+_PER_TOKEN = nnx.Linear | nnx.LayerNorm | nnx.RMSNorm
+
+
+@dataclass(frozen=True)
+class ModulePlan:
+    """A module, its role, and its parameters' specs by name."""
+
+    info: ModuleInfo
+    role: Role | None
+    """None if the module keeps its class."""
+
+    specs: dict[str, PartitionSpec]
+    has_signature: bool
+
+
+@dataclass(frozen=True)
+class _StyledModule:
+    info: ModuleInfo
+    style: Style | None
+    signature: Signature | None
+    stack: tuple[int, ...]
+    """Sizes of the leading dims of the parameters of layers that `nnx.vmap` stacked."""
+
+    @property
+    def is_called(self) -> bool:
+        return has_method(original_class(self.info.module), "__call__")
+
+    @property
+    def submodules(self) -> str:
+        path = self.info.path
+        names = [name for name, value in vars(self.info.module).items() if isinstance(value, nnx.Module)]
+        paths = ", ".join(repr(f"{path}.{name}" if path else name) for name in names)
+        return f"; its parts are {paths}" if paths else ""
+
+
+def validate_plan(
+    modules: Sequence[ModuleInfo], plan: Plan, sizes: Mapping[str, int], *, fsdp: bool
+) -> list[ModulePlan]:
+    """Returns each module's role and its parameters' specs; `fsdp` lets fsdp and cp split stored parameters.
+
+    Raises:
+      PlanError: the plan does not fit.
+    """
+    parameters = [f"{info.path}.{name}".removeprefix(".") for info in modules for name in info.parameters]
+    assigned = assign_styles(plan, [info.paths for info in modules], parameters)
+    signatures = {info.path: signature(info.module) for info in modules}
+    stacks = {info.path: _stack(info.module, dims) for info in modules if (dims := signatures[info.path])}
+    context = [
+        p
+        for info, (_, style) in zip(modules, assigned, strict=True)
+        if isinstance(style, ContextParallel)
+        for p in info.paths
+    ]
+    plans = []
+    for info, (pattern, style) in zip(modules, assigned, strict=True):
+        stack = stacks[info.path] if info.path in stacks else _surrounding_stack(info.path, stacks)
+        module = _StyledModule(info, style, signatures[info.path], stack)
+        role = Role(
+            style, fsdp and not isinstance(style, Replicate), any(_is_inside(p, c) for p in info.paths for c in context)
+        )
+        try:
+            plans.append(_plan_module(module, role, sizes))
+        except PlanError as error:
+            where = f"{pattern!r}: " if pattern else ""
+            raise PlanError(f"{where}{info.path!r} ({info.kind}) {error}") from None
+    if sizes[CP] > 1 and not context and any(plan.role and plan.info.parameters for plan in plans):
+        raise PlanError(
+            f"cp={sizes[CP]} divides sequences, and the plan does not say in which modules; give ContextParallel() to "
+            "the module that takes ids [B, T] or activations [B, T, ...], usually the model itself: "
+            "{'': ContextParallel(), ...}; a model without sequences needs a mesh with cp=1"
+        )
+    _check_tied(plans)
+    return plans
+
+
+def parameter_specs(plans: Sequence[ModulePlan]) -> list[tuple[nnx.Param, PartitionSpec]]:
+    """Returns each parameter once with its spec; for tied parameters, modules with a signature decide."""
+    ordered = sorted(plans, key=lambda plan: plan.has_signature)
+    specs = {id(p): (p, plan.specs[name]) for plan in ordered for name, p in plan.info.parameters.items()}
+    return list(specs.values())
+
+
+def _is_inside(path: str, outer: str) -> bool:
+    return not outer or path == outer or path.startswith(f"{outer}.")
+
+
+def _stack(module: nnx.Module, dims: Signature) -> tuple[int, ...]:
+    for name, letters in dims.params.items():
+        if (parameter := getattr(module, name)) is not None:
+            return tuple(parameter.shape[: len(parameter.shape) - len(letters)])
+    return ()
+
+
+def _surrounding_stack(path: str, stacks: dict[str, tuple[int, ...]]) -> tuple[int, ...]:
+    """Takes the stack of the nearest stock modules, inside or around."""
+    while path:
+        inside = {stack for other, stack in stacks.items() if _is_inside(other, path)}
+        if inside:
+            return inside.pop() if len(inside) == 1 else ()
+        path = path.rpartition(".")[0]
+    return ()
+
+
+def _plan_module(module: _StyledModule, role: Role, sizes: Mapping[str, int]) -> ModulePlan:
+    info, style = module.info, module.style
+    if role_of(info.module) is not None:
+        raise PlanError("is parallel already; pass the original model to parallelize, and one plan")
+    declared = {
+        name: _declared_spec(name, parameter, sizes)
+        for name, parameter in info.parameters.items()
+        if parameter.get_metadata().get("out_sharding")
+    }
+    if style is not None:
+        _check_layouts(style)
+        _check_fits(module, style, bool(declared))
+        _check_sizes(module, style, sizes)
+    specs = {
+        name: declared.get(name) or _stored_spec(module, name, parameter.shape, sizes, role.fsdp)
+        for name, parameter in info.parameters.items()
+    }
+    unchanged = style is None and (not info.parameters or len(declared) == len(specs))
+    keeps_class = unchanged or not module.is_called
+    return ModulePlan(info, None if keeps_class else role, specs, module.signature is not None)
+
+
+def _stored_spec(
+    module: _StyledModule, name: str, shape: tuple[int, ...], sizes: Mapping[str, int], fsdp: bool
+) -> PartitionSpec:
+    stack = module.stack if shape[: len(module.stack)] == module.stack else ()
+    tp_dim = None
+    if module.signature:
+        letters = module.signature.params.get(name, "")
+        tp_dim = resolve_style(module.style, module.signature).tp_dim(letters)
+    return PartitionSpec(*(None,) * len(stack), *stored_spec(tuple(shape[len(stack) :]), tp_dim, sizes, fsdp=fsdp))
+
+
+def _declared_spec(name: str, parameter: nnx.Param, sizes: Mapping[str, int]) -> PartitionSpec:
+    spec = PartitionSpec(*parameter.get_metadata()["out_sharding"])
+    unknown = {axis for entry in spec for axis in axes_of(entry)} - set(AXES)
+    if unknown:
+        raise PlanError(f"declares {name} as {spec}; the axes of the mesh are {', '.join(AXES)}")
+    for dim, entry in enumerate(spec):
+        num_parts = parts(sizes, axes_of(entry))
+        if parameter.shape[dim] % num_parts:
+            shape = tuple(parameter.shape)
+            raise PlanError(f"declares {name} {shape} as {spec}; {num_parts} does not divide dim {dim}")
+    return spec
+
+
+def _check_layouts(style: Style) -> None:
+    layouts = [layout for field in fields(style) if "layouts" in field.name for layout in _layouts(field.name, style)]
+    if Shard(0) in layouts or (isinstance(style, SequenceParallel) and style.sequence_dim == 0):
+        raise PlanError(f"cannot be {style}: dim 0 is the batch, which dp and fsdp divide; the sequence is Shard(1)")
+    if isinstance(style, PrepareInput | PrepareOutput) and not isinstance(style, ContextParallel) and not layouts:
+        raise PlanError(f"cannot be {type(style).__name__}() without desired layouts: it would change nothing")
+
+
+def _layouts(name: str, style: Style) -> Iterator[Shard | Replicate]:
+    value = getattr(style, name)
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    for layout in value if isinstance(value, tuple) else (value,):
+        if isinstance(layout, type):
+            raise PlanError(f"has {name}={layout.__name__}, which is a class; write {layout.__name__}(...)")
+        if not isinstance(layout, Shard | Replicate | None) or not isinstance(getattr(layout, "dim", 0), int):
+            raise PlanError(f"has {name}={layout!r}; a layout is Shard(dim) or Replicate()")
+        if layout is not None:
+            yield layout
+
+
+def _check_fits(module: _StyledModule, style: Style, declares: bool) -> None:
+    name, dims, parts = type(style).__name__, module.signature, module.submodules
+    if not isinstance(style, Replicate) and not module.is_called:
+        raise PlanError(f"cannot be {name}: it has no __call__{parts}")
+    if isinstance(style, PrepareInput | PrepareOutput):
+        _check_keywords(module.info, style)
+        return
+    if declares:
+        raise PlanError(f"cannot be {name}: it declares itself how its parameters are split")
+    if isinstance(style, Replicate) and not module.info.parameters:
+        raise PlanError("cannot be Replicate: it has no parameters of its own; name its submodules")
+    letter = {Colwise: dims and dims.column, Rowwise: dims and dims.row}
+    if isinstance(style, Colwise | Rowwise) and not letter[type(style)]:
+        why = why_not_split(module.info.module)
+        raise PlanError(f"cannot be {name}{f': {why}' if why else f', which fits {supported_modules(name)}'}{parts}")
+    if isinstance(style, SequenceParallel) and dims and not isinstance(module.info.module, _PER_TOKEN):
+        raise PlanError(f"cannot be {name}, which fits {supported_modules(name)}")
+
+
+def _check_keywords(info: ModuleInfo, style: PrepareInput | PrepareOutput) -> None:
+    names = style.desired_input_kwarg_layouts or {} if isinstance(style, PrepareInput) else {}
+    parameters = inspect.signature(original_class(info.module).__call__).parameters  # type: ignore[operator]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    if unknown := [name for name in names if name not in parameters and not takes_any]:
+        raise PlanError(f"has no argument {unknown[0]!r}; nearest: {', '.join(map(repr, list(parameters)[1:]))}")
+
+
+def _check_sizes(module: _StyledModule, style: Style, sizes: Mapping[str, int]) -> None:
+    dims = module.signature
+    letter = resolve_style(style, dims).letter if dims else None
+    if dims is None or letter is None:
+        return
+    global_sizes = dims.sizes(module.info.module)
+    tp, size = sizes[TP], global_sizes[letter]
+    attribute = next(name for name, letters in dims.attributes.items() if letter in letters)
+    if size % tp:
+        fits = ", ".join(str(n) for n in range(1, size + 1) if size % n == 0 and n <= 2 * tp)
+        raise PlanError(
+            f"has {attribute} of {size} for {type(style).__name__} to split, not divisible by tp={tp}; "
+            f"nearest: {' or '.join(map(str, nearest_multiples(size, tp)))}, or tp {fits}"
+        )
+    for name, parameter in module.info.parameters.items():
+        expected = tuple(global_sizes[letter] for letter in dims.params.get(name, ""))
+        if tuple(parameter.shape[len(module.stack) :]) != expected:
+            raise PlanError(
+                f"has {name} of shape {tuple(parameter.shape)}, and its sizes say {expected}: layers may be stacked "
+                "along dim 0 only (nnx.vmap with out_axes=0)"
+            )
+
+
+def _check_tied(plans: Sequence[ModulePlan]) -> None:
+    """Unstyled modules without a signature follow the others."""
+    first: dict[int, tuple[str, PartitionSpec]] = {}
+    for plan in plans:
+        follows = not plan.has_signature and plan.role is not None and plan.role.style is None
+        for name, parameter in plan.info.parameters.items() if not follows else ():
+            path, spec = f"{plan.info.path}.{name}", plan.specs[name]
+            other, expected = first.setdefault(id(parameter), (path, spec))
+            if spec != expected:
+                raise PlanError(f"{other!r} and {path!r} are one tied parameter, split as {expected} and as {spec}")

@@ -1,1 +1,0 @@
-"""A plan read off a model's own jaxpr: `propose_plan`."""

@@ -1,0 +1,1 @@
+"""Commands about a run: check, estimate, evaluate, explain, bench."""

@@ -1,0 +1,210 @@
+"""`jaxtp check`."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Annotated
+
+import jax
+import tyro
+
+import jaxtp
+from jaxtp.config import entry
+from jaxtp.config import schema as configuration
+from jaxtp.config.affects import in_short_help
+from jaxtp.config.command_line import Command
+from jaxtp.config.files import require_writable, write_json
+from jaxtp.config.schema import UserPath, changed
+from jaxtp.distributed.devices import request_virtual_devices
+from jaxtp.layers.parameter import Precision
+from jaxtp.tools.check import parity
+from jaxtp.tools.check.first_difference import describe_error, first_difference
+from jaxtp.tools.check.parity import Errors, Tolerance
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case, describe, plan
+from jaxtp.train.config import IGNORED_BY_STEP, TrainConfig
+from jaxtp.train.defaults import resolve_defaults
+from jaxtp.train.devices import DeviceInfo
+
+PROGRAM = "jaxtp check"
+DESCRIPTION = """Checks that a mesh gives the numbers of one device, for a training configuration.
+
+The model is shrunk, with the same architecture and parallel structure, and trained for three updates on one device and
+on each mesh, on virtual CPU devices. Losses, gradient norms, every gradient and every updated array are compared, and
+the compiled step is audited: nothing replicated unasked, no collective that no module declared. The exit code is 1 if
+anything differs; the first module that differs is named.
+
+--config FILE reads the configuration of a training run (see configs/); dotted flags override it.
+"""
+VIRTUAL = DeviceInfo(count=8, per_process=8, bfloat16=True, kind="devices")
+"""Devices that decide defaults of the model."""
+_WIDTH = 56
+HEADER = f"{'':4}  {'mesh':<{_WIDTH}}{'dtype':<10}{'loss':>9}{'grad norm':>11}{'gradient':>10}{'updated':>9}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckConfig(TrainConfig):
+    """Command line of a check: a training configuration, and meshes."""
+
+    meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 cp=2,tp=4 ...")] = ()
+    """Meshes to compare with one device; an axis that is left out is 1. By default the configuration's own, scaled down
+    to 16 devices, and others that use each axis alone and together. With cp, attention by each possible method;
+    mesh.context leaves one."""
+
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write every number to this file."""
+
+
+COMMAND = Command(
+    program=PROGRAM,
+    schema=CheckConfig,
+    description=DESCRIPTION,
+    first=("meshes", "json", *in_short_help(TrainConfig)),
+    without=(*IGNORED_BY_STEP, "launch"),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns 0, 1 if a mesh differs, 2 for a user's mistake."""
+    return entry.attempt(PROGRAM, lambda: _check(argv))
+
+
+def _check(argv: Sequence[str]) -> int:
+    config, notes = COMMAND.load(argv, partial(resolve_defaults, devices=VIRTUAL))
+    small, cases = plan(config, config.meshes)
+    require_writable("--json", config.json)
+    jax.config.update("jax_platforms", "cpu")
+    request_virtual_devices(max(case.devices for case in cases))
+    print(f"jaxtp   {jaxtp.__version__} with jax {jax.__version__}, virtual CPU devices")
+    shown = ("model",) if config.meshes else ("model", "mesh")
+    print("".join(f"default {note}\n" for note in notes if note.startswith(shown)), end="")
+    print(f"shrunk  {', '.join(describe(config, small)) or 'nothing: it is small'}")
+    print("        (rope_theta so that every dim turns; the weights are moved away from their initial values)")
+    print(f"cases   {len(cases)} in {' and '.join(dtypes(small))}; errors relative to one device, of three updates\n")
+    print(HEADER, flush=True)
+    results: list[Verdict] = []
+    for verdict in verdicts(small, cases):
+        print("\n".join(verdict.lines()), flush=True)
+        results.append(verdict)
+    failed = sum(not verdict.passed for verdict in results)
+    record = {
+        "jaxtp": jaxtp.__version__,
+        "jax": jax.__version__,
+        "passed": not failed,
+        "config": configuration.to_plain(config),
+        "shrunk": configuration.to_plain(small),
+        "cases": [verdict.record() for verdict in results],
+    }
+    write_json("--json", config.json, record)
+    print(f"\n{f'{failed} of {len(results)} differ' if failed else f'all {len(results)} equal one device'}")
+    return 1 if failed else 0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A case compared with one device."""
+
+    case: Case
+    dtype: str
+    tolerance: Tolerance
+    errors: Errors | None
+    """None if the step could not be run."""
+    problems: tuple[str, ...]
+    """Found by the audit, or why the step could not be run."""
+    first_difference: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether numbers and compiled step are right."""
+        return self.errors is not None and self.errors.within(self.tolerance) and not self.problems
+
+    def lines(self) -> list[str]:
+        """Returns the table row and any problems."""
+        name = f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}"
+        e = self.errors
+        if e is None:
+            return [name, *(f"        {problem}" for problem in self.problems)]
+        gradient, update = e.worst(self.tolerance)
+        lines = [f"{name}{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"]
+        if e.flips:
+            scores = f"by at most {e.margin:.1e} of score ({self.tolerance.tensor:.1e} allowed)"
+            lines.append(f"        {e.flips:,} of {e.choices:,} expert choices differ, {scores}")
+        if not e.within(self.tolerance):
+            limits = [f"{name} (up to {e.allowed(name, self.tolerance):.1e} allowed)" for name in (gradient, update)]
+            if self.first_difference:
+                lines.append(f"        first difference: {self.first_difference}")
+            lines.append(f"        worst gradient {limits[0]}, worst updated array {limits[1]}")
+        return [*lines, *(f"        {problem}" for problem in self.problems)]
+
+    def record(self) -> dict[str, object]:
+        """Returns everything for JSON."""
+        plain, case, e = asdict(self), self.case, self.errors
+        del plain["case"]
+        if e is not None:
+            gradient, update = e.worst(self.tolerance)
+            plain["errors"] = {
+                "loss": e.loss,
+                "grad_norm": e.grad_norm,
+                "gradient": e.gradients[gradient],
+                "worst_gradient": gradient,
+                "update": e.updates[update],
+                "worst_update": update,
+                "flips": e.flips,
+                "margin": e.margin,
+                "choices": e.choices,
+            }
+        names = {"mesh": dict(case.sizes), "sequence_parallel": case.sequence_parallel, "context": case.context}
+        return {**names, **plain, "passed": self.passed}
+
+
+def dtypes(small: TrainConfig) -> list[str]:
+    """Returns the dtypes to check: float32, then the coarsest of the configuration, whose tolerance holds for it."""
+    of_model = set(asdict(small.model.precision).values())
+    return ["float32", *[dtype for dtype in ("bfloat16", "float16") if dtype in of_model][:1]]
+
+
+def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
+    """Runs each case in each dtype."""
+    exact: parity.Numbers | None = None  # one device in float32
+    for dtype in dtypes(small):
+        config = changed(small, {"model.precision": Precision()}) if dtype == "float32" else small
+        tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config)
+        expected = _run(config, ONE_DEVICE, initial, dtype, exact)
+        if isinstance(expected, Verdict):
+            yield expected
+            continue
+        exact = exact or expected
+        for case in cases:
+            actual = _run(config, case, initial, dtype, exact)
+            if isinstance(actual, Verdict):
+                yield actual
+                continue
+            errors, where = parity.compare(actual, expected, exact), None
+            if not errors.within(tolerance):
+                where = first_difference(config, case, initial, tolerance.tensor)
+                where = where or _remaining_cause(errors, tolerance)
+            yield Verdict(case, dtype, tolerance, errors, actual.problems, where)
+
+
+def _run(
+    config: TrainConfig, case: Case, initial: parity.Arrays, dtype: str, exact: parity.Numbers | None
+) -> parity.Numbers | Verdict:
+    try:
+        return parity.run(config, case, initial, audited=case != ONE_DEVICE, replayed=exact)
+    except Exception as error:  # a broken layer may raise anything; the verdict reports it
+        tolerance = parity.TOLERANCES[dtype]
+        where = first_difference(config, case, initial, tolerance.tensor)
+        return Verdict(case, dtype, tolerance, None, (where or describe_error(error),), where)
+
+
+def _remaining_cause(errors: Errors, tolerance: Tolerance) -> str:
+    """Names the cause if all outputs and their gradients agree."""
+    if not errors.margin <= tolerance.tensor:
+        return f"a router: {errors.flips:,} of {errors.choices:,} expert choices differ, by up to {errors.margin:.1e}"
+    gradient, update = errors.worst(tolerance)
+    if not errors.gradients[gradient] <= errors.allowed(gradient, tolerance):
+        return f"{gradient}: its own gradient, while outputs and their gradients agree"
+    return f"{update}: its update, while all gradients agree"
+
+
+if __name__ == "__main__":
+    entry.run(PROGRAM, main)

@@ -1,0 +1,147 @@
+"""Finds the first module whose output, or its gradient, differs between two meshes.
+
+The model runs block by block. Each wrapped module call records its output and adds a zero, whose gradient is the
+output's gradient.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from jaxtp.data.rows import SEGMENTS
+from jaxtp.layers.context import Sequences
+from jaxtp.mesh import mesh_of
+from jaxtp.models.decoder import Decoder, abstract_decoder, split_keys
+from jaxtp.parallelize.module_wrappers import Model, with_calls
+from jaxtp.tools.check.parity import Arrays, batches, place, relative_error
+from jaxtp.tools.check.shrink import ONE_DEVICE, Case, on_case
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.step import dropout_key, row_keys
+
+LOSS = "head and loss"
+Outputs = dict[str, Any]
+"""Pytrees of arrays, by module."""
+
+
+@dataclass
+class _Watch:
+    zeros: Outputs
+    outputs: Outputs = field(default_factory=dict)
+    failed_in: str | None = None
+
+    def on(self, module: Model, prefix: str) -> Model:
+        return with_calls(module, partial(self._called, prefix))
+
+    def _called(self, prefix: str, path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            return method(*args, **kwargs)  # inside another module's view of one device
+        name = f"{prefix}.{path}" if path else prefix
+        try:
+            return self.record(name, method(*args, **kwargs))
+        except Exception:
+            self.failed_in = self.failed_in or name
+            raise
+
+    def record(self, name: str, output: Any) -> Any:
+        if name in self.zeros:
+            output = jax.tree.map(jnp.add, output, self.zeros[name])
+        self.outputs[name] = output
+        return output
+
+
+def first_difference(config: TrainConfig, case: Case, initial: Arrays, tolerance: float) -> str | None:
+    """Names the first module whose output, or whose backward pass, differs.
+
+    None if all outputs and their gradients agree: then a parameter's gradient or update differs. `tolerance` is the
+    allowed relative L2 error.
+    """
+    traces = []
+    for each in (ONE_DEVICE, case) if case != ONE_DEVICE else (case,):
+        watch = _Watch({})
+        try:
+            traces.append(_trace(on_case(config, each), each, initial, watch))
+        except Exception as error:
+            where = watch.failed_in or "the step"
+            return f"{where} cannot be traced on {each}: {describe_error(error)}"
+    return _compare(*traces[0], *traces[-1], tolerance)
+
+
+def _compare(
+    outputs: Outputs, gradients: Outputs, actual_outputs: Outputs, actual_gradients: Outputs, tolerance: float
+) -> str | None:
+    for name, output in outputs.items():
+        if (error := _error(actual_outputs[name], output)) > tolerance:
+            return f"{name}: its output is off by {error:.1e}"
+    reader = LOSS
+    for name, gradient in reversed(gradients.items()):
+        if (error := _error(actual_gradients[name], gradient)) > tolerance:
+            return f"{reader}: its backward pass is off by {error:.1e}, in the gradient of the output of {name}"
+        reader = name
+    return None
+
+
+def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> tuple[Outputs, Outputs]:
+    mesh = mesh_of(case.sizes)
+    batch = batches(config)[0]
+    with jax.set_mesh(mesh):
+        graph, abstract = abstract_decoder(config.model)
+        weights = {name.removeprefix("model."): a for name, a in initial.items() if name.startswith("model.")}
+        state = place(weights, abstract, mesh)
+
+        def loss(zeros: Outputs, state: nnx.State, watch: _Watch) -> tuple[Array, Outputs]:
+            watch.zeros = zeros
+            total = _run(nnx.merge(graph, state), batch, config, watch)
+            return total, watch.outputs
+
+        _, shapes = jax.eval_shape(lambda state: loss({}, state, watch), state)
+        zeros = {name: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape) for name, shape in shapes.items()}
+        gradients, outputs = jax.jit(jax.grad(lambda zeros, state: loss(zeros, state, _Watch({})), has_aux=True))(
+            zeros, state
+        )
+        order = list(watch.outputs)  # of execution: JAX transformations sort the keys of a dict
+        sequences = nnx.merge(graph, state).sequences(jnp.asarray(batch["inputs"]), None, config.mesh.context)
+        on_host = jax.tree.map(lambda x: _in_natural_order(np.asarray(x), sequences, batch), (outputs, gradients))
+    first, second = ({name: tree[name] for name in order} for tree in on_host)
+    return first, second
+
+
+def _in_natural_order(output: np.ndarray, sequences: Sequences, batch: dict[str, np.ndarray]) -> np.ndarray:
+    of_tokens = output.ndim > 1 and output.shape[1] == batch["inputs"].shape[1]
+    return np.asarray(sequences.natural(output)) if of_tokens else output
+
+
+def _run(model: Decoder, batch: dict[str, Any], run: TrainConfig, watch: _Watch) -> Array:
+    # Without scan and remat, which hide the modules inside them.
+    config, keys = model.config, None
+    if config.dropout:
+        rows = jnp.arange(len(batch["inputs"]))
+        keys = split_keys(row_keys(dropout_key(run.run.seed, 0), rows), config.num_layers)
+    sequences = model.sequences(jnp.asarray(batch["inputs"]), batch.get(SEGMENTS), run.mesh.context)
+    watch.on(model.embedding, "embedding")
+    x_BTD = model.embed(jnp.asarray(batch["inputs"]), sequences)
+    for index, block in enumerate(model.in_order()):
+        layer_keys = None if keys is None else keys[index]
+        x_BTD = watch.on(block, f"blocks.{index}")(x_BTD, layer_keys, sequences)
+    x_BTD = watch.on(model.norm, "norm")(x_BTD)
+    total, count = model.loss_of_hidden(x_BTD, sequences.own(jnp.asarray(batch["labels"])))
+    mean: Array = watch.record(LOSS, total / count)
+    return mean
+
+
+def _error(actual: Any, expected: Any) -> float:
+    """Skips replicated kv heads, which have other shapes."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
+    errors = [relative_error(a, e) for a, e in pairs if a.shape == e.shape]
+    return max((float("inf") if np.isnan(error) else error for error in errors), default=0.0)
+
+
+def describe_error(error: Exception) -> str:
+    """Returns the type and the first line."""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

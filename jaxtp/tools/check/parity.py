@@ -1,0 +1,262 @@
+"""Runs three updates on a mesh and compares their numbers with another mesh's.
+
+Rounding decides between experts with almost equal scores, and all later numbers differ. So every mesh computes with one
+device's expert choices. Its actual choices are compared separately: where they differ, the scores must be equal up to
+rounding.
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtp.analysis.audit import audit
+from jaxtp.checkpoint.logical import abstract_logical, from_logical, to_logical
+from jaxtp.collectives import batch_spec
+from jaxtp.config.schema import changed
+from jaxtp.data.rows import SEGMENTS
+from jaxtp.layers.context import to_natural
+from jaxtp.layers.loss import IGNORE
+from jaxtp.mesh import CP, make_mesh, mesh_of, mesh_sizes
+from jaxtp.tools.check.shrink import UPDATES, Case, on_case
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import costs_of_step
+from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
+from jaxtp.train.step import EXPERTS, make_train_step
+from jaxtp.train.validation import share_of
+
+NOISE = 0.1
+"""Standard deviation added to every weight: zero biases and equal scales hide mistakes."""
+DOCUMENTS = 4  # in a row of a packed batch, about
+COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in less than half the time on CPUs
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Allowed relative errors."""
+
+    scalar: float
+    """For losses and gradient norms; the rounding of many tokens averages out in them."""
+    tensor: float
+    """For each gradient and each updated array."""
+
+
+TOLERANCES = {
+    # 84 units in the last place; sums in another order differ by about ten.
+    "float32": Tolerance(scalar=1e-5, tensor=1e-5),
+    # 1 and 8 units: a row layer's partial sums are rounded to bfloat16 on each device before they are added.
+    "bfloat16": Tolerance(scalar=2.0**-7, tensor=8 * 2.0**-7),
+    "float16": Tolerance(scalar=2.0**-10, tensor=8 * 2.0**-10),
+}
+"""By the coarsest dtype of a configuration."""
+
+Arrays = Mapping[str, np.ndarray]
+Choices = Sequence[tuple[np.ndarray, np.ndarray] | None]
+"""Chosen experts `[B, layers, T, k]` and the margin of their scores `[B, layers, T]`, for each kind of block; None for
+dense blocks."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Results of three updates."""
+
+    losses: np.ndarray
+    grad_norms: np.ndarray
+    gradients: Arrays
+    """Gradients of the first batch, by parameter; unsharded and unpadded, like `state`."""
+    state: Arrays
+    """Parameters and optimizer after the last update."""
+    problems: tuple[str, ...] = ()
+    """Found by the audit."""
+    choices: tuple[Choices, ...] = ()
+    """Expert choices of each update."""
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative L2 errors of `Numbers`."""
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, float]
+    updates: Mapping[str, float]
+    """Errors of parameters and optimizer."""
+    flips: int = 0
+    """Expert choices that differ."""
+    margin: float = 0.0
+    """The largest margin, on one device, of a choice that differs."""
+    choices: int = 0
+    """Expert choices in all."""
+    rounding: Mapping[str, float] = field(default_factory=dict)
+    """Error of each array on one device, against float32. Where much cancels, as in the gradient of a norm's scale, it
+    is larger than the precision of the dtype."""
+
+    def allowed(self, name: str, tolerance: Tolerance) -> float:
+        """Returns an array's tolerance: at least twice its rounding error on one device."""
+        return max(tolerance.tensor, 2 * self.rounding.get(name, 0.0))
+
+    def worst(self, tolerance: Tolerance) -> tuple[str, str]:
+        """Returns the gradient and updated array with the largest errors relative to their tolerance; NaN first."""
+        gradient, update = (
+            max(errors, key=lambda name: (np.isnan(errors[name]), errors[name] / self.allowed(name, tolerance)))
+            for errors in (self.gradients, self.updates)
+        )
+        return gradient, update
+
+    def within(self, tolerance: Tolerance) -> bool:
+        """Returns whether all errors are allowed; NaN never is."""
+        scalars = self.loss <= tolerance.scalar and self.grad_norm <= tolerance.scalar
+        arrays = {**self.gradients, **self.updates}
+        allowed = all(error <= self.allowed(name, tolerance) for name, error in arrays.items())
+        return scalars and allowed and self.margin <= tolerance.tensor
+
+
+def initial_arrays(config: TrainConfig) -> Arrays:
+    """Returns the unpadded initial state, with noise added to the weights."""
+    blueprint = _plan(config, make_mesh())
+    arrays = to_logical(blueprint.create(config.run.seed), blueprint.mesh)
+    return {
+        name: _with_noise(name, array) if name.startswith("model.") else np.asarray(array)
+        for name, array in arrays.items()
+    }
+
+
+def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
+    """Returns random tokens for each update, with labels masked unevenly over the rows.
+
+    In a packed batch the last row and half of the row before it are padding.
+    """
+    made = []
+    shape = (config.data.global_batch_size, config.data.sequence_length + 1)
+    for update in range(UPDATES):
+        random = np.random.default_rng(update)
+        tokens = random.integers(config.model.vocab_size, size=shape, dtype=np.int32)
+        masked = random.random(shape) < np.linspace(0, 0.5, shape[0])[:, None]
+        labels = np.where(masked, IGNORE, tokens)[:, 1:]
+        batch = {"inputs": tokens[:, :-1], "labels": labels}
+        if config.data.packed:
+            batch[SEGMENTS] = np.cumsum(
+                random.random(labels.shape) < DOCUMENTS / labels.shape[1], axis=1, dtype=np.int32
+            )
+            for row, begin in ((-1, 0), (-2, labels.shape[1] // 2)):
+                batch[SEGMENTS][row, begin:], labels[row, begin:] = 0, IGNORE
+        made.append(batch)
+    return made
+
+
+def run(
+    config: TrainConfig, case: Case, initial: Arrays, *, audited: bool = False, replayed: Numbers | None = None
+) -> Numbers:
+    """Runs three updates on a case's mesh, with the expert choices of `replayed`."""
+    config = on_case(config, case)
+    mesh = mesh_of(case.sizes)
+    blueprint = _plan(config, mesh)
+    step = make_train_step(changed(config, {"metrics.norm_groups": ()}), blueprint, with_choices=True, with_grads=True)
+    state = place(initial, blueprint.abstract, mesh)
+    replay = [_replay(choices) for choices in replayed.choices] if replayed is not None else [{}] * UPDATES
+    rows = NamedSharding(mesh, batch_spec(None))
+    placed = [
+        jax.device_put({**batch, **experts}, rows) for batch, experts in zip(batches(config), replay, strict=True)
+    ]
+    problems: list[str] = []
+    if audited:
+        result = audit(
+            step,
+            state,
+            placed[0],
+            mesh=mesh,
+            budget=costs_of_step(config, mesh_sizes(mesh)).budget,
+            global_view=() if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,),
+            compiler_options=COMPILER_OPTIONS,
+        )
+        problems, step = result.problems(), result.compiled
+    else:
+        with jax.set_mesh(mesh):
+            step = step.lower(state, placed[0]).compile(compiler_options=COMPILER_OPTIONS)
+    scalars: list[list[float]] = []
+    gradients: Arrays = {}
+    choices: list[Choices] = []
+    zigzag = config.model.zigzag(share_of(config, case.sizes))
+    for batch in placed:
+        state, values, chosen, grads = step(state, batch)
+        choices.append(
+            jax.tree.map(lambda x: to_natural(np.asarray(x), case.sizes[CP], 2) if zigzag else np.asarray(x), chosen)
+        )
+        scalars.append([values.fetch()[name] for name in ("loss", "grad_norm")])
+        gradients = gradients or on_host(grads, mesh)
+    losses, norms = np.array(scalars).T
+    return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems), tuple(choices))
+
+
+def _replay(choices: Choices) -> dict[str, tuple[np.ndarray | None, ...]]:
+    experts = tuple(None if found is None else found[0] for found in choices)
+    return {} if all(found is None for found in experts) else {EXPERTS: experts}
+
+
+def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
+    """Returns a mesh's errors relative to one device; `exact` is one device in float32."""
+    gradients, updates = distances(actual, expected)
+    margins, choices = _flipped(actual, expected)
+    return Errors(
+        loss=relative_error(actual.losses, expected.losses),
+        grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
+        gradients=gradients,
+        updates=updates,
+        flips=margins.size,
+        margin=float(np.max(margins, initial=0.0)),
+        choices=choices,
+        rounding={} if exact is None else {k: e for errors in distances(expected, exact) for k, e in errors.items()},
+    )
+
+
+def distances(actual: Numbers, expected: Numbers) -> tuple[dict[str, float], dict[str, float]]:
+    """Returns the relative error of each gradient and updated array."""
+    gradients = {name: relative_error(actual.gradients[name], g) for name, g in expected.gradients.items()}
+    return gradients, {name: relative_error(actual.state[name], a) for name, a in expected.state.items()}
+
+
+def _flipped(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, int]:
+    """Returns the margin of each differing expert choice, and the number of choices."""
+    margins: list[np.ndarray] = [np.zeros(0)]
+    total = 0
+    for ours, theirs in zip(actual.choices, expected.choices, strict=True):
+        for actual_choice, expected_choice in zip(ours, theirs, strict=True):
+            if actual_choice is not None and expected_choice is not None:
+                (experts, _), (expected_experts, margin) = actual_choice, expected_choice
+                differ = np.any(np.sort(experts) != np.sort(expected_experts), axis=-1)
+                margins.append(margin[differ].astype(np.float64))
+                total += differ.size
+    return np.concatenate(margins), total
+
+
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Returns the relative L2 error in float64; absolute if the expected value is zero."""
+    difference = float(np.linalg.norm(np.float64(actual) - np.float64(expected)))
+    return difference / (float(np.linalg.norm(np.float64(expected))) or 1.0)
+
+
+def place(arrays: Arrays, abstract: nnx.State, mesh: Mesh) -> nnx.State:
+    """Returns unpadded arrays as a state."""
+    targets = abstract_logical(abstract, mesh)
+    with jax.set_mesh(mesh):
+        return from_logical({n: jax.device_put(arrays[n], t.sharding) for n, t in targets.items()}, abstract, mesh)
+
+
+def _plan(config: TrainConfig, mesh: Mesh) -> Blueprint:
+    return plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
+
+
+def _with_noise(name: str, array: Array) -> np.ndarray:
+    random = np.random.default_rng(zlib.crc32(name.encode()))
+    return (np.asarray(array) + NOISE * random.standard_normal(array.shape)).astype(array.dtype)
+
+
+def on_host(state: nnx.State, mesh: Mesh) -> dict[str, np.ndarray]:
+    """Returns a state's arrays, unpadded and unsharded."""
+    return {name: np.asarray(array) for name, array in to_logical(state, mesh).items()}

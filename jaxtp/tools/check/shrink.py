@@ -1,0 +1,187 @@
+"""Scales a configuration down for virtual CPU devices, and chooses meshes to check.
+
+Unchanged: the kinds of layers, biases and norms, numbers of heads, divisibility (vocabulary, sequence, loss chunks),
+windows relative to sequence chunks, remat, precision, dropout, accumulation, the optimizer. Shrunk: widths, layers,
+sequence, batch.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from jaxtp.config.command_line import parse_mesh
+from jaxtp.config.schema import ConfigError, changed
+from jaxtp.layers.activations import Context, Method, is_split
+from jaxtp.layers.branch import ShrinkSpec, smallest_congruent
+from jaxtp.mesh import AXES, CP, DP, FSDP, SEQUENCE, STORAGE, TP, batch_parts, check_sizes, parts, sized
+from jaxtp.models.config import padded_sizes, shrunk, violations
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.validation import check, context_problems, padding_problems, share_of
+
+MAX_DEVICES, COMMON_TP = 16, 8
+MIN_SEQUENCE, MIN_ROWS = 24, 4
+UPDATES, MIN_EPSILON = 3, 1e-5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh, sequence parallelism and a cp attention method to check."""
+
+    sizes: Mapping[str, int]
+    """Devices along each axis."""
+    sequence_parallel: bool
+    context: Context = "auto"
+    """auto without cp, or if blocks differ in their method."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return math.prod(self.sizes.values())
+
+    def __str__(self) -> str:
+        """Formats `fsdp 2 x cp 2 x tp 4, sequence-parallel, ulysses`."""
+        mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+        options = {"sequence-parallel": self.sequence_parallel, self.context: self.sizes[CP] > 1}
+        return ", ".join([mesh, *(name for name, holds in options.items() if holds)])
+
+
+ONE_DEVICE = Case(sized(), False)
+
+
+def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, list[Case]]:
+    """Returns the shrunk configuration and its cases, on the requested or default meshes.
+
+    Raises:
+      ConfigError: the configuration does not fit its mesh or a requested mesh.
+    """
+    sizes = config.mesh.sizes
+    check_sizes(sizes)
+    smallest = {axis: 1 if meshes or size == -1 else size for axis, size in sizes.items()}  # -1 may be 1
+    check(config, smallest, lambda: None)
+    wide = {axis: 2 if size == -1 else size for axis, size in sizes.items()}
+    cases = _requested_cases(config, meshes) if meshes else default_cases(config, wide)
+    if not cases:
+        raise ConfigError("no mesh of several devices can hold this model; choose one with --mesh")
+    return shrink(config, cases), cases
+
+
+def _requested_cases(config: TrainConfig, meshes: Sequence[str]) -> list[Case]:
+    cases: list[Case] = []
+    for text, sizes in {text: parse_mesh(text, AXES) for text in meshes}.items():
+        if (count := math.prod(sizes.values())) == 1:
+            raise ConfigError(f"--mesh {text}: meshes are compared with one device; name a larger one")
+        if count > MAX_DEVICES:
+            raise ConfigError(
+                f"--mesh {text} is {count} devices, and a check runs on at most {MAX_DEVICES} virtual ones; a dp or "
+                "fsdp of 2 checks the same as a larger one"
+            )
+        first = Case(sizes, config.model.sequence_parallel or False, methods_of(config, sizes)[0])
+        if problems := list(unfit(config, first, fixed=config.run.init_from is not None)):
+            raise ConfigError(f"--mesh {text}:\n" + "\n".join(f"  {problem}" for problem in problems))
+        cases += [case for case in cases_of(config, sizes) if case not in cases]
+    return cases
+
+
+def default_cases(config: TrainConfig, mesh: Mapping[str, int]) -> list[Case]:
+    """Returns the configuration's mesh, scaled down to 16 devices, and meshes for each axis alone and together."""
+    scaled = _scaled_down(mesh)
+    able = [tp for tp in range(2, MAX_DEVICES + 1) if cases_of(config, sized(tp=tp))]
+    tps = [tp for tp in able if not padded_sizes(config.model, tp)] or [1]
+    padded = [tp for tp in (2, 4, COMMON_TP) if tp in able and tp not in tps][:1]
+    few = [tp for tp in tps if tp <= COMMON_TP] or tps[:1]
+    least, most = few[0], few[-1]
+    tp = scaled[TP] if scaled[TP] > 1 else most
+    half = tp // 2 if tp // 2 in tps else tp
+    middle = max(tp for tp in few if tp <= max(COMMON_TP // 2, least))
+    others = [{TP: tp}, {TP: half}, {FSDP: 2, TP: half}, {DP: 2, FSDP: 2, TP: least}, {DP: 2, TP: middle}, {TP: most}]
+    others += [{TP: tp} for tp in padded]
+    others += [{DP: 2, FSDP: 2, CP: 2, TP: least}, {CP: 8}, {FSDP: 8}, {DP: 8}]
+    meshes = [scaled, *(sized(**sizes) for sizes in others)]
+    meshes = [sizes for sizes in meshes if math.prod(sizes.values()) <= MAX_DEVICES]
+    method = methods_of(config, mesh)[0]  # auto might choose another on fewer devices
+    cases = [case for sizes in meshes for case in cases_of(config, sizes, method)[:1]]
+    cases[1:1] = cases_of(config, scaled, method)[1:] or cases_of(config, sized(tp=tp))[1:]
+    over_cp = cases_of(config, sized(cp=2, tp=least), method)
+    cases += [case for case in over_cp if case.sequence_parallel == over_cp[0].sequence_parallel]  # by each method
+    small = [case for case in cases if 1 < case.devices <= MAX_DEVICES]
+    return list({str(case): case for case in small}.values())
+
+
+def cases_of(config: TrainConfig, sizes: Mapping[str, int], first_method: Context = "auto") -> list[Case]:
+    """Returns a mesh's cases, the configuration's first; none if the model cannot run on it."""
+    methods = sorted(methods_of(config, sizes), key=lambda method: method != first_method)
+    split = is_split(None, config.data.sequence_length, sizes)
+    first = split and config.model.sequence_parallel is not False
+    cases = [Case(sizes, first, methods[0]), *([Case(sizes, not first, methods[0])] if split else [])]
+    cases += [Case(sizes, first, method) for method in methods[1:]]
+    return [case for case in cases if not any(unfit(config, case))]
+
+
+def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
+    """Returns the cp attention methods to check: the run's, and for auto also the others."""
+    if sizes[CP] == 1 or config.mesh.context != "auto":
+        return [config.mesh.context if sizes[CP] > 1 else "auto"]
+    taken = {block.attended(sizes[TP]).method(share_of(config, sizes))[0] for block in config.model.block_kinds()}
+    automatic = taken.pop() if len(taken) == 1 else "auto"
+    return [automatic, *(method for method in get_args(Method) if method != automatic)]
+
+
+def unfit(config: TrainConfig, case: Case, *, fixed: bool = False) -> Iterator[str]:
+    """Yields why a run does not fit a case; `fixed` as in `models.config.violations`."""
+    run = on_case(config, case)
+    found = list(violations(run.model, case.sizes, fixed=fixed))
+    problems = (*context_problems(run, case.sizes), *padding_problems(run, case.sizes))
+    yield from found or (problem.text for problem in problems)
+
+
+def on_case(config: TrainConfig, case: Case) -> TrainConfig:
+    """Returns the configuration for a case."""
+    return changed(config, {"model.sequence_parallel": case.sequence_parallel, "mesh.context": case.context})
+
+
+def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
+    """Returns a small configuration with the same architecture and parallel structure, for all cases."""
+    # Zigzag order splits a sequence into twice as many chunks as there are devices along cp.
+    chunks = math.lcm(*(parts(case.sizes, SEQUENCE) * (2 if case.sizes[CP] > 1 else 1) for case in cases))
+    accumulation = min(config.train.accumulation, 2)
+    rows = smallest_congruent(0, math.lcm(*(batch_parts(case.sizes) for case in cases)) * accumulation, MIN_ROWS)
+    sequence = smallest_congruent(config.data.sequence_length, chunks, MIN_SEQUENCE)
+    small = ShrinkSpec(
+        tps=frozenset(case.sizes[TP] for case in cases),
+        shards=math.lcm(*(parts(case.sizes, STORAGE) for case in cases)),
+        length=sequence,
+        before=config.data.sequence_length,
+    )
+    # Three updates at this rate move the weights enough to compare them. With a smaller epsilon Adam makes whole steps
+    # of elements whose gradient is only rounding.
+    schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10, "train.epochs": None}
+    schedule |= {"optimizer.eps": max(config.optimizer.eps, MIN_EPSILON)}
+    batch = {"data.sequence_length": sequence, "data.global_batch_size": rows, "train.accumulation": accumulation}
+    return changed(config, {"model": shrunk(config.model, small), **batch, **schedule})
+
+
+def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
+    """Yields each change: `model.d_model 4096 -> 64`."""
+    for section in ("model", "data", "train"):
+        before, after = getattr(config, section), getattr(small, section)
+        for field in dataclasses.fields(before):
+            old, new = getattr(before, field.name), getattr(after, field.name)
+            if old != new and field.name != "steps":
+                yield f"{section}.{field.name} {old} -> {new}"
+
+
+def _scaled_down(mesh: Mapping[str, int]) -> dict[str, int]:
+    """Returns tp and cp as far as 16 devices allow, and fsdp and dp of at most 2."""
+    tp = _at_most(mesh[TP], MAX_DEVICES // min(2, mesh[CP]))
+    cp = _at_most(mesh[CP], MAX_DEVICES // tp)
+    fsdp = 2 if mesh[FSDP] > 1 and 2 * cp * tp <= MAX_DEVICES else 1
+    dp = 2 if mesh[DP] > 1 and 2 * fsdp * cp * tp <= MAX_DEVICES else 1
+    return sized(dp=dp, fsdp=fsdp, cp=cp, tp=tp)
+
+
+def _at_most(size: int, limit: int) -> int:
+    while size > limit:
+        size = next((size // prime for prime in (2, 3, 5, 7) if size % prime == 0), 1)
+    return size

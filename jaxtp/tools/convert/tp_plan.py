@@ -1,0 +1,105 @@
+"""`jaxtp convert plan`: how transformers splits each module over tp (`base_model_tp_plan`), and how jaxtp does."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from jaxtp.checkpoint.logical import named_variables
+from jaxtp.config.schema import Keys
+from jaxtp.hf.config_json import family_of, model_config
+from jaxtp.hf.families.family import LAYER, Family, Tensor
+from jaxtp.hf.model_folder import CONFIG, HFError, read_attributes
+from jaxtp.hf.tensor_map import HEAD, TABLE, split_path
+from jaxtp.layers.parameter import spec_of
+from jaxtp.mesh import TP, axes_of
+from jaxtp.models.decoder import abstract_decoder
+from jaxtp.tools.convert.transfer import HFDir
+
+PLAN_HELP = """Compares how transformers splits each module of a model over tp (base_model_tp_plan) with how jaxtp does.
+
+jaxtp convert plan models/Llama-3.2-1B
+"""
+PLAN = "base_model_tp_plan"
+_SAME = {
+    "colwise": {"colwise", "colwise_rep", "colwise_gather_output", "local_colwise", "packed_colwise"},
+    "rowwise": {"rowwise", "rowwise_rep", "rowwise_split_input", "local_rowwise", "packed_rowwise"},
+    "embedding_rowwise": {"embedding_rowwise", "rowwise", "rowwise_rep"},
+    "grouped_gemm": {"grouped_gemm"},
+    "replicated": {"replicated", "replicated_with_grad_allreduce", "sequence_parallel", "local"},
+}
+"""Styles of transformers equivalent to ours up to gathering the output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Flags of `jaxtp convert plan`."""
+
+    source: HFDir
+    """Folder with a config.json; weights are not read. A plan in it takes precedence over the one of transformers."""
+
+    ignore_config: Keys = ()
+    """Unknown attributes of config.json to ignore, because they do not affect what the model computes. Repeatable."""
+
+
+def plan_lines(path: Path, ignore_config: Collection[str] = ()) -> Iterator[str]:
+    """Yields a table with a line per module.
+
+    Raises:
+      HFError: as `read_config`, or an invalid plan.
+    """
+    attributes = read_attributes(path)
+    family = family_of(attributes, str(path / CONFIG))
+    config = model_config(attributes, str(path / CONFIG), ignore_config)
+    own = attributes.get(PLAN) is not None
+    theirs = _plan_in(attributes, path) if own else family.tp_plan
+    _, parameters = abstract_decoder(config)
+    ours = our_plan(parameters, family)
+    yield f"{family.model_type}, {f'{PLAN} of {path / CONFIG}' if own else 'the plan that transformers has for it'}"
+    yield ""
+    yield f"{'module':<36}{'transformers':<32}{'ours':<20}"
+    for module in dict.fromkeys((*ours, *theirs)):
+        yield f"{module:<36}{theirs.get(module, '-'):<32}{ours.get(module, '-'):<20}{_verdict(module, theirs, ours)}"
+
+
+def our_plan(parameters: nnx.State, family: Family) -> dict[str, str]:
+    """Returns jaxtp's style of each module, in PyTorch's names, from its parameters' specs."""
+    tensors = {tensor.ours: tensor for tensor in family.tensors if tensor.layout != "separate"}
+    plan: dict[str, str] = {}
+    for path, variable in named_variables(parameters).items():
+        tensor = tensors[split_path(path)[1]]
+        if not tensor.theirs.endswith(".bias"):
+            module = tensor.theirs.removeprefix(family.prefix).removesuffix(".weight")
+            plan[module.replace(LAYER, "*")] = _style(tensor, spec_of(variable))
+    return plan
+
+
+def _style(tensor: Tensor, declared: PartitionSpec) -> str:
+    dims = list(declared)[1:] if LAYER in tensor.theirs else list(declared)
+    split = [dim for dim, axes in enumerate(dims) if TP in axes_of(axes)]
+    if not split:
+        return "replicated"
+    if tensor.ours == TABLE:
+        return "embedding_rowwise"
+    if tensor.layout is not None and split == [0]:
+        return "grouped_gemm"
+    outputs = 0 if tensor.ours == HEAD else len(dims) - 1
+    return "colwise" if split == [outputs] else "rowwise"
+
+
+def _verdict(module: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> str:
+    if module not in theirs:  # transformers replicates modules that its plan lacks
+        return "" if ours[module] == "replicated" else "split by us alone"
+    if module not in ours:
+        return "no such module in this model"
+    return "same" if theirs[module] in _SAME[ours[module]] else "differs"
+
+
+def _plan_in(attributes: Mapping[str, Any], path: Path) -> dict[str, str]:
+    plan = attributes[PLAN]
+    if not isinstance(plan, dict) or not all(isinstance(style, str) for style in plan.values()):
+        raise HFError(f"{path / CONFIG}: {PLAN} should give a style for each module")
+    return plan

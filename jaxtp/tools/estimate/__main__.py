@@ -1,0 +1,332 @@
+"""`jaxtp estimate`."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import tyro
+from pydantic import Field
+
+from jaxtp.analysis.hardware import GB, RANGES, TABLE
+from jaxtp.analysis.hardware_file import MAX_DEVICES, parse
+from jaxtp.config import entry
+from jaxtp.config.affects import in_short_help
+from jaxtp.config.command_line import Command, parse_mesh
+from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
+from jaxtp.config.schema import ConfigError, CountOrZero, Positive, Switch, UserPath, allowed, changed, to_short_yaml
+from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, sized
+from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError, topology
+from jaxtp.tools.estimate.generation import generations, records, table
+from jaxtp.tools.estimate.remedies import faster, remedies
+from jaxtp.tools.estimate.search import (
+    Model,
+    Search,
+    Setting,
+    Target,
+    describe_model,
+    estimate,
+    meshes_to_try,
+    search,
+    spans_hosts,
+    target,
+)
+from jaxtp.tools.estimate.summary import (
+    device_hours,
+    draw,
+    explained,
+    heading,
+    in_lines,
+    ranking,
+    record,
+    setting_record,
+)
+from jaxtp.tools.estimate.tiers import compile_for, compile_partitioned, request_devices
+from jaxtp.train.config import IGNORED_BY_COST, LoopConfig, TrainConfig, training_of
+from jaxtp.train.defaults import RUN_DIR, default_settings, resolve_defaults
+from jaxtp.train.devices import DeviceInfo
+from jaxtp.train.validation import check_kernels, violations_on
+
+PROGRAM = "jaxtp estimate"
+DESCRIPTION = """Will it fit, and what will it cost? The hardware need not be here.
+
+Tries every mesh (dp, fsdp, cp, tp), micro-batch and remat policy of a training configuration on hardware such as
+h100x8, and ranks those that fit. Times are modelled, wrong by tens of percent. No accelerator is needed.
+
+--config FILE reads the configuration of a training run; flags override it. --hardware takes a name or a YAML file with
+like (a name; without it the first six keys are required), platform (cuda, rocm, tpu), direct (true: links join each
+pair) and KEYS. Exit code 1: nothing fits.
+
+  jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
+  jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
+""".replace("KEYS", ", ".join(f"{key} ({unit})" for key, (_, _, unit) in RANGES.items()))
+HARDWARE = f"Kind and count: {', '.join(TABLE)}, or a YAML file, as in mine.yamlx8. 2xh100x8: two hosts of 8."
+
+OF_ALL_STEPS = ("data.path", "data.long_documents", "train.epochs")
+"""Settings that decide the number of steps, and so the cost of a run."""
+SHOWN_FIRST = (
+    *("hardware", "tier", "meshes", "as_configured", "price", "generate", "json", "write", "plot"),
+    *(name for name in in_short_help(TrainConfig) if name not in OF_ALL_STEPS),
+)
+WRITTEN = "# The best of jaxtp estimate for"
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateConfig(TrainConfig):
+    """Command line of an estimate: a training configuration, and hardware."""
+
+    hardware: Annotated[str, tyro.conf.arg(metavar="h100x8", help=HARDWARE)] = "h100x8"
+    """See `HARDWARE`."""
+
+    tier: Literal[1, 2, 3] = 1
+    """Depth; 2 and 3 compile the best mesh. 1: arithmetic, in seconds. 2: also compiles it for virtual CPU devices and
+    compares what it moves. 3: also compiles it for the hardware, which need not be here (pip install
+    'jaxtp[estimate-gpu]', with cuDNN's attention 'jaxtp[estimate-cudnn]', or 'jaxtp[estimate-tpu]')."""
+
+    meshes: Annotated[tuple[str, ...], tyro.conf.arg(name="mesh", metavar="tp=8 fsdp=2,tp=4 ...")] = ()
+    """Meshes to try; an axis that is left out is 1. By default all."""
+
+    as_configured: Switch = False
+    """Keep remat and accumulation as configured; by default the fastest are found."""
+
+    memory_fraction: Annotated[float, Field(gt=0, le=1), allowed("above 0, up to 1")] | None = None
+    """Share of a GPU's memory that JAX takes: by default 0.75 as in JAX, and 0.9 on several hosts as in
+    scripts/cluster/gpu.env. XLA_PYTHON_CLIENT_MEM_FRACTION is ignored."""
+
+    price: Positive | None = None
+    """Price of a device hour, for the cost of all steps."""
+
+    generate: CountOrZero = 0
+    """Texts to generate at a time. Each has data.sequence_length tokens; adds weights, KV cache and speed on each
+    mesh."""
+
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write every number to this file."""
+
+    write: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.yaml")] = None
+    """Write the best setting as a configuration. Not written if nothing fits."""
+
+    plot: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE.png")] = None
+    """Draw memory and time over tp. Needs pip install 'jaxtp[plot]'."""
+
+    timeout: Positive = 300.0
+    """Seconds that tier 3 waits for the compiler."""
+
+
+COMMAND = Command(
+    program=PROGRAM,
+    schema=EstimateConfig,
+    description=DESCRIPTION,
+    first=SHOWN_FIRST,
+    without=tuple(name for name in IGNORED_BY_COST if name not in OF_ALL_STEPS),
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command; returns 0, 1 if nothing fits or tier 3 disagrees, 2 for a user's mistake."""
+    return entry.attempt(PROGRAM, lambda: _estimate(argv))
+
+
+def _estimate(argv: Sequence[str]) -> int:
+    writes = any(word.partition("=")[0] == "--write" for word in argv)  # then all settings of the run matter
+    command = replace(COMMAND, without=()) if writes else COMMAND
+    epochs: float | None = None
+
+    def fitted(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:
+        nonlocal epochs
+        epochs = options.train.epochs
+        return _fit(options, explicit)
+
+    options, chosen = command.load(argv, fitted)
+    jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
+    require_writable("--json", options.json)
+    require_writable("--write", options.write)
+    _check_overwrite(options)
+    require_picture("--plot", options.plot)
+    config = training_of(options)
+    where = target(*parse(options.hardware), options.memory_fraction, options.launch.allocator)
+    _require_compiler(options, where)
+    check_kernels(config, sized(), where.hardware.architecture)
+    meshes = _meshes(options, config, where)
+    model = describe_model(config)
+    print(heading(config, where, model), *chosen, sep="\n", end="\n\n", flush=True)
+    found = search(config, where, model, meshes, as_configured=options.as_configured)
+    numbers = _show(options, config, model, found)
+    title = f"{model.parameters / 1e9:,.1f} billion parameters on {options.hardware}"
+    write_picture("--plot", options.plot, partial(draw, found, title))
+    if options.generate:
+        length = config.data.sequence_length
+        generating = generations(config.model, where, model, meshes, options.generate, length)
+        print("", table(generating, length), sep="\n", flush=True)
+        numbers["generation"] = records(generating)
+    best, compiles, failed = found.settings[0], True, None
+    if options.tier > 1:
+        compiles, failed = _compile(options, best, numbers)
+    fits = best.fits and compiles
+    write_json("--json", options.json, numbers)
+    if options.write is not None:
+        _write(changed(options, {"train.epochs": epochs}), options.write, best if fits else None)
+    if failed is not None:
+        return entry.fail(PROGRAM, failed)
+    return 0 if fits else 1
+
+
+def _fit(options: EstimateConfig, explicit: Set[str]) -> tuple[EstimateConfig, list[str]]:
+    if options.train.epochs is not None and options.data.path is None and not options.data.mixture:
+        raise ConfigError(
+            f"train.epochs={options.train.epochs:,.15g} needs a dataset to count its steps: add --data.path, or "
+            "give --train.steps instead"
+        )
+    hardware, count = parse(options.hardware)
+    room = target(hardware, count, options.memory_fraction, options.launch.allocator).room
+    place = DeviceInfo(count, min(count, hardware.domain), True, hardware.name, room, hardware.architecture)
+    config, notes = resolve_defaults(options, explicit, place)
+    return config, [f"default {note}" for note in notes if not note.startswith(RUN_DIR)]
+
+
+def _check_overwrite(options: EstimateConfig) -> None:
+    file = options.write
+    if file is None:
+        return
+    if options.json is not None and options.json.absolute() == file.absolute():
+        raise ConfigError(f"--write and --json are both {file}: name two files")
+    if file.is_file():
+        with file.open("rb") as opened:
+            if not is_written(opened.read(4096).decode(errors="replace")):
+                raise ConfigError(f"--write {file}: it exists, and no earlier --write made it; name another file")
+
+
+def is_written(text: str) -> bool:
+    """Returns whether a file's first lines come from --write."""
+    return any(line.startswith(WRITTEN) for line in text.splitlines()[:4])
+
+
+def _write(options: EstimateConfig, file: Path, best: Setting | None) -> None:
+    if best is None:
+        print(f"\n--write {file}: not written, because nothing fits")
+        return
+    with writing("--write", file):
+        file.write_text(as_configuration(best, file, options))
+    needed = " --model.from-hf DIR" if options.model.lora.rank and options.model.from_hf is None else ""
+    print(f"\n{file}: for jaxtp train --config {file}{needed}")
+
+
+def as_configuration(best: Setting, file: Path, options: EstimateConfig) -> str:
+    """Returns a setting as YAML for `train`: non-default and device-dependent values.
+
+    Head comments have the command, the hardware and missing settings.
+    """
+    slow, fast = best.tokens_per_second_range
+    where, config = best.target, best.config
+    if spans_hosts(best.sizes, where.hardware.domain):
+        config = changed(config, {"mesh.tp_across_hosts": True})
+    if options.train.epochs is not None:  # the run counts its steps itself
+        config = changed(config, {"train.epochs": options.train.epochs, "train.steps": LoopConfig().steps})
+    default = target(where.hardware, where.devices, allocator=config.launch.allocator).share
+    variable = "" if where.share == default else f"XLA_PYTHON_CLIENT_MEM_FRACTION={where.share} "
+    lines = [f"# {variable}jaxtp train --config {file}", "#"]
+    if where.devices > where.hardware.domain:
+        lines.insert(0, "# Each host starts this, by a scheduler or jaxtp launch (jaxtp/distributed/README.md):")
+    memory = f"{best.memory.total / GB:,.1f} GB on each device"
+    lines += [f"{WRITTEN} {options.hardware}: {memory}, of"]
+    lines += [f"# {where.room / GB:,.1f} for JAX, and {slow:,.0f} to {fast:,.0f} tokens/s, modelled."]
+    if missing := list(_missing(config)):
+        lines += ["# Still to be filled in:", *(f"#   {line}" for line in missing)]
+    return "\n".join(lines) + f"\n\n{to_short_yaml(config, default_settings(config))}"
+
+
+def _missing(config: TrainConfig) -> Iterator[str]:
+    if config.data.path is None and not config.data.mixture:
+        yield "data.path: a dataset of jaxtp prepare"
+    if config.model.from_hf is None and config.run.init_from is None:
+        yield "model.from_hf: the model to fine-tune; without it the weights are random"
+    if config.run.dir == TrainConfig().run.dir:
+        yield "run.dir: a folder for the run"
+
+
+def _show(options: EstimateConfig, config: TrainConfig, model: Model, found: Search) -> dict[str, object]:
+    best, where = found.settings[0], found.settings[0].target
+    print(ranking(found), end="\n\n", flush=True)
+    configured = None if options.as_configured or options.meshes else _configured(config, where, model)
+    alternatives = faster(found, model) if found.fitting else list(remedies(found, model))
+    rows = explained(found, model, configured, alternatives)
+    if options.price is not None:
+        low, high = (each * options.price for each in device_hours(best))
+        rows.append(("cost", f"{low:,.0f} to {high:,.0f} for all steps, at {options.price:g} a device hour"))
+    print(*in_lines(rows), sep="\n", flush=True)
+    return record(config, where, model, found) | {
+        "words": [text for _, text in rows],
+        "configured": None if configured is None else setting_record(configured),
+        "alternatives": [{"change": other.change, **setting_record(other.setting)} for other in alternatives],
+    }
+
+
+def _compile(options: EstimateConfig, best: Setting, numbers: dict[str, object]) -> tuple[bool, Exception | None]:
+    """Returns whether tier 3 says that it fits, and any error."""
+    failed: Exception | None = None
+    fits = True
+    try:
+        request_devices(best)
+        partitioned = compile_partitioned(best)
+        numbers["tier_2"] = partitioned.record()
+        print("", *partitioned.lines(best), sep="\n", flush=True)
+    except (ConfigError, MeshError) as error:
+        numbers["tier_2"], failed = {"error": str(error)}, error
+    if options.tier < 3:
+        return fits, failed
+    try:
+        hardware = best.target.hardware.compiled_as
+        compiled = compile_for(best.config, best.sizes, hardware, **_hosts(best.target), timeout_s=options.timeout)
+        numbers["tier_3"], fits = compiled.record(best), compiled.fits(best)
+        print("", *compiled.lines(best), sep="\n", flush=True)
+    except DoesNotFitError as error:
+        numbers["tier_3"], fits = {"error": str(error), "fits": False}, False
+        print("", error, sep="\n", flush=True)
+    except TargetError as error:
+        numbers["tier_3"], failed = {"error": str(error)}, error
+    return fits, failed
+
+
+def _require_compiler(options: EstimateConfig, where: Target) -> None:
+    if options.tier < 3:
+        return
+    try:
+        topology(where.hardware.compiled_as, **_hosts(where))
+    except TargetError as error:
+        raise ConfigError(f"--tier 3: {error}; --tier 2 needs none") from None
+
+
+def _hosts(where: Target) -> dict[str, int]:
+    each = math.gcd(where.devices, where.hardware.domain)
+    return {"hosts": where.devices // each, "devices_per_host": each}
+
+
+def _meshes(options: EstimateConfig, config: TrainConfig, where: Target) -> Sequence[Mapping[str, int]]:
+    meshes = [parse_mesh(text, AXES) for text in options.meshes]
+    for text, sizes in zip(options.meshes, meshes, strict=True):
+        if (needed := math.prod(sizes.values())) != where.devices:
+            kind = re.sub(r"^\d+[xX](?=.+[xX])|\d+$", "", options.hardware)
+            instead = f"; {kind}{needed} has as many" if needed <= MAX_DEVICES else ""
+            raise ConfigError(
+                f"--mesh {text}: {describe_mesh(sizes)} is {needed:,} devices, and --hardware {options.hardware} is "
+                f"{where.devices:,}{instead}"
+            )
+    return meshes or meshes_to_try(config, where.devices, where.hardware.domain)
+
+
+def _configured(config: TrainConfig, where: Target, model: Model) -> Setting | None:
+    try:
+        sizes = fill(config.mesh.sizes, where.devices)
+    except MeshError:
+        return None
+    if math.prod(sizes.values()) != where.devices or list(violations_on(config, sizes)):
+        return None
+    return estimate(changed(config, {"mesh": config.mesh.of_sizes(sizes)}), where, model)
+
+
+if __name__ == "__main__":
+    entry.run(PROGRAM, main)

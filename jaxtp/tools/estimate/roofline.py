@@ -1,0 +1,220 @@
+"""A model of a training step's seconds, from its costs and the hardware's speeds.
+
+A matrix product takes the longer of computing and moving its operands; everything else runs at memory speed (Williams
+et al., "Roofline", CACM 2009).
+
+A collective takes a start, its sequential steps, and its bytes at the speed of the slowest link. The fastest algorithm
+and protocol counts. For n devices on h hosts, n/h on each:
+
+| algorithm | collective             | steps                                            |
+|-----------|------------------------|--------------------------------------------------|
+| ring      | gather, scatter        | (n - h) hop + (h - 1) network hop                |
+| ring      | all-reduce             | twice the above                                  |
+| tree      | all-reduce             | 2 ((n/h - 1) hop + log2(h) network hop)          |
+| PAT       | gather, scatter, n = h | log2(h) network hop / 3.5 + n 2.8 us             |
+| none      | permute                | hop, or network hop between hosts                |
+
+An all-to-all takes a gather's steps; (n - n/h) / (n - 1) of its bytes cross the network. LL and LL128 send flags with
+the data instead of waiting, and so less data. NCCL's microseconds for NVLink:
+
+| protocol | start    | hop: ring, tree | network hop: ring, tree | share of the speed: ring, tree             |
+|----------|----------|-----------------|-------------------------|--------------------------------------------|
+| Simple   | 8.4      | 3.4, 4.0        | 14, 14                  | 1, 0.92; PAT 0.75                          |
+| LL128    | 14       | 1.9, 1.25       | 4.0, 8.5                | 0.92, 0.72; across hosts 0.86 for trees    |
+| LL       | 6.6, 6.8 | 0.6, 0.6        | 2.7, 5.0                | 0.38, 0.24; across 0.5, 0.24, 20 GB/s at most |
+
+`Hardware` has Simple rings' numbers; the constants below are shares of these. LL128 needs NVLink. AMD's LL is RCCL's
+(tuning model 5); TPUs have rings and no protocols. If `hop` or `network_hop` is 0, the measured latency includes the
+protocols.
+
+Formulas and constants: NCCL (src/graph/tuning.cc, 2.28). Rings: Patarasso and Yuan, JPDC 2009; trees: Sanders, Speck
+and Traeff, Parallel Computing 2009. Left out: reductions in NVLink's switches (NVLS), NCCL's corrections for middling
+messages, and compilers' merging of small collectives.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from jaxtp.analysis.collective import ALL_REDUCE, ALL_TO_ALL, PERMUTE, Axes, Collective
+from jaxtp.analysis.costs import Product
+from jaxtp.analysis.hardware import Hardware, inside_domain, link_of
+from jaxtp.analysis.step_costs import StepCosts
+from jaxtp.mesh import parts
+from jaxtp.train.memory import Memory
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds of a step per device, by part."""
+
+    products: float
+    """Matrix products with weights."""
+    attention: float
+    """Its products, and the traffic of its scores through memory."""
+    elementwise: float
+    """Norms, gates, residual sums, logits."""
+    update: float
+    """The optimizer and the sums of gradients."""
+    communication: Mapping[Axes, float]
+    """By mesh axes."""
+    crossing: frozenset[Axes]
+    """The mesh axes of `communication` that use the network."""
+
+    @property
+    def computing(self) -> float:
+        """Seconds without communication."""
+        return self.products + self.attention + self.elementwise + self.update
+
+    @property
+    def moving(self) -> float:
+        """Seconds of all communication."""
+        return sum(self.communication.values())
+
+    @property
+    def serial(self) -> float:
+        """Seconds if nothing overlaps."""
+        return self.computing + self.moving
+
+    @property
+    def overlapped(self) -> float:
+        """Seconds if computing, fast links and network overlap fully."""
+        across = sum(seconds for axes, seconds in self.communication.items() if axes in self.crossing)
+        return max(self.computing, across, self.moving - across)
+
+    @property
+    def expected(self) -> float:
+        """Mean of serial and overlapped, for comparisons."""
+        return (self.serial + self.overlapped) / 2
+
+    @property
+    def computing_share(self) -> float:
+        """Share of computing if nothing overlaps."""
+        return self.computing / self.serial
+
+
+def step_time(
+    hardware: Hardware, sizes: Mapping[str, int], costs: StepCosts, memory: Memory, accumulation: int
+) -> StepTime:
+    """Models a step of `accumulation` micro-batches."""
+    speed = hardware.bandwidth * hardware.bandwidth_efficiency
+    communication: dict[Axes, float] = {}
+    for one, times in costs.traffic.items():
+        once = collective_seconds(hardware, sizes, one)
+        communication[one.axes] = communication.get(one.axes, 0.0) + times * once
+    sums = 3 * memory.gradients * accumulation if accumulation > 1 else 0  # two read, one written, each micro-batch
+    return StepTime(
+        products=sum(_product(hardware, product, costs.itemsize) for product in costs.products),
+        attention=sum(_product(hardware, product, costs.itemsize) for product in costs.attention)
+        + costs.scores / speed,
+        elementwise=(costs.elementwise + costs.logits) / speed,
+        update=sum(_product(hardware, product, costs.param_itemsize) for product in costs.update)
+        + (2 * memory.state + 2 * memory.gradients + sums) / speed,  # the gradients once more for their norm
+        communication=communication,
+        crossing=frozenset(axes for axes in communication if leaves_domain(hardware, sizes, axes)),
+    )
+
+
+def _product(hardware: Hardware, product: Product, itemsize: int) -> float:
+    peak = hardware.flops * hardware.matmul_efficiency * jnp.dtype("bfloat16").itemsize / itemsize
+    moving = product.bytes * product.count / (hardware.bandwidth * hardware.bandwidth_efficiency)
+    return max(product.flops / peak, moving)
+
+
+class Way(NamedTuple):
+    """An algorithm with a protocol; all fields but `most` are shares of `Hardware`'s."""
+
+    start: float
+    hop: float
+    network_hop: float
+    inside: float
+    """Share of the speed on one host."""
+    across: float
+    """Share of the speed on several hosts."""
+    most: float = math.inf
+    """Bytes/s on several hosts."""
+
+
+class Protocol(NamedTuple):
+    """An NCCL protocol, by algorithm."""
+
+    ring: Way
+    tree: Way
+
+
+SIMPLE = Protocol(Way(1, 1, 1, 1, 1), Way(1, 4.0 / 3.4, 1, 0.92, 0.92))
+LL128 = Protocol(
+    Way(14 / 8.4, 1.9 / 3.4, 4.0 / 14, 0.92, 0.92),
+    Way(14 / 8.4, 1.25 / 3.4, 8.5 / 14, 0.92 * 7 / 9, 0.92 * 120 / 128),
+)
+LL = Protocol(
+    # 0.38: at most 88 GB/s of the 240 that an A100's links reach, and 141 of an H100's 360
+    Way(6.6 / 8.4, 0.6 / 3.4, 2.7 / 14, 0.38, 0.5, 20e9),
+    Way(6.8 / 8.4, 0.6 / 3.4, 5.0 / 14, 0.92 / 3.8, 0.92 / 3.8, 20e9),
+)
+RCCL_LL = Protocol(
+    Way(12 / 17, 0.8 / 4.5, 9.5 / 24.1, 0.08, 0.08),
+    Way(12 / 17, 0.8 / 4.5, 10.5 / 24.1, 0.06, 0.06),
+)
+POST = 1.0 / 3.4  # least share of a hop that a step of a ring across hosts takes
+PCIE = 64e9  # bytes/s one way of PCIe 5.0 x16; faster links are NVLink
+
+PAT_SHARE = 0.75
+PAT_NETWORK = 1 / 3.5
+PAT_EACH_S = 2.8e-6
+
+
+def collective_seconds(hardware: Hardware, sizes: Mapping[str, int], one: Collective) -> float:
+    """Returns the seconds of the fastest way."""
+    return min(steps + one.bytes_sent / speed for steps, speed in _ways(hardware, sizes, one.axes, one.kind))
+
+
+def _ways(hardware: Hardware, sizes: Mapping[str, int], axes: Axes, kind: str) -> Iterator[tuple[float, float]]:
+    """Yields each way's latency in seconds, and bytes/s."""
+    devices = parts(sizes, axes)
+    hosts = devices // inside_domain(hardware, sizes, axes)
+    start, hop, network = hardware.latency, hardware.hop, hardware.network_hop
+    full = link_speed(hardware, sizes, axes)
+    if kind == ALL_TO_ALL and hosts > 1:
+        full = min(full, hardware.network * hardware.link_efficiency * (devices - 1) / (devices - devices // hosts))
+
+    def speed(way: Way) -> float:
+        return full * way.inside if hosts == 1 else min(full * way.across, way.most)
+
+    rounds = 2 if kind == ALL_REDUCE else 1
+    hops = (int(hosts == 1), int(hosts > 1)) if kind == PERMUTE else (devices - hosts, hosts - 1)
+    for ring, tree in _protocols(hardware):
+        step = ring.hop if hosts == 1 else max(ring.hop, POST)
+        far = tree.network_hop if hosts == devices else ring.network_hop
+        steps = hops[0] * step * hop + hops[1] * far * network
+        yield ring.start * start + rounds * steps, speed(ring)
+        if kind == ALL_REDUCE and hardware.platform != "tpu":
+            steps = (devices // hosts - 1) * tree.hop * hop + math.log2(hosts) * tree.network_hop * network
+            yield tree.start * start + 2 * steps, speed(tree)
+    if kind not in (ALL_REDUCE, ALL_TO_ALL, PERMUTE) and hardware.platform != "tpu" and 1 < hosts == devices:
+        yield start + math.log2(hosts) * network * PAT_NETWORK + devices * PAT_EACH_S, PAT_SHARE * full
+
+
+def _protocols(hardware: Hardware) -> Sequence[Protocol]:
+    if hardware.platform == "tpu" or 0 in (hardware.hop, hardware.network_hop):
+        return (SIMPLE,)
+    if hardware.platform == "rocm":
+        return (SIMPLE, RCCL_LL)
+    return (SIMPLE, LL, LL128) if hardware.link > PCIE else (SIMPLE, LL)
+
+
+def leaves_domain(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> bool:
+    """Returns whether a group spans several domains."""
+    return inside_domain(hardware, sizes, axes) < parts(sizes, axes)
+
+
+def link_speed(hardware: Hardware, sizes: Mapping[str, int], axes: Axes) -> float:
+    """Returns the bytes/s per device of a ring; each adds its share of the network."""
+    inside = inside_domain(hardware, sizes, axes)
+    link = link_of(hardware, inside)
+    if leaves_domain(hardware, sizes, axes):
+        link = min(link, hardware.network * inside)
+    return link * hardware.link_efficiency

@@ -1,0 +1,336 @@
+"""Tries every mesh, micro-batch and remat policy that a configuration can run with, and ranks them.
+
+A step's costs are formulas (`analysis/step_costs.py`, `train/memory.py`), so hundreds of settings take a second. Tests
+check them against the jaxpr and the partitioned program (equal) and the compiler's memory (within 15%). The compilers
+(`tiers.py`) only confirm the best setting.
+
+Settings that fit even if the modelled memory is off by 20% rank first, then the middle of the time range decides. Among
+a mesh's settings within 5% of its fastest, the least memory wins; among meshes within 5% of the fastest, the simplest.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from jaxtp.analysis.hardware import Hardware
+from jaxtp.analysis.step_costs import StepCosts
+from jaxtp.config.hints import divisors
+from jaxtp.config.schema import ConfigError, changed
+from jaxtp.distributed.allocator import MEMORY_FRACTION, Allocator
+from jaxtp.layers.remat import RematPolicy
+from jaxtp.mesh import CP, TP, batch_parts, describe_mesh, fitting_meshes
+from jaxtp.models.config import ModelConfig
+from jaxtp.tools.estimate.roofline import StepTime, leaves_domain, step_time
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import MODEL, Memory, StoredArray, costs_of_step, memory_per_device, stored_arrays
+from jaxtp.train.metrics import flops_per_token
+from jaxtp.train.validation import violations_on
+
+REMATS: tuple[RematPolicy, ...] = ("none", "save_gathered", "save_dots", "save_reduced", "full")
+"""Policies to try; `offload` only if configured, because transfers to the host are not modelled."""
+
+JAX_SHARE, CLUSTER_SHARE = MEMORY_FRACTION["default"], 0.9
+"""Share of a GPU's memory for JAX: by default, and as scripts/cluster/gpu.env sets it."""
+MEMORY_ERROR = 0.2
+"""Relative error of modelled memory: at most 18% too little in `scripts/results/estimate_accuracy.txt`."""
+NEAR = 1.05
+"""Times within this factor count as equal."""
+LEAST_PART = 8192
+"""Fewest tokens of a part of a sequence over cp."""
+MAX_REASONS = 3  # in the error that no mesh works
+FURTHEST = 64  # how many devices more or fewer that error may propose
+MAX_ACCUMULATIONS = 16
+"""Most numbers of micro-batches to try on a mesh."""
+MAX_SETTINGS = 4096
+"""Most settings of a search, about: each takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Devices and a step's memory."""
+
+    hardware: Hardware
+    devices: int
+    room: float
+    """Bytes of each device."""
+    share: float | None = None
+    """Share of the memory that JAX's allocator takes; None on TPUs, where it takes all."""
+    share_source: str = ""
+    """The setting, file or default that sets this share."""
+
+
+def target(
+    hardware: Hardware, devices: int, memory_fraction: float | None = None, allocator: Allocator = "default"
+) -> Target:
+    """Returns the target with JAX's memory, or less if communication and driver leave less.
+
+    By default the share is the allocator's, or on several hosts from scripts/cluster/gpu.env.
+    """
+    if hardware.platform == "tpu":
+        return Target(hardware, devices, hardware.memory - hardware.reserved)
+    share, source = JAX_SHARE, "JAX's default"
+    if memory_fraction is not None:
+        share, source = memory_fraction, "--memory-fraction"
+    elif allocator == "cuda_async":
+        share, source = MEMORY_FRACTION[allocator], "of launch.allocator=cuda_async"
+    elif devices > hardware.domain:
+        share, source = CLUSTER_SHARE, "set by scripts/cluster/gpu.env"
+    return Target(hardware, devices, min(share * hardware.memory, hardware.memory - hardware.reserved), share, source)
+
+
+@dataclass(frozen=True)
+class Model:
+    """Facts that a search's settings share."""
+
+    arrays: tuple[StoredArray, ...]
+    parameters: int
+    """Without padding."""
+    flops_per_token: float
+    """As MFU counts them."""
+
+
+def describe_model(config: TrainConfig) -> Model:
+    """Traces a run's state once, for all meshes."""
+    arrays = stored_arrays(config)
+    parameters = sum(math.prod(array.shape) for array in arrays if array.name.startswith(MODEL))
+    return Model(arrays, parameters, flops_per_token(config.model, parameters, config.data.sequence_length))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A mesh, remat policy and micro-batch, with costs per device."""
+
+    config: TrainConfig
+    target: Target
+    memory: Memory
+    costs: StepCosts
+    time: StepTime
+    flops_per_token: float
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Devices along each axis."""
+        return self.config.mesh.sizes
+
+    @property
+    def rows(self) -> int:
+        """Micro-batch size per device."""
+        return self.config.data.global_batch_size // (batch_parts(self.sizes) * self.config.train.accumulation)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the modelled peak fits."""
+        return self.spare >= 0
+
+    @property
+    def spare(self) -> float:
+        """Bytes left per device; negative if it does not fit."""
+        return self.target.room - self.memory.total
+
+    @property
+    def has_margin(self) -> bool:
+        """Whether it fits with memory higher by `MEMORY_ERROR`."""
+        return self.spare >= MEMORY_ERROR * (self.memory.total - self.memory.state)
+
+    @property
+    def update_is_modelled(self) -> bool:
+        """Whether the optimizer's costs are modelled."""
+        return optimizers.is_modelled(self.config.optimizer)
+
+    @property
+    def fits_surely(self) -> bool:
+        """Whether it has the margin and everything is modelled."""
+        return self.has_margin and self.update_is_modelled
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens/s of all devices, at the expected time."""
+        return self._tokens / self.time.expected
+
+    @property
+    def tokens_per_second_range(self) -> tuple[float, float]:
+        """Tokens/s if nothing overlaps, and if everything does."""
+        return self._tokens / self.time.serial, self._tokens / self.time.overlapped
+
+    @property
+    def mfu_range(self) -> tuple[float, float]:
+        """Model FLOPs utilization, relative to the dense bfloat16 peak."""
+        peak = self.target.devices * self.target.hardware.flops
+        low, high = (tokens * self.flops_per_token / peak for tokens in self.tokens_per_second_range)
+        return low, high
+
+    @property
+    def _tokens(self) -> int:
+        return self.config.data.global_batch_size * self.config.data.sequence_length
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
+
+
+@dataclass(frozen=True)
+class Search:
+    """Result of a search."""
+
+    settings: tuple[Setting, ...]
+    """The best setting of each mesh, ranked; the first is the best of all."""
+    all: tuple[Setting, ...]
+    """Every setting, over all meshes."""
+    refused: Mapping[str, str]
+    """Why the other meshes cannot run the configuration, by mesh."""
+    as_configured: bool
+    """Whether remat and accumulation were kept."""
+
+    @property
+    def fitting(self) -> list[Setting]:
+        """The `settings` that fit."""
+        return [setting for setting in self.settings if setting.fits]
+
+
+def search(
+    config: TrainConfig,
+    where: Target,
+    model: Model,
+    meshes: Sequence[Mapping[str, int]],
+    *,
+    as_configured: bool = False,
+) -> Search:
+    """Estimates every setting on every mesh; `as_configured` fixes remat and accumulation.
+
+    Raises:
+      ConfigError: no mesh can run the configuration.
+    """
+    able, refused = runnable(config, meshes, as_configured=as_configured)
+    if not able:
+        raise ConfigError(_none_can(config, where.devices, refused))
+    most = min(MAX_ACCUMULATIONS, MAX_SETTINGS // (len(REMATS) * len(able)))
+    of_mesh = [
+        [estimate(choice, where, model) for choice in ([one] if as_configured else _choices(one, most))] for one in able
+    ]
+    best = sorted(map(_choose, of_mesh), key=rank)
+    return Search(_simplest_first(best), tuple(itertools.chain(*of_mesh)), refused, as_configured)
+
+
+def meshes_to_try(config: TrainConfig, devices: int, domain: int | None = None) -> list[dict[str, int]]:
+    """Returns meshes with at least `LEAST_PART` tokens per sequence part, or the run's cp.
+
+    Unless the run allows it, no tp group spans several domains of fast links (`domain` devices each).
+    """
+    longest = max(1, config.data.sequence_length // LEAST_PART)
+    meshes = [sizes for sizes in fitting_meshes(devices) if sizes[CP] <= longest or sizes[CP] == config.mesh.cp]
+    if config.mesh.tp_across_hosts or domain is None:
+        return meshes
+    return [sizes for sizes in meshes if not spans_hosts(sizes, domain)]
+
+
+def spans_hosts(sizes: Mapping[str, int], domain: int) -> bool:
+    """Returns whether a tp group spans several domains."""
+    return math.prod(sizes.values()) > domain and domain % sizes[TP] != 0
+
+
+def runnable(
+    config: TrainConfig, meshes: Sequence[Mapping[str, int]], *, as_configured: bool = False
+) -> tuple[list[TrainConfig], dict[str, str]]:
+    """Returns the run on each possible mesh, with one micro-batch unless `as_configured`; reasons for others."""
+    able, refused = [], {}
+    once = config if as_configured else changed(config, {"train.accumulation": 1})
+    for sizes in meshes:
+        on_mesh = changed(once, {"mesh": once.mesh.of_sizes(sizes)})
+        if (problem := next(violations_on(on_mesh, sizes), None)) is None:
+            able.append(on_mesh)
+        else:
+            refused[describe_mesh(sizes)] = problem
+    return able, refused
+
+
+def leanest(config: TrainConfig) -> Iterator[TrainConfig]:
+    """Yields minimum-memory variants: full remat, by single rows or all rows at once (no gradient sums)."""
+    remat = "offload" if config.model.remat == "offload" else "full"
+    for accumulation in {rows_of(config), 1}:
+        yield changed(config, {"model.remat": remat, "train.accumulation": accumulation})
+
+
+def _none_can(config: TrainConfig, devices: int, refused: Mapping[str, str]) -> str:
+    asked = f"none of the requested meshes can run this configuration; others of {devices:,} devices can:"
+    if not _can_run(config, devices):
+        fewer = (n for n in range(devices - 1, max(0, devices - FURTHEST), -1) if _can_run(config, n))
+        more = (n for n in range(devices + 1, devices + FURTHEST) if _can_run(config, n))
+        near = [f"{n:,}" for count in (fewer, more) if (n := next(count, None)) is not None]
+        instead = f"; {' or '.join(near)} devices could" if near else ""
+        asked = f"no mesh of {devices:,} devices can run this configuration{instead}:"
+    first: dict[str, str] = {}
+    for mesh, reason in refused.items():
+        first.setdefault(reason, mesh)
+    lines = [f"  {mesh}: {reason}" for reason, mesh in first.items()]
+    rest = [f"  ... and {len(lines) - MAX_REASONS} more reasons"] if len(lines) > MAX_REASONS else []
+    return "\n".join([asked, *lines[:MAX_REASONS], *rest])
+
+
+def _can_run(config: TrainConfig, devices: int) -> bool:
+    return any(next(violations_on(config, sizes), None) is None for sizes in meshes_to_try(config, devices))
+
+
+def estimate(config: TrainConfig, where: Target, model: Model) -> Setting:
+    """Returns a configuration's costs on its mesh, whose axes have sizes."""
+    sizes = config.mesh.sizes
+    costs = costs_of_step(config, sizes, where.hardware.architecture)
+    memory = memory_per_device(config, sizes, model.arrays, costs=costs)
+    time = step_time(where.hardware, sizes, costs, memory, config.train.accumulation)
+    return Setting(config, where, memory, costs, time, model.flops_per_token)
+
+
+def _choose(settings: Sequence[Setting]) -> Setting:
+    """Takes the least memory among settings as fast as the fastest that fits."""
+    first = min(settings, key=rank)
+    as_fast = [s for s in settings if s.fits and _is_as_fast(s, first)]
+    return min(as_fast, key=lambda setting: setting.memory.total) if first.fits else first
+
+
+def rank(setting: Setting) -> tuple[int, float, float]:
+    """Returns a sort key: with margin, tight, too large; then time or missing memory."""
+    how = 0 if setting.has_margin else 1 if setting.fits else 2
+    return how, 0.0 if setting.fits else -setting.spare, setting.time.expected
+
+
+def _simplest_first(ranked: list[Setting]) -> tuple[Setting, ...]:
+    first = ranked[0]
+    as_good = [s for s in ranked if s.fits and s.has_margin == first.has_margin and _is_as_fast(s, first)]
+    simplest = min(as_good, key=_complexity, default=first)
+    return (simplest, *(setting for setting in ranked if setting is not simplest))
+
+
+def _is_as_fast(setting: Setting, first: Setting) -> bool:
+    return setting.time.expected <= NEAR * first.time.expected
+
+
+def _complexity(setting: Setting) -> tuple[bool, int, int, int]:
+    hardware, sizes = setting.target.hardware, setting.sizes
+    return leaves_domain(hardware, sizes, (TP,)), setting.config.train.accumulation, sizes[TP], sizes[CP]
+
+
+def rows_of(config: TrainConfig) -> int:
+    """Returns the sequences of a step per device."""
+    return max(1, config.data.global_batch_size // batch_parts(config.mesh.sizes))
+
+
+def _choices(config: TrainConfig, most: int) -> Iterator[TrainConfig]:
+    for remat in dict.fromkeys((*REMATS, config.model.remat)):
+        for count in _spread(divisors(rows_of(config)), most):
+            yield changed(config, {"model.remat": remat, "train.accumulation": count})
+
+
+def _spread(values: Sequence[int], most: int) -> list[int]:
+    most = max(2, most)
+    if len(values) <= most:
+        return list(values)
+    return [values[index * (len(values) - 1) // (most - 1)] for index in range(most)]
+
+
+def is_plain(model: ModelConfig) -> bool:
+    """Returns whether the formulas are exact, not upper bounds."""
+    plain = all(
+        not (block.attention_bias or block.attention_out_bias or block.mlp_bias) and block.qk_norm == "none"
+        for block in model.block_kinds()
+    )
+    return plain and not (model.tie_embeddings or model.lora.rank)

@@ -1,0 +1,367 @@
+"""Tiers 2 and 3: the real training step, compiled from shapes; nothing is allocated or run.
+
+Tier 2 compiles for virtual CPU devices and compares the collectives with tier 1. Tier 3 compiles for the hardware,
+perhaps absent, in a separate process (`compiler.py`).
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxtp.analysis.audit import audit
+from jaxtp.analysis.collective import Axes, Collective, Traffic, sums
+from jaxtp.analysis.compiling import captured_stderr
+from jaxtp.analysis.hardware import GB, TABLE
+from jaxtp.analysis.schedule import Scheduled
+from jaxtp.analysis.tables import columns
+from jaxtp.config.files import write_atomically
+from jaxtp.config.interrupt import signal_name
+from jaxtp.config.schema import ConfigError, changed, to_plain
+from jaxtp.distributed.devices import request_virtual_devices
+from jaxtp.distributed.environment import cache_folder, child_environment
+from jaxtp.mesh import describe_mesh, mesh_of, parts
+from jaxtp.tools.estimate.compiler import (
+    CUDNN_EXTRA,
+    DoesNotFitError,
+    TargetError,
+    Topology,
+    topology,
+    with_cudnn,
+)
+from jaxtp.tools.estimate.search import Setting, is_plain
+from jaxtp.train import optimizer as optimizers
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import with_attention
+from jaxtp.train.state import OPTIMIZER_SCOPE, plan_state
+from jaxtp.train.step import trace_step
+from jaxtp.train.validation import check, chosen_kernels, kernel_problems, multiplies_all
+
+MAX_DEVICES = 1024  # virtual devices of a process: each has threads, and XLA's CPU client refuses 4,096
+QUICK = {"xla_backend_optimization_level": 0}  # the program after partitioning is all that is read
+COMPILER = (sys.executable, "-m", "jaxtp.tools.estimate.compiler")
+_NO_DEVICES = {
+    "JAX_PLATFORMS": "cpu",  # else the plugin refuses to register: it looks for a GPU
+    "TPU_SKIP_MDS_QUERY": "1",  # else libtpu asks a cloud's metadata server, for minutes
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # its lock file protects devices, and there are none
+}
+_LAST_LINES = 3
+_WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
+_DIFFERENCES = {
+    "cuda": "compiled without cuBLAS and autotuning: chosen_kernels, and a few MB of their workspace, differ",
+    "tpu": "on TPUs, compute that overlaps with collectives is not read",
+}
+
+Bytes = Mapping[tuple[str, Axes], float]
+"""Bytes that each device sends, by kind and mesh axes."""
+
+
+@dataclass(frozen=True)
+class Partitioned:
+    """Tier 2: the step after SPMD partitioning, compared with tier 1."""
+
+    planned: Bytes
+    """By tier 1."""
+    realised: Bytes
+    """After SPMD partitioning, without sums of scalars."""
+    problems: tuple[str, ...]
+    """Communication that the compiler added."""
+    warnings: tuple[str, ...]
+    """Lines that the compiler printed."""
+    seconds: float
+    """To trace and compile."""
+    notes: tuple[str, ...]
+    """How the program differs from the one for the hardware."""
+    bound: bool
+    """Whether tier 1 is an upper bound for this model, and not exact."""
+
+    @property
+    def equal(self) -> bool:
+        """Whether both tiers agree in kind, axes and bytes, up to rounding."""
+        return not self._differing
+
+    @property
+    def within(self) -> bool:
+        """Whether tier 1 counts everything that is moved."""
+        more = [key for key in self._differing if self.realised.get(key, 0) > self.planned.get(key, 0)]
+        return not self.problems and (not more if self.bound else self.equal)
+
+    @property
+    def _differing(self) -> list[tuple[str, Axes]]:
+        keys = dict.fromkeys((*self.planned, *self.realised))
+        return [key for key in keys if abs(self.planned.get(key, 0) - self.realised.get(key, 0)) > 1]
+
+    def lines(self, setting: Setting) -> Iterator[str]:
+        """Yields the collectives, problems, warnings and notes."""
+        verdict = "the partitioned program does not move what tier 1 says"
+        if self.within:
+            amount = "what tier 1 says" if self.equal else "no more than the bounds of tier 1"
+            verdict = f"the partitioned program moves {amount}, in kind, axes and bytes, and nothing else"
+        accounts = self.planned, self.realised
+        rows = [
+            (kind, "+".join(axes), *(f"{sent.get((kind, axes), 0) / GB:,.3f}" for sent in accounts))
+            for kind, axes in dict.fromkeys((*self.planned, *self.realised))
+        ]
+        yield f"compiled {setting} for {setting.target.devices} virtual CPU devices in {self.seconds:.0f} s"
+        yield columns(("collective", "over", "GB sent, tier 1", "GB sent, compiled"), rows)
+        yield verdict
+        yield from (f"  {problem}" for problem in self.problems)
+        yield from (f"  the compiler warns: {line}" for line in self.warnings)
+        yield from (f"  ({note})" for note in self.notes)
+
+    def record(self) -> dict[str, object]:
+        """Returns tier 2 for JSON."""
+        planned, realised = (
+            [{"kind": kind, "axes": list(axes), "bytes_sent": size} for (kind, axes), size in sent.items()]
+            for sent in (self.planned, self.realised)
+        )
+        return {
+            "provenance": "compiled",
+            "equal_to_tier_1": self.equal,
+            "within_tier_1": self.within,
+            "planned": planned,
+            "realised": realised,
+            **{name: getattr(self, name) for name in ("problems", "warnings", "notes", "seconds")},
+        }
+
+
+def request_devices(setting: Setting) -> None:
+    """Requests a mesh's virtual devices before other uses of JAX."""
+    if setting.target.devices > MAX_DEVICES:
+        raise ConfigError(
+            f"tier 2 compiles for at most {MAX_DEVICES:,} virtual CPU devices, not {setting.target.devices:,}; a mesh "
+            "with less dp shows the same collectives, as in --hardware h100x512"
+        )
+    request_virtual_devices(setting.target.devices)
+
+
+def compile_partitioned(setting: Setting) -> Partitioned:
+    """Compiles the step for virtual CPU devices.
+
+    Raises:
+      MeshError: JAX has started with fewer devices.
+    """
+    started = time.monotonic()
+    config, notes = _for_cpu(setting.config)
+    mesh = mesh_of(setting.sizes)
+    blueprint = plan_state(config.model, optimizers.build(config.optimizer, config.train.steps), mesh)
+    with captured_stderr() as printed:
+        found = audit(
+            trace_step(config, blueprint),
+            blueprint.sharded,
+            mesh=mesh,
+            budget=setting.costs.budget,
+            global_view=() if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,),
+            compiler_options=QUICK,
+        )
+    return Partitioned(
+        bytes_sent(setting.costs.traffic),
+        bytes_sent({one: times for one, times in found.realised.items() if one.shape}),
+        tuple(found.problems()),
+        tuple(line.rstrip() for line in printed if line.strip()),
+        time.monotonic() - started,
+        tuple(notes),
+        not is_plain(config.model),
+    )
+
+
+def bytes_sent(moved: Traffic) -> Bytes:
+    """Sums the bytes per device by kind and mesh axes."""
+    return {place: sent for place, (_, sent) in sums(moved, lambda one: (one.kind, one.axes)).items()}
+
+
+def _for_cpu(config: TrainConfig) -> tuple[TrainConfig, list[str]]:
+    notes = []
+    if any(kernel_problems(config, config.mesh.sizes, "cpu")):
+        notes.append(f"compiled with a CPU's attention, which moves the same as {config.model.attention}'s")
+        config = with_attention(config, "auto")
+    if config.model.remat == "offload":
+        config = changed(config, {"model.remat": "full"})
+        notes.append("compiled with remat full, which moves the same as offload")
+    return config, notes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """Tier 3: the step from the target's compiler, with bytes per device."""
+
+    argument_bytes: int
+    """State and batch."""
+    temp_bytes: int
+    """The block that holds everything else."""
+    alive_bytes: int
+    """Most bytes alive at once; gaps between them make the block larger."""
+    peak_bytes: int
+    """Bytes that the allocator must provide: arguments, temporaries and results that replace no argument."""
+    collectives: tuple[Scheduled, ...]
+    """By kind and axes, with the compute that overlaps them."""
+    seconds: float
+    """To compile, when it was compiled."""
+    flops: float | None
+    """FLOPs of the program's products, without custom chosen_kernels; None where libraries compute them."""
+    notes: tuple[str, ...]
+    """Differences from the program on real devices, and the compiler's warnings."""
+
+    def fits(self, setting: Setting) -> bool:
+        """Returns whether the step fits into memory."""
+        return self.peak_bytes <= setting.target.room
+
+    def lines(self, setting: Setting) -> Iterator[str]:
+        """Yields memory, collectives and notes."""
+        peak, room, estimated = self.peak_bytes, setting.target.room, setting.memory.total
+        fits = "fits" if self.fits(setting) else "does not fit"
+        where = f"{setting.target.devices} x {setting.target.hardware.name}"
+        yield f"compiled {setting} for {where}, which need not be there, in {self.seconds:.0f} s"
+        yield (
+            f"state and batch {self.argument_bytes / GB:,.2f} GB, temporaries {self.temp_bytes / GB:,.2f}, peak "
+            f"{peak / GB:,.2f} of {room / GB:,.2f} for JAX: {fits}; tier 1: {estimated / GB:,.2f}, "
+            f"{estimated / peak - 1:+.0%} of the peak"
+        )
+        model, platform = setting.config.model, setting.target.hardware.platform
+        if model.most_experts and self.flops is not None:
+            how = "multiply every row with every expert" if multiplies_all(model, platform) else "are in kernels"
+            yield (
+                f"products outside of chosen_kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: "
+                f"{setting.costs.flops_of_xla / 1e12:,.1f}; those of experts {how}"
+            )
+        rows = [
+            (
+                one.collective.kind,
+                "+".join(one.collective.axes),
+                f"{one.count:,}",
+                f"{one.collective.bytes / GB:,.3f}",
+                f"{one.overlapped:,}",
+                f"{one.computing:,}",
+            )
+            for one in self.collectives
+        ]
+        yield columns(("collective", "over", "times", "GB of messages", "overlapped", "operations that overlap"), rows)
+        yield from (f"  ({note})" for note in self.notes)
+
+    def record(self, setting: Setting) -> dict[str, object]:
+        """Returns tier 3 for JSON."""
+        return {
+            "provenance": "compiled",
+            **dataclasses.asdict(self),
+            "collectives": [one.record() for one in self.collectives],
+            "fits": self.fits(setting),
+            "tier_1_to_peak": setting.memory.total / self.peak_bytes,
+        }
+
+
+def compile_for(
+    config: TrainConfig,
+    sizes: Mapping[str, int],
+    hardware: str,
+    *,
+    hosts: int,
+    devices_per_host: int,
+    timeout_s: float,
+) -> Compiled:
+    """Compiles the step for hardware that may be absent, or takes the result from a cache.
+
+    Args:
+      config: the run; its mesh is ignored.
+      hardware: a name in the hardware table.
+      timeout_s: seconds after which the compiler is killed.
+
+    Raises:
+      TargetError: the compiler is missing, crashed, timed out, or reports that the program does not fit.
+      ConfigError: the configuration does not fit the mesh.
+    """
+    if min(sizes.values()) < 1:
+        raise TargetError(f"mesh {describe_mesh(sizes)}: each axis needs at least 1 device")
+    check(config, dict(sizes))
+    if (needed := math.prod(sizes.values())) != hosts * devices_per_host:
+        there = f"{hosts} host{'s' if hosts > 1 else ''} of {devices_per_host}"
+        raise TargetError(f"mesh {describe_mesh(sizes)} takes {needed} devices, and {there} have another number")
+    target, note = topology(hardware, hosts, devices_per_host), None
+    if "cudnn" in chosen_kernels(config, sizes, TABLE[hardware].architecture):
+        if found := with_cudnn(target):
+            target, note = found, "the workspace of cuDNN's chosen_kernels is not counted"
+        else:
+            config = with_attention(config, "fused")
+            note = f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"
+    compiled = ask(config, sizes, target, timeout_s=timeout_s)
+    return compiled if note is None else dataclasses.replace(compiled, notes=(*compiled.notes, note))
+
+
+def ask(
+    config: TrainConfig,
+    sizes: Mapping[str, int],
+    target: Topology,
+    *,
+    timeout_s: float,
+    compiler: Sequence[str] | None = None,
+    cache: Path | None = None,
+) -> Compiled:
+    """Runs the compiler process and reads its answer; tests replace `compiler` and `cache`."""
+    request = {
+        "config": to_plain(config),
+        "sizes": dict(sizes),
+        "target": dataclasses.asdict(target),
+        "cache": str(cache or cache_folder() / "compiled"),
+    }
+    environment = child_environment(**_NO_DEVICES)
+    if target.libraries:
+        folders = filter(None, (target.libraries, environment.get("LD_LIBRARY_PATH")))
+        environment["LD_LIBRARY_PATH"] = os.pathsep.join(folders)
+    answer = _answer(_run(compiler or COMPILER, json.dumps(request), environment, timeout_s))
+    if error := answer.get("error"):
+        raise (TargetError if answer.get("fits", True) else DoesNotFitError)(error)
+    moved = tuple(_scheduled(**one, mesh=sizes) for one in answer["collectives"])
+    numbers = ("argument_bytes", "temp_bytes", "alive_bytes", "peak_bytes", "seconds", "flops")
+    notes = (_DIFFERENCES[target.platform], *answer["notes"])
+    return Compiled(**{name: answer[name] for name in numbers}, collectives=moved, notes=notes)
+
+
+def _run(
+    command: Sequence[str], request: str, environment: Mapping[str, str], timeout_s: float
+) -> subprocess.CompletedProcess[str]:
+    try:
+        done = subprocess.run(
+            command,
+            input=request,
+            env=environment,
+            timeout=timeout_s,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",  # a crashing compiler may print anything
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise TargetError(
+            f"the compiler for the target was ended after its time limit of {timeout_s:g} s; allow it more, "
+            f"such as --timeout {3 * timeout_s:g}"
+        ) from None
+    if done.returncode:
+        how = f"crashed ({signal_name(-done.returncode)})" if done.returncode < 0 else "failed"
+        last = [line for line in done.stderr.splitlines() if line.strip(" ^~")][-_LAST_LINES:]
+        words = ":\n" + "\n".join(f"  {line}" for line in last) if last else " without a word"
+        raise TargetError(f"the compiler for the target {how}{words}")
+    return done
+
+
+def _answer(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    """Adds the compiler's warnings to a new answer and caches it."""
+    try:
+        answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        raise TargetError(f"the compiler for the target gave no answer: {done.stdout[-200:]!r}") from None
+    if place := answer.pop("keep", None):
+        answer["notes"] = sorted(set(_WARNING.findall(done.stderr)))
+        Path(place).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(Path(place), json.dumps(answer).encode())
+    return answer
+
+
+def _scheduled(kind: str, axes: list[str], bytes: float, mesh: Mapping[str, int], **counts: int) -> Scheduled:
+    return Scheduled(Collective(kind, tuple(axes), parts(mesh, axes), bytes), **counts)

@@ -1,0 +1,233 @@
+"""The settings of `jaxtp evaluate`, and the window length that follows from them."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from pydantic import BeforeValidator
+
+from jaxtp.checkpoint.storage import finished_checkpoints, newest_checkpoint, read_info
+from jaxtp.config.hints import nearest_multiples
+from jaxtp.config.schema import ConfigError, Count, CountOrZero, DataPath, Switch, UserPath
+from jaxtp.data.prepare.prepare_config import TEXT_FIELD
+from jaxtp.generate.loading import InferenceMeshConfig, ModelSource, SourceConfig
+from jaxtp.generate.prompts import limits_of
+from jaxtp.hf.runs import hf_files_of
+from jaxtp.mesh import CP
+
+MAX_DEFAULT_LENGTH = 2048
+"""Maximum window length unless a setting or a run says otherwise."""
+
+_Models = Annotated[
+    tuple[UserPath, ...],
+    BeforeValidator(lambda model: (model,) if isinstance(model, (str, Path)) else model),
+    tyro.conf.arg(metavar="DIR ..."),
+]
+_Paths = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="PATH")]
+_Datasets = Annotated[tuple[DataPath, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR")]
+_Folders = Annotated[tuple[UserPath, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="DIR")]
+_Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME")]
+_Groupings = Annotated[tuple[Literal["length", "source"], ...], tyro.conf.UseAppendAction]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateConfig(SourceConfig):
+    """The models, the data, how to measure, and devices."""
+
+    model: _Models = ()
+    """A run of jaxtp train (its newest checkpoint) or one of its checkpoints; or a model in Hugging Face's format.
+    Several are compared in one table."""
+
+    data: _Datasets = ()
+    """A dataset of jaxtp prepare, made with the model's tokenizer. Can be given several times."""
+
+    split: Literal["auto", "train", "validation"] = "auto"
+    """Split of the datasets; auto takes the validation split, or all of a dataset without one."""
+
+    text: _Paths = ()
+    """A text file (one document), .jsonl or .parquet (a document per line or row), optionally .gz or .zst, or a folder
+    of them. Can be given several times."""
+
+    field: str = TEXT_FIELD
+    """Field of the text in JSONL and Parquet."""
+
+    max_document_bytes: Count = 2**26
+    """Refuse larger documents, and lines of JSONL: a document and its tokens take ten times as much memory."""
+
+    by: _Groupings = ()
+    """Also show the numbers by length of documents in tokens, or by source: dataset or file. Can be given twice."""
+
+    limit: Count | None = None
+    """Read at most this many documents of each dataset and file, or examples of each task."""
+
+    sequence_length: Count | None = None
+    """Maximum number of tokens in a window. By default the model's context, up to 2,048, also for a run that started
+    from a model in Hugging Face's format; for other runs the length they were trained on. Several models use the
+    shortest of their windows."""
+
+    stride: Count | None = None
+    """Tokens between the starts of two windows of a long document; by default sequence-length, so windows do not
+    overlap. With less, each token after the first window sees at least sequence-length - stride + 1 tokens; it is
+    counted once."""
+
+    packing: Literal["documents", "none", "concatenated"] = "documents"
+    """documents: several windows share a row without seeing each other; none: each window has its own row, which gives
+    the same numbers, more slowly; concatenated: the documents of a source are joined and cut into rows, and tokens see
+    earlier documents in their row, as in much pretraining."""
+
+    beyond_context: Switch = False
+    """Allow a --sequence-length beyond the model's context (max_position_embeddings in its config.json)."""
+
+    tasks: _Names = ()
+    """A task or group of lm-evaluation-harness, instead of data (pip install 'jaxtp[eval]'). Can be given several
+    times."""
+
+    task_folder: _Folders = ()
+    """A folder of your own tasks, in the harness's YAML. Can be given several times."""
+
+    num_fewshot: CountOrZero | None = None
+    """Examples shown before each question; by default what the task says."""
+
+    chat: Switch = False
+    """Ask tasks' questions as chat messages, with the model's chat template."""
+
+    cache: Annotated[UserPath | None, tyro.conf.arg(metavar="DIR")] = None
+    """Folder for the answers to tasks, so that an interrupted command can be repeated."""
+
+    batch_size: Count = 8
+    """Rows of a batch, rounded up to a multiple of mesh.dp * mesh.fsdp."""
+
+    json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
+    """File for all numbers as JSON; - for standard output, instead of the table."""
+
+    mesh: InferenceMeshConfig = InferenceMeshConfig()
+
+    @property
+    def source_options(self) -> SourceConfig:
+        """The settings for opening a model."""
+        return replace(self, special_tokens=self.special_tokens or bool(self.tasks))
+
+
+SHOWN_FIRST = (
+    *("model", "data", "text", "by", "sequence_length", "stride", "tasks", "num_fewshot"),
+    *("chat", "adapters", "dtype", "limit", "batch_size", "json"),
+)
+
+
+def check(config: EvaluateConfig) -> None:
+    """Checks the settings against each other.
+
+    Raises:
+      ConfigError: lists every conflict.
+    """
+    problems = list(_conflicts(config))
+    if problems:
+        raise ConfigError("; ".join(problems))
+
+
+def _conflicts(config: EvaluateConfig) -> Iterator[str]:
+    if not config.model:
+        yield "name the model by --model DIR"
+    yield from _conflicts_of_tasks(config) if config.tasks else _conflicts_of_data(config)
+    if len(config.model) > 1 and config.adapters is not None:
+        yield f"--adapters {config.adapters} is for one model, and --model names {len(config.model)}"
+
+
+def _conflicts_of_data(config: EvaluateConfig) -> Iterator[str]:
+    if not (config.data or config.text):
+        yield "name what to measure on by --data DIR, --text FILE, or --tasks NAME"
+    if config.split != "auto" and not config.data:
+        yield f"--split {config.split} needs --data DIR"
+    if config.field != TEXT_FIELD and not config.text:
+        yield f"--field {config.field} needs --text FILE"
+    for name in ("task_folder", "num_fewshot", "chat", "cache"):
+        if getattr(config, name):
+            yield f"--{name.replace('_', '-')} needs --tasks NAME"
+    if config.packing == "concatenated" and "length" in config.by:
+        yield "--by length needs whole documents, and --packing concatenated cuts them; leave one out"
+    if config.packing == "concatenated" and config.stride is not None:
+        yield "--stride needs whole documents, and --packing concatenated cuts them; leave one out"
+
+
+def _conflicts_of_tasks(config: EvaluateConfig) -> Iterator[str]:
+    default = EvaluateConfig()
+    if len(config.model) > 1:
+        yield "--tasks takes one --model; run the command once for each"
+    for name in ("data", "text", "by", "split", "field", "stride", "packing"):
+        if getattr(config, name) != getattr(default, name):
+            yield f"--{name} is for text, and tasks have their own; run the command twice"
+    if (cp := config.mesh.cp) != 1:
+        yield (
+            f"--mesh.cp {cp}: tasks may generate text, and a KV cache cannot be split over cp; give its devices to tp: "
+            f"--mesh.tp {cp}"
+        )
+
+
+def window_length(config: EvaluateConfig, sources: Sequence[ModelSource]) -> int:
+    """Returns the tokens of a window, the same for all models.
+
+    Raises:
+      ConfigError: it exceeds a model's context, is not divisible by cp, or is less than the stride.
+    """
+    cp, length = max(config.mesh.cp, 1), config.sequence_length
+    if length is None:
+        length = min(map(_default_length, config.model, sources))
+        length = max(length // cp, 1) * cp
+    for source in sources:
+        _require_within_context(config, source)
+    if length % cp:
+        nearest = " or ".join(map(str, nearest_multiples(length, cp)))
+        raise ConfigError(f"--sequence-length {length} is not divisible by --mesh.{CP} {cp}; nearest: {nearest}")
+    if config.stride is not None and config.stride > length:
+        raise ConfigError(
+            f"--stride {config.stride} is more than the {length} tokens of a window (--sequence-length), so tokens "
+            "between windows would be skipped"
+        )
+    return length
+
+
+def request_length(config: EvaluateConfig, source: ModelSource) -> int:
+    """Returns the maximum tokens of a task's request.
+
+    Raises:
+      ConfigError: it exceeds the model's context.
+    """
+    _require_within_context(config, source)
+    return config.sequence_length or _context(source) or trained_length(config.model[0]) or MAX_DEFAULT_LENGTH
+
+
+def trained_length(path: Path) -> int | None:
+    """Returns a run's training sequence length; None if the path is not a run."""
+    if not finished_checkpoints(path):
+        return None
+    length = read_info(newest_checkpoint(path))["config"].get("data", {}).get("sequence_length")
+    return length if isinstance(length, int) and length > 0 else None
+
+
+def _default_length(path: Path, source: ModelSource) -> int:
+    """Gives a model and a run tuned from it the same length."""
+    from_scratch = finished_checkpoints(path) and hf_files_of(newest_checkpoint(path)) is None
+    length = (trained_length(path) if from_scratch else None) or MAX_DEFAULT_LENGTH
+    return min(length, _context(source) or length)
+
+
+def _context(source: ModelSource) -> int | None:
+    return limits_of(source.config, source.context).context
+
+
+def _require_within_context(config: EvaluateConfig, source: ModelSource) -> None:
+    length, context, learned = config.sequence_length, _context(source), source.config.learned_positions
+    if length is None or context is None or length <= context:
+        return
+    if learned is not None and length > learned:
+        raise ConfigError(
+            f"--sequence-length {length}: the model has {learned:,} learned positions (model.learned_positions); give "
+            f"at most {context}"
+        )
+    if not config.beyond_context:
+        raise ConfigError(
+            f"--sequence-length {length}: the model's context is {context:,} tokens (max_position_embeddings in its "
+            f"config.json); give at most {context}, or allow it by --beyond-context"
+        )

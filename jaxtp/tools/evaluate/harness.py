@@ -1,0 +1,410 @@
+"""Runs lm-evaluation-harness tasks; importing it needs the extra `eval`, and registers the model `jaxtp`.
+
+Requests that differ only in their last token, for example the answers A to D to a question, share a row. Rows are
+sorted by length and padded on the right to a few powers of two, each compiled once. Tokens, windows and the empty
+context's prefix follow the harness's `hf` model, so the numbers are the same.
+"""
+
+import difflib
+import itertools
+import json
+import logging
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import datasets
+import numpy as np
+from lm_eval import simple_evaluate
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import (
+    get_rolling_token_windows,
+    handle_non_serializable,
+    make_disjoint_window,
+    make_table,
+    simple_parse_args_string,
+)
+
+from jaxtp.config.console import Display
+from jaxtp.config.entry import UserError
+from jaxtp.config.files import fingerprint
+from jaxtp.config.interrupt import Interrupt
+from jaxtp.config.schema import nearest_file, to_plain, validate
+from jaxtp.data.chat_template import ChatTemplate
+from jaxtp.data.rows import empty_row
+from jaxtp.generate.engine import Generator
+from jaxtp.generate.loading import ModelSource, inference_mesh, open_source, request_devices
+from jaxtp.generate.sampling import GenerationSettings
+from jaxtp.mesh import AXES
+from jaxtp.models.decoder import Decoder
+from jaxtp.tools.evaluate.evaluation_settings import EvaluateConfig, check, request_length
+from jaxtp.tools.evaluate.measure import Scorer
+from jaxtp.tools.evaluate.windows import row_length
+
+NAME = "jaxtp"
+"""Name of the model class in the harness."""
+MAX_NEW_TOKENS = 256
+"""Default of a task's max_gen_toks, as in the harness's own models."""
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"}
+
+Pair = tuple[tuple[str, str] | None, list[int], list[int]]
+"""Context and continuation as texts (None for a window of a text), and as tokens."""
+Answer = tuple[float, bool]
+"""Log-likelihood of a continuation, and whether every token of it is the argmax."""
+Settings = Mapping[str, object]
+
+
+class HarnessError(UserError):
+    """Tasks that do not exist, or exceed the model's abilities."""
+
+
+class _Instance(Protocol):
+    args: tuple  # type: ignore[type-arg]
+
+
+@register_model(NAME)
+class JaxtpLM(TemplateLM):
+    """The harness's interface to a model.
+
+    Args:
+      max_length: maximum tokens read together.
+      interrupt: checked after each batch.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        source: ModelSource,
+        *,
+        batch_size: int,
+        max_length: int,
+        interrupt: Interrupt | None = None,
+    ):
+        super().__init__()
+        self.source, self.max_length = source, max_length
+        self._model, self._scorer = model, Scorer(model, batch_size)
+        self._interrupt = interrupt or Interrupt()
+
+    @cached_property
+    def _generator(self) -> Generator:
+        # It copies the weights, and few tasks generate.
+        source, rows = self.source, self._scorer.batch_size
+        return Generator(self._model, source.tokenizer, end_ids=source.end_ids, prefix=(), batch_size=rows)
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        if self.source.template is None:
+            raise HarnessError(f"{self.source.name} has no chat template; leave --chat out")
+        name = f"the chat template of {self.source.name}"
+        return ChatTemplate(self.source.template, name, self.source.special_tokens)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: Settings, additional_config: Settings | None = None) -> "JaxtpLM":
+        """Opens a model from `EvaluateConfig` settings and mesh sizes.
+
+        Raises:
+          ValueError: a user's mistake.
+        """
+        settings = {name: value for name, value in arg_dict.items() if name not in AXES}
+        size = str((additional_config or {}).get("batch_size"))
+        if size.isdecimal():  # the harness's default, auto, leaves it to the model
+            settings.setdefault("batch_size", int(size))
+        axes = {axis: arg_dict[axis] for axis in AXES if axis in arg_dict}
+        config = validate(EvaluateConfig, {**settings, "mesh": axes, "tasks": (NAME,)}, source="model_args")
+        check(config)
+        request_devices(config.mesh)
+        source = open_source(config.model[0], config.source_options)
+        length, mesh = request_length(config, source), inference_mesh(config.mesh, source.config)
+        return cls(source.load(mesh), source, batch_size=config.batch_size, max_length=length)
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: Settings | None = None) -> "JaxtpLM":
+        """Opens a model from a string: `model=DIR,tp=2`."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        return _special_token(self.source, "eos_token", min(self.source.end_ids, default=None))
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token of an empty context: a text's first, or the end of the text before."""
+        return _special_token(self.source, "bos_token", next(iter(self.source.prefix), self.eot_token_id))
+
+    @property
+    def tokenizer_name(self) -> str:
+        """A unique tokenizer name."""
+        return self.source.tokenizer.info.name
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
+        """Returns a text's tokens after the model's prefix."""
+        ids: list[int] = self.source.tokenizer.encode_batch([string])[0].tolist()
+        prefix = list(self.source.prefix)
+        if add_special_tokens is False or (add_special_tokens is None and ids[: len(prefix)] == prefix):
+            return ids
+        return [*prefix, *ids]
+
+    def loglikelihood_rolling(self, requests: Sequence[_Instance], disable_tqdm: bool = False) -> list[float]:
+        """Returns each text's log-likelihood, in `max_length`-token windows without overlap."""
+        texts = [request.args[0] for request in requests]
+        windows: list[Pair] = []
+        owners = []
+        for owner, text in enumerate(texts):
+            tokens = self.tok_encode(text)
+            for pair in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1):
+                windows.append((None, *make_disjoint_window(pair)))
+                owners.append(owner)
+        answers = self._loglikelihood_tokens(windows, disable_tqdm)
+        sums: list[float] = np.bincount(owners, [logprob for logprob, _ in answers], len(texts)).tolist()
+        for text, value in zip(texts, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), value)
+        return sums
+
+    def generate_until(self, requests: Sequence[_Instance], disable_tqdm: bool = False) -> list[str]:
+        """Returns each context's continuation, up to its first stop text."""
+        texts: dict[int, str] = {}
+        by_settings: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            by_settings.setdefault(repr(request.args[1]), []).append(index)
+        with _Progress("texts", len(requests), quiet=disable_tqdm) as progress:
+            for indices in by_settings.values():
+                kwargs = requests[indices[0]].args[1]
+                settings, stops = _generation_settings(kwargs, self.source.special_tokens.get("eos_token"))
+                room = self.max_length - settings.max_tokens
+                if room < 1:
+                    raise HarnessError(
+                        f"a task generates {settings.max_tokens:,} tokens, and the model reads {self.max_length:,} "
+                        "with the context; give a larger --sequence-length if the model's context allows it"
+                    )
+                prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in indices]
+                for piece in self._generator.stream(prompts, settings):
+                    if piece.result is None:
+                        continue
+                    index, ids = indices[piece.index], np.array(piece.result.ids, np.int32)
+                    text = self.source.tokenizer.decode(ids).decode(errors="replace")
+                    texts[index] = postprocess_generated_text(text, stops, None)
+                    self.cache_hook.add_partial("generate_until", (requests[index].args[0], kwargs), texts[index])
+                    progress(len(texts))
+                    self._interrupt.check()
+        return [texts[index] for index in range(len(requests))]
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """Renders a conversation."""
+        text = self._chat.render(chat_history, answer=add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()  # the model continues it
+        return text[: text.rindex(last) + len(last)]
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Returns the template, if chat is on."""
+        return self.source.template if chat_template else None
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[Pair], disable_tqdm: bool = False, **ignored: object
+    ) -> list[Answer]:
+        answers: dict[int, Answer] = {}
+        # Indices of requests by the tokens that the model reads: all but the last, cut on the left to max_length.
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for index, (_, context, continuation) in enumerate(requests):
+            self._check(context, continuation)
+            inputs = [*context, *continuation][-(self.max_length + 1) :][:-1]
+            groups.setdefault(tuple(inputs), []).append(index)
+        shared = {inputs for inputs, indices in groups.items() if len({requests[i][2][-1] for i in indices}) > 1}
+        with _Progress("requests", len(requests), quiet=disable_tqdm) as progress:
+            for rows in (groups.keys() - shared, shared):
+                for batch, length in _batches(rows, self._scorer.batch_size, self.max_length):
+                    continuations = [[requests[index][2] for index in groups[inputs]] for inputs in batch]
+                    found = _answers(self._scorer, batch, length, continuations)
+                    for index, answer in zip((i for inputs in batch for i in groups[inputs]), found, strict=True):
+                        answers[index] = answer
+                        if (texts := requests[index][0]) is not None:
+                            self.cache_hook.add_partial("loglikelihood", texts, answer)
+                    progress(len(answers))
+                    self._interrupt.check()
+        return [answers[index] for index in range(len(requests))]
+
+    def _check(self, context: Sequence[int], continuation: Sequence[int]) -> None:
+        if not (context and continuation):
+            raise HarnessError("a task has a context or a continuation without tokens")
+        if len(continuation) > self.max_length:
+            raise HarnessError(
+                f"a continuation has {len(continuation):,} tokens, and the model reads {self.max_length:,}; give a "
+                "larger --sequence-length if the model's context allows it"
+            )
+        if (largest := max(*context, *continuation)) >= (size := self._scorer.config.vocab_size):
+            raise HarnessError(f"the token {largest} is beyond the {size:,} of {self.source.name}")
+
+
+def _special_token(source: ModelSource, name: str, default: int | None) -> int:
+    text = source.special_tokens.get(name)
+    ids = [] if text is None else source.tokenizer.encode_batch([text])[0].tolist()
+    if len(ids) == 1:
+        return int(ids[0])
+    return int(source.tokenizer.encode_batch(["\n"])[0][-1]) if default is None else default
+
+
+def _generation_settings(kwargs: Settings, eos: str | None) -> tuple[GenerationSettings, list[str]]:
+    values = dict(normalize_gen_kwargs(kwargs, MAX_NEW_TOKENS))
+    stops: list[str] = handle_stop_sequences(values.pop("until", None), eos)
+    max_tokens, do_sample = values.pop("max_gen_toks"), values.pop("do_sample", False)
+    if unknown := values.keys() - _SAMPLING:
+        raise HarnessError(
+            f"a task generates with {', '.join(sorted(unknown))}; known are {', '.join(sorted(_SAMPLING))}, do_sample, "
+            "until and max_gen_toks"
+        )
+    used = values if do_sample else {k: v for k, v in values.items() if k == "repetition_penalty"}
+    settings = {**used, "max_tokens": max_tokens, "stop": tuple(stop for stop in stops if stop)}
+    return validate(GenerationSettings, settings, source="generation_kwargs"), stops
+
+
+def _batches(
+    rows: Iterable[tuple[int, ...]], size: int, max_length: int
+) -> Iterator[tuple[list[tuple[int, ...]], int]]:
+    longest_first = sorted(rows, key=lambda inputs: (-len(inputs), inputs))
+    for length, same_length in itertools.groupby(longest_first, lambda inputs: row_length(len(inputs), max_length)):
+        remaining = list(same_length)
+        for start in range(0, len(remaining), size):
+            yield remaining[start : start + size], length
+
+
+def _answers(
+    scorer: Scorer, rows: list[tuple[int, ...]], length: int, continuations: list[list[list[int]]]
+) -> list[Answer]:
+    """Scores a batch; a row's continuations differ at most in their last token."""
+    batch = {name: np.stack([array] * scorer.batch_size) for name, array in empty_row(length).items()}
+    for row, (inputs, of_row) in enumerate(zip(rows, continuations, strict=True)):
+        batch["inputs"][row, : len(inputs)] = inputs
+        batch["labels"][row, : len(inputs)] = [*inputs[1:], of_row[0][-1]]
+    next_logprobs = None
+    if any(len({ids[-1] for ids in of_row}) > 1 for of_row in continuations):
+        last = np.array([len(inputs) - 1 for inputs in rows], np.int32)
+        scores, next_token = scorer.next_token_logprobs(batch, np.resize(last, scorer.batch_size))
+        next_logprobs = np.asarray(next_token)
+    else:
+        scores = scorer(batch)
+    losses, correct = np.asarray(scores.losses, np.float64), np.asarray(scores.correct)
+    answers = []
+    for row, (inputs, of_row) in enumerate(zip(rows, continuations, strict=True)):
+        end = len(inputs)
+        for ids in of_row:
+            begin = end - len(ids)
+            if next_logprobs is None:
+                logprob, best = -losses[row, begin:end].sum(), correct[row, begin:end].all()
+            else:
+                logprobs = next_logprobs[row]
+                logprob = float(logprobs[ids[-1]]) - losses[row, begin : end - 1].sum()
+                best = correct[row, begin : end - 1].all() and logprobs[ids[-1]] >= logprobs.max()
+            answers.append((float(logprob), bool(best)))
+    return answers
+
+
+class _Progress(Display):
+    def __init__(self, what: str, total: int, *, quiet: bool):
+        super().__init__(f"{{task.completed:,.0f}} of {{task.total:,.0f}} {what}", quiet=quiet, stream=sys.stderr)
+        self._total = total
+
+    def __enter__(self) -> Callable[[int], None]:  # type: ignore[override]
+        self.begin(0, self._total)
+        super().__enter__()
+        return lambda done: self.move(done, "")
+
+
+class _LoadedTasks(TaskManager):
+    """Loads tasks once; the harness would load them again during its evaluation.
+
+    The harness's tasks are searched only for names missing from the folders.
+    """
+
+    def __init__(self, names: Sequence[str], folders: Sequence[Path]):
+        paths = [str(folder) for folder in folders]
+        in_folders = TaskManager(include_path=paths, include_defaults=False).all_tasks if paths else []
+        super().__init__(include_path=paths or None, include_defaults=not set(names) <= set(in_folders))
+        self._loaded: object = None
+
+    def load(self, task_list: Sequence[str]) -> object:
+        if self._loaded is None:
+            self._loaded = super().load(task_list)
+        return self._loaded
+
+
+def open_tasks(names: Sequence[str], folders: Sequence[Path]) -> TaskManager:
+    """Finds and loads tasks of the harness and of folders; downloads only data that a task names.
+
+    Raises:
+      HarnessError: a task or folder does not exist or cannot be loaded.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    datasets.disable_progress_bars()
+    for folder in folders:
+        if not folder.is_dir():
+            raise HarnessError(f"--task-folder {folder}: no such folder{nearest_file(folder)}")
+    tasks = _LoadedTasks(names, folders)
+    if missing := [name for name in names if name not in tasks.all_tasks]:
+        raise HarnessError("; ".join(_unknown_task(name, tasks.all_tasks) for name in missing))
+    try:
+        tasks.load(list(names))
+    except Exception as error:  # from YAML, datasets, or a task's code
+        message = str(error).strip().partition("\n")[0][:300]
+        raise HarnessError(f"--tasks {' '.join(names)}: {type(error).__name__}: {message}") from None
+    return tasks
+
+
+def _unknown_task(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {', '.join(close)}?" if close else "`lm_eval ls tasks` lists those of the harness"
+    return f"--tasks {name}: no such task; {hint}"
+
+
+def run(
+    model: Decoder, source: ModelSource, tasks: TaskManager, config: EvaluateConfig, length: int
+) -> dict[str, object]:
+    """Returns the harness's results; `length` is the maximum tokens of a request.
+
+    Raises:
+      HarnessError: a task exceeds the model's abilities.
+    """
+    cache = None if config.cache is None else str(config.cache / _cache_key(config, source, length))
+    with Interrupt(signal.SIGINT) as interrupt:  # waits for the batch
+        results: dict[str, object] | None = simple_evaluate(
+            JaxtpLM(model, source, batch_size=config.batch_size, max_length=length, interrupt=interrupt),
+            tasks=list(config.tasks),
+            task_manager=tasks,
+            num_fewshot=config.num_fewshot,
+            limit=config.limit,
+            use_cache=cache,
+            apply_chat_template=config.chat,
+            log_samples=False,
+            batch_size=config.batch_size,
+        )
+    assert results is not None
+    return results
+
+
+def results_table(results: Mapping[str, object]) -> str:
+    """Formats the table of the harness's command."""
+    groups = [make_table(results, "groups")] if results.get("groups") else []
+    return "\n".join([make_table(results), *groups]).rstrip()
+
+
+def plain_results(results: Mapping[str, object]) -> dict[str, object]:
+    """Returns the results for JSON."""
+    names = ("results", "groups", "n-shot", "n-samples", "versions")
+    chosen = {name: results[name] for name in names if name in results}
+    plain: dict[str, object] = json.loads(json.dumps(chosen, default=handle_non_serializable))
+    return plain
+
+
+def _cache_key(config: EvaluateConfig, source: ModelSource, length: int) -> str:
+    """Changes with the model's files and settings."""
+    folders = [folder for folder in (*config.model, config.base, config.adapters) if folder is not None]
+    files = [path for folder in folders for path in sorted(folder.rglob("*")) if path.is_file()]
+    stats = [[str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns] for path in files]
+    return fingerprint([source.name, source.tokenizer.info.name, length, to_plain(source.config), stats])[:32]

@@ -1,0 +1,408 @@
+"""Finds which layers feed which others, through which operations, in a model's jaxpr.
+
+The walk assumes that every stock layer is a column layer. It follows each split dim through the jaxpr (with jit, remat
+and scans) until a layer sums over it, perhaps a pair's row layer, or an operation needs it whole. Primitives between
+stock layers have rules (`propagation_rules.py`). `pairing.py` excludes layers with whole outputs, and repeats the walk.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.core import Atom
+from jax.extend.core import JaxprEqn
+
+from jaxtp.analysis.collective import ALL_GATHER, ALL_REDUCE, Collective
+from jaxtp.mesh import TP
+from jaxtp.parallelize.stock import Signature, signature
+from jaxtp.tools.explain.propagation_rules import Blocked, agree, pass_through, shape_of
+from jaxtp.tools.explain.traced_model import Boundary, TracedModel, read_boundary
+
+ROOT = "the model itself"
+"""Name in messages of the module whose path is empty."""
+
+Columns = frozenset[str]
+"""Paths of the column layers whose outputs split an array."""
+
+_CALLS = {
+    *("jit", "pjit", "closed_call", "core_call", "remat", "remat2", "checkpoint"),
+    *("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr"),
+}
+
+
+@dataclass(frozen=True)
+class ArrayInfo:
+    """The walk's facts about an array."""
+
+    dim: int | None = None
+    """The dim that is split over tp if the layers of `columns` are column layers."""
+
+    columns: Columns = frozenset()
+
+    has_grad: bool = False
+    """Depends on a parameter."""
+
+    batched: bool = False
+    """Depends on the inputs, so each device has its part of the batch."""
+
+    broadcast_from: tuple[int, frozenset[int]] | None = None
+    """Bytes before a broadcast, and the dims that were not broadcast; None without a broadcast."""
+
+    key: object = field(default_factory=object)
+    """Equal for two uses of one array."""
+
+    entered: tuple[tuple[str, str], ...] = ()
+    """Modules that the array entered unchanged, with the argument's name or position; the outermost first."""
+
+    left: tuple[str, ...] = ()
+    """Modules that returned the array unchanged, the innermost first."""
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """A stock layer's call."""
+
+    path: str
+    method: str
+    input: ArrayInfo
+    avals: tuple[Any, Any]
+    """Abstract values of its input and output."""
+
+    times: int
+    """How often it runs in one forward pass."""
+
+    is_row: bool = False
+    """Whether its input is split in the dim that a row layer splits."""
+
+
+@dataclass
+class Dataflow:
+    """A walk's result."""
+
+    calls: list[LayerCall] = field(default_factory=list)
+    norms: list[LayerCall] = field(default_factory=list)
+    """Calls of norms, which can run on parts of a dim that they do not normalise."""
+
+    joined: list[Columns] = field(default_factory=list)
+    """Layers that must be split together."""
+
+    blocked: dict[str, str] = field(default_factory=dict)
+    """Layers whose output is needed whole, and why."""
+
+    through: dict[str, dict[str, None]] = field(default_factory=dict)
+    """Operations that the split output of each layer passes through."""
+
+    collectives: dict[Columns, Counter[Collective]] = field(default_factory=dict)
+    """Collectives over tp that a split causes between the layers."""
+
+    outputs: dict[Columns, Any] = field(default_factory=dict)
+    """Abstract values of the model's outputs that are split."""
+
+
+@dataclass(frozen=True)
+class LayerDims:
+    """Dims of input and output, counted from the front."""
+
+    row: int | None
+    """Input dim that a row layer splits; None for ids and norms."""
+
+    column: int | None
+    """Output dim that a column layer splits; None for norms."""
+
+    passed: Mapping[int, int]
+    """Input dims that the layer treats independently, and their place in the output."""
+
+
+def layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
+    """Returns a stock layer's dims for an input of `ndim` dims; None if no style splits it.
+
+    None: an embedding's `attend`, a grouped convolution, or a `LinearGeneral` with batch axes.
+    """
+    dims = signature(module)
+    if dims is None or method != "__call__":
+        return None
+    if _is_norm(module):
+        return LayerDims(None, None, _passed_dims(dims, ndim))
+    if dims.column is None:
+        return None
+    row = dims.inputs.get(dims.row) if dims.row else None
+    column = dims.outputs[dims.column] % (ndim + dims.more_dims)
+    return LayerDims(None if row is None else row % ndim, column, _passed_dims(dims, ndim))
+
+
+def _passed_dims(dims: Signature, ndim: int) -> dict[int, int]:
+    """Convolutions pass only the batch: their windows mix the other dims."""
+    if dims.batch_ndim is None:
+        return {}
+    unnamed = [
+        [dim for dim in range(n) if dim not in {named % n for named in names.values()}]
+        for n, names in ((ndim, dims.inputs), (ndim + dims.more_dims, dims.outputs))
+    ]
+    windows = dims.batch_ndim - 1 - max(len(dims.inputs), 1)
+    return dict(list(zip(*unnamed, strict=False))[: len(unnamed[0]) - windows])
+
+
+def _is_norm(module: nnx.Module) -> bool:
+    dims = signature(module)
+    return dims is not None and dims.inputs.keys() == dims.outputs.keys()
+
+
+def parameter_bytes(module: nnx.Module) -> int:
+    """Returns the parameter bytes of a module with its submodules."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(nnx.state(module, nnx.Param)))
+
+
+def find_dataflow(traced: TracedModel, excluded: Iterable[str], *, tp: int, batch_shards: int) -> Dataflow:
+    """Follows the split output of every stock layer outside `excluded`, whose outputs are whole.
+
+    Args:
+      tp: devices along tp; it must divide every split dim.
+      batch_shards: number of parts of the batch.
+    """
+    walk = _Walk(traced.modules, frozenset(excluded), tp, batch_shards)
+    jaxpr = traced.jaxpr.jaxpr
+    infos = [ArrayInfo(has_grad=is_param) for is_param in traced.is_param]
+    infos += [ArrayInfo(batched=True) for _ in jaxpr.invars[len(infos) :]]
+    for info, variable in zip(walk.run(jaxpr, infos, 1), jaxpr.outvars, strict=True):
+        if info.dim is not None:
+            walk.result.outputs[info.columns] = variable.aval
+    return walk.result
+
+
+class _Walk:
+    def __init__(self, modules: Mapping[str, nnx.Module], excluded: Columns, tp: int, batch_shards: int):
+        self.modules, self.excluded, self.tp, self.batch_shards = modules, excluded, tp, batch_shards
+        self.result = Dataflow()
+        self.path: list[str] = []
+        self.layer: tuple[Boundary, ArrayInfo, Any] | None = None  # the stock layer that is running, and its input
+
+    def run(self, jaxpr: Any, inputs: Sequence[ArrayInfo], times: int) -> list[ArrayInfo]:
+        known = dict(zip(jaxpr.invars, inputs, strict=True))
+
+        def read(variable: Atom) -> ArrayInfo:
+            return ArrayInfo() if isinstance(variable, jax.extend.core.Literal) else known.get(variable, ArrayInfo())
+
+        for equation in _live_equations(jaxpr):
+            results = self.equation(equation, [read(v) for v in equation.invars], times)
+            known.update(zip(equation.outvars, results, strict=True))
+        return [read(v) for v in jaxpr.outvars]
+
+    def equation(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
+        if boundary := read_boundary(equation):
+            return [self.cross(boundary, equation, infos[0], times)]
+        if self.layer:  # a stock layer's dims describe its equations
+            return [ArrayInfo() for _ in equation.outvars]
+        if equation.primitive.name == "scan":
+            return self.scan(equation, infos, times)
+        if equation.primitive.name == "cond":
+            return self.cond(equation, infos, times)
+        if body := _body(equation):
+            return self.run(body, infos, times)
+        return self.operation(equation, infos, times)
+
+    def cross(self, boundary: Boundary, equation: JaxprEqn, info: ArrayInfo, times: int) -> ArrayInfo:
+        aval, path = equation.invars[0].aval, boundary.path
+        if boundary.enters:
+            if not self.path or self.path[-1] != path:
+                self.path.append(path)
+            if boundary.argument:
+                info = replace(info, entered=(*info.entered, (path, boundary.argument)))
+            if self.layer is None and signature(self.modules[path]):
+                self.layer = (boundary, info, aval)
+            return info
+        if path in self.path:
+            del self.path[self.path.index(path) :]
+        if self.layer and self.layer[0].path == path:
+            info = self.leave_layer(*self.layer, aval, times)
+        return replace(info, left=(*info.left, path) if boundary.argument else info.left, entered=())
+
+    def leave_layer(self, boundary: Boundary, info: ArrayInfo, before: Any, after: Any, times: int) -> ArrayInfo:
+        self.layer = None
+        module = self.modules[boundary.path]
+        dims = layer_dims(module, boundary.method, before.ndim)
+        is_row = dims is not None and info.dim is not None and info.dim == dims.row
+        calls = self.result.norms if _is_norm(module) else self.result.calls
+        calls.append(LayerCall(boundary.path, boundary.method, info, (before, after), times, is_row))
+        if info.dim is not None and not is_row:
+            if dims and info.dim in dims.passed:
+                return self.pass_layer(calls[-1], dims)
+            self.block(info.columns, f"goes into {boundary.path}, which needs all {before.shape[info.dim]} of it")
+        output = ArrayInfo(has_grad=True, batched=info.batched)
+        if dims is None or dims.column is None or boundary.path in self.excluded:
+            return output
+        return replace(output, dim=dims.column, columns=frozenset({boundary.path}))
+
+    def pass_layer(self, call: LayerCall, dims: LayerDims) -> ArrayInfo:
+        """Passes a dim that the layer treats independently.
+
+        A norm runs on the parts, and its parameters' gradient is all-reduced. Other layers run on whole arrays, so
+        their input and their output's gradient are gathered.
+        """
+        info, (before, after) = call.input, call.avals
+        if _is_norm(self.modules[call.path]):
+            self.count(info.columns, ALL_REDUCE, parameter_bytes(self.modules[call.path]), 1)
+        else:
+            whole = ArrayInfo(has_grad=True, batched=info.batched)
+            self.count(info.columns, ALL_GATHER, self.bytes(info, before), call.times)
+            self.count(info.columns, ALL_GATHER, self.bytes(whole, after), call.times)
+        return ArrayInfo(dims.passed[info.dim or 0], info.columns, has_grad=True, batched=info.batched)
+
+    def operation(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
+        has_grad = any(info.has_grad for info in infos) and equation.primitive.name != "stop_gradient"
+        batched, source = any(info.batched for info in infos), _broadcast_source(equation, infos)
+        columns = _union(infos)
+        dims = self.pass_operation(equation, infos, columns, times) if columns else [None] * len(equation.outvars)
+        return [
+            ArrayInfo(dim, columns if dim is not None else frozenset(), has_grad and _is_float(v.aval), batched, source)
+            for dim, v in zip(dims, equation.outvars, strict=True)
+        ]
+
+    def pass_operation(
+        self, equation: JaxprEqn, infos: list[ArrayInfo], columns: Columns, times: int
+    ) -> Sequence[int | None]:
+        name = equation.primitive.name
+        try:
+            dims = pass_through(equation, [info.dim for info in infos])
+            for dim, result in zip(dims, equation.outvars, strict=True):
+                if dim is not None and (size := shape_of(result)[dim]) % self.tp:
+                    raise Blocked(f"becomes a dim of {size} by {name}, which tp {self.tp} does not divide")
+        except Blocked as why:
+            module = next((path for path in reversed(self.path) if path), ROOT)
+            self.block(columns, f"{why} (in {module})")
+            return [None] * len(equation.outvars)
+        self.result.joined.append(columns)
+        for path in columns:
+            self.result.through.setdefault(path, {})[name] = None
+        for info, operand in zip(infos, equation.invars, strict=True):
+            if info.dim is None and info.has_grad:  # a whole operand of a split operation has a partial gradient
+                kind = ALL_GATHER if _has_split_dim(equation, infos, info, operand.aval) else ALL_REDUCE
+                self.count(columns, kind, self.bytes(info, operand.aval), times)
+        return dims
+
+    def scan(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
+        """Walks the body until the carry is stable, then once for the result."""
+        body = _open(equation.params["jaxpr"])
+        consts, carries = _scan_arguments(equation, body)
+        constants, carry = [replace(info, entered=()) for info in infos[:consts]], infos[consts : consts + carries]
+        slices = [self.shift(info, -1) for info in infos[consts + carries :]]
+        times *= equation.params["length"]
+        for _ in range(2 + 2 * carries):
+            result, self.result = self.result, Dataflow()
+            after = self.run(body, [*constants, *carry, *slices], times)[:carries]
+            self.result = result
+            avals = [variable.aval for variable in equation.outvars[:carries]]
+            before, carry = carry, [self.join([*c], aval, times) for *c, aval in zip(carry, after, avals, strict=True)]
+            if [(c.dim, c.columns) for c in carry] == [(c.dim, c.columns) for c in before]:
+                break
+        results = self.run(body, [*constants, *carry, *slices], times)
+        return [*results[:carries], *(self.shift(info, 1) for info in results[carries:])]
+
+    def cond(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
+        results = [self.run(_open(branch), infos[1:], times) for branch in equation.params["branches"]]
+        avals = [variable.aval for variable in equation.outvars]
+        return [self.join([*infos], aval, times) for *infos, aval in zip(*results, avals, strict=True)]
+
+    def join(self, infos: list[ArrayInfo], aval: Any, times: int) -> ArrayInfo:
+        """Merges the values of branches: split if any value is, in the same dim.
+
+        The gradient of a whole value is gathered.
+        """
+        columns = _union(infos)
+        has_grad, batched = any(info.has_grad for info in infos), any(info.batched for info in infos)
+        try:
+            dim = agree([info.dim for info in infos]) if columns else None
+        except Blocked as why:
+            self.block(columns, str(why))
+            return ArrayInfo(has_grad=has_grad, batched=batched)
+        if columns:
+            self.result.joined.append(columns)
+            for info in infos:
+                if info.dim is None and info.has_grad:
+                    self.count(columns, ALL_GATHER, self.bytes(info, aval), times)
+        return ArrayInfo(dim, columns, has_grad, batched)
+
+    def shift(self, info: ArrayInfo, by: int) -> ArrayInfo:
+        info = replace(info, key=object(), broadcast_from=None, entered=(), left=())
+        if info.dim is None:
+            return info
+        if info.dim + by < 0:
+            self.block(info.columns, "is the dim that a scan runs over")
+            return replace(info, dim=None, columns=frozenset())
+        return replace(info, dim=info.dim + by)
+
+    def block(self, columns: Columns, why: str) -> None:
+        for path in columns:
+            self.result.blocked.setdefault(path, f"its output {why}")
+
+    def count(self, columns: Columns, kind: str, size: float, times: int) -> None:
+        self.result.collectives.setdefault(columns, Counter())[Collective(kind, (TP,), self.tp, size)] += times
+
+    def bytes(self, info: ArrayInfo, aval: Any) -> float:
+        size = info.broadcast_from[0] if info.broadcast_from else aval.size * aval.dtype.itemsize
+        return size / (self.batch_shards if info.batched else 1)
+
+
+def _union(infos: Iterable[ArrayInfo]) -> Columns:
+    return frozenset[str]().union(*(info.columns for info in infos))
+
+
+def _live_equations(jaxpr: Any) -> list[JaxprEqn]:
+    needed, live = set(map(id, jaxpr.outvars)), []
+    for equation in reversed(jaxpr.eqns):
+        if any(id(variable) in needed for variable in equation.outvars):
+            needed |= set(map(id, equation.invars))
+            live.append(equation)
+    return live[::-1]
+
+
+def _body(equation: JaxprEqn) -> Any:
+    if equation.primitive.name not in _CALLS:
+        return None
+    closed = next(
+        (equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None
+    )
+    body = _open(closed)
+    return body if body is not None and len(body.invars) == len(equation.invars) else None
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _scan_arguments(equation: JaxprEqn, body: Any) -> tuple[int, int]:
+    """Returns a scan's numbers of constants and carries, in every version of JAX."""
+    sliced = sum(len(shape_of(v)) != b.aval.ndim for v, b in zip(equation.invars, body.invars, strict=True))
+    carried = sum(len(shape_of(v)) == b.aval.ndim for v, b in zip(equation.outvars, body.outvars, strict=True))
+    return len(body.invars) - carried - sliced, carried
+
+
+def _is_float(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def _broadcast_source(equation: JaxprEqn, infos: list[ArrayInfo]) -> tuple[int, frozenset[int]] | None:
+    name, arrays = (
+        equation.primitive.name,
+        [(v.aval, i) for v, i in zip(equation.invars, infos, strict=True) if shape_of(v)],
+    )
+    if name == "broadcast_in_dim" and arrays:
+        aval: Any = arrays[0][0]
+        dims = equation.params["broadcast_dimensions"]
+        size, varying = infos[0].broadcast_from or (aval.size * aval.dtype.itemsize, frozenset(range(aval.ndim)))
+        return size, frozenset(dims[d] for d in varying if aval.shape[d] > 1)
+    if name in ("convert_element_type", "mul", "add", "neg") and len(arrays) == 1:
+        return arrays[0][1].broadcast_from
+    return None
+
+
+def _has_split_dim(equation: JaxprEqn, infos: list[ArrayInfo], info: ArrayInfo, aval: Any) -> bool:
+    side, dim = next((i, other.dim) for i, other in enumerate(infos) if other.dim is not None)
+    if equation.primitive.name == "dot_general":
+        return dim in equation.params["dimension_numbers"][1][side]
+    if info.broadcast_from:
+        return dim in info.broadcast_from[1]
+    return bool(aval.ndim > (dim or 0) and aval.shape[dim] > 1)

@@ -1,0 +1,317 @@
+"""`explain`: how a plan splits a model and which collectives it runs, by module."""
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.analysis.audit import added_by_compiler
+from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.collective import Collective, Traffic, sums, total_sent
+from jaxtp.analysis.compiling import compile_with_spmd_text
+from jaxtp.analysis.hlo import count_collectives_in_hlo
+from jaxtp.analysis.loops import A_TURN, AT_MOST
+from jaxtp.analysis.tables import columns
+from jaxtp.layers.parameter import PARAMETERS
+from jaxtp.mesh import AXES, BATCH, TP, abstract_mesh, axes_of, batch_parts, describe_mesh, mesh_of, parts
+from jaxtp.parallelize.class_swap import role_of
+from jaxtp.parallelize.module_wrappers import original_class
+from jaxtp.parallelize.parallelize import original_model, parallelize
+from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
+from jaxtp.parallelize.styles import Style
+from jaxtp.tools.explain.dataflow import ROOT
+from jaxtp.tools.explain.reasons import plan_notes
+from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, StateFunction, axis_sizes
+
+_SCOPE = "module:"
+_INEXACT = {
+    A_TURN: "in a loop whose number of turns depends on the data, collectives are counted for one turn",
+    AT_MOST: "all branches of a conditional are counted, so less may be sent",
+}
+
+
+@dataclass(frozen=True)
+class SplitParameter:
+    """A parameter and its storage."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    spec: PartitionSpec
+
+    def bytes(self, sizes: Mapping[str, int]) -> int:
+        """Returns the bytes per device."""
+        entries = (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
+        shard = (size // parts(sizes, axes_of(entry)) for size, entry in zip(self.shape, entries, strict=True))
+        return math.prod(shard) * jnp.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """A module with parameters or a style."""
+
+    path: str
+    """The dotted path; the first one of a shared module."""
+
+    kind: str
+    """Name of its class."""
+
+    style: Style | None
+    parameters: tuple[SplitParameter, ...]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result of `explain`; `str` formats it."""
+
+    sizes: dict[str, int]
+    """Devices along each axis."""
+
+    rows: tuple[ModuleRow, ...]
+    """The modules, in the model's order."""
+
+    traffic: Traffic
+    """Collectives that the program requests in one forward and backward pass; empty without inputs."""
+
+    added: Traffic
+    """Collectives that the compiler adds between the layers, if it was asked to compile."""
+
+    notes: tuple[str, ...]
+    """Avoidable communication, and what could not be counted exactly."""
+
+    @cached_property
+    def patterns(self) -> dict[str, str]:
+        """Each row's pattern; equal rows share a pattern."""
+        return patterns_for({row.path: (row.kind, row.style, row.parameters) for row in self.rows})
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of all parameters per device."""
+        return sum(parameter.bytes(self.sizes) for row in self.rows for parameter in row.parameters)
+
+    @property
+    def _collectives(self) -> list[tuple[Collective, int, str]]:
+        both = ((self.traffic, "the program"), (self.added, "the compiler"))
+        return [(collective, count, by) for traffic, by in both for collective, count in traffic.items()]
+
+    def sent(self, axis: str) -> float:
+        """Returns the bytes per device over an axis, alone or with others."""
+        return sum(total_sent({one: count}) for one, count, _ in self._collectives if axis in one.axes)
+
+    def sent_by_axes(self) -> dict[tuple[str, ...], float]:
+        """Returns the bytes per device over each group of axes."""
+        total: dict[tuple[str, ...], float] = {(axis,): 0.0 for axis in AXES if self.sizes[axis] > 1}
+        for one, count, _ in self._collectives:
+            total[one.axes] = total.get(one.axes, 0.0) + total_sent({one: count})
+        return {axes: sent for axes, sent in total.items() if sent}
+
+    def record(self) -> dict[str, object]:
+        """Returns everything as JSON values; sizes in bytes."""
+        modules = [
+            {
+                "module": row.path,
+                "class": row.kind,
+                "style": format_style(row.style) if row.style else None,
+                "parameters": [
+                    {
+                        "name": parameter.name,
+                        "shape": list(parameter.shape),
+                        "dtype": parameter.dtype,
+                        "split": [list(axes_of(entry)) for entry in parameter.spec],
+                        "bytes_per_device": parameter.bytes(self.sizes),
+                    }
+                    for parameter in row.parameters
+                ],
+            }
+            for row in self.rows
+        ]
+        collectives = [
+            {
+                "module": _module_of(one) or ROOT,
+                "pass": "backward" if one.backward else "forward",
+                "collective": one.kind,
+                "axes": list(one.axes),
+                "by": by,
+                "count": count,
+                "bytes_sent": total_sent({one: count}),
+            }
+            for one, count, by in self._collectives
+        ]
+        return {
+            "mesh": self.sizes,
+            "parameter_bytes_per_device": self.bytes_per_device,
+            "bytes_sent": {"+".join(axes): sent for axes, sent in self.sent_by_axes().items()},
+            "modules": modules,
+            "collectives": collectives,
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        return "\n\n".join(_sections(self))
+
+
+def explain(
+    model: nnx.Module | Callable[[], nnx.Module],
+    *inputs: object,
+    plan: Plan | None = None,
+    mesh: MeshLike = None,
+    call: Callee | None = None,
+    compiled: bool = False,
+) -> Explanation:
+    """Returns how a model is split and which collectives it runs, without computing or allocating.
+
+    Args:
+      model: the result of `parallelize`; or a model, real or abstract, or a function that returns a model.
+      *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass unchanged. Without inputs
+        there are no collectives.
+      plan: for a model that is not parallel yet.
+      mesh: by default the mesh in context. Sizes are enough, `{"fsdp": 2, "tp": 4}`. A parallel model is split anew.
+      call: a function of the model and the inputs; by default `model(*inputs)`.
+      compiled: also list the collectives that the compiler adds. Needs the devices.
+
+    Raises:
+      PlanError: the plan does not fit, or the model has one already.
+      MeshError: there is no mesh, or `compiled` lacks devices.
+    """
+    sizes = axis_sizes(mesh, "explain")
+    abstract = abstract_mesh(sizes)
+    with jax.sharding.use_abstract_mesh(abstract):
+        parallel = _parallelized(model, plan, abstract)
+        original, styles, _ = original_model(parallel)
+        model_call = ModelCall.of(original, inputs, call)
+        grad, state = _gradient(parallel, model_call)
+        traffic = count_collectives(jax.make_jaxpr(grad)(state, model_call.arrays), sizes) if inputs else {}
+        notes = plan_notes(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
+    added = _added(model, plan, model_call, sizes) if inputs and compiled else {}
+    return Explanation(sizes, tuple(_rows(parallel)), traffic, added, (*notes, *_inexact((*traffic, *added))))
+
+
+def _parallelized(
+    model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, mesh: Mesh | AbstractMesh
+) -> nnx.Module:
+    original, plan_of_model, fsdp = original_model(model)
+    if plan_of_model and plan:
+        raise PlanError("the model is already parallel and has a plan; do not pass another one")
+    return parallelize(original, plan or plan_of_model, mesh=mesh, fsdp=fsdp)
+
+
+def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.State]:
+    """Returns a forward and backward pass, whose loss is the sum of all outputs, and its state.
+
+    Each module's path is in the scope of its equations.
+    """
+    function, state = call.functional(model, _scoped_call)
+
+    def grad(state: nnx.State, arrays: list[Any]) -> object:
+        params, rest = nnx.split_state(state, nnx.Param, ...)
+
+        def loss(params: nnx.State) -> jax.Array:
+            outputs = function(nnx.merge_state(params, rest), arrays)
+            floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
+            return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
+
+        return jax.grad(loss)(params)
+
+    return grad, state
+
+
+def _scoped_call(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with jax.named_scope(f"{_SCOPE}{path}"):
+        return method(*args, **kwargs)
+
+
+def _module_of(collective: Collective) -> str:
+    paths = re.findall(rf"{_SCOPE}([\w.]*)", collective.scope)
+    return paths[-1] if paths else ""
+
+
+def _added(
+    model: nnx.Module | Callable[[], nnx.Module], plan: Plan | None, call: ModelCall, sizes: dict[str, int]
+) -> Traffic:
+    mesh = mesh_of(sizes)
+    with jax.set_mesh(mesh):
+        grad, state = _gradient(_parallelized(model, plan, mesh), call)
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch_sharding(x.shape, mesh)) for x in call.arrays]
+        traced = jax.jit(grad).trace(state, arrays)
+        _, text = compile_with_spmd_text(traced.lower())
+    return added_by_compiler(count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes))
+
+
+def _batch_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    divides = shape and shape[0] % batch_parts(mesh.shape) == 0
+    return NamedSharding(mesh, PartitionSpec(BATCH) if divides else PartitionSpec())
+
+
+def _inexact(collectives: Iterable[Collective]) -> Iterator[str]:
+    for counted, meaning in _INEXACT.items():
+        if modules := dict.fromkeys(_module_of(one) or ROOT for one in collectives if one.counted == counted):
+            yield f"{', '.join(modules)}: {meaning}"
+
+
+def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
+    seen: set[int] = set()
+    for path, module in sorted(nnx.iter_modules(model), key=lambda item: tuple(map(_sort_key, item[0]))):
+        role = role_of(module)
+        params = {n: v for n, v in vars(module).items() if isinstance(v, PARAMETERS) and id(v) not in seen}
+        seen |= {id(parameter) for parameter in params.values()}
+        if params or (role and role.style):
+            name, kind = ".".join(map(str, path)), original_class(module).__name__
+            splits = (_split_parameter(name, parameter) for name, parameter in params.items())
+            yield ModuleRow(name, kind, role.style if role else None, tuple(splits))
+
+
+def _sort_key(name: object) -> tuple[bool, int, str]:
+    return (False, name, "") if isinstance(name, int) else (True, 0, str(name))
+
+
+def _split_parameter(name: str, parameter: nnx.Variable[Any]) -> SplitParameter:
+    spec = PartitionSpec(*(parameter.get_metadata().get("out_sharding") or ()))
+    return SplitParameter(name, tuple(parameter.shape), str(parameter.dtype), spec)
+
+
+def _sections(explanation: Explanation) -> Iterator[str]:
+    sizes, patterns = explanation.sizes, explanation.patterns
+    parameters = [parameter for row in explanation.rows for parameter in row.parameters]
+    total = sum(math.prod(p.shape) * jnp.dtype(p.dtype).itemsize for p in parameters)
+    device = explanation.bytes_per_device
+    yield f"mesh {describe_mesh(sizes)}: {device:,} bytes of parameters on each device, {total:,} in total"
+    groups: dict[str, list[ModuleRow]] = {}
+    for row in explanation.rows:
+        groups.setdefault(patterns[row.path], []).append(row)
+    cells = [line for pattern, rows in groups.items() for line in _module_cells(pattern, rows, sizes)]
+    yield columns(("module", "class", "style", "parameter", "shape", "split", "bytes on a device"), cells)
+    if traffic := list(_traffic_cells(explanation)):
+        yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), traffic)
+        totals = ", ".join(f"{sent:,.0f} over {'+'.join(axes)}" for axes, sent in explanation.sent_by_axes().items())
+        yield f"each device sends, forward and backward, in bytes: {totals}"
+    yield from (f"note: {note}" for note in explanation.notes)
+
+
+def _module_cells(pattern: str, rows: list[ModuleRow], sizes: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
+    row, times = rows[0], f" x {len(rows)}" if len(rows) > 1 else ""
+    first = (f"{pattern or ROOT}{times}", row.kind, format_style(row.style) if row.style else "")
+    if not row.parameters:
+        yield (*first, "", "", "", "")
+    for i, parameter in enumerate(row.parameters):
+        shape = "x".join(map(str, parameter.shape)) or "scalar"
+        axes = ["+".join(a for a in axes_of(entry) if sizes[a] > 1) for entry in parameter.spec]
+        split = " ".join(entry or "-" for entry in axes) if any(axes) else "whole"
+        total = f"{len(rows) * parameter.bytes(sizes):,}"
+        yield (*(first if i == 0 else ("", "", "")), parameter.name, shape, split, total)
+
+
+def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
+    def key(one: Collective) -> tuple[str, ...]:
+        module, direction = _module_of(one), "backward" if one.backward else "forward"
+        return explanation.patterns.get(module, module) or ROOT, direction, one.kind, "+".join(one.axes), one.counted
+
+    for traffic, by in ((explanation.traffic, "the program"), (explanation.added, "the compiler")):
+        for (*cells, counted), (count, sent) in sums(traffic, key).items():
+            yield *cells, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"

@@ -1,0 +1,174 @@
+"""Rules for how a split dim passes through JAX primitives without communication.
+
+A rule maps a jaxpr equation and its operands' split dims (None: every device has the whole operand) to its results'. It
+raises `Blocked` if a device cannot compute its part from its operands' parts. Primitives without a rule block.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from jax.core import Atom
+from jax.extend.core import JaxprEqn
+
+Dims = Sequence[int | None]
+Rule = Callable[[JaxprEqn, Dims], list[int | None]]
+
+ELEMENTWISE = frozenset(
+    """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp convert_element_type copy cos cosh
+    digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt imag integer_pow is_finite le lgamma log log1p
+    logistic lt max min mul name ne neg nextafter not optimization_barrier or pow real reduce_precision rem round
+    rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square stop_gradient sub
+    tan tanh xor
+    """.split()  # noqa: SIM905  # seventy lines otherwise
+)
+
+
+class Blocked(Exception):  # noqa: N818  # an outcome, not an error
+    """A split dim does not pass; the message continues a sentence that begins with a layer's name."""
+
+
+def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    """Returns the results' split dims; `equation` has no inner jaxpr, `dims` not only None.
+
+    Raises:
+      Blocked: the primitive needs a whole split dim, or has no rule.
+    """
+    name = equation.primitive.name
+    if name in ELEMENTWISE:
+        return [agree(dims)] * len(equation.outvars)
+    if (rule := RULES.get(name)) is None:
+        raise Blocked(f"goes into {name}, which may need all of it")
+    return rule(equation, dims)
+
+
+def agree(dims: Dims) -> int:
+    """Returns the common split dim.
+
+    Raises:
+      Blocked: operands are split in different dims.
+    """
+    split = {dim for dim in dims if dim is not None}
+    if len(split) > 1:
+        raise Blocked(f"meets an array that is split along another dim ({' and '.join(map(str, sorted(split)))})")
+    return split.pop()
+
+
+def shape_of(variable: Atom) -> tuple[int, ...]:
+    """Returns the shape."""
+    return tuple(variable.aval.shape)  # type: ignore[attr-defined]
+
+
+def _needs_whole(equation: JaxprEqn, dim: int) -> Blocked:
+    size = shape_of(equation.invars[0])[dim]
+    return Blocked(f"goes into {equation.primitive.name}, which needs all {size} of it")
+
+
+def _reduce(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    return [_remove(equation, agree(dims), equation.params["axes"])] * len(equation.outvars)
+
+
+def _squeeze(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    return [_remove(equation, agree(dims), equation.params["dimensions"])]
+
+
+def _remove(equation: JaxprEqn, dim: int, removed: Sequence[int]) -> int:
+    if dim in removed:
+        raise _needs_whole(equation, dim)
+    return dim - sum(other < dim for other in removed)
+
+
+def _broadcast(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    return [equation.params["broadcast_dimensions"][agree(dims[:1])]]
+
+
+def _transpose(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    return [equation.params["permutation"].index(agree(dims))]
+
+
+def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    """Passes if the split dim is outermost among the dims that it is divided into or merged with."""
+    dim, before, after = agree(dims[:1]), shape_of(equation.invars[0]), shape_of(equation.outvars[0])
+    outer = math.prod(before[:dim])
+    if before[dim] == 1 or equation.params.get("dimensions") is not None:
+        raise _needs_whole(equation, dim)
+    for i, size in enumerate(after):
+        if size > 1 and math.prod(after[:i]) == outer:
+            return [i]
+    raise Blocked(f"is merged with the dim before it by reshape, {before} to {after}: its parts are not contiguous")
+
+
+def _slice(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    """Passes slices, splits, reversals, updates, sorts and cumulative operations along other dims."""
+    dim = agree(dims)
+    params, shape, num_parts = equation.params, shape_of(equation.invars[0]), len(equation.outvars)
+    touched = params.get("dimensions", (params.get("axis", params.get("dimension")),))
+    if dim in touched or any(shape_of(result)[dim] != shape[dim] for result in equation.outvars):
+        if num_parts > 1:
+            raise Blocked(f"is cut into {num_parts} along the split dim (one layer for each could be split)")
+        raise Blocked(f"goes into {equation.primitive.name} along the split dim")
+    return [dim] * num_parts
+
+
+def _concatenate(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    dim = agree(dims)
+    if dim == equation.params["dimension"]:
+        raise Blocked("is concatenated along the split dim")
+    return [dim]
+
+
+def _pad(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    dim = agree(dims[:1])
+    if any(equation.params["padding_config"][dim]):
+        raise Blocked("is padded along the split dim")
+    return [dim]
+
+
+def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    dim, numbers, shape = agree(dims), equation.params["dimension_numbers"], shape_of(equation.invars[0])
+    removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    if dims[1] is not None or dim in removed or equation.params["slice_sizes"][dim] != shape[dim]:
+        raise _needs_whole(equation, dim)
+    return [numbers.offset_dims[[d for d in range(len(shape)) if d not in removed].index(dim)]]
+
+
+def _window(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    dim, params = agree(dims), equation.params
+    if params["window_dimensions"][dim] != 1 or params["window_strides"][dim] != 1 or any(params["padding"][dim]):
+        raise _needs_whole(equation, dim)
+    return [dim] * len(equation.outvars)
+
+
+def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    (contracted, batch), results = equation.params["dimension_numbers"], []
+    free = [
+        [d for d in range(len(shape_of(operand))) if d not in (*contracted[i], *batch[i])]
+        for i, operand in enumerate(equation.invars)
+    ]
+    for side, dim in enumerate(dims):
+        if dim is None:
+            continue
+        if dim in contracted[side]:
+            raise Blocked("is summed over by a product that is not a layer")
+        if dim in batch[side]:
+            results.append(batch[side].index(dim))
+        else:
+            results.append(len(batch[0]) + side * len(free[0]) + free[side].index(dim))
+    return [agree(results)]
+
+
+RULES: dict[str, Rule] = {
+    "broadcast_in_dim": _broadcast,
+    "transpose": _transpose,
+    "squeeze": _squeeze,
+    "reshape": _reshape,
+    "concatenate": _concatenate,
+    "pad": _pad,
+    "gather": _gather,
+    "dot_general": _dot,
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), _reduce),
+    **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _slice),
+    **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _slice),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _window),
+}

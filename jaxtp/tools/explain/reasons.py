@@ -1,0 +1,233 @@
+"""Reasons for a proposed plan, and notes on a plan's avoidable communication."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from flax import nnx
+
+from jaxtp.analysis.collective import ALL_REDUCE
+from jaxtp.parallelize.plan import format_style
+from jaxtp.parallelize.stock import signature
+from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
+from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, layer_dims
+from jaxtp.tools.explain.pairing import PlanDraft, Region, TPGroup
+from jaxtp.tools.explain.propagation_rules import ELEMENTWISE
+from jaxtp.tools.explain.traced_model import ModelCall, TracedModel, trace_model
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a module has its style, or none."""
+
+    module: str
+    """Its pattern in the plan; several modules with one reason share it."""
+
+    style: str
+    """Style as written in the plan; empty for a module that stays whole."""
+
+    why: str
+    bytes: float
+    """Bytes each device sends over tp, forward and backward, for all modules of the pattern."""
+
+    def __str__(self) -> str:
+        sent = f"  {self.bytes:,.0f} bytes" if self.bytes else ""
+        return f"{self.module}  {self.style or 'whole'}{sent}\n    {self.why}"
+
+
+def merge_reasons(reasons: Iterable[Reason]) -> list[Reason]:
+    """Adds the bytes of otherwise equal reasons."""
+    merged: dict[tuple[str, str, str], float] = {}
+    for reason in reasons:
+        key = (reason.module, reason.style, reason.why)
+        merged[key] = merged.get(key, 0) + reason.bytes
+    return [Reason(*key, total) for key, total in merged.items()]
+
+
+def style_reasons(draft: PlanDraft) -> Iterator[Reason]:
+    """Yields a reason per styled module, unstyled layer, and other module with matrices."""
+    for path in plan_order(draft):
+        if path in draft.styles:
+            style, sent = format_style(draft.styles[path]), draft.bytes.get(path, 0)
+            yield Reason(draft.patterns[path], style, _why_styled(draft, path), sent)
+        else:
+            yield Reason(draft.patterns[path] or ROOT, "", _why_whole(draft, path), 0)
+    for path, module in draft.traced.modules.items():
+        if path not in draft.layers and (matrices := _matrices(module)):
+            why = f"has {matrices} of its own: styles split the layers of Flax"
+            why = "makes nothing that this call returns" if signature(module) else why
+            yield Reason(draft.patterns[path] or ROOT, "", why, 0)
+
+
+def plan_order(draft: PlanDraft) -> list[str]:
+    """Returns the layers in call order, after the modules that make their input whole."""
+    order: list[str] = []
+    norms = [call.path for call in draft.dataflow.norms if isinstance(draft.styles.get(call.path), SequenceParallel)]
+    for path in dict.fromkeys([*draft.layers, *norms]):
+        order += [module for module, readers in draft.shared.items() if path in readers and module not in order]
+        order.append(path)
+    return order
+
+
+def replicate_input(names: set[str]) -> PrepareInput:
+    """Returns the style that makes arguments whole, by position or name."""
+    positions = [int(name) for name in names if name.isdigit()]
+    kwargs = {name: Replicate() for name in sorted(names) if not name.isdigit()} or None
+    layouts = tuple(Replicate() if i in positions else None for i in range(max(positions, default=-1) + 1)) or None
+    args = Replicate() if layouts == (Replicate(),) else layouts
+    return PrepareInput(args, args, kwargs, kwargs)
+
+
+def _why_styled(draft: PlanDraft, path: str) -> str:
+    region, style = draft.region(path), draft.styles[path]
+    if isinstance(style, (PrepareInput, PrepareOutput)):
+        readers = draft.shared[path]
+        return f"one array for {_names(draft, readers)}: its gradient is all-reduced once, not {len(readers)} times"
+    if isinstance(style, SequenceParallel):
+        return f"runs on parts of dim {style.sequence_dim} of its input, which column layers split"
+    if region is None:
+        return f"its vocabulary is split: {_trade(draft.saved(path), draft.vocabulary_bytes(path))}"
+    if not isinstance(style, Colwise):
+        return f"sums over the output of {_names(draft, region.columns)}; its output is all-reduced"
+    gradient = _input_gradient(draft, path)
+    if region.rows:
+        return f"its output stays split up to {_names(draft, region.rows)}{_through(draft, path)}; {gradient}"
+    trade = _trade(draft.saved(*region.columns), region.bytes)
+    return f"its output ends the model and stays split: {trade}, before a softmax cross-entropy; {gradient}"
+
+
+def _input_gradient(draft: PlanDraft, path: str) -> str:
+    if not any(call.input.has_grad for call in draft.calls(path)):
+        return "its input has no gradient"
+    sharing = [module for module, readers in draft.shared.items() if path in readers]
+    return f"its input is shared by {_names(draft, sharing)}" if sharing else "its input's gradient is all-reduced"
+
+
+def _through(draft: PlanDraft, path: str) -> str:
+    passed = draft.dataflow.through.get(path, {})
+    names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
+    return f" through {', '.join(names)}" if names else ""
+
+
+def _why_whole(draft: PlanDraft, path: str) -> str:
+    if split := [call for call in draft.calls(path) if call.input.dim is not None and not call.is_row]:
+        return f"runs on whole arrays, between parts split by {_names(draft, split[0].input.columns)}: it gathers them"
+    region = next((region for region in draft.regions if path in region.columns), None)
+    if region is None:
+        saved, sent = draft.saved(path), draft.vocabulary_bytes(path)
+        vocabulary = f"; to split its vocabulary {_trade(saved, sent)}"
+        return f"no column: {draft.excluded[path]}{vocabulary if draft.has_vocabulary(path) else _as_row(draft, path)}"
+    if region.rows:
+        return f"would feed {_names(draft, region.rows)}{_why_not_chosen(draft, region)}"
+    return f"ends the model: to split it {_trade(draft.saved(*region.columns), region.bytes)}"
+
+
+def _as_row(draft: PlanDraft, path: str) -> str:
+    feeding = next((region for region in draft.regions if path in region.rows), None)
+    if feeding is None:
+        return "; no row: its input is not split"
+    return f"; could sum over the output of {_names(draft, feeding.columns)}{_why_not_chosen(draft, feeding)}"
+
+
+def _why_not_chosen(draft: PlanDraft, region: Region) -> str:
+    if region.bytes >= region.bytes_one_by_one:
+        return f", which sends {region.bytes:,.0f} bytes, no less than each alone ({region.bytes_one_by_one:,.0f})"
+    rivals = {path for other in draft.chosen if region.conflicts(other) for path in other.layers}
+    return f", which sends {region.bytes:,.0f} bytes; better are {_names(draft, rivals)}"
+
+
+def _trade(saved: float, sent: float) -> str:
+    return f"saves {saved:,.0f} bytes of parameters and sends {sent:,.0f}"
+
+
+def _names(draft: PlanDraft, paths: Iterable[str]) -> str:
+    return ", ".join(sorted({draft.patterns[path] for path in paths}))
+
+
+def _matrices(module: nnx.Module) -> str:
+    params = {name: value for name, value in vars(module).items() if isinstance(value, nnx.Param)}
+    large = {name: value.shape for name, value in params.items() if len(value.shape) > 1}
+    return ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in large.items())
+
+
+def plan_notes(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str, int]) -> list[str]:
+    """Returns notes on a non-parallel model's avoidable communication, merged over layer numbers."""
+    traced, group = trace_model(call), TPGroup.of(sizes)
+    split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
+    dataflow = group.dataflow(traced, set(traced.modules) - split)
+    notes = [
+        *_gathered_outputs(dataflow, group),
+        *_whole_row_inputs(dataflow, traced, styles, group),
+        *_duplicate_reductions(dataflow, styles, group),
+    ]
+    merged = Counter(re.sub(r"(?<=\.)\d+(?=[.)])", "*", note) for note in notes)
+    return [f"{note} (x {count})" if count > 1 else note for note, count in merged.items()]
+
+
+def _gathered_outputs(dataflow: Dataflow, group: TPGroup) -> Iterator[str]:
+    calls = {call.path: call for call in dataflow.calls}
+    for path, why in dataflow.blocked.items():
+        yield (
+            f"{path} is Colwise(), and {why}: the compiler gathers it, and each device sends at most "
+            f"{group.sent(calls[path], 1):,.0f} bytes; leave this style out, or write "
+            "Colwise(output_layouts=Replicate()) if it is intended"
+        )
+
+
+def _whole_row_inputs(
+    dataflow: Dataflow, traced: TracedModel, styles: Mapping[str, Style], group: TPGroup
+) -> Iterator[str]:
+    for call in dataflow.calls:
+        style, dims = styles.get(call.path), layer_dims(traced.modules[call.path], call.method, call.avals[0].ndim)
+        splits_input = dims is not None and dims.row is not None
+        if isinstance(style, Rowwise) and style.input_layouts is None and splits_input and not call.is_row:
+            sent = group.sent(call, 0)
+            cost = f"is gathered, {sent:,.0f} bytes sent by each device" if call.input.has_grad else "is not needed"
+            yield (
+                f"{call.path} is Rowwise(), and its input is whole on every device: each device slices it, and the "
+                f"gradient {cost}; put a Colwise layer before it, or write Rowwise(input_layouts=Replicate()) if it is "
+                "intended"
+            )
+
+
+def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style], group: TPGroup) -> Iterator[str]:
+    readers: dict[object, dict[str, LayerCall]] = {}
+    for call in dataflow.calls:
+        style = styles.get(call.path)
+        if isinstance(style, Colwise) and style.input_layouts == Replicate() and call.input.has_grad:
+            readers.setdefault(call.input.key, {})[call.path] = call
+    for calls in readers.values():
+        first = next(iter(calls.values()))
+        if len(calls) > 1 and not _is_shared(first, styles):
+            sent = (len(calls) - 1) * group.sent(first, 0, ALL_REDUCE)
+            yield (
+                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; {_remedy(first)} reduces "
+                f"it once: {sent:,.0f} bytes less sent by each device"
+            )
+
+
+def _is_shared(call: LayerCall, styles: Mapping[str, Style]) -> bool:
+    entered = ((styles.get(path), argument) for path, argument in call.input.entered)
+    made_by = (styles.get(path) for path in call.input.left)
+    return any(isinstance(style, PrepareInput) and _replicates(style, argument) for style, argument in entered) or any(
+        isinstance(style, PrepareOutput)
+        or (isinstance(style, SequenceParallel) and style.output_layouts == Replicate())
+        for style in made_by
+    )
+
+
+def _replicates(style: PrepareInput, argument: str) -> bool:
+    if not argument.isdigit():
+        return (style.desired_input_kwarg_layouts or {}).get(argument) == Replicate()
+    desired = style.desired_input_layouts
+    layouts = desired if isinstance(desired, tuple) else (desired,)
+    return layouts[int(argument) : int(argument) + 1] == (Replicate(),)
+
+
+def _remedy(call: LayerCall) -> str:
+    outside = [(path, argument) for path, argument in call.input.entered if path and path != call.path]
+    if not outside:
+        return "PrepareInput(Replicate(), Replicate()) for a module around them"
+    path, argument = outside[-1]
+    return f"{format_style(replicate_input({argument}))} for {path!r}"

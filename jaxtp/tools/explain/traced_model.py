@@ -1,0 +1,187 @@
+"""A model call, traced to a jaxpr that records where arrays enter and leave modules.
+
+A jaxpr has no module boundaries. So the wrapped calls of a copy's modules name their arrays with
+`jax.ad_checkpoint.checkpoint_name`, an identity that stays in the jaxpr through jit, remat and scan bodies.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import AbstractMesh, Mesh
+
+from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_sizes, sized
+from jaxtp.parallelize.initialisation import abstract_model
+from jaxtp.parallelize.module_wrappers import modules_of, with_calls
+
+MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
+"""A mesh, its sizes by axis, or None for the mesh in context."""
+
+Callee = Callable[..., object]
+"""A function of a model and its inputs."""
+
+StateFunction = Callable[[nnx.State, list[Any]], Any]
+"""A function of a model's state and the arrays among its inputs."""
+
+_PREFIX = "jaxtp"
+
+
+@dataclass(frozen=True)
+class ModelCall:
+    """An abstract model and one call."""
+
+    model: nnx.Module
+    """Never changed."""
+
+    arrays: list[jax.ShapeDtypeStruct]
+    """The arrays among the inputs."""
+
+    run: Callable[[nnx.Module, list[Any]], object]
+    """Calls a model with the inputs, with these arrays filled in."""
+
+    @classmethod
+    def of(
+        cls, model: nnx.Module | Callable[[], nnx.Module], inputs: tuple[object, ...], call: Callee | None
+    ) -> "ModelCall":
+        """Returns the call `call(model, *inputs)`, or `model(*inputs)`; arguments as in `explain`.
+
+        Raises:
+          PlanError: `model` is neither a module nor a function that returns a module.
+        """
+        leaves, tree = jax.tree.flatten(inputs)
+
+        def run(model: Any, arrays: list[Any]) -> object:
+            remaining = iter(arrays)
+            filled = jax.tree.unflatten(tree, [next(remaining) if _is_array(leaf) else leaf for leaf in leaves])
+            return call(model, *filled) if call else model(*filled)
+
+        arrays = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves if _is_array(leaf)]
+        return cls(abstract_model(model), arrays, run)
+
+    def functional(self, model: nnx.Module, wrap: Callable[..., Any] | None = None) -> tuple[StateFunction, nnx.State]:
+        """Returns the call as a function of the state of `model`, and this state.
+
+        Args:
+          model: parallel or not; each run uses a copy.
+          wrap: wraps its modules' calls, as in `with_calls`.
+        """
+        graph, state = nnx.split(model)
+
+        def function(state: nnx.State, arrays: list[Any]) -> object:
+            copy = nnx.merge(graph, state, copy=True)
+            return self.run(with_calls(copy, wrap) if wrap else copy, arrays)
+
+        return function, state
+
+
+def _is_array(value: object) -> bool:
+    return hasattr(value, "shape") and hasattr(value, "dtype")
+
+
+def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
+    """Returns the devices along each axis; messages name `caller`.
+
+    Raises:
+      MeshError: there is no mesh, or a size is not a positive integer.
+    """
+    if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
+        raise MeshError(f'{caller} needs a mesh: call it under jax.set_mesh(...), or pass mesh={{"tp": 8}}')
+    if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
+        raise MeshError(f'{caller} takes a mesh, or its sizes as in mesh={{"fsdp": 2, "tp": 4}}, not {mesh!r}')
+    sizes = {**sized(), **mesh} if isinstance(mesh, Mapping) else mesh_sizes(mesh)
+    if unknown := sorted(map(str, sizes.keys() - set(AXES))):
+        raise MeshError(f"{', '.join(unknown)}: no axis of a mesh; the axes are {', '.join(AXES)}")
+    if odd := [f"{axis}={size!r}" for axis, size in sizes.items() if type(size) is not int]:
+        raise MeshError(f"{', '.join(odd)}: a mesh axis is a whole number of devices")
+    check_sizes(sizes)
+    if -1 in sizes.values():
+        raise MeshError(f"{describe_mesh(sizes)}: -1 stands for all other devices, and here none need exist")
+    return sizes
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A module boundary that an array crosses."""
+
+    enters: bool
+    """Whether the array enters the module as an argument, or leaves it as a result."""
+
+    path: str
+    """Dotted path of the module; empty for the model itself."""
+
+    method: str
+    """`__call__`, or `attend` of an embedding."""
+
+    argument: str
+    """Position or keyword of the argument; 0 for the result; empty for an array inside a container."""
+
+    def __str__(self) -> str:
+        return " ".join((_PREFIX, "in" if self.enters else "out", self.method, self.argument or "-", self.path))
+
+
+@dataclass(frozen=True)
+class TracedModel:
+    """A model call's jaxpr, and the modules in its boundaries."""
+
+    jaxpr: ClosedJaxpr
+    """Takes the leaves of the model's state, then the input arrays."""
+
+    is_param: tuple[bool, ...]
+    """Whether each leaf of the state belongs to an `nnx.Param`."""
+
+    modules: dict[str, nnx.Module]
+    """Modules by dotted path; a shared module has its first path."""
+
+    tied: dict[str, str]
+    """Modules that use a parameter of another module, and the path of that module."""
+
+
+def trace_model(call: ModelCall) -> TracedModel:
+    """Traces a call abstractly."""
+    function, state = call.functional(call.model, _marked_call)
+    jaxpr, modules = jax.make_jaxpr(function)(state, call.arrays), modules_of(call.model)
+    variables = [variable for _, variable in nnx.to_flat_state(state)]
+    is_param = tuple(isinstance(variable, nnx.Param) for variable in variables for _ in jax.tree.leaves(variable))
+    return TracedModel(jaxpr, is_param, modules, _tied_modules(modules))
+
+
+def read_boundary(equation: JaxprEqn) -> Boundary | None:
+    """Returns the boundary that an equation marks, if any."""
+    name = equation.params.get("name") if equation.primitive.name == "name" else None
+    if not isinstance(name, str) or not name.startswith(f"{_PREFIX} "):
+        return None
+    _, direction, method, argument, path = name.split(" ", 4)
+    return Boundary(direction == "in", path, method, argument.strip("-"))
+
+
+def _marked_call(
+    path: str, name: str, method: Callable[..., Any], module: nnx.Module, /, *args: Any, **kwargs: Any
+) -> Any:
+    args = tuple(_mark(value, Boundary(True, path, name, str(i))) for i, value in enumerate(args))
+    kwargs = {key: _mark(value, Boundary(True, path, name, key)) for key, value in kwargs.items()}
+    return _mark(method(module, *args, **kwargs), Boundary(False, path, name, "0"))
+
+
+def _mark(tree: Any, boundary: Boundary) -> Any:
+    """Marks tracers in tuples, lists and dicts; other objects keep their identity."""
+    if isinstance(tree, jax.core.Tracer):
+        return tree if jnp.issubdtype(tree.dtype, jax.dtypes.prng_key) else checkpoint_name(tree, str(boundary))
+    boundary = replace(boundary, argument="")
+    if type(tree) in (tuple, list):
+        return type(tree)(_mark(value, boundary) for value in tree)
+    return {key: _mark(value, boundary) for key, value in tree.items()} if type(tree) is dict else tree
+
+
+def _tied_modules(modules: Mapping[str, nnx.Module]) -> dict[str, str]:
+    owners: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for path, module in modules.items():
+        for value in vars(module).values():
+            if isinstance(value, nnx.Param) and owners.setdefault(id(value), path) != path:
+                tied |= {path: owners[id(value)]}
+    return tied

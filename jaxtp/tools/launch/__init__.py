@@ -1,0 +1,1 @@
+"""Starts several processes on this machine."""

@@ -1,0 +1,77 @@
+"""The command `jaxtp launch`."""
+
+import re
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import pydantic
+import tyro
+
+from jaxtp.config import entry
+from jaxtp.config.command_line import Command
+from jaxtp.config.schema import UserPath, allowed
+from jaxtp.distributed.environment import gpus_present
+from jaxtp.distributed.supervisor import Group, SupervisorError, supervise
+
+PROGRAM = "jaxtp launch"
+DESCRIPTION = """Starts the processes of one machine, each with its share of the GPUs; ends all of them when one dies.
+
+    jaxtp launch --processes 2 -- jaxtp train --config FILE
+
+After -- comes a command of jaxtp, or arguments of Python such as -m mine.train. One process can drive all GPUs of a
+host; use several to try a run of several hosts, also on CPUs, or for a program that needs a process for each GPU.
+"""
+MOST_PROCESSES = 1024
+Number = Annotated[int, pydantic.Field(ge=1, le=MOST_PROCESSES), allowed(f"1 to {MOST_PROCESSES}")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Flags of `jaxtp launch`."""
+
+    processes: Number
+    """Number of processes."""
+
+    devices: Number | None = None
+    """Virtual CPU devices of each process; by default they divide the GPUs of the machine, or the devices of the mesh
+    if there are none."""
+
+    restarts: Annotated[int, pydantic.Field(ge=0, le=MOST_PROCESSES), allowed(f"0 to {MOST_PROCESSES}")] = 0
+    """Maximum number of restarts after a failure; mistakes (exit code 2) and wrong numbers (3) are not restarted."""
+
+    logs: Annotated[UserPath, tyro.conf.arg(metavar="DIR")] = Path("logs")
+    """Folder of the logs, process-0.log and so on; earlier logs are replaced."""
+
+
+COMMAND = Command(program=PROGRAM, schema=Launch, description=DESCRIPTION)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command and returns the exit code of the first process that failed."""
+    return entry.attempt(PROGRAM, lambda: _launch(argv))
+
+
+def _launch(argv: Sequence[str]) -> int:
+    end = argv.index("--") if "--" in argv else len(argv)
+    flags, command = list(argv[:end]), list(argv[end + 1 :])
+    if not command and not {"-h", "--help", "--help-all"} & set(flags):
+        raise SupervisorError("no command: it follows --, as in -- jaxtp train --config FILE")
+    launch, _ = COMMAND.load(flags)
+    if re.fullmatch(r"python[\d.]*", Path(command[0]).name):
+        raise SupervisorError(f"-- {command[0]}: leave it out; after -- come the arguments of Python")
+    if command[0] == "jaxtp":
+        command = ["-m", *command]
+    if launch.devices is None and not gpus_present():
+        print(
+            "no NVIDIA GPUs here: the processes divide the mesh's devices, virtual ones of the CPU (--devices N gives "
+            "each N)",
+            file=sys.stderr,
+        )
+    return supervise(Group(launch.processes, command, launch.logs, launch.devices), restarts=launch.restarts)
+
+
+if __name__ == "__main__":
+    entry.run(PROGRAM, main)

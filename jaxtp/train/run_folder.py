@@ -1,0 +1,140 @@
+"""The folder of a run: lock, configuration, and checkpoint info."""
+
+import fcntl
+import os
+import platform
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtp.config import schema as configuration
+from jaxtp.config.entry import FILES, UserError
+from jaxtp.config.files import write_atomically
+from jaxtp.distributed.agreement import raise_everywhere
+from jaxtp.train.config import TrainConfig
+
+CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
+NON_FINITE = "non_finite"
+CORRUPTION = "corruption"
+PROFILE = "profile"
+LOCK = ".lock"
+BASE = "base"
+"""Key in the info of a checkpoint of adapters: the identity of the frozen model, as in `hf.runs`."""
+VERIFIED = "verified"
+"""Key in a checkpoint's info: the last verified step when it was saved."""
+
+
+class RunFolderError(UserError):
+    """A folder cannot be written, or belongs to another run."""
+
+
+class RunFilesError(RunFolderError):
+    """A file failed during the run: full disk, lost network file system."""
+
+    exit_code = FILES
+
+
+def prepare(folder: Path) -> None:
+    """Creates the folder; raises RunFolderError if it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise RunFolderError(f"run.dir={folder}: {error.strerror}; name another with --run.dir FOLDER") from None
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Converts an OSError: `RunFolderError` if a folder or file is in the way, else `RunFilesError`."""
+    try:
+        yield
+    except OSError as error:
+        kind = RunFolderError if isinstance(error, IsADirectoryError | NotADirectoryError) else RunFilesError
+        raise kind(
+            f"{path} cannot be written ({error.strerror}); the same command resumes from the newest checkpoint, if "
+            "there is one, or starts again"
+        ) from None
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Locks a folder against other runs, until the process ends.
+
+    Raises:
+      RunFolderError: another run has the lock, or the file system has no locks.
+    """
+    if jax.process_index() != 0:
+        yield
+        return
+    with writing(folder / LOCK):
+        file = (folder / LOCK).open("a+", encoding="utf-8")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            raise RunFolderError(
+                f"run.dir={folder} is in use by {file.read().strip() or 'another run'}; "
+                "wait until it ends, or name another with --run.dir FOLDER"
+            ) from None
+        except OSError as error:
+            raise RunFolderError(
+                f"run.dir={folder} cannot be locked ({error.strerror}); name one on another disk with --run.dir FOLDER"
+            ) from None
+        with writing(folder / LOCK):
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+        yield
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Yields an empty folder that replaces `folder` if all processes succeed."""
+    new = folder.with_name(f"{folder.name}.new")
+    with raise_everywhere():
+        if jax.process_index() == 0:
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+    with raise_everywhere():
+        yield new
+    with raise_everywhere():
+        if jax.process_index() == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+            new.rename(folder)
+
+
+def write_config(config: TrainConfig) -> None:
+    """Writes config.yaml."""
+    if jax.process_index() == 0:
+        path = config.run.dir / CONFIG
+        with writing(path):
+            write_atomically(path, configuration.to_yaml(config).encode())
+
+
+def checkpoint_info(
+    config: TrainConfig, data: Mapping[str, Any], next_sample: int, mesh: Mapping[str, int]
+) -> dict[str, Any]:
+    """Returns the info that a checkpoint stores next to its arrays."""
+    return {
+        "next_sample": next_sample,
+        "corpus": dict(data),
+        "config": configuration.to_plain(config),
+        "mesh": dict(mesh),
+        "processes": jax.process_count(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns versions of Python and packages that affect a run's numbers and files."""
+    packages = ("jaxtp", "jax", "flax", "optax", "orbax-checkpoint")
+    return {name: version(name) for name in packages} | {"python": platform.python_version()}

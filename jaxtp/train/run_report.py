@@ -1,0 +1,275 @@
+"""Console output of a run: a summary, then a progress bar, or lines without a terminal."""
+
+import platform
+import shlex
+import signal
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+import jaxtp
+from jaxtp.analysis.step_costs import describe_active, describe_padding
+from jaxtp.checkpoint.logical import logical_size
+from jaxtp.config.console import Display
+from jaxtp.data.corpus import Corpus
+from jaxtp.data.samples import Data
+from jaxtp.data.tokenizer_files import TEMPLATE
+from jaxtp.layers.activations import is_split
+from jaxtp.layers.kernels import grouped
+from jaxtp.layers.kernels.select import architecture_of
+from jaxtp.layers.overlap import is_ring
+from jaxtp.layers.parameter import logical_shape, spec_of
+from jaxtp.mesh import BATCH, CP, SEQUENCE, TP, axes_of, batch_parts, describe_mesh, mesh_sizes
+from jaxtp.models.config import ModelConfig
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import describe_memory
+from jaxtp.train.metrics import describe_peak
+from jaxtp.train.optimizer import warmup_steps
+from jaxtp.train.state import Blueprint, bytes_per_device, parameter_count, parameters, total_bytes
+from jaxtp.train.validation import chosen_kernels, multiplies_all, share_of
+
+
+class Report(Display):
+    """The console of a run; silent on all processes but the first.
+
+    A closed pipe stops the run like SIGTERM: it saves first.
+    """
+
+    def __init__(self) -> None:
+        counter, quiet = "step {task.completed:.0f}/{task.total:.0f}", jax.process_index() != 0
+        super().__init__(counter, quiet=quiet, unread=partial(signal.raise_signal, signal.SIGTERM))
+
+    def step(self, step: int, values: Mapping[str, float], tokens_per_second: float) -> None:
+        """Updates the progress bar."""
+        self.move(step, f"{_losses(values)}  {tokens_per_second:,.0f} tokens/s")
+
+    def logged(self, record: dict[str, float | int], total: int, *, is_first: bool = False) -> None:
+        """Prints a logged step if there is no progress bar."""
+        if self.has_bar:
+            return
+        # A process's first step includes compilation.
+        left = "" if is_first else f"  {_duration((total - record['step']) * record['step_seconds'])} left"
+        self.line(
+            f"step {record['step']}/{total}  {_losses(record)}  {record['tokens_per_second']:,.0f} tokens/s{left}"
+        )
+
+
+def next_steps(config: TrainConfig, saved: Path) -> list[str]:
+    """Returns a finished run's location, and commands to use it."""
+    trained_on = config.data.path or next(map(Path, config.data.mixture), Path(shlex.__file__))
+    data = config.data.validation or trained_on
+    run, text = shlex.quote(str(config.run.dir)), shlex.quote(str(data))
+    prompt = "--chat" if (trained_on / TEMPLATE).is_file() else "--prompt 'def '"
+    export = f"{config.run.dir}-{'peft' if config.model.lora.rank else 'hf'}"
+    return [
+        f"saved in {saved}; next:",
+        f"  jaxtp evaluate --model {run} --{'data' if data.is_dir() else 'text'} {text}",
+        f"  jaxtp generate --model {run} {prompt}; jaxtp convert export {run} {shlex.quote(export)}",
+    ]
+
+
+def summary(
+    config: TrainConfig, data: Data, blueprint: Blueprint, notes: Mapping[str, str | None], progress: tuple[int, int]
+) -> str:
+    """Describes the run: versions, mesh, sizes, bytes, and sharding of each parameter.
+
+    Args:
+      notes: more lines by name (at most 8 characters); None omits a line.
+      progress: steps done, and sequences read.
+    """
+    mesh = blueprint.mesh
+    device = mesh.devices.flat[0]
+    kind = "virtual CPU devices" if device.platform == "cpu" else device.device_kind
+    rows = {
+        "jaxtp": f"{jaxtp.__version__} with jax {jax.__version__}, Python {platform.python_version()}",
+        "mesh": f"{describe_mesh(mesh_sizes(mesh))} = {mesh.size} {kind}",
+        "model": f"{parameter_count(blueprint):,} parameters"
+        f"{describe_active(config.model, parameter_count(blueprint))}{_describe_trained(blueprint)}: "
+        f"{_describe_model(config.model)}",
+        "state": f"{_mib(bytes_per_device(blueprint))} of parameters and optimizer on each device, "
+        f"of {_mib(total_bytes(blueprint))} in all",
+        "context": describe_context(config, mesh_sizes(mesh)),
+        "experts": _describe_experts(config.model, mesh_sizes(mesh)[TP]),
+        "kernels": describe_kernels(config, mesh_sizes(mesh), architecture_of(device)),
+        "data": _describe_data(data.corpus),
+        "rows": _describe_rows(data),
+        "batch": _describe_batch(config, mesh, data.corpus.unit),
+        "steps": _describe_steps(config, data, *progress),
+        "folder": str(config.run.dir),
+    }
+    optional = {
+        "overlap": describe_overlap(config, mesh_sizes(mesh)),
+        "padding": describe_padding(config.model, mesh_sizes(mesh)),
+        "memory": describe_memory(config, mesh),
+        "peak": describe_peak(device),
+        **notes,
+    }
+    lines = [f"{name:<8}{text}" for name, text in (rows | optional).items() if text is not None]
+    return "\n".join([*lines, "", *sharding_table(blueprint), ""])
+
+
+def describe_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> str:
+    """Describes the kernels of attention and experts."""
+    attention = [f"{name} attention ({why})" for name, why in chosen_kernels(config, mesh, platform).items()]
+    return "; ".join([" and ".join(attention), *describe_grouped(config.model, platform)])
+
+
+def describe_grouped(model: ModelConfig, platform: str) -> Iterator[str]:
+    """Yields how experts multiply; warns if an accelerator multiplies every row with every expert."""
+    if not (experts := model.most_experts):
+        return
+    method, why = grouped.method_of(model.grouped, platform)
+    yield f"{method} products of experts ({why})"
+    if platform != "cpu" and multiplies_all(model, platform):
+        yield f"WARNING: that multiplies every row with every expert, {experts} times the work and the memory of rows"
+
+
+def _describe_experts(model: ModelConfig, tp: int) -> str | None:
+    blocks = [block for block in model.block_kinds() if block.num_experts]
+    divided = dict.fromkeys(
+        f"{block.num_experts // tp} of {block.num_experts} on each device, whole"
+        if block.over_tp(tp)
+        else f"all {block.num_experts} on each device, {block.d_ff // tp} of the width {block.d_ff} of each"
+        for block in blocks
+    )
+    return f"over tp {tp}: {' and '.join(divided)}" if divided else None
+
+
+def describe_context(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
+    """Describes attention over cp; None if cp is 1."""
+    if mesh[CP] == 1:
+        return None
+    share, found = share_of(config, mesh), {}
+    for block in config.model.block_kinds():
+        attended = block.attended(mesh[TP])
+        method, why = attended.method(share)
+        where = "" if attended.window is None else f" within a window of {attended.window:,}"
+        found[f"{method}{where} ({why})"] = attended.uneven(share)
+    chunks = "a chunk on each device"
+    if config.model.zigzag(share):
+        chunks = "two chunks of each on a device, for even work"
+    elif any(found.values()):
+        chunks += f"; WARNING: the last has the most to do, as 2 * cp does not divide sequences of {share.length:,}"
+    return f"sequences over cp {mesh[CP]}, {chunks}; attention by {' and '.join(found)}"
+
+
+def describe_overlap(config: TrainConfig, mesh: Mapping[str, int]) -> str | None:
+    """Describes the overlap of communication and products; None if off."""
+    length, tp = config.data.sequence_length, mesh[TP]
+    if config.model.overlap == "none":
+        return None
+    if is_ring(config.model.overlap, tp, split=is_split(config.model.sequence_parallel, length, mesh)):
+        return f"rings of tp {tp}: a part of a sequence moves while another is multiplied"
+    parts_of = describe_mesh(mesh, [axis for axis in SEQUENCE if mesh[axis] > 1])
+    why = "there is no tp" if tp == 1 else f"{parts_of} does not divide sequences of {length}, which tp leaves whole"
+    return f"model.overlap=ring does nothing here: {why}"
+
+
+def _describe_data(corpus: Corpus) -> str:
+    loss = "" if corpus.loss_tokens is None else f", {corpus.loss_tokens:,} of them with loss"
+    return (
+        f"{corpus.description}: {corpus.train_tokens:,} {corpus.unit} to train on{loss}, "
+        f"{corpus.validation_tokens:,} held out, sha256 {corpus.identity[:12]}"
+    )
+
+
+def _describe_rows(data: Data) -> str:
+    rows = data.train_rows
+    positions = sum(len(of_source) for of_source in rows)
+    padding = sum(of_source.padding * len(of_source) for of_source in rows) / positions
+    long = sum(of_source.num_split for of_source in rows), sum(of_source.num_dropped for of_source in rows)
+    parts = [f"{positions:,} sequences, {padding:.2%} padding"]
+    parts += [
+        f"{count:,} longer documents {done}" for count, done in zip(long, ("split", "left out"), strict=True) if count
+    ]
+    if long[0] and data.corpus.loss_tokens is not None:
+        parts.append("whose later parts have no prompt before them (data.long_documents=drop leaves them out)")
+    return ", ".join(parts)
+
+
+def _describe_steps(config: TrainConfig, data: Data, done: int, read: int) -> str:
+    batch, steps = config.data.global_batch_size, config.train.steps
+    left = max(steps - done, 0)
+    samples, tokens = read + left * batch, batch * config.data.sequence_length  # steps so far: maybe another batch
+    total = f"{samples * config.data.sequence_length:,} {data.corpus.unit}"
+    length = f"{steps:,} of {tokens:,} = {total}"
+    if samples != steps * batch:
+        length = f"{steps:,}: {done:,} done, {left:,} left, of {tokens:,} each; {total} in all"
+    return f"{length}, {_describe_epochs(data, samples)}{_describe_cut(config)}"
+
+
+def _describe_epochs(data: Data, samples: int) -> str:
+    each = zip(data.corpus.sources, data.epochs(samples), strict=True)
+    named = ((source.name, f"{epochs:,.0f}" if epochs >= 10 else f"{epochs:.2g}") for source, epochs in each)
+    return ", ".join(f"{epochs} epochs" + (f" of {name}" if name else "") for name, epochs in named)
+
+
+def _describe_cut(config: TrainConfig) -> str:
+    requested, used = config.optimizer.warmup_steps, warmup_steps(config.optimizer, config.train.steps)
+    if requested == used:
+        return ""
+    return f"; the warm-up of {requested} steps (optimizer.warmup_steps) is cut to these {used}"
+
+
+def _describe_batch(config: TrainConfig, mesh: Mesh, unit: str) -> str:
+    sizes, accumulation, batch = mesh_sizes(mesh), config.train.accumulation, config.data.global_batch_size
+    per_device = batch // (batch_parts(sizes) * accumulation)
+    return (
+        f"{batch} sequences of {config.data.sequence_length} {unit} = {describe_mesh(sizes, BATCH)} x "
+        f"accumulation {accumulation} x {per_device} per device"
+    )
+
+
+def _describe_trained(blueprint: Blueprint) -> str:
+    model = blueprint.config
+    if not model.lora.rank:
+        return ""
+    adapters = logical_size(nnx.filter_state(blueprint.abstract["model"], nnx.Param))
+    return f", {adapters:,} of them trained in {model.lora.dtype}, the others frozen in {model.precision.param}"
+
+
+def _describe_model(model: ModelConfig) -> str:
+    return (
+        f"{model.num_layers} layers, {model.describe_block()}, vocabulary {model.vocab_size}; "
+        f"{model.precision.compute} compute"
+    )
+
+
+def sharding_table(blueprint: Blueprint) -> list[str]:
+    """Returns shape, sharding, and shape per device, a line for each parameter."""
+    lines = [f"{'parameter':<34}{'shape':<20}{'split by':<28}per device"]
+    for name, variable in parameters(blueprint).items():
+        sharding = jax.sharding.NamedSharding(blueprint.mesh, spec_of(variable))
+        shard = sharding.shard_shape(variable.shape)
+        spec = [_split_by(entry, mesh_sizes(blueprint.mesh)) for entry in spec_of(variable)]
+        split = ", ".join(map(str, spec)) if any(spec) else "replicated"
+        lines.append(f"{name:<33} {_shape(logical_shape(variable)):<20}{split:<28}{_shape(shard)}")
+    return lines
+
+
+def _split_by(entry: str | tuple[str, ...] | None, sizes: Mapping[str, int]) -> str | None:
+    axes = axes_of(entry)
+    return " x ".join([axis for axis in axes if sizes[axis] > 1] or axes[:1]) or None
+
+
+def _losses(values: Mapping[str, float]) -> str:
+    balance = f"  balance {values['balance_loss']:.2f}" if "balance_loss" in values else ""
+    return f"loss {values['loss']:.4f}{balance}"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,399 @@
+"""Checks of devices, collectives and attention kernels before a run.
+
+Each process's first device computes a few small operations one by one, all devices compute them in one compiled
+program, and both are compared with float64 on the host. Then each collective that layers use moves integers along each
+mesh axis.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtp.collectives import all_gather, all_reduce, all_to_all, device_view, permute, reduce_scatter, vary_everywhere
+from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.schema import ConfigError
+from jaxtp.distributed.agreement import all_gather_json, is_multiprocess, raise_everywhere
+from jaxtp.layers.activations import Part
+from jaxtp.layers.kernels.select import KERNELS, Kernel, Use, architecture_of, rivals, settle
+from jaxtp.mesh import AXES, TP, describe_mesh, mesh_sizes, platform_of
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.known_versions import known_problems, native_versions
+from jaxtp.train.validation import run_uses
+
+Numbers = np.ndarray[Any, Any]
+
+EXACT = 1e-4
+"""Largest error of a float32 operation, relative to the largest value of its result."""
+
+TOLERANCE = {"float32": 5e-3, "float16": 1e-2, "bfloat16": 2e-2}
+"""Largest error by compute dtype, relative in the norm. Float32 may be multiplied in TF32, which has 10 bits."""
+
+_EACH = PartitionSpec(AXES)
+"""One row per device."""
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A device operation, its float64 reference on the host, and arguments."""
+
+    run: Callable[..., Array]
+    on_host: Callable[..., Numbers]
+    arguments: tuple[Numbers, ...]
+    tolerance: float = EXACT
+
+    @cached_property
+    def right(self) -> Numbers:
+        """The reference result."""
+        return self.on_host(*(np.asarray(array, np.float64) for array in self.arguments))
+
+
+@cache
+def operations(dtype: str) -> dict[str, Operation]:
+    """Returns the operations by name; the product is in `dtype`, others in float32."""
+    random = np.random.default_rng(0)
+    a, b = (random.standard_normal(shape).astype(jnp.dtype(dtype)) for shape in ((256, 512), (512, 256)))
+    numbers, logits, rows = (
+        random.standard_normal(shape).astype(np.float32) for shape in ((8, 2**17), (64, 4096), (4096, 64))
+    )
+    index = random.integers(64, size=4096)
+
+    def softmax(x: Numbers) -> Numbers:
+        shares = np.exp(x - x.max(-1, keepdims=True))
+        return np.asarray(shares / shares.sum(-1, keepdims=True))
+
+    def scatter_add(rows: Numbers, index: Numbers) -> Numbers:
+        sums = np.zeros((64, 64))
+        np.add.at(sums, index.astype(int), rows)
+        return sums
+
+    return {
+        "an elementwise operation": Operation(
+            lambda x: jnp.sqrt(x + 1), lambda x: np.sqrt(x + 1), (np.abs(numbers[0, :512]),)
+        ),
+        "a product": Operation(jnp.matmul, np.matmul, (a, b), TOLERANCE[dtype]),
+        "a sum over a long axis": Operation(lambda x: x.sum(-1), lambda x: x.sum(-1), (np.abs(numbers),)),
+        "a softmax": Operation(jax.nn.softmax, softmax, (8 * logits,)),
+        "a scatter-add": Operation(
+            lambda rows, index: jnp.zeros((64, 64)).at[index].add(rows), scatter_add, (rows, index.astype(np.int32))
+        ),
+    }
+
+
+def check_outside_of_jit(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> None:
+    """Raises WrongNumbersError if this process's first device is wrong; arguments as for `check_devices`."""
+    # With jax 0.11 on an RTX A6000, `jnp.ones(4) + 1` was 513 outside of jit, and right inside (jax-ml/jax#40633).
+    first = mesh.local_devices[0]
+    if platform_of(first) == "cpu" and not on_cpu:
+        return
+    with jax.default_device(first):
+        for name, case in operations(dtype).items():
+            _compare(f"{name} outside of jit", case, case.run(*map(jnp.asarray, case.arguments)), first)
+
+
+def check_devices(mesh: Mesh, dtype: str, *, on_cpu: bool = False) -> list[str]:
+    """Checks all devices and, in a single process, the collectives; else the preflight checks these.
+
+    All processes must call it. Returns a line for the summary, if anything was checked.
+
+    Args:
+      dtype: of the product.
+      on_cpu: check CPUs too.
+
+    Raises:
+      WrongNumbersError: a device or collective is wrong.
+    """
+    if platform_of(mesh.devices.flat[0]) == "cpu" and not on_cpu:
+        return []
+    started, cases = time.perf_counter(), operations(dtype)
+
+    def body(arguments: Mapping[str, tuple[Array, ...]]) -> dict[str, Array]:
+        return {name: vary_everywhere(case.run(*arguments[name]))[None] for name, case in cases.items()}
+
+    with jax.set_mesh(mesh):
+        arguments = {name: case.arguments for name, case in cases.items()}
+        whole = (jax.tree.map(lambda _: PartitionSpec(), arguments),)
+        results = jax.jit(device_view(body, "device_check", whole, dict.fromkeys(cases, _EACH)))(arguments)
+        jax.block_until_ready(results)
+    with raise_everywhere():
+        for name, case in cases.items():
+            for shard in results[name].addressable_shards:
+                _compare(name, case, np.asarray(shard.data)[0], shard.device)
+    if not is_multiprocess():
+        check_collectives(mesh)
+    took = time.perf_counter() - started
+    return [f"checked products, sums, softmax, scatter-add and collectives on every device, in {took:.1f} s"]
+
+
+def _compare(name: str, case: Operation, result: Array | Numbers, device: jax.Device) -> None:
+    error = np.max(np.abs(np.asarray(result, np.float64) - case.right)) / np.max(np.abs(case.right))
+    if not error <= case.tolerance:  # also NaN
+        versions = {"jax": jax.__version__, **native_versions()}
+        known = known_problems(versions, device.device_kind, architecture_of(device))
+        message = (
+            f"{_describe(device)} computes {name} wrong: the result is off by {error:.1e} of its largest value, and "
+            f"rounding explains {case.tolerance:.0e}; try another device, driver or version of JAX "
+            "(--launch.no-self-check starts the run all the same)"
+        )
+        raise WrongNumbersError("\n".join([message, *known]))
+
+
+def _describe(device: jax.Device) -> str:
+    return f"device {device.id} of process {device.process_index} ({device.device_kind})"
+
+
+def check_collectives(mesh: Mesh) -> None:
+    """Moves integers along each axis by each collective; all processes must call it.
+
+    Raises:
+      WrongNumbersError: a device received wrong numbers.
+    """
+    sizes = {axis: size for axis, size in mesh_sizes(mesh).items() if size > 1}
+    numbers = {axis: _numbers(mesh.size, size) for axis, size in sizes.items()}
+    sharding = NamedSharding(mesh, _EACH)
+    with jax.set_mesh(mesh):
+        rows: dict[str, Array] = {
+            axis: jax.make_array_from_callback(array.shape, sharding, array.__getitem__)
+            for axis, array in numbers.items()
+        }
+        results = jax.block_until_ready(_moved(mesh)(rows))
+    with raise_everywhere():
+        for axis, found in results.items():
+            right = _right(numbers[axis].reshape(*mesh.devices.shape, -1), mesh.axis_names.index(axis))
+            for name, array in found.items():
+                for shard in array.addressable_shards:
+                    if not np.array_equal(np.asarray(shard.data)[0], right[name][shard.index[0].start or 0]):
+                        raise WrongNumbersError(
+                            f"{_describe(shard.device)} receives wrong numbers by {name} over mesh.{axis}, of "
+                            f"{describe_mesh(mesh_sizes(mesh))}: its links, or the devices along that axis, are broken"
+                        )
+
+
+def _numbers(devices: int, size: int) -> Numbers:
+    # A row for each device, divisible by `size`; sums over any axis are exact in float32.
+    return np.arange(devices, dtype=np.float32)[:, None] % 1021 * 8 + np.arange(2 * size, dtype=np.float32) % 8
+
+
+@cache
+def _moved(mesh: Mesh) -> Callable[[dict[str, Array]], dict[str, dict[str, Array]]]:
+    def along(axis: str, x: Array) -> dict[str, Array]:
+        moved = {
+            "all-gather": all_gather(x, axis),
+            "all-reduce": all_reduce(x, axis),
+            "reduce-scatter": reduce_scatter(x, axis),
+            "all-to-all": all_to_all(x, axis, split=0, join=0),
+            "permute": permute(x, axis),
+        }
+        return {name: vary_everywhere(array)[None] for name, array in moved.items()}
+
+    def body(rows: dict[str, Array]) -> dict[str, dict[str, Array]]:
+        return {axis: along(axis, row[0]) for axis, row in rows.items()}
+
+    axes = [axis for axis, size in mesh_sizes(mesh).items() if size > 1]
+    return jax.jit(device_view(body, "collectives", (dict.fromkeys(axes, _EACH),), dict.fromkeys(axes, _EACH)))
+
+
+def _right(rows: Numbers, axis: int) -> dict[str, Numbers]:
+    # The rows that devices should receive along an axis, by collective; `rows` is [*mesh, row].
+    size = rows.shape[axis]
+    along = np.moveaxis(rows, axis, -2)  # [others, size, row]
+    parts = along.reshape(*along.shape[:-1], size, -1)  # [others, from, to, part]
+    same = np.ones((size, 1), np.float32)
+    by_device = {
+        "all-gather": same * along.reshape(*along.shape[:-2], 1, -1),
+        "all-reduce": same * along.sum(-2, keepdims=True),
+        "reduce-scatter": parts.sum(-3),
+        "all-to-all": np.swapaxes(parts, -3, -2).reshape(along.shape),
+        "permute": np.roll(along, 1, axis=-2),
+    }
+    return {name: np.moveaxis(array, -2, axis).reshape(-1, array.shape[-1]) for name, array in by_device.items()}
+
+
+MOST_TOKENS, LEAST_TOKENS = 1024, 16
+"""Tokens of the problem: several blocks of every kernel."""
+
+TIMED_TOKENS, RUNS = 4096, 5
+"""Most tokens of the timed problem, and number of runs; the fastest counts."""
+
+AS_FAST = 1.1
+"""The preferred kernel is kept up to this multiple of the fastest one's time."""
+
+STRETCH = 16
+"""Tokens of a stretch, whose error may be twice as large: the total norm would hide a wrong edge."""
+
+CHUNKS, HALO = 7, 5
+"""Chunks of a sequence, and keys before it, in the problem for a part of a sequence."""
+
+_LITTLE = 0.1
+"""Floor for the size of a gradient, as a fraction of the root mean square of the output's gradient."""
+
+_SPREAD = 8.0
+"""Largest standard deviation of the scores with a softcap."""
+
+_RESULTS = ("its output", "its gradient of the queries", "its gradient of the keys", "its gradient of the values")
+
+
+Times = Sequence[Mapping[str, float]]
+"""Seconds of each timed kernel, for each use of attention; empty if only one kernel works."""
+
+
+def check_attention(config: TrainConfig, mesh: Mesh, *, on_cpu: bool = False) -> Times:
+    """Checks a run's attention kernels, and times alternatives.
+
+    Each process's first device computes a small problem of the run's shape, forward and backward, compared with plain
+    products in float32.
+
+    Raises:
+      ConfigError: a kernel does not run, or differs from plain products.
+    """
+    # Kernels have been wrong on one model of GPU, or with one kind of mask. If cuDNN's and the fused kernel both work
+    # and the settings name neither, the run takes the faster.
+    device = mesh.local_devices[0]
+    if platform_of(device) == "cpu" and not on_cpu:
+        return []
+    times: list[dict[str, float]] = []
+    for use, heads in _uses(config, mesh):
+        first, *others = rivals(config.model.attention, use)
+        with jax.default_device(device):
+            if (wrong := _problem_of(first, use, heads, device.device_kind)) is not None:
+                other = "xla" if first.name == "blockwise" else "blockwise"
+                raise ConfigError(f"model.attention: {wrong}; try --model.attention {other}")
+            able = [other for other in others if _problem_of(other, use, heads, device.device_kind) is None]
+            timed = [first, *able] if able else []
+            times.append({kernel.name: _seconds(kernel, use, heads) for kernel in timed})
+    return times
+
+
+def settle_attention(config: TrainConfig, mesh: Mesh, times: Times) -> None:
+    """Selects the fastest kernel for each use of attention; all processes must call it.
+
+    The slowest process counts; a kernel must work in all.
+
+    Args:
+      times: from `check_attention`; the preferred kernel comes first.
+    """
+    for (use, _), *each in zip(_uses(config, mesh), *all_gather_json(times), strict=False):
+        able = [name for name in each[0] if all(name in seconds for seconds in each)]
+        seconds = {name: max(taken[name] for taken in each) for name in able}
+        if len(seconds) < 2:
+            continue
+        preferred, fastest = next(iter(seconds)), min(seconds, key=lambda name: seconds[name])
+        name = preferred if seconds[preferred] <= AS_FAST * seconds[fastest] else fastest
+        measured = ", ".join(f"{kernel} {1e3 * took:.2f} ms" for kernel, took in seconds.items())
+        settle(use, KERNELS[name].name, f"measured here, forward and backward: {measured}")
+
+
+def _uses(config: TrainConfig, mesh: Mesh) -> list[tuple[Use, tuple[int, int]]]:
+    # With the query and kv heads of a device.
+    sizes = mesh_sizes(mesh)
+    uses = run_uses(config, sizes, architecture_of(mesh.local_devices[0]))
+    heads = (block.heads.on_device(sizes[TP]) for block in config.model.block_kinds())
+    return list(dict.fromkeys(zip(uses, heads, strict=True)))
+
+
+def _problem_of(kernel: Kernel, use: Use, heads: tuple[int, int], where: str) -> str | None:
+    try:
+        errors = relative_errors(kernel.run, use, *heads)
+    except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as reason:
+        return f"the kernel {kernel.name} does not run on {where}: {str(reason).partition(chr(10))[0]}"
+    most = TOLERANCE[str(use.dtype)]
+    for what, error in zip(_RESULTS, errors, strict=True):
+        if not error <= most:  # also NaN
+            return (
+                f"the kernel {kernel.name} is wrong on {where}: {what} is off by {error:.1e} of its norm, and "
+                f"{use.dtype} explains {most:.0e}"
+            )
+    return None
+
+
+def _seconds(kernel: Kernel, use: Use, heads: tuple[int, int]) -> float:
+    # Forward and backward, at the length of the run or `TIMED_TOKENS`.
+    arrays, settings = problem(use, *heads, most=TIMED_TOKENS)
+    program = jax.jit(partial(results, kernel.run, settings))
+    jax.block_until_ready(program(*arrays))
+    times = []
+    for _ in range(RUNS):
+        started = time.perf_counter()
+        jax.block_until_ready(program(*arrays))
+        times.append(time.perf_counter() - started)
+    return min(times)
+
+
+def relative_errors(run: Callable[..., Array], use: Use, num_queries: int, num_keys: int) -> list[float]:
+    """Returns relative errors, in the norm, of a kernel's output and gradients.
+
+    Each is the larger of the total error and half of the worst stretch's.
+    """
+    arrays, settings = problem(use, num_queries, num_keys)
+    found = jax.jit(partial(results, run, settings))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        plain = partial(results, KERNELS["xla"].run, settings)
+        right = jax.jit(plain)(*(array.astype(jnp.float32) for array in arrays))
+    return [_error(f.astype(jnp.float32), r, arrays[-1]) for f, r in zip(found, right, strict=True)]
+
+
+def _error(found: Array, right: Array, dy: Array) -> float:
+    # Of `[b, T, N, H]`; gradients that nearly cancel are measured against the output's.
+    least = jnp.sqrt(jnp.mean(jnp.square(dy.astype(jnp.float32)))) * _LITTLE
+
+    def norms(x: Array) -> Array:  # root mean square of each stretch
+        rows, length = x.shape[:2]
+        squares = jnp.pad(jnp.mean(jnp.square(x), axis=(2, 3)), ((0, 0), (0, -length % STRETCH)))
+        return jnp.sqrt(squares.reshape(rows, -1, STRETCH).mean(-1))
+
+    off, size = norms(found - right), norms(right)
+    whole = jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(size))), least)
+    worst = jnp.max(off / jnp.maximum(size, whole))
+    return float(jnp.maximum(jnp.sqrt(jnp.mean(jnp.square(off))) / whole, worst / 2))
+
+
+def problem(use: Use, num_queries: int, num_keys: int, most: int = MOST_TOKENS) -> tuple[list[Array], dict[str, Any]]:
+    """Returns queries, keys, values, a gradient of the output, and a kernel's keyword arguments.
+
+    Two rows with different packing: unaligned documents, one of three tokens, and padding. The window is shorter than
+    most documents; scores are large enough for a softcap to matter. A part has every other chunk, and keys before the
+    sequence.
+    """
+    length = max(LEAST_TOKENS, min(int(use.length or most), most))
+    part = _every_other(length // CHUNKS) if use.part else None
+    lengths = (length, length) if part is None else (part.queries.size, HALO + length)
+    heads = (num_queries, num_keys, num_keys, num_queries)
+    keys = jax.random.split(jax.random.key(0), len(heads))
+    which = (0, 1, 1, 0)  # queries or keys
+    shapes = [(2, lengths[of], count, use.head_dim) for of, count in zip(which, heads, strict=True)]
+    arrays = [jax.random.normal(key, shape, use.dtype) for key, shape in zip(keys, shapes, strict=True)]
+    spread = 1.0 if use.softcap is None else min(_SPREAD, use.softcap)
+    arrays[0] = (arrays[0] * (spread / (use.factor * use.head_dim**0.5))).astype(arrays[0].dtype)
+    ends = jnp.array(
+        [[length // 5, length // 2, length - 3], [length // 3, length - length // 7 - 3, length - length // 7]]
+    )
+    segments = jnp.sum(jnp.arange(length) >= ends[:, :, None], axis=1) + 1
+    segments = segments.at[1].set(jnp.where(segments[1] > ends.shape[1], 0, segments[1])).astype(jnp.int32)
+    window = use.window and max(1, min(use.window, length // 8))
+    return arrays, {
+        "segments_BT": segments if use.packed else None,
+        "scale": use.factor,
+        "window": window,
+        "softcap": use.softcap,
+        "part": part,
+    }
+
+
+def _every_other(size: int) -> Part:
+    position = jnp.arange(CHUNKS * size, dtype=jnp.int32)
+    return Part(position.reshape(CHUNKS, size)[::2].ravel(), -HALO)
+
+
+def results(
+    run: Callable[..., Array], settings: Mapping[str, Any], q: Array, k: Array, v: Array, dy: Array
+) -> tuple[Array, ...]:
+    """Returns the output, and gradients of queries, keys and values."""
+    y, gradients = jax.vjp(lambda q, k, v: run(q, k, v, **settings), q, k, v)
+    return (y, *gradients(dy))

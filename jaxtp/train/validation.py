@@ -1,0 +1,207 @@
+"""Checks of a configuration: consistency, mesh and devices."""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jaxtp.config.hints import Problem, explained, mesh_product, mesh_settings, not_divisible
+from jaxtp.config.schema import ConfigError, changed
+from jaxtp.distributed.devices import most_devices, request_virtual_devices
+from jaxtp.layers import remat
+from jaxtp.layers.activations import LocalShape
+from jaxtp.layers.kernels import grouped
+from jaxtp.layers.kernels.select import KernelName, Use, chosen, refused
+from jaxtp.mesh import (
+    AXES,
+    BATCH,
+    CONTEXT,
+    CP,
+    SEQUENCE,
+    TP,
+    batch_parts,
+    describe_mesh,
+    parts,
+)
+from jaxtp.models.config import ModelConfig, model_problems, padded_sizes
+from jaxtp.train.config import LoopConfig, TrainConfig
+
+
+def check(config: TrainConfig, mesh: dict[str, int], most: Callable[[], int | None] = most_devices) -> None:
+    """Checks that settings fit each other and the mesh; ignores the run's own mesh.
+
+    Args:
+      most: number of available devices; called only if something does not fit.
+
+    Raises:
+      ConfigError: all violations with the nearest values that work.
+    """
+    if any(_problems(config, mesh)):
+        _refuse(violations_on(config, mesh, most()))
+
+
+def check_devices(config: TrainConfig, mesh: Mapping[str, int]) -> None:
+    """Checks that there are enough devices; starts JAX's backend.
+
+    Raises:
+      ConfigError: names the nearest sizes that fit.
+    """
+    request_virtual_devices(math.prod(mesh.values()))
+    if (most := most_devices()) is not None and math.prod(mesh.values()) > most:
+        _refuse(violations_on(config, mesh, most))
+
+
+def _refuse(problems: Iterable[str]) -> None:
+    if found := list(problems):
+        raise ConfigError("these settings do not fit each other:\n" + "\n".join(f"  {problem}" for problem in found))
+
+
+def check_vocabulary(model: ModelConfig, needed: int, source: str) -> None:
+    """Raises ConfigError if the data has token ids that the model lacks."""
+    if model.vocab_size < needed:
+        raise ConfigError(
+            f"the ids of {source} go up to {needed - 1}, and model.vocab_size={model.vocab_size} has fewer; a new "
+            f"model needs at least --model.vocab-size {needed}, that of a run is in --config RUN/config.yaml"
+        )
+
+
+def check_platform(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
+    """Checks that the platform supports the kernels and remat policy.
+
+    Raises:
+      ConfigError: unsupported kernel.
+      RematError: unsupported remat policy.
+    """
+    remat.policy(config.model.remat)
+    check_kernels(config, mesh, platform)
+
+
+def check_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> None:
+    """Raises ConfigError if a requested kernel does not run on the platform."""
+    for problem in kernel_problems(config, mesh, platform):
+        raise ConfigError(problem)
+
+
+def kernel_problems(config: TrainConfig, mesh: Mapping[str, int], platform: str | None = None) -> Iterator[str]:
+    """Yields why a requested kernel cannot compute this run."""
+    found = (refused(config.model.attention, use) for use in run_uses(config, mesh, platform))
+    yield from dict.fromkeys(problem for problems in found for problem in problems)
+    if config.model.most_experts:
+        yield from grouped.refused(config.model.grouped, platform)
+
+
+def chosen_kernels(config: TrainConfig, mesh: Mapping[str, int], platform: str) -> dict[KernelName, str]:
+    """Returns the run's attention kernels on a platform, with reasons."""
+    found = (chosen(config.model.attention, use) for use in run_uses(config, mesh, platform))
+    return {kernel.name: why for kernel, why in found}
+
+
+def multiplies_all(model: ModelConfig, platform: str) -> bool:
+    """Returns whether the platform multiplies every row with every expert."""
+    return model.most_experts > 0 and grouped.dense(grouped.method_of(model.grouped, platform)[0], platform)
+
+
+def run_uses(config: TrainConfig, mesh: Mapping[str, int], platform: str | None) -> list[Use]:
+    """Returns what each kind of block needs from an attention kernel."""
+    share = replace(share_of(config, mesh), packed=config.data.packed, platform=platform)
+    return [block.use_on(share, config.model.precision.compute) for block in config.model.block_kinds()]
+
+
+def share_of(config: TrainConfig, mesh: Mapping[str, int]) -> LocalShape:
+    """Returns the per-device shape of one row of the batch."""
+    return LocalShape(sizes=mesh, rows=1, length=config.data.sequence_length, context=config.mesh.context)
+
+
+def violations_on(config: TrainConfig, mesh: Mapping[str, int], devices: int | None = None) -> Iterator[str]:
+    """Yields each misfit of settings and mesh, with the nearest values that work; ignores the run's own mesh.
+
+    Args:
+      devices: number available, if known.
+    """
+
+    def problems(changes: Mapping[str, int]) -> Iterator[Problem]:
+        sizes = {axis: changes.get(f"mesh.{axis}", mesh[axis]) for axis in AXES}
+        others = {name: value for name, value in changes.items() if not name.startswith("mesh.")}
+        yield from _problems(changed(config, others), sizes)
+        if devices is not None and (needed := math.prod(sizes.values())) > devices:
+            yield Problem(
+                f"the mesh {describe_mesh(sizes)} needs {needed} devices, and there are {devices}",
+                among={f"mesh.{axis}": size for axis, size in sizes.items()},
+            )
+
+    return explained(problems, fixed=config.model.from_hf is not None or config.run.init_from is not None)
+
+
+def _problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    problems = [*model_problems(config.model, mesh), *context_problems(config, mesh)]
+    yield from problems or (*map(Problem, kernel_problems(config, mesh)), *padding_problems(config, mesh))
+    batch, length = config.data.global_batch_size, config.data.sequence_length
+    by, divisor = f"mesh.{'*'.join(BATCH)} * train.accumulation", batch_parts(mesh) * config.train.accumulation
+    among = dict.fromkeys((*mesh_settings(BATCH), "train.accumulation"), batch)
+    yield from not_divisible("data.global_batch_size", batch, by, divisor, among)
+    if (positions := config.model.learned_positions) is not None and length > positions:
+        yield Problem(f"data.sequence_length={length} is more than model.learned_positions={positions}")
+    yield from map(Problem, (*_moment_problems(config), *_contradictions(config)))
+
+
+def padding_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields model sizes that the mesh would pad, if padding is forbidden."""
+    refused = {} if config.mesh.allow_padding else padded_sizes(config.model, mesh[TP])
+    for name, (size, padded) in refused.items():
+        text = f"mesh.tp={mesh[TP]} pads {size} {name} to {padded}, and mesh.allow_padding is false"
+        yield Problem(text, among={f"mesh.{TP}": size})
+
+
+def context_problems(config: TrainConfig, mesh: Mapping[str, int]) -> Iterator[Problem]:
+    """Yields why sequences cannot be split over cp, or tp with sequence parallelism."""
+    length, axes = config.data.sequence_length, SEQUENCE if config.model.sequence_parallel else CONTEXT
+    among = dict.fromkeys(mesh_settings(axes), length)
+    undivided = [*not_divisible("data.sequence_length", length, mesh_product(axes, mesh), parts(mesh, axes), among)]
+    kinds = config.model.block_kinds() if mesh[CP] > 1 and not undivided else ()
+    found = {problem.text: problem for block in kinds for problem in block.context_problems(share_of(config, mesh))}
+    yield from (*undivided, *found.values())
+
+
+def _contradictions(config: TrainConfig) -> Iterator[str]:
+    if config.data.path is not None and config.data.mixture:
+        yield f"data.path={config.data.path} and data.mixture exclude each other: leave one of them out"
+    if config.model.overlap == "ring" and config.model.sequence_parallel is False:
+        yield (
+            "model.overlap=ring overlaps what sequence parallelism moves, and model.sequence_parallel is false: leave "
+            "that out, or set model.overlap=none"
+        )
+    biased = any(block.selection_bias for block in config.model.block_kinds())
+    for name, used, switch in (
+        ("balance_loss", config.model.most_experts, "model.num_experts"),
+        ("router_z_loss", config.model.most_experts, "model.num_experts"),
+        ("selection_bias_rate", biased, "model.selection_bias"),
+    ):
+        if not used and (value := getattr(config.train, name)) != getattr(LoopConfig(), name):
+            yield f"train.{name}={value} has no effect while {switch} is off; set that, or leave this out"
+    dtypes = {f"model.precision.{name}": dtype for name, dtype in vars(config.model.precision).items()}
+    if config.model.lora.rank:
+        del dtypes["model.precision.param"]  # frozen weights have no gradient
+        dtypes["model.lora.dtype"] = config.model.lora.dtype
+    if halves := " and ".join(f"{name}=float16" for name, dtype in dtypes.items() if dtype == "float16"):
+        yield (
+            f"{halves} cannot be trained in: gradients below 6e-8 vanish without loss scaling, which jaxtp does not "
+            "have; use bfloat16, or float32 on GPUs without it"
+        )
+    if config.profile.start > config.train.steps:
+        yield f"profile.start={config.profile.start} is after the last step, train.steps={config.train.steps}"
+
+
+def _moment_problems(config: TrainConfig) -> Iterator[str]:
+    # A decay that rounds to 1 would freeze the moments.
+    dtype = config.model.trained_dtype
+    setting = "lora.dtype" if config.model.lora.rank else "precision.param"
+    most = 1 - float(jnp.finfo(dtype).eps)
+    instead = "" if dtype == "float32" else f", or model.{setting}=float32"
+    for name in ("beta1", "beta2"):
+        beta = getattr(config.optimizer, name)
+        if beta > most and config.optimizer.name != "adafactor":
+            yield (
+                f"optimizer.{name}={beta} rounds to 1 in {dtype}, the dtype of the moments, which would never "
+                f"forget; at most {most}{instead}"
+            )

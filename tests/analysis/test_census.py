@@ -1,0 +1,106 @@
+"""Counting in jaxprs: loops, groups, and the names of modules."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp.analysis.census import count_collectives
+from jaxtp.analysis.collective import Collective
+from jaxtp.mesh import mesh_sizes
+
+
+def test_scan_counts_every_turn():
+    def turn(carry, _):
+        return jax.lax.pcast(jax.lax.psum(carry, "tp"), "tp", to="varying"), None
+
+    mesh = jaxtp.make_mesh(tp=4)
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(lambda x: jax.lax.scan(turn, x, length=5)[0], in_specs=P("tp"), out_specs=P("tp"))
+        counts = count_collectives(jax.make_jaxpr(run)(jnp.ones(8)), mesh_sizes(mesh))
+    ((collective, times),) = counts.items()
+    assert (collective.kind, collective.shape, times) == ("all-reduce", (2,), 5)
+    assert collective.bytes_sent == 2 * 3 / 4 * 2 * 4
+
+
+def counts_of(body, *args):
+    """What `body` of a shard of eight numbers moves over tp: `{(kind, counted): times}`."""
+    mesh = jaxtp.make_mesh(tp=4)
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(body, in_specs=(P("tp"), *(P() for _ in args)), out_specs=P("tp"))
+        counts = count_collectives(jax.make_jaxpr(run)(jnp.ones(8), *args), mesh_sizes(mesh))
+    return {(c.kind, c.counted): times for c, times in counts.items()}
+
+
+def moved(x):
+    return jax.lax.pcast(jax.lax.psum(x, "tp"), "tp", to="varying")
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "step", "first", "turns"),
+    [
+        (lambda i: i < 5, 1, 0, 5),
+        (lambda i: i <= 5, 2, 0, 3),
+        (lambda i: i < 5, 2, 1, 2),
+        (lambda i: i > 0, -2, 5, 3),
+        (lambda i: i != 4, 2, 0, 2),
+        (lambda i: i < 0, 1, 0, 0),
+        (lambda i: i != 5, 2, 0, None),
+        (lambda i: i < 5, -1, 0, None),
+        (lambda i: i * i < 5, 1, 0, None),
+        (lambda i: i < 5.0, 1, 0, None),
+    ],
+)
+def test_only_a_counted_loop_has_a_count(goes_on, step, first, turns):
+    loop = lambda x: jax.lax.while_loop(lambda c: goes_on(c[0]), lambda c: (c[0] + step, moved(c[1])), (first, x))[1]
+    expected = {("all-reduce", "a turn"): 1} if turns is None else {("all-reduce", ""): turns}
+    assert counts_of(loop) == expected
+
+
+def test_a_number_of_turns_that_is_an_argument_is_unknown():
+    loop = lambda x, n: jax.lax.fori_loop(0, n, lambda _, x: moved(moved(x)), x)
+    assert counts_of(loop, jnp.int32(3)) == {("all-reduce", "a turn"): 2}
+
+
+def test_a_condition_runs_once_more_than_its_loop():
+    going = lambda c: (c[0] < 3) & (jax.lax.psum(c[1][0], "tp") > 0)
+    assert counts_of(lambda x: jax.lax.while_loop(going, lambda c: (c[0] + 1, c[1]), (0, x))[1]) == {
+        ("all-reduce", "a turn"): 1
+    }
+
+
+def test_branches_count_as_what_they_move_at_most():
+    twice = lambda x: moved(moved(x))
+    gathered = lambda x: jax.lax.all_gather(x, "tp", tiled=True)[:2]
+    assert counts_of(lambda x, p: jax.lax.cond(p, twice, gathered, x), True) == {
+        ("all-reduce", "at most"): 2,
+        ("all-gather", "at most"): 1,
+    }
+
+
+@pytest.mark.parametrize(
+    ("scope", "module"),
+    {
+        "jit(step)/transpose(jvp())/while/body/closed_call/checkpoint/mlp/row_parallel_linear/shard_map/psum": (
+            "mlp/row_parallel_linear"
+        ),
+        "jit(step)/jvp(rms_norm)/shard_map/all_gather": "rms_norm",
+        "jit(f)/transpose(jvp(layer_0))/eval_jaxpr/rematted_computation/mlp/attend": "layer_0/mlp/attend",
+        "jit(step)/optimizer/reduce_sum": "optimizer/reduce_sum",
+        "jit(step)/router/cond/branch_1_fun/mlp": "router/mlp",
+        "": "",
+    }.items(),
+)
+def test_module_is_the_scope_without_plumbing(scope, module):
+    assert Collective("all-reduce", ("tp",), 4, 8, scope).module == module
+
+
+def test_axes_of_one_device_are_left_out():
+    mesh = jaxtp.make_mesh(fsdp=2, tp=2)
+    with jax.set_mesh(mesh):
+        run = jax.shard_map(
+            lambda x: jax.lax.psum(x, ("tp", "dp", "fsdp")), in_specs=P(("dp", "fsdp", "tp")), out_specs=P()
+        )
+        counts = count_collectives(jax.make_jaxpr(run)(jnp.ones(8)), mesh_sizes(mesh))
+    assert [(c.axes, c.group) for c in counts] == [(("fsdp", "tp"), 4)]

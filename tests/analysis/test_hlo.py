@@ -1,0 +1,218 @@
+"""Reading HLO text: groups of devices in every spelling, loops, callers' names."""
+
+import pytest
+
+from jaxtp.analysis.hlo import count_collectives_in_hlo, count_flops_in_hlo
+from jaxtp.analysis.text import HloError
+
+SIZES = {"dp": 1, "fsdp": 2, "tp": 4}
+
+
+def module(attributes, kind="all-reduce", shape="f32[8,4]{1,0}"):
+    return f"""HloModule jit_step
+
+%sum (a: f32[], b: f32[]) -> f32[] {{
+  ROOT %add = f32[] add(%a, %b)
+}}
+
+ENTRY %main_spmd (param: f32[8,4]) -> f32[8,4] {{
+  %param = f32[8,4]{{1,0}} parameter(0)
+  ROOT %out = {shape} {kind}(%param), {attributes}, to_apply=%sum, metadata={{op_name="jit(step)/mlp/psum"}}
+}}
+"""
+
+
+def only(text):
+    ((collective, times),) = count_collectives_in_hlo(text, SIZES).items()
+    return collective, times
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("replica_groups={{0,1,2,3},{4,5,6,7}}", ("tp",)),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("fsdp",)),
+        ("replica_groups=[2,4]<=[8]", ("tp",)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", ("fsdp",)),
+        ("replica_groups=[1,8]<=[8]", ("fsdp", "tp")),
+        ("replica_groups=mesh['fsdp'=2,'tp'=4] {'tp'}", ("tp",)),
+        ("replica_groups=mesh['dp'=1,'fsdp'=2,'tp'=4] {'dp','fsdp'}", ("fsdp",)),
+        ("replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_2'}", ("fsdp",)),
+        ("replica_groups=mesh['axis_0'=1,'axis_1'=4,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_1'}", ("tp",)),
+        ("replica_groups={}", ("fsdp", "tp")),
+    ],
+)
+def test_axes_are_recovered_from_device_ids(groups, axes):
+    collective, _ = only(module(groups))
+    assert collective.axes == axes
+    assert collective.group == {("tp",): 4, ("fsdp",): 2, ("fsdp", "tp"): 8}[axes]
+
+
+def test_part_of_an_axis():
+    collective, _ = only(module("replica_groups={{0,1},{2,3},{4,5},{6,7}}"))
+    assert (collective.axes, collective.group) == (("tp",), 2)
+
+
+def test_what_moves():
+    collective, times = only(module("replica_groups={{0,1,2,3},{4,5,6,7}}"))
+    assert (collective.kind, collective.shape, collective.dtype, collective.module, times) == (
+        "all-reduce",
+        (8, 4),
+        "float32",
+        "mlp",
+        1,
+    )
+    assert collective.bytes_sent == 2 * 3 / 4 * 8 * 4 * 4
+
+
+def test_reduce_scatter_counts_its_operand():
+    text = module("replica_groups={{0,1,2,3},{4,5,6,7}}, dimensions={1}", "reduce-scatter", "bf16[8,1]{1,0}")
+    collective, _ = only(text)
+    assert (collective.shape, collective.dtype) == ((8, 4), "bfloat16")
+
+
+def test_every_array_of_a_tuple_counts():
+    counts = count_collectives_in_hlo(
+        module("replica_groups={{0,1,2,3},{4,5,6,7}}", shape="(f32[8,4]{1,0}, /*index=1*/s32[])"), SIZES
+    )
+    assert {(c.shape, c.dtype) for c in counts} == {((8, 4), "float32"), ((), "int32")}
+
+
+def test_permute():
+    text = module("source_target_pairs={{0,1},{1,2},{2,3},{3,0},{4,5},{5,6},{6,7},{7,4}}", "collective-permute")
+    collective, _ = only(text)
+    assert (collective.kind, collective.axes, collective.group) == ("permute", ("tp",), 4)
+
+
+def test_a_permutation_that_leaves_the_first_device_alone():
+    """Though two of four move nothing."""
+    text = module("source_target_pairs={{0,0},{2,1},{4,4},{6,5},{1,2},{3,3},{5,6},{7,7}}", "collective-permute")
+    collective, _ = only(text)
+    assert (collective.kind, collective.axes, collective.group) == ("permute", ("tp",), 4)
+
+
+def test_groups_of_one_device_are_nothing():
+    assert not count_collectives_in_hlo(module("replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"), SIZES)
+
+
+LOOP = """HloModule jit_step
+
+%body (p: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %p = (s32[], f32[4]{0}) parameter(0)
+  %x = f32[4]{0} get-tuple-element(%p), index=1
+  %moved = f32[4]{0} call(%x), to_apply=%layer, metadata={op_name="jit(step)/while/body/mlp/shard_map"}
+  %i = s32[] get-tuple-element(%p), index=0
+  %by = s32[] constant(1)
+  %next = s32[] add(%i, %by)
+  ROOT %t = (s32[], f32[4]{0}) tuple(%next, %moved)
+}
+
+%layer (x: f32[4]) -> f32[4] {
+  %x.1 = f32[4]{0} parameter(0)
+  ROOT %g = f32[4]{0} all-gather(%x.1), replica_groups=[2,4]<=[8], dimensions={0}, metadata={op_name="all_gather"}
+}
+
+%condition (p.1: (s32[], f32[4])) -> pred[] {
+  %p.1 = (s32[], f32[4]{0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %n = s32[] constant(5)
+  ROOT %lt = pred[] compare(%i.1, %n), direction=LT
+}
+
+ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
+  %x.2 = f32[4]{0} parameter(0)
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[4]{0}) tuple(%zero, %x.2)
+  ROOT %w = (s32[], f32[4]{0}) while(%init), condition=%condition, body=%body, metadata={op_name="jit(step)/while"}KNOWN
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "turns"),
+    [
+        ("KNOWN", "", 5),
+        ("KNOWN", ', backend_config={"known_trip_count":{"n":"7"}}', 7),
+        ("compare(%i.1, %n), direction=LT", "compare(%n, %i.1), direction=GE", 6),
+        ("constant(1)", "constant(2)", 3),
+        ("%zero = s32[] constant(0)", "%zero = s32[] constant(-4)", 9),
+        ("get-tuple-element(%p.1), index=0", "copy(%p.1#0)", 5),  # as jax 0.12 spells a part of a tuple
+    ],
+)
+def test_loops_count_their_turns_and_callers_name_the_module(old, new, turns):
+    collective, times = only(LOOP.replace(old, new).replace("KNOWN", ""))
+    assert (times, collective.counted, collective.module) == (turns, "", "mlp")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("%n = s32[] constant(5)", "%n = f32[] constant(0)"),
+        ("compare(%i.1, %n)", "compare(%unknown, %n)"),
+        ("get-tuple-element(%p.1), index=0", "get-tuple-element(%p.1), index=1"),
+        ("%zero = s32[] constant(0)", "%zero = s32[] reduce(%x.2, %x.2), to_apply=%sum"),
+        ("add(%i, %by)", "multiply(%i, %by)"),
+        ("add(%i, %by)", "add(%i, %i)"),
+        ("%by = s32[] constant(1)", "%by = s32[] constant(-1)"),
+    ],
+)
+def test_a_loop_without_a_counter_has_no_count(old, new):
+    collective, times = only(LOOP.replace(old, new).replace("KNOWN", ""))
+    assert (times, collective.counted) == (1, "a turn")
+
+
+def test_a_condition_runs_once_more_than_its_loop():
+    text = LOOP.replace("  ROOT %lt", "  %c = f32[4]{0} call(%x.9), to_apply=%layer\n  ROOT %lt").replace("KNOWN", "")
+    assert sum(count_collectives_in_hlo(text, SIZES).values()) == 5 + 6
+
+
+def test_a_branch_counts_as_what_it_moves_at_most():
+    text = LOOP.replace("call(%x), to_apply=%layer", "conditional(%q, %x, %x), branch_computations={%layer, %layer}")
+    collective, times = only(text.replace("KNOWN", ""))
+    assert (times, collective.counted) == (10, "at most")
+
+
+def test_flops_of_products():
+    text = """HloModule jit_step
+
+%body (p: (s32[], f32[4,8,16])) -> (s32[], f32[4,8,16]) {
+  %p = (s32[], f32[4,8,16]{2,1,0}) parameter(0)
+  %x = f32[4,8,16]{2,1,0} get-tuple-element(%p), index=1
+  %w = bf16[4,16,32]{2,1,0} constant(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %by = s32[] constant(1)
+  %next = s32[] add(%i, %by)
+  %y = f32[4,8,32]{2,1,0} dot(%x, %w), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_batch_dims={0}
+  ROOT %t = (s32[], f32[4,8,16]{2,1,0}) tuple(%next, %x)
+}
+
+%condition (p.1: (s32[], f32[4])) -> pred[] {
+  %p.1 = (s32[], f32[4,8,16]{2,1,0}) parameter(0)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  %n = s32[] constant(3)
+  ROOT %lt = pred[] compare(%i.1, %n), direction=LT
+}
+
+ENTRY %main (x.2: f32[4]) -> (s32[], f32[4]) {
+  %zero = s32[] constant(0)
+  %init = (s32[], f32[4,8,16]{2,1,0}) tuple(%zero, %x.2)
+  ROOT %w.1 = (s32[], f32[4]{0}) while(%init), condition=%condition, body=%body
+}
+"""
+    assert count_flops_in_hlo(text) == 3 * 2 * (4 * 8 * 32) * 16
+    part = text.replace("dot(%x, %w)", "dot(%p#1, %w)")  # as jax 0.12 spells a part of a tuple
+    assert count_flops_in_hlo(part) == count_flops_in_hlo(text)
+    with pytest.raises(HloError, match="its data decide"):
+        count_flops_in_hlo(text.replace("%zero = s32[] constant(0)", "%zero = s32[] parameter(1)"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("not hlo", "no ENTRY"),
+        (module("replica_groups=v9<0..8>"), "cannot tell which devices"),
+    ],
+)
+def test_unknown_spellings_are_refused(text, message):
+    with pytest.raises(HloError, match=message):
+        count_collectives_in_hlo(text, SIZES)

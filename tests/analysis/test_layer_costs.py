@@ -1,0 +1,95 @@
+"""Formulas of costs, against the choices of layers that depend on them and against traced programs."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import jaxtp
+from jaxtp.analysis import step_costs
+from jaxtp.analysis.costs import Workload, bytes_sent
+from jaxtp.analysis.layer_costs import context_costs, lookup_costs
+from jaxtp.layers.context import Attended
+from jaxtp.mesh import sized
+
+DTYPES = st.sampled_from(["float32", "bfloat16"])
+
+
+@settings(max_examples=300)
+@given(
+    sizes=st.fixed_dictionaries({"dp": st.just(2), **dict.fromkeys(("fsdp", "cp", "tp"), st.integers(1, 16))}),
+    rows=st.integers(1, 8),
+    length=st.integers(1, 64),
+    vocab_size=st.integers(1, 1000),
+    features=st.integers(1, 64),
+    precision=st.builds(jaxtp.Precision, compute=DTYPES, reduce=DTYPES),
+    split=st.sampled_from([None, False]),
+)
+def test_the_cheaper_way_is_chosen(sizes, rows, length, vocab_size, features, precision, split):
+    embedding = SimpleNamespace(vocab_size=vocab_size, features=features, precision=precision, sequence_parallel=split)
+    shape = Workload(sizes=sizes, rows=rows, length=length * sizes["cp"])
+    gathered, exchanged = (bytes_sent(lookup_costs(embedding, shape, exchanges=way), shape) for way in (False, True))
+    assert jaxtp.VocabParallelEmbedding.exchanges(embedding, shape) == (exchanged < gathered)
+
+
+@settings(max_examples=500)
+@given(
+    cp=st.integers(1, 16),
+    queries=st.integers(1, 64),
+    keys=st.integers(1, 64),
+    chunk=st.integers(1, 64),
+    window=st.one_of(st.none(), st.integers(1, 2048)),
+    zigzag=st.booleans(),
+)
+def test_the_method_of_attention_that_moves_less_is_chosen(cp, queries, keys, chunk, window, zigzag):
+    attended = Attended(queries=queries * cp, keys=keys, window=window)
+    shape = Workload(sizes=sized(cp=cp), rows=3, length=2 * cp * chunk, zigzag=zigzag)
+    ulysses, gather = (bytes_sent(context_costs(attended, way, 2, shape), shape) for way in ("ulysses", "gather"))
+    method, why = attended.method(shape)
+    assert method == ("ulysses" if ulysses <= gather else "gather")
+    if cp > 1:
+        ratio = ulysses / max(gather, 1) if method == "ulysses" else gather / ulysses
+        assert why.startswith(f"it moves {ratio:.2f} x")
+
+
+MODEL = jaxtp.ModelConfig(
+    vocab_size=61,
+    d_model=32,
+    num_layers=2,
+    d_ff=50,
+    num_heads=8,
+    num_kv_heads=2,
+    head_dim=8,
+    attention="xla",
+    attention_bias=True,
+    rope_theta=None,
+    qk_norm="head",
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "accumulation", "changes"),
+    [
+        (sized(dp=2, cp=2, tp=4), 2, {"remat": "save_gathered"}),
+        pytest.param(sized(dp=2, fsdp=2, tp=2), 1, {"remat": "none"}, marks=pytest.mark.wide),
+        pytest.param(sized(fsdp=2, tp=2), 2, {"remat": "full", "overlap": "ring"}, marks=pytest.mark.wide),
+        pytest.param(sized(dp=4, tp=2), 2, {"remat": "save_dots", "attention_bias": False}, marks=pytest.mark.wide),
+    ],
+    ids=str,
+)
+def test_a_layer_without_formulas_is_traced(sizes, accumulation, changes, monkeypatch):
+    config = dataclasses.replace(MODEL, **changes)
+    rows = {"batch_size": 16, "sequence_length": 16, "accumulation": accumulation}
+    formulas = step_costs.step_costs(config, sizes, **rows)
+    monkeypatch.setattr(step_costs, "has_formulas", lambda branch: False)
+    traced = step_costs.step_costs(config, sizes, **rows)
+    assert traced.flops == formulas.flops
+    assert {place: sent for place, sent in traced.budget.items() if sent} == pytest.approx(
+        {place: sent for place, sent in formulas.budget.items() if sent}
+    )
+    assert traced.padding == pytest.approx(formulas.padding, abs=0.01)
+    assert traced.cached == formulas.cached
+    if config.remat != "none":  # where everything is saved, formulas and residuals are both estimates
+        assert traced.kept == pytest.approx(formulas.kept, rel=0.1)

@@ -1,0 +1,299 @@
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtp.config.schema import (
+    ConfigError,
+    changed,
+    differences,
+    flag,
+    from_yaml,
+    leaves,
+    merged,
+    to_plain,
+    to_short_yaml,
+    to_yaml,
+)
+from jaxtp.generate.__main__ import GenerateConfig
+from jaxtp.mesh import sized
+from jaxtp.models.config import ModelConfig, violations
+from jaxtp.train.__main__ import COMMAND as TRAIN
+from jaxtp.train.config import GroupConfig, MeshConfig, TrainConfig
+from jaxtp.train.run_report import describe_overlap
+from jaxtp.train.validation import check, violations_on
+
+CONFIGS = sorted((Path(__file__).parent.parent.parent / "configs").glob("*.yaml"))
+ONE = sized()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_loads_fits_its_mesh_and_opens_with_its_command(path):
+    config = from_yaml(TrainConfig, path)
+    check(config, to_plain(config)["mesh"])
+    assert path.read_text().startswith("# jaxtp ")
+    assert f"configs/{path.name}" in path.read_text().splitlines()[0]
+
+
+def test_tiny_is_the_default():
+    assert from_yaml(TrainConfig, CONFIGS[0].parent / "tiny.yaml") == TrainConfig()
+
+
+@pytest.mark.parametrize(
+    ("overlap", "tp", "said"),
+    [
+        ("none", 4, None),
+        ("ring", 4, "rings of tp 4: a part of a sequence moves while another is multiplied"),
+        ("ring", 1, "model.overlap=ring does nothing here: there is no tp"),
+        (
+            "ring",
+            3,
+            "model.overlap=ring does nothing here: tp 3 does not divide sequences of 128, which tp leaves whole",
+        ),
+    ],
+)
+def test_a_summary_says_whether_rings_do_anything(overlap, tp, said):
+    config = changed(TrainConfig(), {"model.overlap": overlap})
+    assert describe_overlap(config, {**ONE, "tp": tp}) == said
+
+
+def test_yaml_round_trip(tmp_path):
+    config = TrainConfig(model=dataclasses.replace(TrainConfig().model, d_model=64, tie_embeddings=True))
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    assert from_yaml(TrainConfig, tmp_path / "c.yaml") == config
+
+
+def test_every_field_is_documented():
+    import ast
+
+    for path in ("train/config.py", "models/config.py", "layers/parameter.py", "generate/sampling.py"):
+        tree = ast.parse((Path(__file__).parent.parent.parent / "jaxtp" / path).read_text())
+        for node in [n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name != "TrainConfig"]:
+            for statement, after in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(statement, ast.AnnAssign):
+                    assert isinstance(after, ast.Expr), f"{path}: {node.name}.{statement.target.id} has no docstring"
+
+
+def test_scientific_notation_without_a_point_is_a_number(tmp_path):
+    (tmp_path / "c.yaml").write_text("optimizer: {learning_rate: 1e-3}")  # YAML 1.1 calls this a string
+    assert from_yaml(TrainConfig, tmp_path / "c.yaml").optimizer.learning_rate == 1e-3
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("mesh: {tpp: 2}", "mesh.tpp: unknown key; did you mean mesh.tp?"),
+        ("modle: {}", "modle: unknown key; did you mean modle"),
+        ("model: {precision: {computer: float32}}", "did you mean model.precision.compute?"),
+        ("mesh: {zzz: 2}", "known keys: dp, fsdp, cp, tp"),
+        ("train: {steps: 0}\noptimizer: {beta1: 2}", "optimizer.beta1 = 2: should be less than 1"),
+        ("train: {steps: many}", "train.steps = 'many'"),
+        ("model: 3", "model = 3"),
+        ("- a", "expected a mapping"),
+        ("a: [", "not a YAML file"),
+        ("model: {head_dim: 15}", "model.head_dim = 15: should be a multiple of 2"),
+        (
+            "data: {path: 'hf:org/squad:train'}",
+            "jaxtp prepare hf:org/squad:train --out data/squad makes a dataset of it",
+        ),
+        ("data: {mixture: {'hf:a:b': 1}}", "jaxtp prepare hf:a:b --out data/a makes a dataset of it; then give data/a"),
+        ("data: {validation: 'hf:a:b'}", "jaxtp prepare hf:a:b --out data/a makes a dataset of it; then give data/a"),
+    ],
+)
+def test_bad_yaml(tmp_path, text, message):
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigError) as error:
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+    assert message.replace("mean modle", "mean model") in str(error.value)
+
+
+def test_short_yaml_says_what_differs_and_reads_back_the_same(tmp_path):
+    values = {"data.mixture": {"a": 0.5}, "optimizer.groups": {"*": GroupConfig(weight_decay=0.5)}, "train.steps": 7}
+    always = {"mesh.tp", "model.precision.compute"}
+    for chosen in ({}, values, {"model.scan_layers": False}):
+        config = changed(TrainConfig(), chosen)
+        (tmp_path / "c.yaml").write_text(text := to_short_yaml(config, always))
+        named = {name for name in leaves(yaml.safe_load(text)) if not name.startswith(("data.", "optimizer."))}
+        assert named == {*always, *chosen} - {"data.mixture", "optimizer.groups"}
+        assert from_yaml(TrainConfig, tmp_path / "c.yaml") == config
+
+
+def test_all_problems_of_a_file_at_once(tmp_path):
+    (tmp_path / "c.yaml").write_text("train: {steps: 0}\nmesh: {tpp: 2}\noptimizer: {beta1: 2}")
+    with pytest.raises(ConfigError) as error:
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+    assert len(str(error.value).splitlines()) == 4
+
+
+def test_steps_and_epochs_replace_each_other_in_the_section_train_alone():
+    below = {"train": {"steps": 7}, "data": {"mixture": {"steps": 0.5, "b": 1.0}}}
+    above = {"train": {"epochs": 2}, "data": {"mixture": {"epochs": 0.5}}}
+    assert merged(below, above) == {
+        "train": {"epochs": 2},
+        "data": {"mixture": {"steps": 0.5, "b": 1.0, "epochs": 0.5}},
+    }
+    assert merged({"train": {"steps": 7}}, {"train": {"epochs": None}}) == {"train": {"steps": 7, "epochs": None}}
+
+
+def test_missing_file_suggests_its_neighbour(tmp_path):
+    (tmp_path / "tiny.yaml").touch()
+    with pytest.raises(ConfigError, match=r"did you mean .*tiny.yaml\?"):
+        from_yaml(TrainConfig, tmp_path / "tinny.yaml")
+
+
+def test_a_default_that_a_setting_does_not_fit_is_named():
+    """Of the two, only num_heads was given."""
+    model = dataclasses.replace(TrainConfig().model, num_heads=4)
+    with pytest.raises(ConfigError, match=r"num_kv_heads=8, the default: set both; num_kv_heads can be 1, 2, 4$"):
+        check(TrainConfig(model=model), sized())
+
+
+def test_violations_come_together_with_values_that_work():
+    model = dataclasses.replace(TrainConfig().model, num_heads=12, num_kv_heads=5, d_model=100)
+    with pytest.raises(ConfigError) as error:
+        check(TrainConfig(model=model), sized(fsdp=3, tp=8))
+    text = str(error.value)
+    assert (
+        "model.num_heads=12 is not divisible by model.num_kv_heads=5; num_kv_heads can be 1, 2, 3, 4, 6, 12\n" in text
+    )
+    assert "model.d_model=100 is not divisible by mesh.fsdp=3; fsdp can be 1, 2, or d_model 99 or 102" in text
+    assert "data.global_batch_size=16 is not divisible by mesh.dp*fsdp * train.accumulation=3; fsdp can be 1, 2" in text
+
+
+SMOL = ModelConfig(vocab_size=512, d_model=576, num_heads=9, num_kv_heads=3, head_dim=64, d_ff=1536)
+"""The sizes of SmolLM2-135M, whose heads no power of two divides."""
+
+
+@given(
+    model=st.builds(
+        ModelConfig,
+        num_heads=st.integers(1, 32),
+        num_kv_heads=st.integers(1, 32),
+        d_ff=st.integers(1, 64),
+        d_model=st.integers(1, 64),
+        sequence_parallel=st.sampled_from([None, True]),
+    ),
+    mesh=st.fixed_dictionaries({axis: st.integers(1, 16) for axis in ONE}),
+    batch=st.integers(1, 64),
+    fixed=st.booleans(),
+)
+@settings(max_examples=30, deadline=None, derandomize=True)
+def test_following_one_hint_solves_its_problem_and_makes_no_other(model, mesh, batch, fixed):
+    config = changed(TrainConfig(model=model), {"data.global_batch_size": batch, "data.sequence_length": 24})
+    config = changed(config, {"run.init_from": Path("a")}) if fixed else config
+    before = problems_of(config, mesh)
+    for line in violations_on(config, mesh, devices=16):
+        for name, values in HINT.findall(line.partition("; ")[2]):
+            for value in map(int, re.findall(r"\d+", values)):
+                setting = SETTINGS[name]
+                assert not (fixed and setting.startswith("model.")), "the sizes of a model that is there stay"
+                sizes = {**mesh, name: value} if name in mesh else mesh
+                asked = config if name in mesh else changed(config, {setting: value})
+                after = problems_of(asked, sizes)
+                assert after < before or not after, f"{line}: with {setting}={value} there is {after - before}"
+
+
+HINT = re.compile(r"(\w+)(?: can be)? (\d+(?:(?:, | or )\d+)*)")
+SETTINGS = {
+    **{axis: f"mesh.{axis}" for axis in ONE},
+    **{name: f"model.{name}" for name in ("num_heads", "num_kv_heads", "d_ff", "d_model")},
+    **{"accumulation": "train.accumulation", "global_batch_size": "data.global_batch_size"},
+    "sequence_length": "data.sequence_length",
+}
+
+
+def problems_of(config, mesh):
+    """The problems without what is suggested; of the number of devices, whether there is one."""
+    return {re.sub("^the mesh.*", "devices", line.partition("; ")[0]) for line in violations_on(config, mesh, 16)}
+
+
+def test_a_model_that_is_there_keeps_its_sizes():
+    model = dataclasses.replace(SMOL, from_hf=Path("a"))
+    strict = TrainConfig(model=model, mesh=MeshConfig(allow_padding=False))
+    (heads, kv_heads) = violations_on(strict, sized(fsdp=2, tp=4), devices=8)
+    assert heads == "mesh.tp=4 pads 9 query heads to 12, and mesh.allow_padding is false; tp can be 1, 3"
+    assert kv_heads.endswith("; tp can be 1, 3"), "of 8 devices, fsdp has 2"
+    hints = violations(SMOL, sized(fsdp=5), fixed=True)
+    assert [line.partition("; ")[2].split(",")[0] for line in hints] == ["fsdp can be 1"]
+    assert "or d_model" not in "".join(violations(SMOL, sized(fsdp=10**22))), "no such model can be"
+    assert "or d_model 575 or 580" in next(violations(SMOL, sized(fsdp=5)))
+
+
+@pytest.mark.parametrize(
+    ("section", "change", "message"),
+    [
+        ("model", {"num_kv_heads": 3}, "num_kv_heads can be 1, 2, 4, 8"),
+        ("data", {"path": Path("a"), "mixture": {"b": 1.0}}, "data.path=a and data.mixture exclude each other"),
+        (
+            "model",
+            {"overlap": "ring", "sequence_parallel": False},
+            "model.overlap=ring overlaps what sequence parallelism",
+        ),
+        ("profile", {"start": 500}, "profile.start=500 is after the last step, train.steps=400"),
+    ],
+)
+def test_single_violations(section, change, message):
+    config = dataclasses.replace(
+        TrainConfig(), **{section: dataclasses.replace(getattr(TrainConfig(), section), **change)}
+    )
+    with pytest.raises(ConfigError, match=message):
+        check(config, ONE)
+
+
+def test_differences_name_the_leaves():
+    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == [
+        "a.c: 2 -> 3",
+        "d: None -> 4",
+    ]
+
+
+def test_a_file_can_include_another(tmp_path):
+    (tmp_path / "common").mkdir()
+    (tmp_path / "common/small.yaml").write_text("model: {d_model: 64, num_layers: 2}\nmesh: {fsdp: 1}\n")
+    (tmp_path / "run.yaml").write_text("base: common/small.yaml\nmodel: {num_layers: 3}\ntrain: {steps: 7}\n")
+    config = from_yaml(TrainConfig, tmp_path / "run.yaml")
+    assert (config.model.d_model, config.model.num_layers, config.mesh.fsdp, config.train.steps) == (64, 3, 1, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("base: a.yaml\n", "a.yaml: includes itself by way of base"),
+        ("mesh: {tp: yes}\n", "mesh.tp = True: should be a number"),
+        ("train: 10\n", "train = 10: should be a section: keys and their values"),
+        ("base: 3\n", "base = 3: should be the name of a YAML file"),
+        ("base: other.yaml\n", r"other.yaml \(the base of .*\): No such file"),
+        ("model: {d_model: 64}\nmodel: {d_ff: 64}\n", "the key 'model' is there twice"),
+        (
+            "optimizer: {groups: {head: {learning_rate_scal: 2}}}\n",
+            "did you mean optimizer.groups.head.learning_rate_scale",
+        ),
+        ("optimizer: {groups: {head: {weight_decay: -2}}}\n", "optimizer.groups.head.weight_decay = -2"),
+    ],
+)
+def test_wrong_files(tmp_path, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        from_yaml(TrainConfig, tmp_path / "a.yaml")
+
+
+def test_printing_the_configuration(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text('optimizer: {groups: {"head.*": {learning_rate_scale: 0.5}}}\n')
+    with pytest.raises(SystemExit) as stopped:
+        TRAIN.load(["--config", str(tmp_path / "a.yaml"), "--mesh.tp", "2", "--print-config"])
+    assert stopped.value.code == 0
+    (tmp_path / "b.yaml").write_text(capsys.readouterr().out)
+    config = from_yaml(TrainConfig, tmp_path / "b.yaml")
+    assert config.mesh.tp == 2
+    assert config.optimizer.groups["head.*"].learning_rate_scale == 0.5
+
+
+def test_flags_are_named_as_they_are_given():
+    assert flag(GenerateConfig, ("sampling", "max_tokens")) == "--max-tokens"
+    assert flag(GenerateConfig, ("mesh", "tp")) == "--mesh.tp"
+    assert flag(TrainConfig, ("optimizer", "learning_rate")) == "--optimizer.learning-rate"
+    assert flag(TrainConfig, ("data", "mixture", "data/code")) == "--data.mixture"

@@ -1,0 +1,122 @@
+"""Whatever happens to standard output, a command that shows something on it goes on."""
+
+import errno
+import io
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from jaxtp.config.console import Display
+
+
+class Failing(io.StringIO):
+    """A terminal that takes some writes, and then fails at each with the same error."""
+
+    def __init__(self, error, takes):
+        super().__init__()
+        self.error, self.takes = error, takes
+
+    def isatty(self):
+        return True
+
+    def write(self, text):
+        self.takes -= 1
+        if self.takes < 0:
+            raise self.error
+        return super().write(text)
+
+
+def show(display):
+    with display:
+        display.line("first")
+        display.begin(0, 3)
+        for done in range(3):
+            display.move(done, f"[/] {done}")
+            display.line(f"line {done}")
+    display.line("after")
+
+
+ERRORS = [OSError(errno.EIO, "closed terminal"), OSError(errno.ENOSPC, "full"), BrokenPipeError(), ValueError("closed")]
+
+
+@pytest.mark.parametrize("variable", ["OMPI_COMM_WORLD_RANK", "SLURM_PROCID", None])
+def test_the_terminal_of_a_scheduler_gets_lines(variable, monkeypatch):
+    if variable:
+        monkeypatch.setenv(variable, "0")
+    monkeypatch.setattr(sys, "stdout", Failing(None, 1000))
+    display = Display("step {task.completed}")
+    show(display)
+    assert display.has_bar == (variable is None)
+    assert ("\x1b" in sys.stdout.getvalue()) == (variable is None)
+
+
+@pytest.mark.journey
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="Open MPI is not installed")
+def test_the_log_of_mpirun_has_lines():
+    code = "import sys, test_console as t; assert sys.stdout.isatty(); t.show(t.Display('step {task.completed}'))"
+    command = ["mpirun", "-n", "1", "--allow-run-as-root", "--oversubscribe", sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=os.path.dirname(__file__), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["first", "line 0", "line 1", "line 2", "after"]
+
+
+@pytest.mark.parametrize("takes", [0, 1, 4])
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_an_error_while_displaying_silences_the_display(monkeypatch, error, takes):
+    unread = []
+    monkeypatch.setattr(sys, "stdout", Failing(error, takes))
+    show(Display("step {task.completed}", unread=lambda: unread.append(error)))
+    assert unread == [error] * isinstance(error, BrokenPipeError)
+
+
+def test_a_standard_output_that_was_never_there(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    show(Display("step {task.completed}"))
+
+
+def test_what_the_encoding_lacks_is_escaped(monkeypatch):
+    out = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(out, encoding="ascii", write_through=True))
+    Display("step {task.completed}").line("runs/é \ud800")
+    assert out.getvalue() == b"runs/\\xe9 \\ud800\n"
+
+
+def test_a_full_device_fails_once_and_not_at_the_end(monkeypatch):
+    """Python flushes what is left over when it ends: that would be an error of its own, with exit code 120."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        show(Display("step {task.completed}"))
+        full.write("at the end")
+
+
+RESIZED = """
+import sys, termios
+from jaxtp.config.console import Display
+with Display("step {task.completed}") as display:
+    display.begin(0, 9)
+    for size in [(24, 80), (0, 0), (1, 1), (1, 0), (0, 1), (60000, 60000)]:
+        termios.tcsetwinsize(1, size)
+        display.move(1, "x" * 100)
+        display.line(f"shown at {size}")
+    input()
+    for done in range(9):
+        display.move(done, "x")
+        display.line("lost")
+"""
+
+
+@pytest.mark.journey
+def test_a_terminal_of_any_size_that_is_closed():
+    ours, theirs = os.openpty()
+    command = [sys.executable, "-c", RESIZED]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=theirs, stderr=subprocess.PIPE)
+    os.close(theirs)
+    seen = b""
+    while b"shown at (60000, 60000)" not in seen:
+        seen += os.read(ours, 65536)
+    os.close(ours)
+    _, errors = process.communicate(b"\n", timeout=60)
+    assert (process.returncode, errors) == (0, b"")

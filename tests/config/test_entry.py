@@ -1,0 +1,179 @@
+"""How commands start and end: closed pipes, full disks, Ctrl-C."""
+
+import errno
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jaxtp.__main__ import COMMANDS
+from jaxtp.checkpoint.__main__ import main as checkpoint
+from jaxtp.config import entry
+from jaxtp.config.files import write_json
+from jaxtp.config.schema import ConfigError
+from jaxtp.data.prepare.__main__ import main as prepare
+from jaxtp.generate.__main__ import main as generate
+from jaxtp.tools.convert.__main__ import main as convert
+from jaxtp.train.__main__ import main as train
+
+MODULES = list(COMMANDS.values())
+MAINS = sorted((Path(__file__).parent.parent.parent / "jaxtp").rglob("__main__.py"))
+
+
+@pytest.mark.parametrize("path", MAINS, ids=lambda path: path.parent.name)
+def test_every_command_ends_in_the_one_way(path):
+    ending = path.read_text().partition('if __name__ == "__main__":\n')[2].strip()
+    assert ending.startswith("entry.run(") or (path.parent.name == "jaxtp" and ending == "script()")
+    assert "\n" not in ending
+
+
+def text_output(descriptor):
+    return entry.text_output(descriptor, io.TextIOWrapper(io.BytesIO(), "utf-8"))
+
+
+def test_a_full_disk_under_standard_output_is_a_mistake(capsys):
+    with open("/dev/full", "w") as full:
+        output = text_output(full.fileno())
+
+        def action():
+            output.write("numbers")
+            output.flush()
+
+        assert entry.attempt("program", action) == 2
+        output.flush()  # what is left in the buffer is silent, as it must be when the interpreter ends
+    assert capsys.readouterr().err == "program: error: standard output: No space left on device\n"
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize(
+    ("main", "flags"),
+    [
+        (checkpoint, f"inspect {LONG}"),
+        (convert, f"export {LONG} out"),
+        (convert, f"import {LONG} out"),
+        (convert, f"plan {LONG}"),
+        (generate, f"--model {LONG} --prompt a"),
+        (train, f"--data.path {LONG}"),
+        (train, f"--run.dir {LONG}"),
+        (prepare, f"{LONG} --out out"),
+    ],
+)
+def test_a_name_that_no_file_can_have_is_one_line(main, flags, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(flags.split()) == 2
+    error = capsys.readouterr().err
+    assert "File name too long" in error or "no such folder" in error
+    assert error.count("\n") == 1
+
+
+def test_errors_of_standard_output_keep_their_class():
+    reading, writing = os.pipe()
+    os.close(reading)
+    with pytest.raises(BrokenPipeError) as raised:
+        entry.Output(writing, "w", closefd=False).write(b"numbers")
+    assert raised.value.filename == entry.STANDARD_OUTPUT
+    os.close(writing)
+
+
+def test_a_full_disk_under_a_file_is_one_line(tmp_path, capsys):
+    path, before = tmp_path / "report.json", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # as of a full disk, at the eleventh byte
+    try:
+        code = entry.attempt("program", lambda: path.write_text("x" * 100) and None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert code == 2
+    assert capsys.readouterr().err == "program: error: File too large\n"
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "loop/model"])
+def test_a_path_that_cannot_be_looked_up_is_one_line(path, tmp_path, capsys):
+    (tmp_path / "loop").symlink_to("loop")
+    assert entry.attempt("program", lambda: (tmp_path / path).stat() and None) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"program: error: {tmp_path}")
+    assert said.count("\n") == 1
+
+
+def test_a_full_disk_under_a_report_names_its_flag():
+    with pytest.raises(ConfigError, match="--json /dev/full: No space left on device; name another file"):
+        write_json("--json", Path("/dev/full"), {"numbers": [1, 2]})
+
+
+def test_a_users_mistake_is_one_line(capsys):
+    def action():
+        raise ConfigError("mesh.tp = 0: should be 1 or more")
+
+    assert entry.attempt("program", action) == 2
+    assert capsys.readouterr().err == "program: error: mesh.tp = 0: should be 1 or more\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EIO, "Input/output error"),
+        BrokenPipeError(errno.EPIPE, "of a socket"),
+        ValueError("an error of the program"),
+    ],
+)
+def test_other_errors_are_not_hidden(error):
+    def action():
+        raise error
+
+    with pytest.raises(type(error)):
+        entry.attempt("program", action)
+
+
+def name_of(module):
+    return "jaxtp" if module == "jaxtp" else f"jaxtp {module.rpartition('.')[2]}"
+
+
+def started(module, *flags, **streams):
+    return subprocess.Popen([sys.executable, "-m", module, *flags], stderr=subprocess.PIPE, text=True, **streams)
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize("module", ["jaxtp", *MODULES])
+def test_a_closed_pipe_is_silent_and_a_full_disk_is_one_line(module):
+    flags, name = [] if module == "jaxtp" else ["--help"], name_of(module)
+    with started(module, *flags, stdout=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == -signal.SIGPIPE
+    with open("/dev/full", "w") as full, started(module, *flags, stdout=full) as process:
+        assert process.stderr.read() == f"{name}: error: standard output: No space left on device\n"
+    assert process.returncode == 2
+
+
+@pytest.mark.journey
+@pytest.mark.parametrize(
+    "module", [module for module in MODULES if module != "jaxtp.tools.launch"]
+)  # it maps no library
+def test_ctrl_c_during_imports_is_one_line(module):
+    """At the first library that is imported after `jaxtp.config.entry`; a traceback would come from there."""
+    with started(module, "--help", stdout=subprocess.DEVNULL) as process:
+        wait_until_it_imports_a_library(process.pid)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == f"\n{name_of(module)}: interrupted\n"
+    assert process.returncode == 130
+
+
+def wait_until_it_imports_a_library(pid):
+    while "-packages/" not in (maps := Path(f"/proc/{pid}/maps").read_text()):
+        assert maps, "it has ended, and imported none"
+        os.sched_yield()
+
+
+@pytest.mark.journey
+def test_output_that_was_never_open_is_no_error():
+    done = subprocess.run(
+        f"{sys.executable} -m jaxtp.checkpoint --help >&-", shell=True, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

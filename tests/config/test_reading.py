@@ -1,0 +1,318 @@
+"""Files that nobody vouches for: configurations, hardware and JSON of any structure give a value or one clear error."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from structures import VALUES, changed, examples, gives_one_of, is_one_clear_message
+
+from jaxtp.analysis import hardware_file
+from jaxtp.analysis.hardware import Hardware
+from jaxtp.config.reading import MAX_YAML, inside, parse_json, read_bytes, shown
+from jaxtp.config.schema import ConfigError, from_yaml, to_plain, validate
+from jaxtp.data.prepare.__main__ import main as prepare
+from jaxtp.generate.__main__ import main as generate
+from jaxtp.tools.convert.__main__ import main as convert
+from jaxtp.train.__main__ import COMMAND as TRAIN
+from jaxtp.train.__main__ import main as train
+from jaxtp.train.config import TrainConfig
+
+HARDWARE = {"like": "h100", "memory": 8e10, "link": 4.5e11, "domain": 8, "platform": "cuda", "latency": 0}
+DEFAULT = to_plain(TrainConfig())
+READERS = {"config": lambda path: from_yaml(TrainConfig, path), "hardware": hardware_file.read}
+
+
+def laughs(levels=20, merged=False):
+    """A few lines that stand for 10 ** levels values."""
+    lines = ["a0: &a0 {x: 1}" if merged else "a0: &a0 [x]"]
+    for level in range(1, levels):
+        ten = ", ".join([f"*a{level - 1}"] * 10)
+        lines.append(f"a{level}: &a{level} {{<<: [{ten}]}}" if merged else f"a{level}: &a{level} [{ten}]")
+    return "\n".join(lines)
+
+
+def chain(length):
+    """Each alias is nested one deeper than the one before."""
+    return "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, length))])
+
+
+ABSURD = {
+    "a key that is a list": ("? [a]\n: 1", "a key that is not a word"),
+    "a key that is a mapping": ("? {a: 1}\n: 1", "a key that is not a word"),
+    "nested brackets": ("[" * 3000 + "]" * 3000, "nested more than 64 deep"),
+    "nested blocks": ("\n".join("  " * i + "- a:" for i in range(200)), "nested more than 64 deep"),
+    "no such date": ("name: 2001-13-45", "'2001-13-45' looks like a timestamp"),
+    "an endless integer": ("link: " + "9" * 5000, "a number of 5,000 digits; 100 are the most"),
+    "an endless hexadecimal": ("link: 0x" + "f" * 100_000, "a number of 100,002 digits"),
+    "an endless sexagesimal": ("link: 1" + ":59" * 50_000, "a number of 150,001 digits"),
+    "an endless float": ("link: 1." + "9" * 5000, "a number of 5,002 digits"),
+    "no such character": ('name: "\\U00110000"', "not a YAML file"),
+    "half a character": ('name: "\\ud800"', "half of a surrogate pair"),
+    "no integer": ("link: !!int x", "'x' looks like a int"),
+    "no boolean": ("link: !!bool x", "'x' looks like a bool"),
+    "an empty integer": ('link: !!int ""', "'' looks like a int"),
+    "an endless version": ("%YAML " + "1" * 5000 + ".1\n---\na: 1", "not a YAML file"),
+    "laughs": (laughs(), "more than 100,000 values"),
+    "merged laughs": (laughs(merged=True), "more than 100,000 values"),
+    "a deep chain of aliases": (chain(400), "nested more than 64 deep"),
+    "in itself": ("a: &a [*a]", "a value that contains itself"),
+    "in itself as a key": ("a: &a\n  ? *a\n  : 1", "a value that contains itself"),
+    "an object of Python": ("name: !!python/object/apply:os.system [ls]", "could not determine a constructor"),
+    "not UTF-8": (b"name: \xff\xfe", "no text in UTF-8"),
+    "a null byte": (b"name: a\0b", "no text in UTF-8"),
+    "two documents": ("a: 1\n---\nb: 1", "another document"),
+    "a merge of a word": ("<<: x", "expected a mapping"),
+    "too long": (b"#" * (MAX_YAML + 1), "more than 262,144 bytes, too many to be what its name says"),
+    "not fetched": (
+        b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 7\n",
+        r"Git LFS's pointer to a file of 7 bytes .* fetch it by `git -C \S+ lfs pull --include c.yaml`",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "read", [lambda path: from_yaml(TrainConfig, path), hardware_file.read], ids=["config", "hardware"]
+)
+@pytest.mark.parametrize("name", ABSURD)
+def test_absurd_yaml_is_one_error(name, read, tmp_path):
+    text, message = ABSURD[name]
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=message) as caught:
+        read(path)
+    assert is_one_clear_message(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_aliases_and_merges_of_real_files_are_read(tmp_path):
+    (tmp_path / "c.yaml").write_text(
+        "optimizer:\n  groups:\n    a: &a {weight_decay: 0.5}\n"
+        "    b: {<<: &b {<<: *a, weight_decay: 0.25}}\n    c: *b\n"
+    )
+    groups = from_yaml(TrainConfig, tmp_path / "c.yaml").optimizer.groups
+    assert [groups[name].weight_decay for name in "abc"] == [0.5, 0.25, 0.25]
+
+
+def make_pipe(path):
+    os.mkfifo(path)
+
+
+def link_to(target):
+    return lambda path: path.symlink_to(target)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (Path.mkdir, "a folder, not a file"),
+        (make_pipe, "not a regular file"),  # opening it would wait for ever
+        (link_to("/dev/zero"), "not a regular file"),
+        (link_to("c.yaml"), "symbolic links"),
+        (lambda path: None, "No such file"),
+    ],
+    ids=["folder", "pipe", "device", "loop", "nothing"],
+)
+@pytest.mark.parametrize(
+    "read", [lambda path: from_yaml(TrainConfig, path), hardware_file.read], ids=["config", "hardware"]
+)
+def test_what_is_no_file_is_one_error(make, message, read, tmp_path):
+    make(tmp_path / "c.yaml")
+    with pytest.raises(ConfigError, match=message):
+        read(tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("base", "message"),
+    [
+        ('"a\\0b.yaml"', "no file can have this name"),
+        ("x" * 300, "File name too long"),
+        (".", "a folder, not a file"),
+        ("c.yaml/d.yaml", "Not a directory"),
+        ("[c.yaml]", r"base = \['c.yaml'\]: should be the name"),
+    ],
+)
+def test_a_base_that_is_no_file_is_one_error(base, message, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"base: {base}\n")
+    with pytest.raises(ConfigError, match=message) as caught:
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+    assert is_one_clear_message(caught.value)
+
+
+def test_files_cannot_include_each_other_for_ever(tmp_path):
+    for number in range(40):
+        (tmp_path / f"{number}.yaml").write_text(f"base: {number + 1}.yaml\n")
+    with pytest.raises(ConfigError, match="more than 16 files include each other"):
+        from_yaml(TrainConfig, tmp_path / "0.yaml")
+    (tmp_path / "a.yaml").symlink_to("b.yaml")
+    (tmp_path / "b.yaml").write_text("base: a.yaml\n")
+    with pytest.raises(ConfigError, match="includes itself by way of base"):
+        from_yaml(TrainConfig, tmp_path / "a.yaml")
+
+
+def test_a_path_with_a_null_byte_is_one_error(tmp_path):
+    (tmp_path / "c.yaml").write_text('data: {path: "a\\0b"}\n')
+    with pytest.raises(ConfigError, match=r"data.path = .*: should be a path, and holds a null byte"):
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    "setting", ["run: {dir: gs://bucket/x}", "run: {init_from: s3://bucket/x}", "data: {path: hdfs://bucket/x}"]
+)
+def test_an_object_store_is_refused_by_name(tmp_path, setting):
+    """Else it would be a local folder of that name."""
+    (tmp_path / "c.yaml").write_text(f"{setting}\n")
+    with pytest.raises(ConfigError, match=r"a path, and [a-z0-9]+://bucket/x is an address\. A run needs"):
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+
+
+def test_nobodys_home_is_one_error(tmp_path):
+    (tmp_path / "c.yaml").write_text("data: {path: ~nobody-of-that-name/x}\n")
+    with pytest.raises(
+        ConfigError, match=r"data.path = .*: should be a path, and ~nobody-of-that-name is nobody's home"
+    ):
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+    with pytest.raises(ConfigError, match="is nobody's home"):
+        TRAIN.load(["--data.path", "~nobody-of-that-name/x"])
+
+
+def test_a_thousand_problems_are_not_all_told(tmp_path):
+    (tmp_path / "c.yaml").write_text("\n".join(f"k{i}: {'x' * 200}" for i in range(1000)))
+    with pytest.raises(ConfigError, match=r"and \d+ more$") as caught:
+        from_yaml(TrainConfig, tmp_path / "c.yaml")
+    assert is_one_clear_message(caught.value)
+
+
+def check_configuration(values, path):
+    path.write_text(yaml.safe_dump(values))
+    gives_one_of(TrainConfig, ConfigError, lambda: from_yaml(TrainConfig, path))
+
+
+def check_hardware(values, path):
+    path.write_text(yaml.safe_dump(values))
+    gives_one_of(Hardware, ConfigError, lambda: hardware_file.read(path))
+
+
+@examples(30)
+@given(values=st.one_of(changed(DEFAULT), VALUES))
+def test_any_structure_as_a_configuration(values, tmp_path):
+    check_configuration(values, tmp_path / "c.yaml")
+
+
+@examples(30)
+@given(values=st.one_of(changed(HARDWARE), VALUES))
+def test_any_structure_as_hardware(values, tmp_path):
+    check_hardware(values, tmp_path / "c.yaml")
+
+
+WORDS = [*"-?:,[]{}#&*!|>%'\"~=<\n \t", "<<", "&a ", "*a", "!!int ", "!!set ", "!!omap ", "!!binary ", "!!timestamp "]
+WORDS += ["model", "base: c.yaml", "1e3", "0x_", "1:60", "2001-02-30", ".nan", "\\", "\0", "\ud7ff", "- ", ": ", "? "]
+TOKENS = st.lists(st.sampled_from(WORDS), max_size=25).map("".join)
+
+
+def check_text(text, path):
+    path.write_text(text)
+    gives_one_of(TrainConfig, ConfigError, lambda: from_yaml(TrainConfig, path))
+    gives_one_of(Hardware, ConfigError, lambda: hardware_file.read(path))
+
+
+@examples(100)
+@given(text=TOKENS)
+def test_any_tokens_of_yaml(text, tmp_path):
+    check_text(text, tmp_path / "c.yaml")
+
+
+@pytest.mark.wide
+@examples(200)
+@given(configuration=changed(DEFAULT), device=changed(HARDWARE), text=TOKENS)
+def test_many_structures_and_tokens(configuration, device, text, tmp_path):
+    check_configuration(configuration, tmp_path / "c.yaml")
+    check_hardware(device, tmp_path / "c.yaml")
+    check_text(text, tmp_path / "c.yaml")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "nested too deeply"),
+        (b'{"a": ' + b"[" * 100 + b"]" * 100 + b"}", "nested too deeply"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "an integer of 10,000 digits"),
+        (b'{"a": -1' + b"0" * 400 + b"}", "an integer of 402 digits"),
+        (b'{"a": 1, "a": 2}', "the key 'a' is there twice"),
+        (b"{" + b",".join(b'"%d": 0' % i for i in [*range(100_000), 99_999]) + b"}", "the key '99999' is there twice"),
+        (b'{"\\ud800": 1}', "half of a surrogate pair"),
+        (b'{"a": "\xff"}', "is not JSON"),
+        (b"{" + b"," * 2**23, "values, too many to be real"),
+        (b"", "is not JSON"),
+        (b"3", "is a int, not an object"),
+    ],
+)
+def test_absurd_json_is_one_error(content, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        parse_json(content, "c.json")
+    assert str(caught.value).startswith("c.json")
+    assert is_one_clear_message(caught.value)
+
+
+@given(VALUES.filter(lambda value: "1" + "0" * 400 not in str(value)))
+def test_json_is_read_as_it_was_written(value):
+    text = json.dumps({"a": value})
+    assert json.dumps(parse_json(text.encode(), "c.json")) == text
+
+
+def test_a_file_is_inside_of_its_folder_or_a_blob(tmp_path):
+    folder, blobs = tmp_path / "models--a--b/snapshots/1", tmp_path / "models--a--b/blobs"
+    for made in (folder, blobs, folder / "deep"):
+        made.mkdir(parents=True)
+    (blobs / "b").write_text("blob")
+    (folder / "deep/c").write_text("deep")
+    for name, target in {
+        "b": "../../blobs/b",
+        "c": "deep/c",
+        "out": "../out",
+        "gone": "nothing",
+        "loop": "loop",
+    }.items():
+        (folder / name).symlink_to(target)
+    assert [read_bytes(inside(folder, name), 4) for name in "bc"] == [b"blob", b"deep"]
+    for name, message in {"out": "outside of the folder", "gone": "leads nowhere", "a\0b": "no file can have"}.items():
+        with pytest.raises(OSError, match=message):
+            inside(folder, name)
+    for name in ("loop", "missing", "x" * 300):
+        with pytest.raises(OSError):
+            read_bytes(inside(folder, name), 4)
+    with pytest.raises(OSError, match="more than 3 bytes"):
+        read_bytes(inside(folder, "b"), 3)
+
+
+def test_what_is_shown_is_one_short_line():
+    assert shown("a\nb\x1b[2J\ud800") == "a\\nb\\x1b[2J\\ud800"
+    assert shown("x" * 101) == "x" * 100 + "..."
+    assert shown({"a": 1}) == "{'a': 1}"
+
+
+@pytest.mark.parametrize(
+    ("command", "flags"),
+    [
+        (convert, "export ~nobody-of-that-name/run out"),
+        (convert, "import ~nobody-of-that-name/model run"),
+        (convert, "plan ~nobody-of-that-name/model"),
+        (prepare, "~nobody-of-that-name/texts --out out"),
+        (train, "--data.path ~nobody-of-that-name/text.txt"),
+        (generate, "--model ~nobody-of-that-name/run --prompt a"),
+    ],
+)
+def test_every_command_says_that_a_home_is_nobodys(command, flags, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert command(flags.split()) == 2
+    assert "nobody's home" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["rope_theta", "norm_eps"])
+def test_a_setting_of_the_model_is_finite(key):
+    with pytest.raises(ConfigError, match=key):
+        validate(TrainConfig, {"model": {key: float("inf")}}, source="test")

@@ -1,0 +1,413 @@
+"""Documents from every format, and a message for everything that gives none."""
+
+import gzip
+import json
+import sys
+import sysconfig
+import tracemalloc
+from pathlib import Path
+
+import datasets
+import pyarrow
+import pytest
+import zstandard
+from corpora import decoded, jsonl, packed, parquet, prepared, refused, texts
+from pyarrow import parquet as parquet_file
+
+from jaxtp.data.prepare import readers
+from jaxtp.data.prepare.__main__ import main
+from jaxtp.data.store import open_dataset
+
+TEXTS = texts(45, seed=3)
+ALL = ["--held-out", 0]
+
+
+def manifest(dataset):
+    return json.loads((dataset.folder / "dataset.json").read_text())
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_jsonl(tmp_path, suffix):
+    path = jsonl(tmp_path / f"a.jsonl{suffix}", TEXTS)
+    assert decoded(prepared(tmp_path / "d", path, *ALL)) == [text.encode() for text in TEXTS]
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_text_is_one_document_to_the_byte(tmp_path, suffix):
+    content = "\ufeffone\r\ntwo\n\n\0 語".encode()
+    (tmp_path / f"a.txt{suffix}").write_bytes(packed(suffix, content))
+    assert decoded(prepared(tmp_path / "d", tmp_path / f"a.txt{suffix}", *ALL)) == [content]
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_dictionary": False, "compression": "zstd"}])
+def test_parquet(tmp_path, settings):
+    path = parquet(tmp_path / "a.parquet", TEXTS, **settings)
+    assert decoded(prepared(tmp_path / "d", path, *ALL)) == [text.encode() for text in TEXTS]
+
+
+def test_several_frames_and_members_and_long_windows(tmp_path):
+    lines = [json.dumps({"text": text}).encode() + b"\n" for text in TEXTS]
+    (tmp_path / "a.jsonl.gz").write_bytes(b"".join(map(gzip.compress, lines)))
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    long = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    frames = long.compress(b"".join(lines[:5])) + long.flush() + b"".join(map(zstandard.compress, lines[5:]))
+    (tmp_path / "b.jsonl.zst").write_bytes(frames)
+    expected = [text.encode() for text in TEXTS]
+    inputs = [tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl.zst"]
+    assert decoded(prepared(tmp_path / "d", *inputs, *ALL, "--max-window-bytes", 2**28)) == 2 * expected
+
+
+def test_a_window_beyond_the_limit_names_its_flag(tmp_path, capsys):
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, write_content_size=False)
+    frame = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(frame.compress(b"a") + frame.flush())
+    error = refused(capsys, tmp_path / "a.txt.zst", "--out", tmp_path / "d")
+    assert "a.txt.zst: unpacking takes more than 134,217,728 bytes of memory; a larger --max-window-bytes" in error
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_a_document_beyond_the_limit_names_its_flag_and_is_never_read_whole(tmp_path, capsys, suffix, monkeypatch):
+    """What comes after it is read, also by a command that goes on in mid-file."""
+    monkeypatch.setattr(readers, "_SKIP_BYTES", 1000)
+    limit, long = ["--max-document-bytes", 100], "x" * 5000
+    (tmp_path / f"a.txt{suffix}").write_bytes(packed(suffix, long.encode()))
+    error = refused(capsys, tmp_path / f"a.txt{suffix}", "--out", tmp_path / "d", *limit)
+    assert f"a.txt{suffix}: more than 100 bytes; a larger --max-document-bytes reads it" in error
+    path = jsonl(tmp_path / f"a.jsonl{suffix}", ["one", long, "three"])
+    error = refused(capsys, path, *ALL, "--out", tmp_path / "e", *limit)
+    assert f"a.jsonl{suffix}, line 2: more than 100 bytes; a larger --max-document-bytes reads it" in error
+    dataset = prepared(tmp_path / "e", path, *ALL, *limit, "--on-error", "skip")
+    assert decoded(dataset) == [b"one", b"three"]
+    assert manifest(dataset)["skipped"] == {"too large": 1}
+    assert len(decoded(prepared(tmp_path / "f", path, *ALL))) == 3
+
+
+@pytest.mark.parametrize(("spare", "count"), [(0, 1), (-1, 0)])
+def test_the_limit_is_that_of_the_bytes(tmp_path, spare, count):
+    line = '{"text": "é"}'
+    (tmp_path / "a.jsonl").write_text(f'{line}\n{{"text": ""}}\n{{"text": "b"}}\n')
+    limit = ["--max-document-bytes", len(line.encode()) + spare, "--on-error", "skip"]
+    assert len(decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl", *ALL, *limit))) == count + 1
+
+
+def test_rows_of_a_table_beyond_the_limit(tmp_path, capsys):
+    """A dictionary holds a text once for all rows: a few bytes of file are gigabytes as rows."""
+    column = pyarrow.DictionaryArray.from_arrays(
+        pyarrow.array([0] * 300 + [1], pyarrow.int32()), ["x" * 4_000_000, "b"]
+    )
+    parquet_file.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet", compression="zstd")
+    limit = ["--max-document-bytes", 1_000_000]
+    assert "a.parquet, row 1: more than 1,000,000 bytes" in refused(
+        capsys, tmp_path / "a.parquet", *ALL, "--out", tmp_path / "d", *limit
+    )
+    tracemalloc.start()
+    dataset = prepared(tmp_path / "d", tmp_path / "a.parquet", *ALL, *limit, "--on-error", "skip")
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 50_000_000
+    assert decoded(dataset) == [b"b"]
+
+
+def test_jsonl_of_other_hands(tmp_path):
+    """A byte order mark, line ends of Windows, blank lines, none at the end, other fields, separators in text."""
+    content = '\ufeff{"text": "a", "n": NaN}\r\n\n  \n{"id": 7, "text": "b\u2028\\u0085c"}'.encode()
+    (tmp_path / "a.jsonl").write_bytes(content)
+    assert decoded(prepared(tmp_path / "d", tmp_path / "a.jsonl", *ALL)) == [b"a", "b\u2028\x85c".encode()]
+
+
+ROWS = [{"text": text} for text in TEXTS]
+LONG = b"x" * 300
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("indent", [None, 4])
+@pytest.mark.parametrize("size", [1, 37, 2**16])
+def test_an_array_of_json_is_rows(tmp_path, suffix, indent, size, monkeypatch):
+    """However it is cut while it is read."""
+    monkeypatch.setattr(readers, "_READ_BYTES", size)
+    content = "\ufeff " + json.dumps(ROWS, indent=indent, ensure_ascii=indent is None) + "\r\n"
+    (tmp_path / f"a.json{suffix}").write_bytes(packed(suffix, content.encode()))
+    expected = [text.encode() for text in TEXTS]
+    assert decoded(prepared(tmp_path / "d", tmp_path / f"a.json{suffix}", *ALL)) == expected
+    (tmp_path / f"a.json{suffix}").rename(tmp_path / f"a{suffix}")
+    assert decoded(prepared(tmp_path / "e", tmp_path / f"a{suffix}", "--format", "jsonl", *ALL)) == expected
+
+
+def test_json_that_is_text(tmp_path):
+    """As text on request, found among sources, or no list of objects."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.json").write_text(json.dumps(ROWS))
+    (tmp_path / "b.json").write_text('["a", {"text": "b"}]')
+    content = (tmp_path / "in/a.json").read_bytes()
+    assert decoded(prepared(tmp_path / "d", tmp_path / "in/a.json", "--format", "text", *ALL)) == [content]
+    assert decoded(prepared(tmp_path / "e", tmp_path / "in", *ALL)) == [content]
+    assert decoded(prepared(tmp_path / "f", tmp_path / "b.json", *ALL)) == [(tmp_path / "b.json").read_bytes()]
+    assert len(decoded(prepared(tmp_path / "g", tmp_path / "in", "--format", "jsonl", *ALL))) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message", "count"),
+    [
+        (b'[{"text": "a"}, {"txt": "b"}, {"text": "c"}]', "no such field", ", row 2: no field 'text'; did you mean", 2),
+        (b'[{"text": "a"}, 3, {"text": "c"}]', "not JSON", ", row 2: not a JSON object: 3", 2),
+        (b'[{"text": "a"}, {"text": "%b"}, {"text": "c"}]' % LONG, "too large", ", row 2: more than 200 bytes", 2),
+        (b'[{"text": "a"}, {"text": "c"}', "not JSON", ", after row 1: not JSON: the array has no end", 1),
+        (b'[{"text": "a"}, {"text": "c"},]', "not JSON", ", after row 2: not JSON: the array has no end", 2),
+        (b'[{"text": "a"}, {"text": "c"}] {"text": "d"}', "not JSON", ", after row 2: not JSON: more text after", 2),
+        (b'[{"text": "a"}, {"text": "c"} {"text": "%b"}]' % LONG, "not JSON", ", after row 1: not JSON: no ',' or", 1),
+        (b'[{"text": "a"}, {"text": "c"}, {text: "%b"}]' % LONG, "not JSON", ", after row 2: not JSON: Expecting", 2),
+        (b'[{"text": "a"}, {"text": "c"}, {"text": "%b' % LONG, "too large", ", after row 2: more than 200 bytes", 2),
+        (b'[{"text": "a"}, {"text": "c\xff"}]', "not UTF-8", ", after row 0: not UTF-8 text: byte 0xff", 0),
+    ],
+)
+def test_a_bad_array_names_the_row(tmp_path, capsys, content, kind, message, count):
+    (tmp_path / "a.json").write_bytes(content)
+    (tmp_path / "z.txt").write_text("good")
+    command = [tmp_path / "a.json", tmp_path / "z.txt", *ALL, "--max-document-bytes", 200]
+    assert f"{tmp_path}/a.json{message}" in refused(capsys, *command, "--out", tmp_path / "d")
+    dataset = prepared(tmp_path / "d", *command, "--on-error", "skip")
+    assert manifest(dataset)["skipped"] == {kind: 1}
+    assert decoded(dataset) == [*[b"a", b"c"][:count], b"good"]
+
+
+@pytest.mark.parametrize("nested", [b"[" * 200_000, b"9" * 200_000 + b"}]"])
+def test_an_array_that_python_cannot_read(tmp_path, capsys, nested):
+    (tmp_path / "a.json").write_bytes(b'[{"text": "a"}, {"b": ' + nested)
+    error = refused(capsys, tmp_path / "a.json", *ALL, "--out", tmp_path / "d")
+    assert "a.json, after row 1: not JSON: " in error
+
+
+def test_an_array_is_never_in_memory_whole(tmp_path):
+    with (tmp_path / "a.json").open("w") as file:
+        file.write("[" + ",\n".join(json.dumps({"text": "", "other": "x" * 100_000}) for _ in range(400)))
+        file.write(', {"text": "b"}]')
+    tracemalloc.start()
+    dataset = prepared(tmp_path / "d", tmp_path / "a.json", *ALL)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10_000_000
+    assert decoded(dataset) == [b"b"]
+
+
+def test_another_field_and_format(tmp_path):
+    path = jsonl(tmp_path / "a.json", [{"body": "x"}, {"body": "y"}])
+    assert decoded(prepared(tmp_path / "d", path, "--field", "body", "--format", "jsonl", *ALL)) == [b"x", b"y"]
+    assert decoded(prepared(tmp_path / "e", path, *ALL)) == [path.read_bytes()]
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet])
+@pytest.mark.parametrize("tokenizer", [(), ("--train-bpe", 300)])
+def test_prompts_and_completions(tmp_path, write, tokenizer):
+    rows = [{"prompt": f"{i} plus {i}?", "completion": f" {2 * i}"} for i in range(20)] + [
+        {"prompt": "", "completion": "x"}
+    ]
+    path = write(tmp_path / ("a.jsonl" if write is jsonl else "a.parquet"), rows)
+    fields = ["--prompt-field", "prompt", "--completion-field", "completion"]
+    dataset = prepared(tmp_path / "d", path, *fields, *tokenizer, *ALL)
+    split = dataset.splits["train"]
+    assert decoded(dataset) == [(row["prompt"] + row["completion"]).encode() for row in rows]
+    from jaxtp.data.tokenizer import load_tokenizer
+
+    read = load_tokenizer(dataset.folder).decode
+    for index, row in enumerate(rows):
+        prompt = split.prompt_length(index)
+        assert read(split.document(index, 0, prompt)) == row["prompt"].encode()
+        assert read(split.document(index, prompt)) == row["completion"].encode()
+
+
+def test_folders_are_walked_in_order_without_what_is_hidden(tmp_path):
+    folder = tmp_path / "in"
+    for name in ("b.py", "a/z.py", "a/.hidden.py", ".git/x.py", "a/data.txt", "c/skip/x.py", "a.py"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    (folder / "image.png").write_bytes(b"\x89PNG\0\xff")
+    (folder / "empty.py").touch()
+    (folder / "loop").symlink_to(folder)
+    dataset = prepared(tmp_path / "d", folder, "--exclude", "skip", *ALL)
+    assert decoded(dataset) == [b"a/data.txt", b"a/z.py", b"a.py", b"b.py"]
+    assert manifest(dataset)["skipped"] == {"binary file": 1, "empty file": 1}
+    only = prepared(tmp_path / "e", folder, "--include", "*.py", "--include", "c/*", "--exclude", "a/*", *ALL)
+    assert decoded(only) == [b"a.py", b"b.py", b"c/skip/x.py"]
+
+
+def test_tables_of_the_library_datasets(tmp_path, capsys):
+    table = datasets.Dataset.from_dict({"text": TEXTS, "n": list(range(45))})
+    table.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": table, "test": table.select([3])}).save_to_disk(tmp_path / "two")
+    expected = [text.encode() for text in TEXTS]
+    assert decoded(prepared(tmp_path / "d", f"hf:{tmp_path / 'one'}", *ALL)) == expected
+    assert decoded(prepared(tmp_path / "e", f"hf:{tmp_path / 'two'}:test", *ALL)) == [expected[3]]
+    assert "has several splits; name one: hf:" in refused(capsys, f"hf:{tmp_path / 'two'}", "--out", tmp_path / "f")
+    assert "'nope'" in refused(capsys, f"hf:{tmp_path / 'two'}:nope", "--out", tmp_path / "f")
+    assert "no such folder" in refused(capsys, f"hf:{tmp_path / 'three'}", "--out", tmp_path / "f")
+    error = refused(capsys, f"hf:{tmp_path / 'one'}", "--field", "n", "--out", tmp_path / "f")
+    assert "row 1: 'n' is not a string, but 0" in error
+    error = refused(capsys, f"hf:{tmp_path / 'one'}", "--field", "txt", "--out", tmp_path / "g")
+    assert "no field 'txt'; did you mean 'text'?" in error
+
+
+def line(content):
+    return b'{"text": "fine"}\n' * 2 + content + b'\n{"text": "after"}\n'
+
+
+def truncated(content):
+    return content[: len(content) // 2]
+
+
+PARQUET = "parquet of 45 rows"
+BAD = {
+    "a.txt": (b"ok\nab\xffc", "a.txt: not UTF-8 text: byte 0xff at position 5 (line 2)", "not UTF-8"),
+    "b.txt": (b"", "b.txt: the file is empty", "empty file"),
+    "c.jsonl": (b"", "c.jsonl: the file is empty", "empty file"),
+    "d.txt.gz": (truncated(gzip.compress(bytes(range(256)))), "d.txt.gz: broken gz file: ", "broken file"),
+    "e.txt.gz": (b"plain text", "e.txt.gz: broken gz file: Not a gzipped file", "broken file"),
+    "f.txt.zst": (
+        truncated(zstandard.compress(bytes(range(256)))),
+        "f.txt.zst: broken zst file: the zstd",
+        "broken file",
+    ),
+    "g.txt.zst": (b"plain text", "g.txt.zst: broken zst file: ", "broken file"),
+    "h.jsonl": (line(b"{nope}"), "h.jsonl, line 3: not JSON: Expecting property name", "not JSON"),
+    "i.jsonl": (line(b"[1, 2]"), "i.jsonl, line 3: not a JSON object: [1, 2]", "not JSON"),
+    "j.jsonl": (line(b'{"txet": "x"}'), "j.jsonl, line 3: no field 'text'; did you mean 'txet'?", "no such field"),
+    "k.jsonl": (line(b"{}"), "k.jsonl, line 3: no field 'text'; there are none", "no such field"),
+    "l.jsonl": (line(b'{"text": [1]}'), "l.jsonl, line 3: 'text' is not a string, but [1]", "not a string"),
+    "m.jsonl": (line(b'{"text": null}'), "m.jsonl, line 3: 'text' is not a string, but null", "not a string"),
+    "n.jsonl": (line(b'{"text": "\xe9"}'), "n.jsonl, line 3: not UTF-8 text: byte 0xe9 at position 10", "not UTF-8"),
+    "o.jsonl": (line(b'{"text": "\\ud800"}'), "o.jsonl, line 3: 'text' holds half of a surrogate pair", "not UTF-8"),
+    "p.jsonl": (line(b"[" * 100_000), "p.jsonl, line 3: not JSON: ", "not JSON"),
+    "q.jsonl": (line(b'{"text": "x", "n": ' + b"9" * 5000 + b"}"), "q.jsonl, line 3: not JSON: ", "not JSON"),
+    "r.jsonl.gz": (gzip.compress(line(b'{"text": ""}'))[:-9], "r.jsonl.gz: broken gz file after line 4", "broken file"),
+    "s.parquet": (b"PAR1 and no more PAR1", "s.parquet: broken Parquet file after row 0: ", "broken file"),
+    "t.parquet": (b"", "t.parquet: broken Parquet file after row 0: ", "broken file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_files(tmp_path, capsys, name):
+    content, message, kind = BAD[name]
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "z.txt").write_text("good")
+    command = [tmp_path / name, tmp_path / "z.txt", *ALL, "--out", tmp_path / "d"]
+    error = refused(capsys, *command)
+    assert f"{tmp_path}/{message}" in error
+    assert "--on-error skip" in error
+    assert not (tmp_path / "d/dataset.json").exists()
+    assert main([*map(str, command), "--on-error", "skip"]) == 0
+    assert f"skipped: {tmp_path}/{message}" in capsys.readouterr().out
+    dataset = open_dataset(tmp_path / "d")
+    assert manifest(dataset)["skipped"][kind] == 1
+    lines = [b"fine", b"fine", b"after"] if b'"fine"' in content or name.startswith("r") else []
+    assert decoded(dataset) == [*lines, b"good"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([{"txt": "x"}], "no field 'text'; did you mean 'txt'?"),
+        ([{"text": 3}], "the column 'text' holds int64, not strings"),
+        ([{"text": ["x"]}], "the column 'text' holds list"),
+        ([{"text": "x"}, {"text": None}], "row 2: 'text' is not a string, but null"),
+    ],
+)
+def test_bad_tables(tmp_path, capsys, rows, message):
+    path = parquet(tmp_path / "a.parquet", rows)
+    assert f"{path}{',' if message.startswith('row') else ':'} {message}" in refused(
+        capsys, path, "--out", tmp_path / "d"
+    )
+
+
+def test_a_damaged_page_is_found_by_its_checksum(tmp_path, capsys):
+    path = parquet(
+        tmp_path / "a.parquet",
+        TEXTS,
+        write_page_checksum=True,
+        compression="none",
+        use_dictionary=False,
+        write_statistics=False,
+    )
+    content = bytearray(path.read_bytes())
+    content[content.index(TEXTS[30].encode()) + 1] ^= 1
+    path.write_bytes(content)
+    assert "broken Parquet file after row 30" in refused(capsys, path, "--out", tmp_path / "d")
+
+
+def test_the_first_problems_are_shown_and_all_are_counted(tmp_path, capsys):
+    jsonl(tmp_path / "a.jsonl", [{"no": "x"}] * 20 + ["fine"])
+    dataset = prepared(tmp_path / "d", tmp_path / "a.jsonl", "--on-error", "skip", *ALL)
+    out = capsys.readouterr().out
+    assert out.count("skipped: ") == 5
+    assert "further ones are only counted" in out
+    assert manifest(dataset)["skipped"] == {"no such field": 20}
+
+
+def test_files_that_cannot_be_read(tmp_path, capsys):
+    (tmp_path / "books.txt").write_text("x")
+    out = ["--out", tmp_path / "d"]
+    error = refused(capsys, tmp_path / "book.txt", *out)
+    assert f"{tmp_path}/book.txt: No such file or directory; did you mean {tmp_path}/books.txt?" in error
+    (tmp_path / "loop.txt").symlink_to(tmp_path / "loop.txt")
+    assert "loop.txt: Too many levels of symbolic links" in refused(capsys, tmp_path / "loop.txt", *out)
+    assert "--exclude loop.txt leaves it out" in refused(capsys, tmp_path, *out)
+    assert "/dev/null is neither a file nor a folder" in refused(capsys, "/dev/null", *out)
+    (tmp_path / "empty").mkdir()
+    assert "no file in this folder" in refused(capsys, tmp_path / "empty", *out)
+    assert "that matches --include *.cc" in refused(capsys, tmp_path / "empty", "--include", "*.cc", *out)
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_file_that_vanishes_or_cannot_be_opened_is_unreadable(tmp_path, capsys, monkeypatch):
+    """Between listing and reading; permissions would not stop the root user who may run this."""
+    from jaxtp.data.prepare import run
+
+    (tmp_path / "a.txt").write_text("x")
+    listed = run.find_sources
+
+    def then_delete(config):
+        found = listed(config)
+        (tmp_path / "a.txt").unlink()
+        return found
+
+    monkeypatch.setattr(run, "find_sources", then_delete)
+    assert "a.txt: No such file or directory" in refused(capsys, tmp_path / "a.txt", "--out", tmp_path / "d")
+
+
+def test_text_has_no_prompt(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("x")
+    fields = ["--prompt-field", "p", "--completion-field", "c"]
+    assert "a.txt: text has no fields" in refused(capsys, tmp_path / "a.txt", *fields, "--out", tmp_path / "d")
+
+
+@pytest.mark.parametrize(
+    ("name", "library", "extra"),
+    [
+        ("a.parquet", "pyarrow", "data"),
+        ("a.txt.zst", "zstandard", "data"),
+        ("hf:a", "datasets", "datasets"),
+    ],
+)
+def test_without_a_library_the_message_names_the_extra(tmp_path, capsys, monkeypatch, name, library, extra):
+    monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_bytes(b"x")
+    error = refused(capsys, name, "--out", tmp_path / "d")
+    assert f"need{'s' if library == 'datasets' else ''} the library {library}: pip install 'jaxtp[{extra}]'" in error
+
+
+def test_text_jsonl_and_gzip_need_no_library(tmp_path, monkeypatch):
+    for library in ("tokenizers", "pyarrow", "zstandard", "datasets"):
+        monkeypatch.setitem(sys.modules, library, None)
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"a"))
+    rows = jsonl(tmp_path / "b.jsonl.gz", ["b"])
+    assert decoded(prepared(tmp_path / "d", tmp_path / "a.txt.gz", rows, *ALL)) == [b"a", b"b"]
+
+
+def test_real_sources_decode_to_their_bytes(tmp_path):
+    root = Path(sysconfig.get_paths()["stdlib"]) / "email"
+    dataset = prepared(tmp_path / "d", root, "--include", "*.py", "--train-bpe", 600, *ALL)
+    files = sorted(path for path in root.rglob("*.py") if path.stat().st_size)
+    assert len(files) > 20
+    assert decoded(dataset) == [path.read_bytes() for path in files]
+    split = dataset.splits["train"]
+    assert all(split.document(i)[-1] == dataset.tokenizer.eos_id for i in range(split.num_documents))
+    assert split.num_tokens < split.num_text_bytes / 2

@@ -1,0 +1,131 @@
+"""The allocator of a GPU's memory: what JAX's plugin for CUDA would be given, and what is said of its limit."""
+
+import re
+
+import jax
+import pytest
+from jaxlib import xla_client
+
+from jaxtp.config.entry import UserError
+from jaxtp.distributed import allocator as allocators
+from jaxtp.distributed.allocator import (
+    FRACTION,
+    SMALLER_STEP,
+    advice,
+    choose_allocator,
+    describe_out_of_memory,
+    memory_fraction,
+    most_bytes,
+)
+
+OPTIONS = "jax_pjrt_client_create_options"
+GB = 10**9
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    """The files of a machine with a GPU."""
+    (tmp_path / "nvidiactl").touch()
+    before = getattr(jax.config, OPTIONS)
+    yield [tmp_path / "nvidiactl"]
+    jax.config.update(OPTIONS, before)
+
+
+def received(monkeypatch):
+    """What JAX passes to the plugin for CUDA when the backend starts, as its plugin's `initialize` has it do."""
+    from jax._src import xla_bridge  # the plugin itself registers by it
+
+    given = []
+    monkeypatch.setattr(xla_client, "pjrt_plugin_initialized", lambda name: True)
+    monkeypatch.setattr(xla_client, "make_c_api_client", lambda name, options, *_: given.append(options))
+    xla_bridge.make_pjrt_c_api_client("cuda", options=xla_client.generate_pjrt_gpu_plugin_options())
+    return given[0]
+
+
+def test_the_default_leaves_what_the_variables_say(gpu, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "vmm")
+    choose_allocator("default", nvidia=gpu)
+    assert received(monkeypatch)["allocator"] == "vmm"
+
+
+def test_cuda_async_reaches_the_plugin_with_a_pool_of_its_own(gpu, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+    choose_allocator("cuda_async", {}, gpu)
+    options = received(monkeypatch)
+    assert (options["allocator"], options["memory_fraction"]) == ("cuda_async", 0.85)
+    assert type(options["memory_fraction"]) is float  # as text the plugin refuses it
+
+
+@pytest.mark.parametrize("variable", [FRACTION, "XLA_CLIENT_MEM_FRACTION"])
+def test_a_share_of_the_memory_that_a_variable_gives_stays(gpu, monkeypatch, variable):
+    monkeypatch.setenv(variable, "0.8")
+    choose_allocator("cuda_async", nvidia=gpu)
+    options = received(monkeypatch)
+    assert (options["allocator"], options["memory_fraction"]) == ("cuda_async", 0.8)
+    assert memory_fraction("cuda_async") == 0.8
+
+
+@pytest.mark.parametrize("before", ["use_tfrt_gpu_client:true;allocator:bfc", {"use_tfrt_gpu_client": "true"}])
+def test_other_options_stay(gpu, monkeypatch, before):
+    jax.config.update(OPTIONS, before)
+    choose_allocator("cuda_async", {}, gpu)
+    options = received(monkeypatch)
+    assert (options["allocator"], options["use_tfrt_gpu_client"]) == ("cuda_async", "true")
+
+
+def test_without_a_gpu_nothing_changes(tmp_path):
+    """A TPU's backend ends at an option that it does not know."""
+    before = getattr(jax.config, OPTIONS)
+    choose_allocator("cuda_async", {}, [tmp_path / "nvidiactl"])
+    assert getattr(jax.config, OPTIONS) == before
+
+
+@pytest.mark.parametrize(
+    ("version", "is_same_as_default"),
+    [((0, 10, 0), False), ((0, 10, 1), True), ((0, 10, 2), True), ((0, 11, 0), False), ((0, 12, 0, 1), False)],
+)
+def test_platform_is_refused_where_jax_takes_its_default_for_it(gpu, monkeypatch, version, is_same_as_default):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    if is_same_as_default:
+        with pytest.raises(UserError, match=r"platform: .*issues/39145\); install jax 0.11 or newer, or"):
+            choose_allocator("platform", {}, gpu)
+        return
+    choose_allocator("platform", {}, gpu)
+    options = received(monkeypatch)
+    assert options["allocator"] == "platform"
+    assert "memory_fraction" not in options
+
+
+@pytest.mark.parametrize(
+    ("allocator", "peak", "fraction", "said"),
+    [
+        ("default", 80, 0.75, None),
+        ("default", 95, 0.75, "5.0 GB to spare, and 10.0 are advisable"),
+        ("default", 101, 0.75, None),  # it does not fit, which is said elsewhere
+        ("platform", 95, 0.75, None),
+        ("cuda_async", 95, 0.85, None),
+        ("cuda_async", 101, 0.85, f"above the 100.0 GB .* Raise {FRACTION} from 0.85 to 0.9 at most, .*{SMALLER_STEP}"),
+        ("cuda_async", 80, 0.95, f"{FRACTION}=0.95 leaves less than 10% of the memory outside of the pool"),
+    ],
+)
+def test_what_a_peak_means_for_an_allocator(allocator, peak, fraction, said):
+    found = advice(allocator, peak * GB, 100 * GB, fraction)
+    if said is None:
+        assert found is None
+    else:
+        assert re.search(said, found)
+
+
+def test_a_step_may_outgrow_the_pool_of_cuda_async_but_not_what_stays_outside():
+    assert most_bytes("default", 75, 0.75) == 75
+    assert most_bytes("cuda_async", 75, 0.75) == pytest.approx(90)
+    assert most_bytes("cuda_async", 95, 0.95) == 95
+    assert memory_fraction("default", {}) == memory_fraction("platform", {"XLA_CLIENT_MEM_FRACTION": "x"}) == 0.75
+    assert memory_fraction("cuda_async", {}) == allocators.MEMORY_FRACTION["cuda_async"]
+
+
+def test_an_error_for_lack_of_memory_says_what_may_help():
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 15354000000 bytes.")
+    assert "memory is in pieces: --launch.allocator cuda_async" in describe_out_of_memory(error, "default")
+    assert SMALLER_STEP in describe_out_of_memory(error, "cuda_async")
+    assert describe_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no such kernel"), "default") is None

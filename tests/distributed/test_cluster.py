@@ -1,0 +1,171 @@
+"""The files for clusters: when Slurm's script, with stubs for its commands, queues a job again, and what others say."""
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import jax
+import pytest
+import yaml
+
+from jaxtp.config import entry
+from jaxtp.distributed.joining import JOIN_SECONDS
+from jaxtp.train.__main__ import COMMAND as TRAIN
+
+ROOT = Path(__file__).parent.parent.parent
+CLUSTER = ROOT / "scripts/cluster"
+SBATCH = (CLUSTER / "slurm.sbatch").read_text()
+
+
+def flags_of(arguments):
+    """They are flags that train takes."""
+    config, _ = TRAIN.load(arguments)
+    return config
+
+
+@pytest.fixture
+def slurm(tmp_path):
+    """Starts the script with an srun that does what it is given, and an scontrol that says what it was asked."""
+
+    def start(does, **variables):
+        stubs = tmp_path / "stubs"
+        stubs.mkdir()
+        for name, code in {
+            "srun": f'echo "srun $*" >> {tmp_path}/said\n{does}',
+            "scontrol": f'echo "$*" >> {tmp_path}/said',
+        }.items():
+            (stubs / name).write_text(f"#!/bin/bash\n{code}\n")
+            (stubs / name).chmod(0o755)
+        environment = {**os.environ, "PATH": f"{stubs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "https_proxy": "x"}
+        environment["SETTINGS"] = str(CLUSTER / "gpu.env")
+        command = ["bash", str(CLUSTER / "slurm.sbatch"), "--train.steps", "5"]
+        return subprocess.Popen(command, env=environment | variables, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+
+    start.said = tmp_path / "said"
+    return start
+
+
+@pytest.mark.parametrize(
+    ("does", "failures", "code", "again"),
+    [
+        ("exit 0", 0, 0, False),
+        ("exit 2", 0, 2, False),
+        ("exit 3", 0, 3, False),
+        ("exit 75", 4, 75, True),
+        ("exit 75", 5, 75, False),
+        ('[ -z "$https_proxy" ] && [ "$JAXTP_JOIN_SECONDS" = 300 ] && [ "$NCCL_DEBUG" = WARN ]', 0, 0, False),
+    ],
+)
+def test_slurm_queues_again_what_failed_and_was_no_mistake(slurm, tmp_path, does, failures, code, again):
+    (tmp_path / "slurm-7.failures").write_text("exit code 1\n" * failures)
+    process = slurm(does)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == code
+    started, *asked = slurm.said.read_text().splitlines()
+    assert started.endswith(
+        "python -m jaxtp.train --train.stall-abort-seconds 1800 --train.verify-every 1000 --train.steps 5"
+    )
+    assert asked == (["requeue 7"] if again else [])
+    gave_up = "not queued again: more than 5 failures, in slurm-7.failures\n" if failures == 5 else ""
+    assert error == (f"queued again after exit code {code}\n" if again else gave_up)
+
+
+def test_what_the_files_say_fits_together():
+    (signalled,) = re.findall(r"^#SBATCH --signal=B:(\w+)@180$", SBATCH, re.MULTILINE)
+    assert f"trap stop {signalled}" in SBATCH
+    (command,) = re.findall(r"^# sbatch scripts/cluster/slurm.sbatch (.*)", SBATCH, re.MULTILINE)
+    assert (
+        flags_of([str(ROOT / word) if word.startswith("configs/") else word for word in command.split()]).mesh.fsdp == 2
+    )
+    jobset = yaml.safe_load((CLUSTER / "jobset.yaml").read_text())
+    (hosts,) = jobset["spec"]["replicatedJobs"]
+    job = hosts["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    variables = {one["name"]: one["value"] for one in container["env"]}
+    name = jobset["metadata"]["name"]
+    assert variables["JAX_COORDINATOR_ADDRESS"].startswith(f"{name}-{hosts['name']}-0-0.{name}:")
+    assert int(variables["JAX_NUM_PROCESSES"]) == job["completions"] == job["parallelism"]
+    assert job["completionMode"] == "Indexed"
+    assert int(variables["JAXTP_JOIN_SECONDS"]) > JOIN_SECONDS
+    assert flags_of([word.replace("=configs/", f"={ROOT}/configs/") for word in container["args"]]).mesh.fsdp == 2
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == [entry.MISTAKE, entry.WRONG]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert f"--train.stopped-exit-code={entry.PASSING}" in container["args"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+
+
+TYPES = {"string": str, "integer": int, "boolean": bool, "object": dict, "integer | string": (int, str)}
+
+
+def check_fields(value, allowed, place="jobset"):
+    """Compares a part of a file with the fields that are allowed there, and their types."""
+    if isinstance(allowed, list):
+        assert isinstance(value, list), place
+        for index, each in enumerate(value):
+            check_fields(each, allowed[0], f"{place}[{index}]")
+    elif isinstance(allowed, dict):
+        assert isinstance(value, dict), place
+        types = {name.rstrip("*"): each for name, each in allowed.items()}
+        missing = {name.rstrip("*") for name in allowed if name.endswith("*")} - value.keys()
+        assert not missing, f"{place}: {missing}"
+        for name, each in value.items():
+            assert name in types or "..." in types, f"{place}.{name}"
+            check_fields(each, types.get(name, types.get("...")), f"{place}.{name}")
+    elif allowed in TYPES:
+        assert isinstance(value, TYPES[allowed]), place
+        assert isinstance(value, bool) == (allowed == "boolean"), place
+    else:
+        assert value in allowed.split(" | "), f"{place}: {value}"
+
+
+def test_the_jobset_has_fields_and_types_of_its_definition():
+    allowed = yaml.safe_load((Path(__file__).parent / "jobset_crd.yaml").read_text())
+    text = (CLUSTER / "jobset.yaml").read_text()
+    check_fields(yaml.safe_load(text), allowed)
+    for wrong in (
+        ("backoffLimit: 0", "backofLimit: 0"),
+        ("completions: 2", 'completions: "2"'),
+        ("action: FailJobSet", "action: FailJob"),
+        ("claimName:", "name:"),
+        ("optional: true", "optional: 1"),
+    ):
+        assert wrong[0] in text
+        with pytest.raises(AssertionError):
+            check_fields(yaml.safe_load(text.replace(*wrong)), allowed)
+
+
+def test_the_settings_for_gpus_are_variables_and_flags_that_there_are():
+    """Docker and Kubernetes take such a file as it is: no quotes, nothing after a value."""
+    lines = (CLUSTER / "gpu.env").read_text().splitlines()
+    settings = [line for line in lines if line and not line.startswith("# ")]
+    assert all(re.fullmatch(r"#?[A-Z_]+=[^\s'\"#]+", line) for line in settings if line.strip("#"))
+    flags = dict(re.findall(r"--(xla_\w+)=(\w+)", "\n".join(settings)))
+    assert len(flags) == 3
+    lowered = jax.jit(lambda x: x).lower(1.0)
+    lowered.compile(compiler_options={name: yaml.safe_load(value) for name, value in flags.items()})
+    assert hasattr(jax.config, "jax_optimization_level")
+
+
+def test_python_and_drivers_for_gpus_are_named():
+    """jax has left Python 3.11; its installation page names the least driver of each version of CUDA."""
+    (minor,) = re.findall(r"^FROM python:3\.(\d+)", (CLUSTER / "Dockerfile").read_text(), re.MULTILINE)
+    assert int(minor) >= 12
+    readme = (ROOT / "README.md").read_text()
+    for said in ("Python 3.12 or newer", "`.[cuda13]` (driver 580 or newer)", "`.[cuda12]` (525 or newer)"):
+        assert said in readme
+
+
+def test_the_image_is_made_of_what_is_there():
+    lines = (CLUSTER / "Dockerfile").read_text().splitlines()
+    copied = [word for line in lines if line.startswith("COPY") for word in line.split()[1:-1]]
+    assert all((ROOT / word).exists() for word in copied)
+    ignored = (ROOT / ".dockerignore").read_text()
+    assert all(f"!{word}\n" in ignored for word in copied)
+    (extras,) = re.findall(r'"\.\[(.*?)\]"', "\n".join(lines))
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(extras.split(",")) <= known.keys()
+    assert lines.index("USER 1000") > max(i for i, line in enumerate(lines) if line.startswith(("RUN", "COPY")))

@@ -1,0 +1,141 @@
+import itertools
+import os
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+import jaxtp
+from jaxtp.config.entry import UserError
+from jaxtp.data.tokenizer import ByteTokenizer
+from jaxtp.distributed import environment as launch
+from jaxtp.generate import __main__ as generate
+from jaxtp.generate import loading
+from jaxtp.tools.bench import __main__ as bench
+from jaxtp.train import setup
+from jaxtp.train.__main__ import main as training
+
+SKIP = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
+
+
+@pytest.mark.parametrize(
+    ("files", "before", "after"),
+    [
+        ([], {}, {SKIP: "1"}),
+        ([], {SKIP: ""}, {SKIP: ""}),
+        (["nvidiactl"], {}, {}),
+        (["dxg"], {}, {}),
+    ],
+)
+def test_cudas_libraries_are_not_looked_for_without_a_gpu(files, before, after, tmp_path):
+    for file in files:
+        (tmp_path / file).touch()
+    environment = dict(before)
+    launch.accept_absent_gpus(environment, [tmp_path / "nvidia0", tmp_path / "nvidiactl", tmp_path / "dxg"])
+    assert environment == after
+
+
+@pytest.mark.parametrize(
+    ("listed", "visible"),
+    [(None, 4), ("", 0), ("1", 1), ("0,1,2", 3), ("GPU-8932f937, GPU-1", 2), ("0,-1,2", 1), ("0,1,2,3,4", 4)],
+)
+def test_gpus_that_may_be_used(listed, visible):
+    environment = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert launch.visible_gpus(4, environment) == visible
+
+
+CACHE = ("jax_compilation_cache_dir", "jax_enable_compilation_cache", "jax_persistent_cache_enable_xla_caches")
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """The folder of compiled programs, in a cache of its own; JAX's configuration says nothing of one."""
+    before = {name: getattr(jax.config, name) for name in CACHE}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield tmp_path / "jaxtp/programs"
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_programs_for_gpus_are_kept_and_damage_to_them_is_compiled_anew(kept, capsys):
+    compute = lambda: np.asarray(jax.jit(lambda x: 3 * x + 1)(np.arange(4.0, dtype=np.float32)))
+    launch.keep_programs("gpu")
+    np.testing.assert_array_equal(compute(), [1, 4, 7, 10])
+    (program,) = kept.glob("jit__lambda*-cache")
+    np.testing.assert_array_equal(compute(), [1, 4, 7, 10])
+    program.write_bytes(program.read_bytes()[:100])
+    with pytest.warns(UserWarning, match="Error reading persistent compilation cache entry"):
+        np.testing.assert_array_equal(compute(), [1, 4, 7, 10])
+    assert kept.stat().st_mode & 0o777 == 0o700
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("asked", "platform", "processes"), [(None, "cpu", 1), (None, "gpu", 2), ("own", "gpu", 1)])
+def test_programs_of_cpus_and_of_several_processes_are_not_kept_nor_where_jax_is_told(
+    kept, asked, platform, processes, monkeypatch
+):
+    jax.config.update("jax_compilation_cache_dir", asked)
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    launch.keep_programs(platform)
+    assert jax.config.jax_compilation_cache_dir == asked
+    assert jax.config.jax_enable_compilation_cache
+    assert not kept.exists()
+
+
+def test_an_empty_folder_turns_the_cache_off(kept):
+    jax.config.update("jax_compilation_cache_dir", "")
+    launch.keep_programs("gpu")
+    assert not jax.config.jax_enable_compilation_cache
+    assert not kept.exists()
+
+
+@pytest.mark.parametrize("how", ["a file", "open to others"])
+def test_a_folder_of_programs_that_cannot_be_used_is_one_line(kept, how, capsys):
+    if how == "a file":
+        kept.parent.touch()
+    else:
+        kept.mkdir(parents=True)
+        kept.chmod(0o777)
+    launch.keep_programs("gpu")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("compiled programs are not kept for the next run: [Errno ")
+    assert str(kept) in line
+    assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_programs_that_were_used_last_are_kept(tmp_path):
+    (tmp_path / "gone").symlink_to("nowhere")  # as if another process had just deleted it
+    for age, name in itertools.product(range(4), "ab"):
+        (tmp_path / f"{name}{age}").write_bytes(b"x" * 10)
+        os.utime(tmp_path / f"{name}{age}", (1e9 - age, 1e9 - age))
+    launch.forget_oldest(tmp_path, most=45)
+    assert {path.name for path in tmp_path.iterdir()} == {"a0", "b0", "a1", "b1", "gone"}
+
+
+@pytest.mark.parametrize(
+    ("module", "main", "flags"),
+    [
+        (setup, training, ["--data.path", "nowhere.txt"]),
+        (bench, bench.main, ["comm", "--json", "/proc/nothing/x.json"]),
+        (loading, generate.main, ["--model", ".", "--prompt", "a"]),
+    ],
+)
+def test_commands_that_compute_keep_their_programs(module, main, flags, monkeypatch):
+    """Each is stopped by a mistake, which comes after its devices are known and before anything is compiled."""
+    asked = []
+    monkeypatch.setattr(module, "keep_programs", asked.append)
+    source = SimpleNamespace(
+        config=jaxtp.ModelConfig(), load=_refuse, tokenizer=ByteTokenizer(), prefix=(), context=None
+    )
+    monkeypatch.setattr(generate, "open_source", lambda *_: source)
+    assert main([*flags]) == 2
+    assert asked == ["cpu"]
+
+
+def _refuse(mesh):
+    raise UserError("no weights")

@@ -1,0 +1,73 @@
+"""Which device is on which host, whatever the order in which a scheduler dealt out the processes."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import mesh_utils
+
+from jaxtp.distributed.agreement import by_host, draw_hosts
+from jaxtp.mesh import AXES
+
+
+@dataclass(frozen=True)
+class Device:
+    """What JAX's own function asks of a device."""
+
+    id: int
+    process_index: int
+    platform: str = "gpu"
+    device_kind: str = "NVIDIA H100"
+
+
+def devices(processes, each):
+    return [Device(2048 * process + index, process) for process in range(processes) for index in range(each)]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.randoms())
+def test_devices_of_a_host_are_neighbours(num_hosts, of_host, each, chance):
+    hosts = [f"n{index}" for index in range(num_hosts)] * of_host
+    chance.shuffle(hosts)
+    there = devices(len(hosts), each)
+    ordered = by_host(chance.sample(there, len(there)), hosts)
+    assert sorted(ordered, key=lambda device: device.id) == there
+    places = [hosts[device.process_index] for device in ordered]
+    groups = [places[start : start + of_host * each] for start in range(0, len(places), of_host * each)]
+    assert [set(group) for group in groups] == [{host} for host in dict.fromkeys(hosts)]
+    for host in set(hosts):
+        own = [device.id for device in ordered if hosts[device.process_index] == host]
+        assert own == sorted(own)
+
+
+@pytest.mark.parametrize(
+    ("inside", "across"),
+    [
+        ((1, 2, 1, 4), (2, 1, 1, 1)),
+        ((1, 1, 1, 8), (2, 2, 1, 1)),
+        ((1, 8, 1, 1), (4, 1, 1, 1)),
+        ((1, 2, 1, 2), (1, 4, 1, 1)),
+        ((1, 1, 2, 4), (2, 1, 2, 1)),
+    ],
+)
+def test_a_mesh_is_the_hybrid_one_of_jax(inside, across):
+    """With a process on each host, which is all that JAX's knows."""
+    there = devices(int(np.prod(across)), int(np.prod(inside)))
+    expected = mesh_utils.create_hybrid_device_mesh(inside, across, there, process_is_granule=True)
+    ordered = by_host(there, [f"n{process}" for process in range(len(there))])
+    actual = np.array(ordered, object).reshape(np.multiply(inside, across))
+    assert (actual == expected).all()
+
+
+def test_hosts_are_drawn_with_the_coordinates_of_their_devices():
+    ordered = by_host(devices(4, 2), ["a", "b", "a", "b"])
+    mesh = SimpleNamespace(devices=np.array(ordered, object).reshape(2, 1, 1, 4), axis_names=AXES)
+    assert draw_hosts(mesh, ["a", "b", "a", "b"]) == [
+        "a   dp 0 fsdp 0 cp 0: 0.0 0.1 2.0 2.1",
+        "b   dp 1 fsdp 0 cp 0: 1.0 1.1 3.0 3.1",
+    ]
+    assert draw_hosts(mesh, ["a", "b", "a", "b"], most=1)[1] == "... 1 more hosts"
+    spread = draw_hosts(mesh, ["a", "b", "c", "d"])
+    assert spread[:2] == ["a   dp 0 fsdp 0 cp 0: 0.0 0.1", "c   dp 0 fsdp 0 cp 0: 2.0 2.1"]

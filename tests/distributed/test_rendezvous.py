@@ -1,0 +1,231 @@
+"""The processes that people start by hand: all of them, one that is missing, ids and counts that cannot be."""
+
+import os
+import re
+import socket
+import threading
+import time
+
+import pytest
+from runs import free_address
+
+from jaxtp.distributed import links, rendezvous
+from jaxtp.distributed.environment import LaunchError
+from jaxtp.distributed.links import connect
+from jaxtp.distributed.rendezvous import Wait, meet
+
+TOKEN = "the token"
+STRANGER = b'{"process": 1, "count": 99, "host": "x"}\n'
+
+
+def come(port, process, count, seconds, token=TOKEN, host="127.0.0.1"):
+    meet(Wait(process, count, (host, port), seconds), host, token)
+
+
+def say_hello(port, token=TOKEN, **hello):
+    """What a process says that then goes away; returns whether it is admitted."""
+    connection = socket.create_connection(("127.0.0.1", port), timeout=1)
+    link = connect(connection, token, hello, 5.0)
+    if link is None:
+        return False
+    link.close()
+    return True
+
+
+def meeting(places, seconds=20, before=()):
+    """What becomes of processes, each with its (id, count): None, or the error of each.
+
+    Args:
+      before: what strangers send first: bytes, or the arguments of `say_hello`.
+    """
+    port = int(free_address().rpartition(":")[2])
+    ends = {}
+
+    def take_part(index, process, count):
+        try:
+            come(port, process, count, seconds)
+            ends[index] = None
+        except LaunchError as error:
+            ends[index] = str(error)
+
+    threads = [threading.Thread(target=take_part, args=(i, *place), daemon=True) for i, place in enumerate(places)]
+    threads[0].start()
+    for data in before:
+        until = time.monotonic() + 10
+        while time.monotonic() < until:
+            try:
+                if isinstance(data, dict):
+                    assert say_hello(port, **data)
+                else:
+                    with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+                        connection.sendall(data)
+                break
+            except OSError:
+                time.sleep(0.02)
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return [ends[index] for index in range(len(places))]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_processes_meet(count):
+    assert meeting([(process, count) for process in range(count)]) == [None] * count
+
+
+def test_one_that_is_missing_is_named_to_all():
+    first, other = meeting([(0, 4), (2, 4)], seconds=1)
+    assert first == other
+    assert first.startswith("process 1, 3 of 4 did not come within 1 s: does it run, with the address 127.0.0.1:")
+    assert "and JAX_PROCESS_ID=1? (JAXTP_JOIN_SECONDS" in first
+
+
+@pytest.mark.parametrize(
+    ("places", "said"),
+    [
+        (
+            [(0, 3), (1, 3), (1, 3)],
+            "two processes have the id 1, one on {host} and one on {host}: set JAX_PROCESS_ID to 0 to 2, each once",
+        ),
+        ([(0, 3), (1, 4)], "process 1 (on {host}) expects 4 processes, and process 0 3"),
+    ],
+)
+def test_ids_and_counts_that_cannot_be_end_all_at_once(places, said):
+    began = time.monotonic()
+    assert set(meeting(places)) == {said.format(host=f"{socket.gethostname()}, pid {os.getpid()}")}
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.journey
+def test_a_second_process_0_on_its_host_cannot_listen():
+    ends = meeting([(0, 3), (0, 3), (1, 3)], seconds=2)
+    assert sum("this host cannot listen there (Address already in use)" in end for end in ends) == 1
+
+
+def test_one_that_went_away_may_come_again():
+    gone = {"process": 1, "count": 3, "host": "a"}
+    assert meeting([(0, 3), (1, 3), (2, 3)], before=[gone]) == [None] * 3
+
+
+def test_what_others_say_of_themselves_stays_on_one_line():
+    (error,) = meeting([(0, 2)], before=[{"process": 1, "count": 3, "host": "a\nerror: \x1b[31mb"}])
+    assert error == r"process 1 (on a\nerror: \x1b[31mb) expects 3 processes, and process 0 2"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"GET / HTTP/1.0\r\n\r\n", b"[" * 4000 + b"\n", b'{"process": "1"}\n', b"x" * 9000, b"3\n", STRANGER]
+    + [
+        STRANGER.replace(b"}", b', "challenge": [1], "proof": ' + proof + b"}")
+        for proof in (b'"00"', b"{}", b'"\xc3\xa9"', b'"\\ud800"')
+    ],
+)
+def test_strangers_are_left_alone(data):
+    assert meeting([(0, 2), (1, 2)], before=[data]) == [None] * 2
+
+
+@pytest.mark.parametrize("depth", [100, 900, 950, 970, 980, 985, 990, 995, 2000])
+def test_a_message_that_is_nested_deeply_is_no_proof(depth):
+    parts = 1
+    for _ in range(depth):
+        parts = [parts]
+    assert not links._is_proof("00", "token", parts)
+
+
+def test_strangers_hold_up_nobody(monkeypatch):
+    """One is silent, one says a byte now and then; they are heard beside the others, and not for ever."""
+    port, ends = int(free_address().rpartition(":")[2]), []
+
+    def take_part(process):
+        began = time.monotonic()
+        come(port, process, 2, 20)
+        ends.append(time.monotonic() - began)
+
+    first = threading.Thread(target=take_part, args=(0,), daemon=True)
+    first.start()
+    time.sleep(0.3)
+    strangers = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(100)]
+    for stranger in strangers[:50]:
+        stranger.sendall(b"{")
+    other = threading.Thread(target=take_part, args=(1,), daemon=True)
+    other.start()
+    other.join(20)
+    first.join(20)
+    for stranger in strangers:
+        stranger.close()
+    assert len(ends) == 2
+    assert max(ends) < 15  # one after the other they would take minutes
+
+
+def test_where_nothing_answers_it_is_said_in_time(monkeypatch, capsys):
+    monkeypatch.setattr(rendezvous, "PATIENCE", 0.1)
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match="nothing answers there after 1 s: process 0 has to run on that host"):
+        come(int(free_address().rpartition(":")[2]), 1, 2, 1)
+    assert time.monotonic() - began < 10
+    assert "still waiting for all to start, up to 1 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        ("no-such-host.invalid", "the host has no address ("),
+        ("node1..cluster", "the host has no address (not a valid host name)"),
+        ("255.255.255.255", "the address cannot be reached ("),
+    ],
+)
+def test_an_address_that_cannot_be_reached_is_named_at_once_and_at_the_end(host, problem, monkeypatch, capsys):
+    said = []
+    monkeypatch.setattr(
+        rendezvous.time, "sleep", lambda _: said.append(capsys.readouterr().err) or threading.Event().wait(0.2)
+    )
+    with pytest.raises(LaunchError) as error:
+        come(99, 1, 2, 1, host=host)
+    where = f"process 1 of 2 at {host}:99: {problem}"
+    assert str(error.value).startswith(where)
+    assert said[0].startswith(where)
+    assert said[0].endswith("; still trying\n")
+    assert len(said) > 1
+    assert set(said[1:]) == {""}  # once
+
+
+def test_without_the_token_nobody_is_believed(capsys):
+    """Neither a process by process 0, nor the reverse; both say so, and a line that is not signed ends nobody."""
+    port, ends = int(free_address().rpartition(":")[2]), {}
+
+    def take_part(process, token):
+        try:
+            come(port, process, 2, 2, token)
+        except LaunchError as error:
+            ends[process] = str(error)
+
+    threads = [threading.Thread(target=take_part, args=(i, f"token {i}"), daemon=True) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    dropped = r"did not come within 2 s.*; dropped \d+ connections that did not prove the token of this run \(the same "
+    assert re.search(f"process 1 of 2 {dropped}command line on all hosts, or JAXTP_TOKEN\\), from 127.0.0.1$", ends[0])
+    assert "what answers there does not prove the token of this run" in ends[1]
+    assert capsys.readouterr().err.count("does not prove the token of this run") == 1
+
+
+def test_the_token_is_never_sent():
+    sent = []
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def record():
+        connection, _ = server.accept()
+        connection.sendall(b'{"challenge": "0"}\n')
+        sent.append(connection.recv(4096))
+        connection.sendall(sent[0])  # what it has signed itself proves nothing
+        connection.close()
+
+    recording = threading.Thread(target=record, daemon=True)
+    recording.start()
+    assert not say_hello(server.getsockname()[1], process=1)
+    recording.join(10)
+    server.close()
+    assert b"proof" in sent[0]
+    assert TOKEN.encode() not in sent[0]

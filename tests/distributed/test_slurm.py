@@ -1,0 +1,237 @@
+"""The script for Slurm, with Slurm itself: two nodes on this machine."""
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+from runs import SMALL, TEXT, mesh, records
+from slurm import Cluster, missing, wait_for
+from test_readme import SIZES, TEMPLATE, WORDS
+
+import jaxtp
+from jaxtp.__main__ import main as run_command
+from jaxtp.config.schema import from_yaml
+from jaxtp.data.manifest import read_manifest
+from jaxtp.layers.parameter import Precision
+from jaxtp.train.__main__ import main as train
+from jaxtp.train.config import TrainConfig
+
+pytestmark = pytest.mark.cluster
+ROOT = Path(__file__).parent.parent.parent
+SBATCH = ROOT / "scripts/cluster/slurm.sbatch"
+STEPS = 60
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    if lacks := missing():
+        pytest.skip(f"no Slurm here: {lacks}")
+    with tempfile.TemporaryDirectory(prefix="slurm") as folder, Cluster(Path(folder)) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def flags(folder, text, axes):
+    return [*SMALL, "--data.path", str(text), "--train.steps", str(STEPS), "--run.dir", str(folder), *mesh(*axes)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, text):
+    """The losses of a run of one process, by step."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train(flags(folder, text, (1, 2, 1))) == 0
+    return records(folder)
+
+
+class Job:
+    """A job of the script.
+
+    Args:
+      cluster: where it runs.
+      folder: the folder in which `sbatch` is called.
+      arguments: flags of `jaxtp train`.
+      options: those of `sbatch`, which win over the script's.
+    """
+
+    def __init__(self, cluster, folder, arguments, *options):
+        self.cluster, self.folder, self.run = cluster, folder, folder / "run"
+        self.pace(0.3)
+        variables = {
+            "PYTHON": f"{sys.executable} {ROOT}/tests/paced.py",
+            "PACE": str(folder / "pace"),
+            "JAX_NUM_CPU_DEVICES": "1",
+            "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir,
+        }
+        cluster.environment.update(variables)
+        place = f"--chdir={folder}"
+        self.number = cluster("sbatch", "--parsable", place, *options, str(SBATCH), *arguments)
+
+    def pace(self, seconds):
+        """Sets the least time of a step."""
+        (self.folder / "pace").write_text(str(seconds))
+
+    @property
+    def log(self):
+        path = self.folder / f"slurm-{self.number}.log"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def failures(self):
+        path = self.folder / f"slurm-{self.number}.failures"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for_line(self, line, times=1):
+        wait_for(lambda: self.log.count(line) >= times, f"{line!r}, {times} times", 180, lambda: self.log)
+
+    def wait_for_steps(self, more=3):
+        """Waits for steps that are new."""
+        metrics = self.run / "metrics.jsonl"
+        last = max(records(self.run)) if metrics.exists() else 0
+        reached = lambda: metrics.exists() and f'"step": {last + more},' in metrics.read_text()
+        wait_for(reached, f"step {last + more}", 180, lambda: self.log)
+
+    def wait_for_state(self, state):
+        wait_for(lambda: self.cluster.job(self.number)["JobState"] == state, state, 180, lambda: self.log)
+
+    def checkpoints(self):
+        return sorted(int(path.name) for path in (self.run / "checkpoints").glob("*") if path.name.isdecimal())
+
+
+def same_curve(folder, undisturbed, steps):
+    losses = records(folder)
+    assert list(losses) == list(range(1, steps + 1))
+    assert losses == pytest.approx({step: undisturbed[step] for step in losses}, rel=1e-4)
+
+
+def test_a_time_limit_saves_and_the_joined_curve_is_that_of_an_undisturbed_run(cluster, tmp_path, text, undisturbed):
+    arguments = flags(tmp_path / "run", text, (1, 2, 1))
+    # Slurm looks at time limits every 30 s and sends the signal up to 30 s too early: here after 65 to 95 s.
+    job = Job(cluster, tmp_path, arguments, "--time=3", "--signal=B:USR1@85")
+    job.pace(2)
+    job.wait_for_line("queued again after exit code 0")
+    (stopped,) = re.findall(r"stopped by SIGUSR1 at step (\d+) and saved", job.log)
+    job.wait_for_line(f"resumed from the checkpoint at step {stopped}\n")
+    assert job.failures == []
+
+    job.pace(0.3)
+    job.wait_for_steps(1)
+    cluster("scancel", "--signal=USR1", job.number)  # the tasks, and not the script
+    job.wait_for_state("COMPLETED")
+    assert job.log.count("stopped by SIGUSR1") == 2
+    assert job.log.count("queued again") == 1
+
+    last = Job(cluster, tmp_path, arguments)
+    last.pace(0)
+    last.wait_for_state("COMPLETED")
+    same_curve(job.run, undisturbed, STEPS)
+
+
+def test_a_killed_task_and_a_lost_node_are_named_and_scancel_leaves_a_whole_checkpoint(cluster, tmp_path, text):
+    job = Job(cluster, tmp_path, flags(tmp_path / "run", text, (1, 2, 1)))
+    job.wait_for_steps(7)
+    (task,) = cluster.tasks(SLURM_JOB_ID=job.number, SLURM_PROCID="1")
+    os.kill(task, signal.SIGKILL)
+    job.wait_for_line("queued again after exit code")
+    assert "no settings at scripts/cluster/gpu.env: sbatch is for the folder that has it" in job.log
+    assert "error: process 1 (on n2) has ended without a word; process 0 (on n1) cannot go on with" in job.log
+    assert "srun: error: n2: task 1: Killed" in job.log
+    assert len(job.failures) == 1
+
+    job.wait_for_line("resumed from the checkpoint at step")
+    job.wait_for_steps()
+    job.pace(2)  # Slurm notices it after half a minute
+    cluster.kill("n2")
+    job.wait_for_line("srun: error: Node failure on n2")
+    job.pace(0.3)
+    cluster.start_node("n2")
+    job.wait_for_line("resumed from the checkpoint at step", 2)
+    job.wait_for_steps()
+    assert len(job.failures) == 1, "Slurm itself queues a job again that has lost a node"
+
+    job.pace(60)  # longer than Slurm waits before it kills
+    job.wait_for_steps(1)
+    time.sleep(5)  # a save under way ends
+    before, stops = job.checkpoints(), job.log.count("stopped by")
+    cluster("scancel", job.number)
+    job.wait_for_state("CANCELLED")
+    cluster.wait_until_idle()
+    assert job.checkpoints() == before
+    assert job.log.count("stopped by") == stops
+    assert run_command(["checkpoint", "verify", str(job.run)]) == 0
+
+
+def test_two_tasks_a_node_train_and_scancel_saves_where_a_step_is_quick(cluster, tmp_path, text, undisturbed):
+    job = Job(cluster, tmp_path, flags(tmp_path / "run", text, (1, 2, 2)), "--ntasks-per-node=2")
+    job.wait_for_steps()
+    assert "hosts   4 processes of 1 device: 2 x cpu on n1, 2 x cpu on n2" in job.log
+    cluster("scancel", job.number)
+    job.wait_for_state("CANCELLED")
+    cluster.wait_until_idle()
+    (stopped,) = re.findall(r"stopped by SIGTERM at step (\d+) and saved", job.log) or [job.log]
+    assert job.checkpoints()[-1] == int(stopped)
+    assert "queued again" not in job.log
+    same_curve(job.run, undisturbed, int(stopped))
+
+
+def test_a_mistake_is_not_queued_again(cluster, tmp_path):
+    job = Job(cluster, tmp_path, flags(tmp_path / "run", tmp_path / "nowhere.txt", (1, 2, 1)))
+    job.wait_for_state("FAILED")
+    found = cluster.job(job.number)
+    assert (found["ExitCode"], found["Restarts"], job.failures) == ("2:0", "0", [])
+    assert "nowhere.txt" in job.log
+    assert "queued again" not in job.log
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """What the guide's example finds in /shared: a clone, conversations, and the model, here a tiny one."""
+    (tmp_path / "jaxtp").symlink_to(ROOT)
+    words = [" ".join(line) for line in WORDS]
+    asked = [[{"role": "user", "content": line}, {"role": "assistant", "content": "It says so."}] for line in words]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in asked))
+    (tmp_path / "text.txt").write_text("\n".join(words))
+    tokens, model = tmp_path / "tokens", tmp_path / "models/Qwen3-8B"
+    assert run_command(["prepare", str(tmp_path / "text.txt"), "--train-bpe", "512", "--out", str(tokens)]) == 0
+    recipe = from_yaml(TrainConfig, ROOT / "configs/chat_qwen3_8b.yaml").model
+    size = {**SIZES, "vocab_size": read_manifest(tokens).tokenizer.vocab_size}
+    whole = dataclasses.replace(recipe, **size, precision=Precision(), lora=type(recipe.lora)())
+    jaxtp.save_hf(jaxtp.Decoder(whole, rngs=nnx.Rngs(0)), model, tokenizer_from=tokens)
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    return tmp_path, [f"--model.{name.replace('_', '-')}={value}" for name, value in size.items()]
+
+
+def test_the_example_of_two_nodes_in_the_guide(cluster, shared):
+    folder, sizes = shared
+    example = (ROOT / "jaxtp/distributed/README.md").read_text().partition("### Example: ")[2].partition("\n## ")[0]
+    example = example.replace("/shared/venv/bin/", f"{Path(sys.executable).parent}/").replace("/shared", str(folder))
+    once, submit = re.findall(r"^```\n(.*?)^```", example, re.MULTILINE | re.DOTALL)
+    submit = submit.replace("--mesh dp=16", "--mesh dp=4")  # collectives of eight CPU devices of a process can hang
+    *_, prepare = map(shlex.split, once.splitlines())
+    assert run_command(prepare[1:]) == 0
+    short = [*sizes, "--data.sequence-length=64", "--train.steps=3", "--optimizer.warmup-steps=1", "--eval.batches=1"]
+    own = {"JAX_NUM_CPU_DEVICES": "2", "JAX_COMPILATION_CACHE_DIR": jax.config.jax_compilation_cache_dir}
+    command = ["bash", "-ec", f"{submit.strip()} {shlex.join(short)}"]
+    done = subprocess.run(command, cwd=folder, env=cluster.environment | own, capture_output=True, text=True)
+    number = done.stdout.split()[-1]
+    log = folder / f"runs/slurm-{number}.log"
+    wait_for(lambda: cluster.job(number)["JobState"] == "COMPLETED", "its end", 180, log.read_text)
+    assert "hosts   2 processes of 2 devices: 2 x cpu on n1, 2 x cpu on n2" in log.read_text()
+    assert "no settings" not in log.read_text()
+    assert list(records(folder / "runs/chat")) == [1, 3]

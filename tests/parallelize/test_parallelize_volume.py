@@ -1,0 +1,138 @@
+"""What parallel models of others move and hold, in the compiled program."""
+
+import math
+
+import flax_models as models
+import jax
+import optax
+import pytest
+from flax import nnx
+from flax_models import D, F, H, N, T
+from moves import assert_weights_alone_move, audit_gradients, sent
+from support import sweep_of
+
+import jaxtp
+from jaxtp import Colwise, PrepareInput, Replicate, Rowwise, SequenceParallel, Shard
+from jaxtp.analysis.audit import audit
+from jaxtp.mesh import AXES, STORAGE
+from jaxtp.parallelize.initialisation import ModelBuilder
+
+B = 8
+SEQUENCE = {
+    "*_norm": SequenceParallel(),
+    "attention": PrepareInput(Shard(1), Replicate()),
+    "attention.w{q,k,v}": Colwise(),
+    "attention.wo": Rowwise(output_layouts=Shard(1)),
+    "feed_forward": PrepareInput(Shard(1), Replicate()),
+    "feed_forward.w{1,3}": Colwise(),
+    "feed_forward.w2": Rowwise(output_layouts=Shard(1)),
+}
+ALL_REDUCE = {
+    "attention": PrepareInput(Replicate(), Replicate()),
+    "attention.w{q,k,v}": Colwise(),
+    "attention.wo": Rowwise(),
+    "feed_forward": PrepareInput(Replicate(), Replicate()),
+    "feed_forward.w{1,3}": Colwise(),
+    "feed_forward.w2": Rowwise(),
+}
+
+
+GIVEN = (B, T, D)
+
+
+def arrays_added(found):
+    return [c for c in found.added if math.prod(c.shape) > 1]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sequence", "kv_heads"),
+    sweep_of([[(1, 2, 4), (1, 1, 8)], [True, False], [8, 2]], ((1, 2, 4), True, 8)),
+    ids=str,
+)
+def test_a_stock_llama_block_moves_over_tp_what_our_own_does(mesh, sequence, kv_heads):
+    config = jaxtp.ModelConfig(
+        d_model=D, num_heads=N, num_kv_heads=kv_heads, head_dim=H, d_ff=F, sequence_parallel=sequence
+    )
+    plan = SEQUENCE if sequence else ALL_REDUCE
+    ours = audit_gradients(mesh, lambda: jaxtp.DecoderBlock(config, rngs=nnx.Rngs(0)), GIVEN)
+    stock = audit_gradients(
+        mesh, lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0), kv_heads=kv_heads), plan), GIVEN
+    )
+    if kv_heads == N:
+        assert sent(stock, "tp") == sent(ours, "tp")
+        assert not arrays_added(stock)
+    else:  # heads shared by devices: the compiler moves parts of them, our own layer gathers weights
+        assert sent(stock, "tp") <= 1.25 * sent(ours, "tp")
+
+
+@pytest.mark.wide
+def test_without_a_shared_input_each_projection_reduces_for_itself():
+    plan = {pattern: style for pattern, style in ALL_REDUCE.items() if "w" in pattern}
+    found = {
+        name: audit_gradients(
+            (1, 1, 4), lambda plan=plan: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0)), plan), GIVEN
+        )
+        for name, plan in {"shared": ALL_REDUCE, "alone": plan}.items()
+    }
+    assert sent(found["shared"], "tp") == 4 * 2 * 3 / 4 * B * T * D * 4
+    assert sent(found["alone"], "tp") >= 1.25 * sent(found["shared"], "tp")
+
+
+def test_fsdp_gathers_weights_and_scatters_gradients_and_moves_nothing_else():
+    found = audit_gradients((1, 4, 1), lambda: jaxtp.parallelize(models.LlamaBlock(nnx.Rngs(0))), GIVEN)
+    assert_weights_alone_move(found, "fsdp")
+
+
+def test_a_module_of_ones_own_gathers_too():
+    found = audit_gradients((1, 4, 1), lambda: jaxtp.parallelize(models.Homemade(nnx.Rngs(0))), GIVEN)
+    assert {c.kind for c in found.realised if len(c.shape) == 3} == set(), "an activation moves"
+    listed = jax.tree.leaves(found.compiled.output_shardings[0]["kernels"])
+    assert [grad.spec for grad in listed] == [jax.P("fsdp")] * 2, "a gradient is split as its parameter in a list is"
+
+
+def test_the_optimizer_moves_nothing():
+    mesh = jaxtp.make_mesh(1, 2, 4)
+    with jax.set_mesh(mesh):
+        model = jaxtp.parallelize(lambda: models.LlamaBlock(nnx.Rngs(0)), SEQUENCE)
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+        moments = nnx.to_flat_state(nnx.state(optimizer))
+        graph, state = nnx.split((model, optimizer))
+
+    def update(state, grads):
+        model, optimizer = nnx.merge(graph, state)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer))
+
+    found = audit(jax.jit(update, donate_argnums=0), state, nnx.state(model, nnx.Param), mesh=mesh)
+    assert not found.realised
+    kernels = [v for path, v in moments if path[-2:] == ("wq", "kernel")]
+    assert len(kernels) == 2
+    assert all(v[...].sharding.spec == jax.P(STORAGE, "tp") for v in kernels)
+
+
+def test_initialised_sharded():
+    class Wide(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(512, 2048, rngs=rngs)
+            self.down = nnx.Linear(2048, 512, rngs=rngs)
+
+    mesh = jaxtp.make_mesh(1, 2, 4)
+    plan = {"up": Colwise(), "down": Rowwise()}
+    with jax.set_mesh(mesh):
+        model = jaxtp.parallelize(lambda: Wide(nnx.Rngs(0)), plan)
+        leaves = jax.tree.leaves(nnx.state(model))
+        create = ModelBuilder(lambda: Wide(nnx.Rngs(0))).lower(tuple(leaf.sharding for leaf in leaves)).compile()
+    whole = sum(leaf.nbytes for leaf in leaves)
+    assert all(kernel.addressable_shards[0].data.nbytes * 8 == kernel.nbytes for kernel in leaves if kernel.ndim == 2)
+    memory = create.memory_analysis()
+    assert memory.output_size_in_bytes < 1.01 * whole / 8
+    assert memory.temp_size_in_bytes < whole / 2, "more than a part of it is there at once"
+
+
+def test_a_mesh_that_is_not_there():
+    mesh = jax.sharding.AbstractMesh((2, 4, 1, 64), AXES)
+    model = jaxtp.parallelize(
+        nnx.eval_shape(lambda: nnx.Linear(512, 1024, rngs=nnx.Rngs(0))), {"": Colwise()}, mesh=mesh
+    )
+    assert model.kernel.sharding.spec == jax.P(STORAGE, "tp")
+    assert model.kernel.sharding.shard_shape(model.kernel.shape) == (128, 16)

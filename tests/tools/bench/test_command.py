@@ -1,0 +1,103 @@
+"""`jaxtp bench comm` as its users meet it."""
+
+import json
+
+import pytest
+
+import jaxtp
+from jaxtp.analysis.hardware_file import find, read
+from jaxtp.mesh import sized
+from jaxtp.tools.bench.__main__ import digits, main, usable_tps
+from jaxtp.tools.bench.measure import KINDS
+from jaxtp.tools.estimate.__main__ import main as estimate
+
+QUICK = ["--rounds", "3", "--in-a-row", "2", "--message-bytes", "1024", "1048576"]
+SMALL = ["--mesh.fsdp", "1", "--mesh.cp", "2", "--mesh.tp", "2", "--data.sequence-length", "8", "--model.d-ff", "16"]
+
+
+@pytest.mark.journey
+def test_measured_and_read_back(tmp_path, capsys):
+    record, out = (tmp_path / "new" / name for name in ("all.json", "mine.yaml"))
+    flags = ["--json", str(record), "--out", str(out), "--like", "h100"]
+    assert main(["comm", *QUICK, *SMALL, *flags]) == 0
+    printed = capsys.readouterr().out
+    assert "on      4 virtual CPU devices" in printed
+    assert " tokens on a device: " in printed
+    assert " of 4\n" in printed, "half of the 8 of a sequence"
+    assert "their times mean nothing for hardware" in printed
+    found = json.loads(record.read_text())
+    assert found["place"]["sizes"] == sized(cp=2, tp=2)
+    assert len(found["messages"]) == 2 * 2 * len(KINDS)
+    assert {line["axis"] for line in found["lines"]} == {"cp", "tp"}
+    assert {one["tp"] for one in found["products"]} == {1, 2, 4}
+    assert {one["name"] for one in found["products"]} == {"q, k, v", "attention out", "gate, up", "down"}
+    hardware = read(out)
+    assert hardware.matmul_efficiency == pytest.approx(found["matmul_efficiency"], rel=1e-3)
+    assert hardware.latency == pytest.approx(next(x["latency"] for x in found["lines"] if x["axis"] == "tp"), rel=1e-3)
+    assert estimate(["--hardware", f"{out}x8"]) == 0
+    assert (
+        f"({out}: matmul_efficiency, link, link_efficiency, network, latency, hop; others as of h100)"
+        in capsys.readouterr().out
+    )
+
+
+def test_one_device(tmp_path, capsys):
+    out = tmp_path / "mine.yaml"
+    assert main(["comm", *QUICK, *SMALL, "--mesh.cp", "1", "--mesh.tp", "1", "--out", str(out), "--like", "l40s"]) == 0
+    assert "all-reduce" not in capsys.readouterr().out
+    hardware, table = read(out), find("l40s")
+    assert (hardware.link, hardware.link_efficiency, hardware.network) == (table.link, 0.8, table.network)
+
+
+@pytest.mark.journey
+def test_small_numbers_are_shown(capsys):
+    """16 bytes take as long as nothing: no column, and no line, says 0.00 of it."""
+    assert main(["comm", "--rounds", "1", "--in-a-row", "1", "--message-bytes", "16", "64", *SMALL]) == 0
+    printed = capsys.readouterr().out
+    assert "0.0156" in printed
+    numbers = [word for line in printed.splitlines() for word in line.split() if word.startswith("0.0")]
+    assert all(float(number) > 0 for number in numbers if number != "0.0")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(1234.5, "1,234"), (450.0, "450"), (12.34, "12.3"), (1.5, "1.50"), (0.01, "0.0100"), (2e-9, "2.00e-09")],
+)
+def test_numbers_have_three_digits(value, text):
+    assert digits(value) == text
+
+
+def test_tps_are_those_that_the_model_can_use():
+    assert usable_tps(jaxtp.ModelConfig(num_heads=4, num_kv_heads=4), 16) == [1, 2, 4]
+    assert usable_tps(jaxtp.ModelConfig(), 6) == [1, 2, 4]
+
+
+def test_help_teaches(capsys):
+    for argv, taught in (([], "  comm  "), (["--help"], "  comm  "), (["comm", "--help"], "--message-bytes")):
+        with pytest.raises(SystemExit):
+            main(argv)
+        assert taught in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("com", "'com' is not a command of jaxtp bench; did you mean jaxtp bench comm?"),
+        ("comm --mesh.tp 1024", "needs 2048 devices, and there are 16"),
+        ("comm --like h1000", "hardware 'h1000' is not known; did you mean h100"),
+        ("comm --like mine.yaml", "--like mine.yaml: should be a name of the table, one of a100-40, "),
+        ("comm --out a.yaml", "--out a.yaml: 'cpu' is not in the hardware table"),
+        ("comm --out a.txt --like h100", "--out a.txt: a hardware file is YAML; name it a.yaml"),
+        ("comm --json /proc/nothing/x.json", "--json /proc/nothing/x.json: No such file"),
+        ("comm --plot plot.png", "--plot"),
+        ("comm --rounds 0", "--rounds 0: should be"),
+        ("comm --model.num-kv-heads 3", "model.num_heads=8 is not divisible by model.num_kv_heads=3"),
+    ],
+)
+def test_mistakes(flags, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(flags.split()) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.startswith("jaxtp bench: error: ")
+    assert not list(tmp_path.iterdir()), "nothing is left behind"

@@ -1,0 +1,123 @@
+"""From times to a hardware file, and back in an estimate."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxtp.analysis.collective import Collective
+from jaxtp.analysis.hardware_file import find, read
+from jaxtp.config.schema import ConfigError
+from jaxtp.mesh import sized
+from jaxtp.tools.bench.__main__ import Measured, Place
+from jaxtp.tools.bench.measure import Message, TimedProduct, fit_line, fit_lines
+from jaxtp.tools.estimate.roofline import leaves_domain, link_speed
+
+SHARES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0}
+SIZES = [2**14, 2**18, 2**22, 2**26]
+
+
+def messages(axis, devices, latency, speed, noise=lambda i: 1.0, permute=1.0):
+    """As if each took `latency + bytes sent / speed`, times noise; a permute something else."""
+    found = []
+    for i, size in enumerate(SIZES):
+        for kind, share in SHARES.items():
+            sent = share * (devices - 1) / devices * size
+            found.append(Message(Collective(kind, (axis,), devices, size), (latency + sent / speed) * noise(i)))
+        found.append(Message(Collective("permute", (axis,), devices, size), permute))
+    return found
+
+
+@given(
+    latency=st.floats(0, 1e-3),
+    speed=st.floats(1e8, 1e12),
+    devices=st.sampled_from([2, 4, 8, 64]),
+    permute=st.floats(1e-6, 1),
+)
+def test_a_line_is_found_again(latency, speed, devices, permute):
+    line = fit_line(messages("tp", devices, latency, speed, permute=permute))
+    assert line.speed == pytest.approx(speed, rel=1e-3)
+    assert line.latency == pytest.approx(latency, rel=1e-3, abs=SIZES[0] / speed / 1000)
+    assert line.error < 1e-3
+    assert (line.axis, line.devices) == ("tp", devices)
+
+
+@given(st.lists(st.floats(0.8, 1.25), min_size=len(SIZES), max_size=len(SIZES)))
+def test_noise_moves_it_by_as_much(noise):
+    line = fit_line(messages("tp", 4, 2e-5, 1e11, lambda i: noise[i]))
+    assert 0.5e11 < line.speed < 2e11
+    assert 1e-5 < line.latency < 4e-5
+
+
+def test_times_that_shrink_have_no_line():
+    assert fit_line(messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))) is None
+
+
+def measured(sizes, found, like="h100", **changes):
+    place = {"kind": "NVIDIA H100 80GB HBM3", "platform": "gpu", "devices": 8, "processes": 1, "dtype": "bfloat16"}
+    products = [TimedProduct(tp, "down", 1000, 1000, 1000, 1e-5 * tp) for tp in (1, 2, 4)]
+    return Measured(
+        place=Place(**(place | changes), sizes=sizes, hardware=find(like)),
+        messages=found,
+        lines=fit_lines(found),
+        products=products,
+    )
+
+
+NOTHING = messages("tp", 4, 2e-5, 1e15, lambda i: 1 / (i + 1))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "speeds"),
+    [
+        (sized(tp=8), {"tp": 3e11}),
+        (sized(fsdp=2, tp=4), {"fsdp": 1e11, "tp": 3e11}),
+        (sized(fsdp=8, tp=8), {"fsdp": 2e10, "tp": 3e11}),
+        (sized(fsdp=16), {"fsdp": 8e10}),
+        (sized(), {}),
+    ],
+)
+def test_an_estimate_reckons_with_what_was_measured(sizes, speeds, tmp_path):
+    found = [one for axis, speed in speeds.items() for one in messages(axis, sizes[axis], 2e-5, speed)]
+    file = tmp_path / "mine.yaml"
+    file.write_text(measured(sizes, found).hardware_file())
+    hardware, table = read(file), find("h100")
+    assert hardware.flops * hardware.matmul_efficiency == pytest.approx(2e9 / (1e-5 * min(sizes["tp"], 4)), rel=1e-3)
+    assert (hardware.like, hardware.memory, hardware.bandwidth) == ("h100", table.memory, table.bandwidth)
+    assert hardware.latency == pytest.approx(2e-5 if speeds else table.latency, rel=1e-3)
+    widest = {leaves_domain(table, sizes, (axis,)): axis for axis in sorted(speeds, key=sizes.get)}
+    for axis in widest.values():
+        assert link_speed(hardware, sizes, (axis,)) == pytest.approx(speeds[axis], rel=1e-3)
+    if True not in widest:
+        assert hardware.network * hardware.link_efficiency == pytest.approx(table.network * table.link_efficiency)
+
+
+def test_links_between_pairs_are_measured_as_those_that_a_ring_has(tmp_path):
+    sizes, file = sized(fsdp=2, tp=4), tmp_path / "mine.yaml"
+    found = [
+        one for axis, speed in {"fsdp": 5e10, "tp": 1.5e11}.items() for one in messages(axis, sizes[axis], 2e-5, speed)
+    ]
+    file.write_text(measured(sizes, found, like="mi300x").hardware_file())
+    hardware = read(file)
+    assert hardware.link == pytest.approx(3.5e11, rel=1e-3)
+    assert link_speed(hardware, sizes, ("fsdp",)) == pytest.approx(5e10, rel=1e-3)
+    assert link_speed(hardware, sizes, ("tp",)) == pytest.approx(1.5e11, rel=1e-3)
+
+
+def test_float32_has_half_of_the_peak():
+    one = measured(sized(), [])
+    half = dataclasses.replace(one, place=dataclasses.replace(one.place, dtype="float32"))
+    assert half.matmul_efficiency == pytest.approx(2 * one.matmul_efficiency)
+
+
+def test_virtual_devices_are_named_in_the_file_and_the_record():
+    one = measured(sized(), [], platform="cpu")
+    assert "mean nothing for hardware" in one.hardware_file()
+    assert "mean nothing for hardware" in one.record()["note"]
+    assert "note" not in measured(sized(), []).record()
+
+
+def test_without_a_line_there_is_no_file():
+    with pytest.raises(ConfigError, match="over tp times do not grow with messages"):
+        measured(sized(tp=4), NOTHING).hardware_file()

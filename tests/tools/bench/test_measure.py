@@ -1,0 +1,117 @@
+"""What is timed is the collective or product that it is called, as often as is said, in turns."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxtp
+from jaxtp.analysis.hlo import count_collectives_in_hlo
+from jaxtp.analysis.step_costs import step_costs
+from jaxtp.mesh import AXES, make_mesh, sized
+from jaxtp.tools.bench.measure import KINDS, WARM_UP, Repeats, measure_messages, measure_products, medians, repeated
+
+SIZES = {"dp": 1, "fsdp": 2, "cp": 2, "tp": 4}
+AXIS = {axis: dim for dim, axis in enumerate(AXES)}
+EACH = 8
+TIMES = 3
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return make_mesh(**SIZES)
+
+
+def compiled(mesh, kind, axis, times):
+    x = np.random.default_rng(0).normal(size=(mesh.size, EACH)).astype(np.float32)
+    placed = jax.device_put(x.reshape(-1), NamedSharding(mesh, P(AXES)))
+    with jax.set_mesh(mesh):
+        return x, placed, jax.jit(repeated(kind, axis, times)).lower(placed).compile()
+
+
+def expected(kind, x, axis):
+    """By numpy, of all devices at once: `x [dp, fsdp, cp, tp, EACH]`."""
+    along, n = AXIS[axis], SIZES[axis]
+    sums = np.broadcast_to(x.sum(along, keepdims=True), x.shape)
+    if kind == "all-reduce":
+        return sums
+    if kind == "permute":
+        return np.roll(x, 1, along)
+    part = EACH // n
+    if kind == "all-to-all":
+        pieces = np.stack(np.split(x, n, -1), 0)  # [to, ..., from, ..., part]
+        return np.concatenate(list(np.moveaxis(np.swapaxes(np.moveaxis(pieces, along + 1, 1), 0, 1), 1, along + 1)), -1)
+    if kind == "all-gather":
+        joined = np.concatenate(np.split(x[..., :part], n, along), -1)
+        return np.broadcast_to(joined, x.shape)
+    result = x.copy()
+    for i in range(n):
+        mine = [slice(None)] * 5
+        mine[along], mine[4] = slice(i, i + 1), slice(0, part)
+        theirs = [slice(None)] * 5
+        theirs[along], theirs[4] = slice(0, 1), slice(i * part, (i + 1) * part)
+        result[tuple(mine)] = sums[tuple(theirs)]
+    return result
+
+
+@pytest.mark.parametrize("axis", ["cp", "tp"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_is_the_collective_that_it_is_called(kind, axis, mesh):
+    x, placed, program = compiled(mesh, kind, axis, TIMES)
+    x = x.reshape(*SIZES.values(), EACH)
+    for _ in range(TIMES):
+        x = expected(kind, x, axis)
+    np.testing.assert_allclose(np.asarray(program(placed)), x.reshape(-1), rtol=1e-5)
+    ((left, times),) = count_collectives_in_hlo(program.as_text(), dict(mesh.shape)).items()
+    parts = SIZES[axis] if kind == "all-to-all" else 1  # of which the compiler for CPUs makes arrays of their own
+    assert (left.kind, left.axes, left.bytes * parts, times) == (kind, (axis,), 4 * EACH, TIMES * parts), (
+        "the compiler keeps all of them"
+    )
+
+
+def test_bytes_and_speeds():
+    messages = list(measure_messages(make_mesh(tp=4), "float32", (64, 1000), Repeats(1, 2)))
+    assert [(one.collective.kind, one.collective.bytes) for one in messages] == [
+        (kind, size) for size in (64, 992) for kind in KINDS
+    ]
+    for one in messages:
+        moved, record = one.collective, one.record()
+        share = {"all-reduce": 2 * 3 / 4, "permute": 1}.get(moved.kind, 3 / 4)
+        assert (record["axis"], record["devices"], record["bytes_sent"]) == ("tp", 4, share * moved.bytes)
+        assert one.speed * one.seconds == pytest.approx(moved.bytes_sent)
+        assert 0 < one.seconds < 10
+
+
+def test_axes_of_one_device_are_left_out():
+    assert not list(measure_messages(make_mesh(), "float32", (64,), Repeats(1, 1)))
+
+
+def test_products_are_those_of_a_block():
+    rows, length = 2, 8
+    model = jaxtp.ModelConfig(d_model=8, d_ff=16, num_heads=4, num_kv_heads=2, head_dim=2, num_layers=1, remat="none")
+    for tp in (1, 2):
+        found = list(measure_products(model, [tp], rows, length, Repeats(1, 1)))
+        work = step_costs(model, sized(tp=tp), batch_size=rows, sequence_length=length)
+        block = [product for product in work.products if product.name != "head"]
+        assert {one.name: 3 * one.flops for one in found} == {product.name: product.flops for product in block}
+        assert all(one.seconds > 0 for one in found)
+
+
+def test_programs_take_turns_and_medians_are_of_timed_calls():
+    now, calls = [0.0], []
+
+    def program(name, seconds):
+        left = itertools.chain([100.0] * WARM_UP, seconds)  # a slow start, which counts nowhere
+
+        def run():
+            calls.append(name)
+            now[0] += next(left)
+
+        return run
+
+    programs = {"a": program("a", [1, 1, 5, 5, 2, 2]), "b": program("b", [30, 10, 20, 10, 10, 90])}
+    assert medians(programs, 3, calls=2, clock=lambda: now[0]) == {"a": 2.0, "b": 20.0}
+    assert calls[2 * WARM_UP :] == ["a", "a", "b", "b"] * 3

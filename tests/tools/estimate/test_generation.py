@@ -1,0 +1,95 @@
+"""What generating takes."""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+from flax import nnx
+
+import jaxtp
+from jaxtp.analysis.hardware_file import find
+from jaxtp.config.schema import ConfigError
+from jaxtp.generate.decode_model import DecodeModel, weight_bytes
+from jaxtp.layers.cache import LAYER_SPEC
+from jaxtp.mesh import fitting_meshes, make_mesh, mesh_sizes, sized
+from jaxtp.tools.estimate.generation import cache_bytes, generations, table
+from jaxtp.tools.estimate.search import Target, describe_model
+from jaxtp.train.config import TrainConfig
+
+MODEL = jaxtp.ModelConfig(d_model=64, num_layers=3, num_heads=8, num_kv_heads=2, head_dim=8, d_ff=64)
+CONFIG = TrainConfig(model=MODEL)
+FACTS = describe_model(CONFIG)
+ROWS, LENGTH = 8, 40
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2), (1, 1, 8), (2, 2, 2), (1, 2, 4)], ids=str)
+def test_the_cache_is_that_of_the_layers(sizes):
+    mesh = make_mesh(*sizes)
+    with jax.set_mesh(mesh):
+        memories = nnx.eval_shape(lambda: DecodeModel(jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0))).empty(ROWS, LENGTH))
+    (shape,) = {array.shape for array in jax.tree.leaves(memories)}
+    shard = jax.sharding.NamedSharding(mesh, LAYER_SPEC).shard_shape(shape)
+    assert cache_bytes(MODEL, mesh_sizes(mesh), ROWS, LENGTH) == 2 * MODEL.num_layers * math.prod(shard) * 4
+
+
+def found(room=1e12, rows=ROWS):
+    return generations(MODEL, Target(find("h100"), 8, room), FACTS, fitting_meshes(8), rows, LENGTH)
+
+
+def test_meshes_are_ranked_and_divide_the_rows():
+    every = found()
+    speeds = [one.tokens_per_second for one in every]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(ROWS % (one.sizes["dp"] * one.sizes["fsdp"]) == 0 for one in every)
+    assert len(found(rows=2)) < len(every)
+    tight = found(room=sorted(one.weights + one.cache for one in every)[len(every) // 2])
+    flags = [one.fits for one in tight]
+    assert flags == sorted(flags, reverse=True)
+    assert len(set(flags)) == 2
+    lines = table(tight, LENGTH).splitlines()
+    assert any("does not fit" in line for line in lines)
+    assert lines[1].endswith("tokens/s with a full cache")
+    assert lines[-1] == "left out: prefill, its time and its activations; sampling"
+
+
+def test_weights_are_split_by_tp_and_fsdp_is_counted_as_dp():
+    by_mesh = {tuple(one.sizes.values()): one.weights for one in found()}
+    assert set(by_mesh) == {(8, 1, 1, 1), (4, 1, 1, 2), (2, 1, 1, 4), (1, 1, 1, 8)}
+    for (_, _, _, tp), weights in by_mesh.items():
+        model = nnx.eval_shape(lambda: jaxtp.Decoder(MODEL, rngs=nnx.Rngs(0)))
+        assert weights == weight_bytes(model, sized(tp=tp))
+    halves = dataclasses.replace(MODEL, precision=jaxtp.Precision(compute="bfloat16"))
+    target = Target(find("h100"), 8, 1e12)
+    half = generations(halves, target, FACTS, fitting_meshes(8), ROWS, LENGTH)
+    assert {tuple(one.sizes.values()): 2 * one.weights for one in half} == by_mesh
+    (one,) = generations(MODEL, target, FACTS, [sized(fsdp=8)], ROWS, LENGTH)
+    assert one.sizes == sized(dp=8)
+
+
+def test_few_rows_read_the_experts_that_they_choose_and_many_read_all():
+    """1 - (1 - k / E) ** n of them are expected."""
+    model = dataclasses.replace(MODEL, d_model=128, d_ff=512, num_experts=8, experts_per_token=2)
+    facts, where = describe_model(TrainConfig(model=model)), Target(find("h100"), 8, 1e12)
+
+    def seconds(rows, **changes):
+        (one,) = generations(dataclasses.replace(model, **changes), where, facts, [sized(tp=8)], rows, LENGTH)
+        return one.seconds - cache_bytes(model, one.sizes, rows, LENGTH) / speed, one
+
+    speed = where.hardware.bandwidth * where.hardware.bandwidth_efficiency
+    experts = 4 * model.num_layers * 3 * 128 * 512  # bytes: one of eight on each device
+    for rows, share in ((1, 0.25), (2, 0.4375), (256, 1.0)):
+        (own, _), (every, one) = seconds(rows), seconds(rows, grouped="xla")
+        assert (every - own) * speed == pytest.approx((1 - share) * experts, abs=1)
+        assert one.weights > experts
+
+
+def test_meshes_with_cp_alone():
+    with pytest.raises(ConfigError, match="--generate 8: a cache is not divided over cp; add a mesh with cp=1 to dp 4"):
+        generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, [sized(dp=4, cp=2)], 8, LENGTH)
+
+
+def test_rows_that_no_mesh_divides():
+    one = [sized(dp=8)]
+    with pytest.raises(ConfigError, match="--generate 3: no mesh of 8 devices"):
+        generations(MODEL, Target(find("h100"), 8, 1e12), FACTS, one, 3, LENGTH)

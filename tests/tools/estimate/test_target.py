@@ -1,0 +1,313 @@
+"""Compiling for devices, there or not: what comes back, and every way in which it does not."""
+
+import dataclasses
+import json
+import math
+import re
+import subprocess
+import sys
+
+import pytest
+from support import sweep
+
+import jaxtp
+from jaxtp.analysis.collective import Collective
+from jaxtp.config.schema import ConfigError
+from jaxtp.mesh import sized
+from jaxtp.tools.estimate import tiers
+from jaxtp.tools.estimate.compiler import (
+    GPU_COMPILERS,
+    TARGET_CONFIGS,
+    DoesNotFitError,
+    TargetError,
+    Topology,
+    installed,
+    topology,
+    torus,
+    with_cudnn,
+)
+from jaxtp.tools.estimate.tiers import ask, compile_for
+from jaxtp.train.config import DataConfig, TrainConfig
+from jaxtp.train.memory import memory_per_device, with_attention
+
+SIZES = sized(fsdp=2, tp=4)
+CONFIG = TrainConfig(
+    model=jaxtp.ModelConfig(precision=jaxtp.Precision(compute="bfloat16"), remat="full"),
+    data=DataConfig(sequence_length=128, global_batch_size=4),
+)
+NOWHERE = Topology(platform="cuda", name="1x1x8", target_config="", compiler="none")
+ANSWER = {
+    "argument_bytes": 3,
+    "temp_bytes": 4,
+    "alive_bytes": 6,
+    "peak_bytes": 7,
+    "seconds": 1.5,
+    "flops": 10,
+    "notes": ["a warning"],
+    "collectives": [
+        {"kind": "all-gather", "axes": ["tp"], "count": 2, "bytes": 8, "overlapped": 1, "computing": 3},
+    ],
+}
+
+
+def compiler(code):
+    """A process that stands for the compiler's."""
+    return [sys.executable, "-c", f"import json, os, sys, time\nrequest = json.load(sys.stdin)\n{code}"]
+
+
+def ask_fake(code, tmp_path, timeout_s=30):
+    return ask(CONFIG, SIZES, NOWHERE, timeout_s=timeout_s, compiler=compiler(code), cache=tmp_path)
+
+
+def test_an_answer_is_read(tmp_path):
+    compiled = ask_fake(f"print('noise')\nprint(json.dumps({ANSWER!r}))", tmp_path)
+    assert (compiled.argument_bytes, compiled.peak_bytes, compiled.seconds) == (3, 7, 1.5)
+    assert compiled.notes[-1] == "a warning"
+    (moved,) = compiled.collectives
+    assert (moved.collective, moved.count, moved.overlapped) == (
+        Collective("all-gather", ("tp",), SIZES["tp"], 8),
+        2,
+        1,
+    )
+
+
+def test_a_new_answer_is_kept_with_the_compiler_s_warnings(tmp_path):
+    place, warning = tmp_path / "compiled" / "key.json", "Involuntary full rematerialization of %a"
+    code = (
+        f"print('W0000 {warning}', file=sys.stderr)\nprint('W0001 {warning}', file=sys.stderr)\n"
+        f"print(json.dumps({ANSWER!r} | {{'keep': {str(place)!r}}}))"
+    )
+    assert ask_fake(code, tmp_path).notes[1:] == (warning,)
+    assert json.loads(place.read_text()) == ANSWER | {"notes": [warning]}
+
+
+def test_the_process_is_told_the_program_and_kept_from_devices(tmp_path):
+    code = (
+        "seen = [os.environ['JAX_PLATFORMS'], request['sizes']['tp'], request['config']['model']['remat'], "
+        f"request['cache']]\nprint(json.dumps({ANSWER!r} | {{'notes': [json.dumps(seen)]}}))"
+    )
+    seen = json.loads(ask_fake(code, tmp_path).notes[-1])
+    assert seen == ["cpu", 4, "full", str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        ("os.kill(os.getpid(), 8)", r"crashed \(SIGFPE\) without a word"),
+        ("print('F0000 missing field', file=sys.stderr); os.abort()", r"crashed \(SIGABRT\):\n  F0000 missing field"),
+        ("raise RuntimeError('no such topology')", r"failed:\n(.*\n)*  RuntimeError: no such topology"),
+        ("print('hello')", r"gave no answer: 'hello"),
+        ("pass", r"gave no answer: ''"),
+        ("print(json.dumps({'error': 'no such device'}))", r"no such device"),
+    ],
+    ids=["signal", "abort", "exception", "noise", "silence", "error"],
+)
+def test_what_goes_wrong_is_said_in_one_message(code, message, tmp_path):
+    with pytest.raises(TargetError, match=message):
+        ask_fake(code, tmp_path)
+
+
+def test_that_it_does_not_fit_is_told_apart(tmp_path):
+    with pytest.raises(DoesNotFitError, match="30 of 16 GB"):
+        ask_fake("print(json.dumps({'error': 'does not fit: 30 of 16 GB', 'fits': False}))", tmp_path)
+
+
+@pytest.mark.wide
+def test_a_compiler_that_takes_too_long_is_ended(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = f"open({str(pid_file)!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    with pytest.raises(TargetError, match=r"ended after its time limit of 3 s; .* --timeout 9"):
+        ask_fake(code, tmp_path, timeout_s=3)
+    gone = subprocess.run(["kill", "-0", pid_file.read_text()], capture_output=True, check=False)
+    assert gone.returncode != 0
+
+
+def test_a_missing_compiler_names_the_extra():
+    with pytest.raises(TargetError, match=r"not installed: pip install 'jaxtp\[estimate-gpu\]'"):
+        installed(("no-such-compiler",), "estimate-gpu")
+    assert installed(("no-such-compiler", "jax"), "estimate-gpu").startswith("jax ")
+
+
+CUDNN_RUN = dataclasses.replace(
+    CONFIG,
+    model=dataclasses.replace(CONFIG.model, attention="cudnn", head_dim=64),
+    data=dataclasses.replace(CONFIG.data, packing="concatenated"),
+)
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["installed", "missing"])
+def test_cudnn_is_compiled_where_its_library_is_installed(there, tmp_path, monkeypatch):
+    package = tmp_path / "nvidia_cudnn_cu13-9.9.dist-info"
+    if there:
+        package.mkdir()
+        (package / "METADATA").write_text("Metadata-Version: 2.1\nName: nvidia-cudnn-cu13\nVersion: 9.9\n")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/other")
+    monkeypatch.setattr(tiers, "topology", lambda *_: dataclasses.replace(NOWHERE, compiler="jax-cuda13-plugin 1"))
+    code = (
+        "attention, versions = request['config']['model']['attention'], request['target']['compiler']\n"
+        "seen = [attention, versions, os.environ['LD_LIBRARY_PATH']]\n"
+        f"print(json.dumps({ANSWER!r} | {{'notes': [json.dumps(seen)]}}))"
+    )
+    monkeypatch.setattr(tiers, "COMPILER", compiler(code))
+    compiled = compile_for(CUDNN_RUN, SIZES, "h100", hosts=1, devices_per_host=8, timeout_s=60)
+    attention, versions, folders = json.loads(compiled.notes[1])
+    if there:
+        assert (attention, versions) == ("cudnn", "jax-cuda13-plugin 1, nvidia-cudnn-cu13 9.9")
+        assert folders == f"{tmp_path}/nvidia/cudnn/lib:/other"
+    else:
+        assert (attention, versions, folders) == ("fused", "jax-cuda13-plugin 1", "/other")
+        assert "pip install 'jaxtp[estimate-cudnn]'" in compiled.notes[-1]
+
+
+def test_only_what_can_be_compiled_for_is():
+    with pytest.raises(TargetError, match=r"no compiler works for mi300x .* h100"):
+        topology("mi300x", 1, 8)
+    with pytest.raises(TargetError, match=r"dp 1 x fsdp 2 x cp 1 x tp 4 takes 8 devices, and 2 hosts of 8"):
+        compile_for(CONFIG, SIZES, "h100", hosts=2, devices_per_host=8, timeout_s=1)
+    with pytest.raises(TargetError, match=r"fsdp -1 .*: each axis needs at least 1 device"):
+        compile_for(CONFIG, sized(fsdp=-1, tp=8), "h100", hosts=1, devices_per_host=8, timeout_s=1)
+    with pytest.raises(ConfigError, match=r"d_model=\d+ is not divisible by mesh.fsdp=3"):
+        compile_for(CONFIG, sized(fsdp=3), "h100", hosts=1, devices_per_host=3, timeout_s=1)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_slice_is_nearly_a_cube(dims):
+    for exponent in range(11):
+        shape = torus(2**exponent, dims)
+        assert math.prod(shape) == 2**exponent
+        assert len(shape) == dims
+        assert max(shape) <= 2 * min(shape)
+    with pytest.raises(TargetError, match=r"12 TPUs: a slice has a power of two, such as 8 or 16"):
+        torus(12, dims)
+
+
+@pytest.mark.parametrize("name", TARGET_CONFIGS)
+def test_a_description_of_a_gpu_leaves_nothing_zero(name):
+    values = {key: float(value) for key, value in re.findall(r"(\w+): ([\d.]+)", TARGET_CONFIGS[name])}
+    assert all(value for key, value in values.items() if key != "minor")
+    assert (
+        0.85 * values["device_memory_size"]
+        < {"a100-40": 40, "a100": 80, "h100": 80, "h200": 141, "b200": 192, "l40s": 48, "rtx4090": 24}[name] * 2**30
+    )
+
+
+RINGS = TrainConfig(
+    model=jaxtp.ModelConfig(
+        d_model=1024,
+        d_ff=2048,
+        head_dim=128,
+        num_layers=16,
+        attention="xla",
+        precision=jaxtp.Precision(compute="bfloat16"),
+        overlap="ring",
+    ),
+    data=DataConfig(sequence_length=1024, global_batch_size=4),
+)
+"""Products that XLA computes as those of a large model: of smaller ones it splits the sum."""
+
+
+def missing():
+    try:
+        return "" if installed(GPU_COMPILERS, "estimate-gpu") else "never"
+    except TargetError as error:
+        return str(error)
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_step_is_compiled_for_gpus_that_are_not_there(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)  # the tests' own are for CPUs
+    target = topology("h100", 1, 8)
+    first = ask(CONFIG, SIZES, target, timeout_s=300, cache=tmp_path)
+    memory = memory_per_device(CONFIG, SIZES)
+    assert first.argument_bytes == memory.state + memory.batch
+    assert first.argument_bytes + first.temp_bytes <= first.peak_bytes < 2**30
+    moved = {(m.collective.kind, m.collective.axes): m for m in first.collectives}
+    layers = CONFIG.model.num_layers
+    gathered, scattered = moved["all-gather", ("fsdp",)], moved["reduce-scatter", ("fsdp",)]
+    assert scattered.count > layers
+    assert gathered.count > layers
+    assert moved["all-gather", ("tp",)].overlapped > 0
+    (kept,) = tmp_path.iterdir()
+    answer = json.loads(kept.read_text())
+    kept.write_text(json.dumps({**answer, "seconds": -1.0}))
+    assert ask(CONFIG, SIZES, target, timeout_s=300, cache=tmp_path).seconds == -1.0  # asked again, not compiled
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_the_attention_of_cudnn_is_compiled_without_a_gpu(monkeypatch):
+    """It holds no scores."""
+    if with_cudnn(topology("h100", 1, 8)) is None:
+        pytest.skip("its library is not installed: pip install 'jaxtp[estimate-cudnn]'")
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    long = dataclasses.replace(CUDNN_RUN, data=dataclasses.replace(CUDNN_RUN.data, sequence_length=8192))
+    by_kernel = {
+        name: compile_for(with_attention(long, name), SIZES, "h100", hosts=1, devices_per_host=8, timeout_s=300)
+        for name in ("cudnn", "fused", "xla")
+    }
+    assert by_kernel["cudnn"].notes[-1] == "the workspace of cuDNN's kernels is not counted"
+    assert by_kernel["cudnn"].peak_bytes <= 1.05 * by_kernel["fused"].peak_bytes
+    assert by_kernel["cudnn"].peak_bytes < 0.5 * by_kernel["xla"].peak_bytes
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize("remat", sweep(["full", "none"], "full"))
+def test_what_rings_move_is_hidden_behind_products(remat, tmp_path, monkeypatch):
+    """Forward and backward; embedding, head and loss have no rings."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    config = dataclasses.replace(RINGS, model=dataclasses.replace(RINGS.model, remat=remat))
+    compiled = ask(config, SIZES, topology("h100", 1, 8), timeout_s=300, cache=tmp_path)
+    over_tp = [moved for moved in compiled.collectives if moved.collective.axes == ("tp",)]
+    sent = {m.collective.kind: m.collective.bytes_sent for m in over_tp}
+    hidden = sum(m.hidden_bytes / m.collective.bytes * m.collective.bytes_sent for m in over_tp)
+    assert hidden > 0.9 * sum(sent.values()), sent
+
+
+GROUPED = """
+import json, math, re, sys
+from functools import partial
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtp.tools.estimate.compiler import ABSENT_GPU, topology
+from jaxtp.layers.kernels.grouped import grouped_matmul
+from jaxtp.mesh import mesh_of, sized
+
+def step(method, rows, kernels, sizes, grad):
+    y, backward = jax.vjp(lambda rows, kernels: grouped_matmul(rows, kernels, sizes, method), rows, kernels)
+    return y, *backward(grad)
+
+mesh = mesh_of(sized(), topology("h100", 1, 1).devices())
+rows, width, columns, groups = json.load(sys.stdin)
+shapes = ((rows, width), "bfloat16"), ((groups, width, columns), "bfloat16"), ((groups,), "int32"), \
+    ((rows, columns), "bfloat16")
+arrays = [jax.ShapeDtypeStruct(*shape, sharding=NamedSharding(mesh, PartitionSpec())) for shape in shapes]
+for method in ("pallas", "xla"):
+    with jax.set_mesh(mesh):
+        program = jax.shard_map(partial(step, method), in_specs=PartitionSpec(), out_specs=PartitionSpec())
+        options = ABSENT_GPU | {"xla_gpu_fail_ptx_compilation_on_register_spilling": True}
+        compiled = jax.jit(program).lower(*arrays).compile(compiler_options=options)
+    text = compiled.as_text()
+    sizes = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"\\bbf16\\[([\\d,]+)\\]", text)]
+    print(json.dumps({
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "kernels": text.count('custom_call_target="__gpu$xla.gpu.triton"'),
+        "products": len(re.findall(r" dot\\(", text)),
+        "largest": max(sizes),
+    }))
+"""
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_each_row_is_multiplied_with_its_own_expert_alone(monkeypatch):
+    """By Pallas' kernels, which spill no registers; XLA lays the rows out for each of the experts, in memory."""
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    rows, width, columns, groups = shape = 4096 * 8, 2048, 768, 128
+    done = subprocess.run([sys.executable, "-c", GROUPED], input=json.dumps(shape), capture_output=True, text=True)
+    assert not done.returncode, done.stderr
+    pallas, xla = map(json.loads, done.stdout.splitlines())
+    assert (pallas["kernels"], pallas["products"]) == (3, 0)
+    assert pallas["largest"] == groups * width * columns
+    assert pallas["temporaries"] < 2**20
+    assert (xla["kernels"], xla["products"]) == (0, 3)
+    assert xla["largest"] == groups * rows * width
+    assert xla["temporaries"] >= groups * rows * width * 2

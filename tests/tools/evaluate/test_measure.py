@@ -1,0 +1,135 @@
+"""Losses of documents against references that transformers made, on meshes, in batches and ways of packing."""
+
+import signal
+
+import hf_reference
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from hf_reference import FOLDER
+from support import sweep
+
+import jaxtp
+from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.interrupt import InterruptError
+from jaxtp.tools.evaluate.inputs import Document, InputError
+from jaxtp.tools.evaluate.measure import Scorer, Totals, Windowing, measure, power_of_two
+
+MESHES = [(1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 4), (1, 1, 2, 2), (1, 2, 4, 1)]
+CASES = [
+    (name, mesh, packing)
+    for name in ("llama_gqa", "gemma2", "qwen2_window", "gpt2", "mixtral")
+    for mesh in MESHES
+    for packing in ("documents", "none")
+]
+FIRST = ("llama_gqa", MESHES[1], "documents")
+
+
+class Rows:
+    """The rows of a reference, as documents."""
+
+    def __init__(self, ids, name="rows"):
+        self.ids, self.name, self.num_documents = ids, name, len(ids)
+
+    def documents(self):
+        for row in self.ids:
+            yield Document(row.astype(np.int32), 1, 3 * (len(row) - 1))
+
+
+def scorer(name, mesh, batch_size=2):
+    dp, fsdp, cp, tp = mesh
+    with jax.set_mesh(jaxtp.make_mesh(dp, fsdp, tp, cp=cp)):
+        return Scorer(jaxtp.load_hf(FOLDER / name), batch_size)
+
+
+def measured(scorer, inputs, length, packing="documents", stride=None, multiple=1):
+    return measure(scorer, inputs, Windowing(length, stride or length, packing, multiple), lambda done, totals: None)
+
+
+@pytest.mark.parametrize("case", sweep(CASES, FIRST), ids=str)
+def test_the_loss_is_that_of_transformers(case):
+    name, mesh, packing = case
+    reference = hf_reference.load(name)
+    ids = reference["input_ids"]
+    several = packing == "documents" and name != "gpt2"  # which has vectors for no more positions
+    length = -(-ids.shape[1] // mesh[2]) * mesh[2] * (1 + several)
+    whole = measured(scorer(name, mesh), [Rows(ids)], length, packing, multiple=mesh[2]).whole()
+    assert whole.tokens == ids.size - len(ids)
+    assert whole.loss == pytest.approx(float(reference["loss64"]), rel=1e-5)
+    logits = reference["logits"][:, :-1]
+    assert abs(whole.num_correct - (logits.argmax(-1) == ids[:, 1:]).sum()) <= 1, "but for a tie"
+
+
+def test_the_numbers_do_not_hang_on_batch_packing_or_mesh():
+    ids = hf_reference.load("qwen3")["input_ids"]
+    expected = None
+    for mesh, batch_size, packing in [
+        (MESHES[0], 1, "none"),
+        (MESHES[0], 5, "documents"),
+        (MESHES[3], 3, "documents"),
+    ]:
+        inputs = [Rows(ids, "a"), Rows(ids[:, :7], "b"), Rows(ids[:1, :1], "b")]
+        found = measured(scorer("qwen3", mesh, batch_size), inputs, 12, packing, stride=8)
+        parts = {**found.by_source(), **found.by_length()}
+        counts = {key: (part.documents, part.tokens, part.num_bytes) for key, part in parts.items()}
+        losses = np.array([part.nats for part in parts.values()])
+        if expected is None:
+            expected = counts, losses
+        assert counts == expected[0]
+        assert losses == pytest.approx(expected[1], rel=1e-6)
+        assert found.by_length()[1].tokens == 0
+        assert sum(part.documents for part in found.by_source().values()) == found.whole().documents
+
+
+@pytest.mark.wide
+def test_windows_that_overlap_see_more():
+    """The loss of each window by itself, from the model's whole logits."""
+    ids, made = hf_reference.load("llama_gqa")["input_ids"][:2].astype(np.int32), scorer("llama_gqa", MESHES[0])
+    graph, state = nnx.split(jaxtp.load_hf(FOLDER / "llama_gqa"))
+    logits_of = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids))
+    for stride in (8, 3):
+        total = 0.0
+        for row in ids:
+            done, begin = 1, 0
+            while done < len(row):
+                end = min(begin + 9, len(row))
+                read = np.zeros((1, 8), np.int32)
+                read[0, : end - 1 - begin] = row[begin : end - 1]
+                logits = np.float64(logits_of(state, read))[0, : end - 1 - begin]
+                losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(logits)), row[begin + 1 : end]]
+                total, done, begin = total + losses[done - end :].sum(), end, begin + stride
+        assert measured(made, [Rows(ids)], 8, stride=stride).whole().nats == pytest.approx(total, rel=1e-6)
+
+
+def test_what_cannot_be_measured():
+    made = scorer("qwen3", MESHES[0])
+    with pytest.raises(InputError, match="no document has more than one"):
+        measured(made, [Rows(np.zeros((3, 1), np.int32))], 8)
+    spoilt = lambda array: jax.device_put(np.full(array.shape, np.nan, array.dtype), array.sharding)
+    made._state = jax.tree.map(spoilt, made._state)
+    with pytest.raises(WrongNumbersError, match="rows: the loss of a token is not finite"):
+        measured(made, [Rows(np.zeros((3, 4), np.int32))], 8)
+
+
+def test_an_interrupt_waits_for_the_batch():
+    done = []
+
+    def progress(*_):
+        done.append(1)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(InterruptError):
+        measure(
+            scorer("qwen3", MESHES[0], 1), [Rows(np.ones((3, 9), np.int32))], Windowing(8, 8, "documents"), progress
+        )
+    assert len(done) == 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_totals():
+    totals = Totals(documents=2, tokens=4, num_bytes=8, nats=8 * np.log(2), num_correct=1)
+    assert (totals.perplexity, totals.bits_per_byte, totals.accuracy) == pytest.approx((4, 1, 0.25))
+    assert Totals(tokens=1, nats=1e4).perplexity == np.inf
+    assert Totals(tokens=1, nats=1.0).bits_per_byte is None
+    assert [power_of_two(number) for number in (0, 1, 2, 3, 4, 1023, 1024)] == [0, 1, 2, 2, 4, 512, 1024]

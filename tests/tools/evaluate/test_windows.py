@@ -1,0 +1,107 @@
+"""Windows and their rows: what is counted, and with how much before it."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxtp.data.corpus import _in_memory
+from jaxtp.data.packing import Packed
+from jaxtp.data.rows import IGNORE, SEGMENTS, Concatenated
+from jaxtp.tools.evaluate.windows import GROUPS, Window, batches, concatenated, row_length, rows, spans
+
+LENGTHS = st.integers(1, 40).flatmap(lambda length: st.tuples(st.just(length), st.integers(1, length)))
+DOCUMENTS = st.lists(st.integers(1, 60), min_size=1, max_size=12)
+
+
+def made(lengths):
+    """Documents of so many tokens, each token another one."""
+    ends = np.cumsum(lengths)
+    return [np.arange(end - length, end, dtype=np.int32) for end, length in zip(ends, lengths, strict=True)]
+
+
+def windows(documents, length, stride, first=1):
+    return [
+        Window(tokens[begin:end], counted, group)
+        for group, tokens in enumerate(documents)
+        for begin, end, counted in spans(len(tokens), first, length, stride)
+    ]
+
+
+@given(st.integers(0, 200), st.integers(0, 80), LENGTHS)
+def test_every_token_after_the_prompt_counts_once(num_tokens, first, sizes):
+    length, stride = sizes
+    seen = []
+    for begin, end, counted in spans(num_tokens, first, length, stride):
+        assert 1 <= counted < end - begin <= length + 1
+        for index in range(end - counted, end):
+            assert index - begin >= min(index, length - stride + 1), "tokens before it, all or so many"
+            seen.append(index)
+    assert seen == list(range(max(first, 1), num_tokens))
+
+
+@given(DOCUMENTS, LENGTHS, st.booleans(), st.sampled_from([1, 2, 4]), st.integers(1, 5))
+def test_rows_hold_every_window_once(lengths, sizes, packed, multiple, batch_size):
+    length, stride = sizes[0] * multiple, sizes[1]
+    found = {}
+    made_rows = rows(windows(made(lengths), length, stride), length, packed=packed, multiple=multiple)
+    shapes = set()
+    for batch in batches(made_rows, 2 * batch_size, 2):
+        assert all(array.shape == batch["inputs"].shape for array in batch.values())
+        count, size = batch["inputs"].shape
+        assert (count % 2, size % multiple) == (0, 0)
+        assert count <= 2 * batch_size
+        assert size <= length
+        shapes.add((count, size))
+        counted = batch["labels"] != IGNORE
+        assert np.array_equal(counted, batch[GROUPS] >= 0)
+        assert np.array_equal(batch["labels"][counted], batch["inputs"][counted] + 1), "what follows in the document"
+        for label, group in zip(batch["labels"][counted].tolist(), batch[GROUPS][counted].tolist(), strict=True):
+            assert label not in found
+            found[label] = group
+        if packed:
+            inside = (batch[SEGMENTS][:, 1:] == batch[SEGMENTS][:, :-1]) & (batch[SEGMENTS][:, 1:] > 0)
+            assert (np.diff(batch["inputs"])[inside] == 1).all(), "a segment is one window"
+    assert len(shapes) == len({size for _, size in shapes}), "a program for each length"
+    documents = dict(enumerate(made(lengths)))
+    assert found == {int(token): group for group, tokens in documents.items() for token in tokens[1:]}
+
+
+@given(DOCUMENTS, st.integers(1, 40))
+def test_without_overlap_it_is_what_training_reads(lengths, length):
+    """Each label with the tokens before it that it is predicted from."""
+
+    def read(inputs, labels, segments):
+        for at in np.flatnonzero(labels != IGNORE).tolist():
+            begin = at
+            while begin and segments[begin - 1] == segments[at]:
+                begin -= 1
+            yield int(labels[at]), inputs[begin : at + 1].tolist()
+
+    contents = [tokens.astype(np.uint8).tobytes() for tokens in made([min(each, 20) for each in lengths])]
+    documents = _in_memory(contents, "here")
+    trained = [pair for row in Packed(documents, length, 256) for pair in read(*row.values())]
+    read_here = windows([np.frombuffer(each, np.uint8).astype(np.int32) for each in contents], length, length)
+    ours = [
+        pair
+        for row in rows(read_here, length, packed=True)
+        for pair in read(row["inputs"], row["labels"], row[SEGMENTS])
+    ]
+    assert sorted(ours) == sorted(trained)
+    whole = [
+        (row["inputs"][row["labels"] != IGNORE].tolist(), row["labels"][row["labels"] != IGNORE].tolist())
+        for row in Concatenated(documents, length, 256)
+    ]
+    joined = concatenated(((np.frombuffer(each, np.uint8).astype(np.int32), 0) for each in contents), length)
+    cut = [(window.tokens[:-1].tolist(), window.tokens[1:].tolist()) for window in joined]
+    assert cut == [pair for pair in whole if pair[0]]
+
+
+def test_documents_of_two_sources_are_not_concatenated():
+    found = list(concatenated([(np.arange(3), 0), (np.arange(4), 1), (np.arange(1), 1)], 10))
+    assert [(len(window.tokens), window.counted, window.group) for window in found] == [(3, 2, 0), (5, 4, 1)]
+
+
+def test_rows_have_few_lengths():
+    assert [row_length(size, 1000) for size in (1, 64, 65, 512, 513, 1000)] == [64, 64, 128, 512, 1000, 1000]
+    assert [row_length(size, 300, 3) for size in (1, 65, 300)] == [66, 129, 300]
+    assert row_length(7, 10) == 10

@@ -1,0 +1,322 @@
+"""What `explain` says of models whose answer is known."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from support import sweep
+
+import jaxtp
+from jaxtp import Colwise, ContextParallel, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise
+from jaxtp.tools.explain.__main__ import main
+
+WIDTH, HIDDEN, ROWS, LENGTH = 16, 32, 8, 6
+X = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)
+REPLICATE = Replicate()
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.gate = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        y = self.norm(x)
+        return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(3)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build():
+    return Model(nnx.Rngs(0))
+
+
+PAIR = {"blocks.*.{gate,up}": Colwise(), "blocks.*.down": Rowwise()}
+SHARED = PAIR | {"blocks.*.norm": PrepareOutput(REPLICATE, REPLICATE)}
+
+
+def sent(times, parts, sizes):
+    """Bytes of so many all-reduces of an activation over tp."""
+    return times * 2 * (sizes["tp"] - 1) / sizes["tp"] * ROWS * LENGTH * WIDTH * 4 / parts
+
+
+@pytest.mark.parametrize("sizes", [{"tp": 4}, {"dp": 2, "fsdp": 2, "tp": 2}, {"fsdp": 4, "tp": 8}], ids=str)
+def test_bytes_stored_and_sent(sizes):
+    found = jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
+    matrices = 3 * 3 * WIDTH * HIDDEN * 4 / (sizes["tp"] * sizes.get("fsdp", 1))
+    assert found.bytes_per_device == matrices + 3 * 2 * WIDTH * 4 / sizes.get("fsdp", 1)
+    assert found.sent("tp") == pytest.approx(sent(3 * 2, sizes.get("dp", 1) * sizes.get("fsdp", 1), sizes))
+    assert not found.notes
+    table = str(found)
+    assert "blocks.*.gate x 3  Linear     Colwise()" in table
+    assert "blocks.*.norm" in table
+
+
+def test_over_cp_weights_are_stored_and_tokens_divided():
+    sizes = {"fsdp": 2, "cp": 2, "tp": 2}
+    found = jaxtp.explain(build, X, plan=SHARED | {"": ContextParallel()}, mesh=sizes, compiled=True)
+    matrices, norms = 3 * 3 * WIDTH * HIDDEN * 4 / 2, 3 * 2 * WIDTH * 4
+    assert found.bytes_per_device == (matrices + norms) / 4
+    assert found.sent("tp") == pytest.approx(sent(3 * 2, 4, sizes))
+    assert found.sent("cp") == 2 * 3 / 4 * (matrices + norms)
+    assert not found.added
+    assert not found.notes
+    assert "tp fsdp+cp" in str(found)
+    with pytest.raises(PlanError, match="cp=2 divides sequences, and the plan does not say in which modules"):
+        jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
+
+
+@pytest.mark.wide
+def test_a_parallel_model_is_explained_on_its_mesh_and_on_any_other():
+    sizes = {"fsdp": 2, "tp": 4}
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        model = jaxtp.parallelize(build, SHARED)
+        here = jaxtp.explain(model, X)
+    assert here == jaxtp.explain(build, X, plan=SHARED, mesh=sizes)
+    elsewhere = jaxtp.explain(model, X, mesh={"tp": 16, "fsdp": 4})
+    assert elsewhere == jaxtp.explain(build, X, plan=SHARED, mesh={"tp": 16, "fsdp": 4})
+    assert type(model.blocks[0].gate).__call__ is not nnx.Linear.__call__, "the model stays as it was"
+    for row in here.rows:
+        for split in row.parameters:
+            module = model
+            for name in row.path.split("."):
+                module = module[int(name)] if name.isdecimal() else getattr(module, name)
+            array = getattr(module, split.name)[...]
+            assert array.addressable_shards[0].data.nbytes == split.bytes(here.sizes)
+
+
+class Held(nnx.Module):
+    """Has parameters in a container."""
+
+    def __init__(self):
+        self.matrices = nnx.List([nnx.Param(jnp.ones((WIDTH, 6))), nnx.Param(jnp.ones((6, WIDTH)))])
+
+    def __call__(self, x):
+        return x @ self.matrices[0][...] @ self.matrices[1][...]
+
+
+def test_parameters_in_a_container_are_split_anew_for_another_mesh():
+    """fsdp 4 splits the dims of 16, and fsdp 3 those of 6."""
+    with jax.set_mesh(jaxtp.make_mesh(fsdp=4)):
+        model = jaxtp.parallelize(Held)
+    assert jaxtp.explain(model, X, mesh={"fsdp": 3}) == jaxtp.explain(Held, X, mesh={"fsdp": 3})
+
+
+class Tables(nnx.Module):
+    """Has arrays that are no variables."""
+
+    def __init__(self, rngs):
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.down = nnx.WeightNorm(nnx.Linear(HIDDEN, WIDTH, rngs=rngs), rngs=rngs)
+        self.tables = nnx.data({"mask": jnp.ones(HIDDEN), "more": [jnp.ones(WIDTH)]})
+        self.mask = jnp.tril(jnp.ones((WIDTH, WIDTH)))
+
+    def __call__(self, x):
+        return self.down(self.up(x) * self.tables["mask"]) @ self.mask + self.tables["more"][0]
+
+
+def test_arrays_that_are_no_variables():
+    sizes, plan = {"fsdp": 2, "tp": 4}, {"up": Colwise()}
+    model = Tables(nnx.Rngs(0))
+    found = jaxtp.explain(model, X, plan=plan, mesh=sizes)
+    assert found == jaxtp.explain(lambda: Tables(nnx.Rngs(0)), X, plan=plan, mesh=sizes)
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        assert jaxtp.explain(jaxtp.parallelize(model, plan), X) == found
+    proposed = jaxtp.propose_plan(lambda: Tables(nnx.Rngs(0)), X, mesh=sizes, report=None)
+    assert proposed == {"up": Colwise(), "down.layer_instance": Rowwise()}
+
+
+def test_what_each_column_layer_reduces_for_itself_is_noted_with_its_cost():
+    apart, shared = (jaxtp.explain(build, X, plan=plan, mesh={"tp": 4}) for plan in (PAIR, SHARED))
+    (note,) = apart.notes
+    assert "blocks.*.gate, blocks.*.up read one array" in note
+    assert f"{(apart.sent('tp') - shared.sent('tp')) / 3:,.0f} bytes less" in note
+    assert note.endswith("(x 3)")
+
+
+def test_a_column_layer_whose_output_is_needed_whole():
+    found = jaxtp.explain(build, X, plan={"blocks.*.down": Colwise()}, mesh={"tp": 4})
+    (note,) = found.notes
+    assert "blocks.*.down is Colwise(), and its output goes into blocks.*.norm, which needs all 16 of it" in note
+    assert f"at most {3 / 4 * ROWS * LENGTH * WIDTH * 4:,.0f} bytes" in note
+    assert note.endswith("(x 2)"), "the last block's output is the model's"
+
+
+def test_a_row_layer_whose_input_is_whole():
+    found = jaxtp.explain(build, X, plan={"blocks.*.down": Rowwise()}, mesh={"tp": 4})
+    (note,) = found.notes
+    assert f"is gathered, {3 / 4 * ROWS * LENGTH * HIDDEN * 4:,.0f} bytes" in note
+    meant = jaxtp.explain(build, X, plan={"blocks.*.down": Rowwise(input_layouts=REPLICATE)}, mesh={"tp": 4})
+    assert not meant.notes
+
+
+def test_what_the_compiler_adds_is_told_from_what_the_layers_do():
+    plan = {"blocks.*.down": Colwise()}
+    found = jaxtp.explain(build, X, plan=plan, mesh={"tp": 4}, compiled=True)
+    assert found.added, "the residual stream has to be brought together"
+    assert all(one.axes == ("tp",) for one in found.added)
+    clean = jaxtp.explain(build, X, plan=SHARED, mesh={"fsdp": 2, "tp": 4}, compiled=True)
+    assert not clean.added
+
+
+def test_without_inputs_there_is_what_is_stored():
+    found = jaxtp.explain(build, plan=SHARED, mesh={"tp": 4})
+    assert not found.traffic
+    assert found.rows == jaxtp.explain(build, X, plan=SHARED, mesh={"tp": 4}).rows
+
+
+@pytest.mark.parametrize("rank", sweep([0, 4], 4))
+def test_our_own_decoder_has_the_split_it_declares(rank):
+    config = jaxtp.ModelConfig(num_layers=2, lora=jaxtp.LoraConfig(rank=rank))  # frozen weights are explained too
+    ids = jax.ShapeDtypeStruct((8, 32), jnp.int32)
+    found = jaxtp.explain(lambda: jaxtp.Decoder(config, rngs=nnx.Rngs(0)), ids, mesh={"fsdp": 2, "tp": 4})
+    with jax.set_mesh(jaxtp.make_mesh(1, 2, 4)):
+        state = nnx.state(jaxtp.Decoder(config, rngs=nnx.Rngs(0)))
+    shards = sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(state))
+    assert found.bytes_per_device == shards
+    assert found.sent("tp") > 0
+
+
+def test_one_plan_at_a_time_and_a_mesh():
+    with jax.set_mesh(jaxtp.make_mesh(tp=2)):
+        model = jaxtp.parallelize(build, PAIR)
+        with pytest.raises(jaxtp.PlanError, match="already parallel"):
+            jaxtp.explain(model, X, plan=SHARED)
+    with pytest.raises(jaxtp.MeshError, match="needs a mesh"):
+        jaxtp.explain(build, X)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        ({"model": 2}, "model: no axis"),
+        ({"fsdp": -1}, "-1 stands for all other devices"),
+        ({"fsdp": 2.0}, r"fsdp=2\.0: a mesh axis is a whole number"),
+        ({"tp": "4"}, "tp='4': a mesh axis is a whole number"),
+        ({"tp": True}, "tp=True"),
+        ("fsdp=2", r"takes a mesh, or its sizes .*, not 'fsdp=2'"),
+    ],
+)
+@pytest.mark.parametrize("ask", [jaxtp.explain, jaxtp.propose_plan])
+def test_a_mesh_that_is_none(ask, mesh, message):
+    with pytest.raises(jaxtp.MeshError, match=message):
+        ask(build, X, mesh=mesh)
+
+
+class Settles(nnx.Module):
+    def __init__(self):
+        self.layer = nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        x = jax.lax.stop_gradient(jax.lax.while_loop(lambda x: x.sum() > 0, self.layer, x))
+        return jax.lax.cond(x.sum() > 0, self.layer, lambda x: x, x)
+
+
+def test_what_is_not_counted_exactly_is_noted():
+    found = jaxtp.explain(Settles, X, mesh={"fsdp": 2})
+    assert {one.counted for one in found.traffic} == {"a turn", "at most"}
+    assert [note.partition(": ")[0] for note in found.notes] == ["layer", "layer"]
+    assert "1 a turn" in str(found)
+
+
+def test_what_the_compiler_adds_is_asked_of_the_model_as_it_is():
+    """Without fsdp the program has no gather, and the compiler adds none."""
+    sizes = {"fsdp": 2}
+    with jax.set_mesh(jaxtp.make_mesh(**sizes)):
+        model = jaxtp.parallelize(Settles, fsdp=False)
+        found = jaxtp.explain(model, X, compiled=True)
+    assert not [one for one in (*found.traffic, *found.added) if one.kind == "all-gather"]
+
+
+def test_shared_inputs_by_the_module_around_them():
+    plan = {"layers.0": Colwise(), "layers.2": Rowwise(), "": PrepareInput(REPLICATE, REPLICATE)}
+
+    def sequential():
+        rngs = nnx.Rngs(0)
+        return nnx.Sequential(nnx.Linear(WIDTH, HIDDEN, rngs=rngs), nnx.relu, nnx.Linear(HIDDEN, WIDTH, rngs=rngs))
+
+    found = jaxtp.explain(sequential, X, plan=plan, mesh={"tp": 2})
+    assert "the model itself" in str(found)
+    assert not found.notes
+
+
+FILE = """
+from flax import nnx
+from jaxtp import Colwise, Rowwise
+def build():
+    rngs = nnx.Rngs(0)
+    return nnx.Sequential(nnx.Linear(8, 16, rngs=rngs), nnx.relu, nnx.Linear(16, 8, rngs=rngs))
+PLAN = {"layers.0": Colwise(), "layers.2": Rowwise()}
+number = 3
+def no_model():
+    return 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "mine.py").write_text(FILE)
+    return tmp_path / "mine.py"
+
+
+def test_the_command(file, tmp_path, capsys):
+    flags = [
+        "--plan",
+        f"{file}:PLAN",
+        "--input",
+        "4x8",
+        "--mesh",
+        "tp=2",
+        "--compile",
+        "--json",
+        str(tmp_path / "numbers.json"),
+    ]
+    assert main([f"{file}:build", *flags]) == 0
+    output = capsys.readouterr().out
+    assert "layers.0" in output
+    assert "Rowwise()" in output
+    assert json.loads((tmp_path / "numbers.json").read_text())["mesh"]["tp"] == 2
+    assert main([f"{file}:build", "--propose", "--input", "4x8", "--mesh", "tp=2"]) == 0
+    assert "Colwise()" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "{file}:biuld": "has no biuld; it has",
+    "{file}:number": "is 3, and should be a function that returns a model",
+    "{file}:no_model": "returns a int, and should return an nnx.Module",
+    "{folder}/mien.py:build": "did you mean {file}?",
+    "mine": "should be FILE.py:NAME or package.module:NAME",
+    "no.such.package:build": "to name a file, write FILE.py:NAME",
+    "{file}:build --input 4,8": "--input 4,8: should be a shape such as",
+    "{file}:build --input 4x8:float33": "should be a shape such as",
+    "{file}:build --plan {file}:PLAN --propose": "leave one of them out",
+    "{file}:build --mesh tp=0": "tp=0 is not a number of devices",
+    "{file}:build --plan {file}:PLAN --mesh tp=3": "not divisible by tp=3",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(file, capsys, words):
+    places = {"file": str(file), "folder": str(file.parent)}
+    command = words.format(**places).split()
+    assert main([*command, *([] if "--mesh" in command else ["--mesh", "tp=2"])]) == 2
+    assert MISTAKES[words].format(**places) in capsys.readouterr().err
+
+
+def test_random_numbers_from_outside():
+    rngs = nnx.Rngs(0)
+    assert jaxtp.explain(lambda: Model(rngs), X, plan=SHARED, mesh={"tp": 4}).sent("tp")
+    assert jaxtp.propose_plan(lambda: Model(rngs), X, mesh={"tp": 4}, report=None)

@@ -1,0 +1,380 @@
+"""Proposed plans: the pairs that are found, what is shared, what is left whole, and what is said about it."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from jaxtp.mesh import MeshError, sized
+from jaxtp.parallelize.plan import PlanError
+from jaxtp.parallelize.styles import Colwise, ContextParallel, PrepareInput, PrepareOutput, Replicate, Rowwise
+from jaxtp.tools.explain.propose import propose_plan
+
+X = jax.ShapeDtypeStruct((8, 6, 16), jnp.float32)
+IDS = jax.ShapeDtypeStruct((8, 6), jnp.int32)
+SHARED_INPUT = PrepareInput(Replicate(), Replicate())
+SHARED_OUTPUT = PrepareOutput(Replicate(), Replicate())
+COL, ROW = Colwise(), Rowwise()
+
+
+def propose(make, *inputs, tp=4, **kwargs):
+    """The plan for a model that `make(rngs)` makes, with nothing printed."""
+    return propose_plan(lambda: make(nnx.Rngs(0)), *(inputs or (X,)), mesh={"tp": tp}, report=None, **kwargs)
+
+
+def reason(proposal, module):
+    (found,) = [reason for reason in proposal.reasons if reason.module == module]
+    return found
+
+
+def sequence(*widths):
+    return lambda rngs: nnx.Sequential(*(nnx.Linear(a, b, rngs=rngs) for a, b in itertools.pairwise(widths)))
+
+
+class Attention(nnx.Module):
+    """Separate projections; kv heads may be fewer."""
+
+    def __init__(self, rngs, heads=4, kv_heads=4):
+        self.heads, self.kv_heads = heads, kv_heads
+        self.q, self.o = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+        self.k, self.v = (nnx.Linear(16, 16 // heads * kv_heads, rngs=rngs) for _ in range(2))
+
+    def __call__(self, x):
+        q = self.q(x).reshape(*x.shape[:2], self.heads, -1)
+        k, v = (layer(x).reshape(*x.shape[:2], self.kv_heads, -1) for layer in (self.k, self.v))
+        return self.o(jax.nn.dot_product_attention(q, k, v, is_causal=True).reshape(x.shape))
+
+
+class Mlp(nnx.Module):
+    def __init__(self, rngs, gated=True):
+        self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+        self.gate = nnx.Linear(16, 64, rngs=rngs) if gated else None
+
+    def __call__(self, x):
+        h = self.up(x)
+        return self.down(h * nnx.silu(self.gate(x)) if self.gate else nnx.gelu(h))
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs, parallel=False):
+        self.attention_norm, self.mlp_norm = (nnx.RMSNorm(16, rngs=rngs) for _ in range(2))
+        self.attention, self.mlp, self.parallel = Attention(rngs), Mlp(rngs), parallel
+
+    def __call__(self, x):
+        h = self.attention_norm(x)
+        if self.parallel:
+            return x + self.attention(h) + self.mlp(h)
+        x = x + self.attention(h)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks in a list or a scanned stack, head."""
+
+    def __init__(self, rngs, vocabulary=64, stacked=False, tied=False, depth=3):
+        self.embed = nnx.Embed(vocabulary, 16, rngs=rngs)
+        make = nnx.split_rngs(splits=depth)(nnx.vmap(Block))
+        self.blocks = make(rngs) if stacked else nnx.List([Block(rngs) for _ in range(depth)])
+        self.norm = nnx.RMSNorm(16, rngs=rngs)
+        self.head = None if tied else nnx.Linear(16, vocabulary, use_bias=False, rngs=rngs)
+        self.stacked = stacked
+
+    def __call__(self, ids):
+        x = self.embed(ids)
+        if self.stacked:
+            x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        else:
+            for block in self.blocks:
+                x = block(x)
+        return self.head(self.norm(x)) if self.head else self.embed.attend(self.norm(x))
+
+
+def megatron(prefix):
+    attention = {f"{prefix}attention": SHARED_INPUT, **{f"{prefix}attention.{name}": COL for name in "qkv"}}
+    mlp = {f"{prefix}mlp": SHARED_INPUT, f"{prefix}mlp.up": COL, f"{prefix}mlp.gate": COL}
+    return attention | {f"{prefix}attention.o": ROW} | mlp | {f"{prefix}mlp.down": ROW}
+
+
+def test_megatron_s_pattern_is_found():
+    assert propose(Block) == megatron("")
+    assert propose(Decoder, IDS) == megatron("blocks.*.")
+    assert propose(lambda rngs: Decoder(rngs, stacked=True), IDS) == megatron("blocks.")
+
+
+def test_the_plan_reads_from_top_to_bottom():
+    names = [
+        "attention",
+        "attention.q",
+        "attention.k",
+        "attention.v",
+        "attention.o",
+        "mlp",
+        "mlp.up",
+        "mlp.gate",
+        "mlp.down",
+    ]
+    assert list(propose(Block)) == names
+
+
+def test_what_it_costs():
+    """Two all-reduces forward, two backward, of the part of the batch that a device has."""
+    assert propose(Block).bytes == 4 * 2 * 3 / 4 * (8 * 6 * 16 * 4)
+    four = propose_plan(lambda: Block(nnx.Rngs(0)), X, mesh={"dp": 2, "fsdp": 2, "tp": 2}, report=None)
+    assert four.bytes == 4 * 2 * 1 / 2 * (8 * 6 * 16 * 4) / 4
+    assert propose(lambda rngs: Decoder(rngs, stacked=True), IDS).bytes == 3 * propose(Block).bytes
+
+
+def test_an_array_that_several_modules_read_is_shared_where_it_is_made():
+    plan = propose(lambda rngs: Block(rngs, parallel=True))
+    assert plan["attention_norm"] == SHARED_OUTPUT
+    assert "attention" not in plan
+    assert "mlp" not in plan
+    assert reason(plan, "attention_norm").bytes == 2 * 3 / 4 * (8 * 6 * 16 * 4)
+
+
+def test_an_array_that_nobody_can_share_is_reduced_by_each():
+    class Loose(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.up, self.gate = (nnx.Linear(16, 16, rngs=rngs) for _ in range(3))
+            self.down = nnx.Linear(16, 16, rngs=rngs)
+
+        def __call__(self, x):
+            h = self.first(x)
+            h = h / h.max(-1, keepdims=True)
+            return self.down(self.up(h) * self.gate(h))
+
+    plan = propose(Loose)
+    assert plan == {"up": COL, "gate": COL, "down": ROW}
+    assert plan.bytes == 3 * 2 * 3 / 4 * (8 * 6 * 16 * 4)
+
+
+def test_a_keyword_and_a_second_argument_are_shared():
+    class Cross(nnx.Module):
+        def __init__(self, rngs, **kwargs):
+            self.a = nnx.MultiHeadAttention(4, 16, decode=False, rngs=rngs)
+            self.first, self.out = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+            self.kwargs = kwargs
+
+        def __call__(self, x):
+            memory = self.first(x) * 2.0
+            memory = memory / memory.max(-1, keepdims=True)
+            return self.a(x, **{"inputs_k": memory}) if self.kwargs else self.a(x, memory)
+
+    layouts = (None, Replicate())
+    assert propose(Cross)["a"] == PrepareInput(layouts, layouts)
+    named = {"inputs_k": Replicate()}
+    assert propose(lambda rngs: Cross(rngs, named=True))["a"] == PrepareInput(None, None, named, named)
+
+
+@pytest.mark.parametrize(
+    ("widths", "plan"),
+    [
+        ((16, 64, 16), {"layers.0": COL, "layers.1": ROW}),
+        ((16, 64, 32, 64, 16), {"layers.0": COL, "layers.1": ROW, "layers.2": COL, "layers.3": ROW}),
+        # Of three, two can be split: without a gradient of its input the first pair moves least, unless it makes much.
+        ((16, 64, 64, 16), {"layers.0": COL, "layers.1": ROW}),
+        ((16, 64, 256, 16), {"layers.1": COL, "layers.2": ROW}),
+        ((16, 64, 64, 64, 64, 16), {"layers.0": COL, "layers.1": ROW, "layers.3": COL, "layers.4": ROW}),
+    ],
+)
+def test_of_a_chain_most_layers_are_split_and_least_is_moved(widths, plan):
+    proposal = propose(sequence(*widths))
+    assert proposal == plan
+    assert proposal.bytes == sum(reason.bytes for reason in proposal.reasons)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "module", "why"),
+    [
+        (sequence(16, 6), (X,), "layers.0", "makes 6 features, which tp 4 does not divide"),
+        (sequence(64, 8), (X.update(shape=(8, 600, 64)),), "layers.0", "to split it saves 1,560 bytes"),
+        (lambda rngs: Attention(rngs, kv_heads=2), (X,), "k", "becomes a dim of 2"),
+        (lambda rngs: nnx.RNN(nnx.GRUCell(16, 16, rngs=rngs), rngs=rngs), (X,), "cell.dense_h", "cut into 3"),
+        (lambda rngs: nnx.RNN(nnx.LSTMCell(16, 16, rngs=rngs), rngs=rngs), (X,), "cell.hi", "comes back"),
+        (
+            lambda rngs: nnx.Conv(16, 16, (3,), feature_group_count=16, rngs=rngs),
+            (X,),
+            "the model itself",
+            "names the modules",
+        ),
+    ],
+)
+def test_what_cannot_be_improved_is_said(make, inputs, module, why):
+    proposal = propose(make, *inputs)
+    assert proposal == {}
+    assert proposal.bytes == 0
+    assert why in reason(proposal, module).why
+    assert str(proposal).startswith("no plan for mesh dp 1 x fsdp 1 x cp 1 x tp 4: nothing in this model is worth")
+
+
+def test_layers_that_move_more_together_are_left():
+    """One column layer for four row layers: each would all-reduce what it makes."""
+
+    class Fan(nnx.Module):
+        def __init__(self, rngs):
+            self.first, *rest = (nnx.Linear(16, 16, rngs=rngs) for _ in range(5))
+            self.rest = nnx.List(rest)
+
+        def __call__(self, x):
+            h = self.first(x)
+            return [layer(h) / layer(h).sum(-1, keepdims=True) for layer in self.rest]
+
+    proposal = propose(Fan)
+    assert proposal == {}
+    assert "no less than each alone" in reason(proposal, "first").why
+
+
+def test_a_shared_layer_is_split_once_or_not_at_all():
+    class Shared(nnx.Module):
+        def __init__(self, rngs, whole=False):
+            self.first = self.second = Mlp(rngs)
+            self.whole = whole
+
+        def __call__(self, x):
+            return self.second(self.first(x) / 2) + (self.first.down(jnp.tile(x, 4)) if self.whole else 0)
+
+    assert propose(Shared).keys() == {"first", "first.up", "first.gate", "first.down"}
+    proposal = propose(lambda rngs: Shared(rngs, whole=True))
+    assert proposal == {}
+    assert "also called on an array that is not split" in reason(proposal, "first.up").why
+
+
+def test_tied_parameters_are_left_whole():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.a, self.b = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+            self.b.kernel = self.a.kernel
+
+        def __call__(self, x):
+            return self.b(nnx.relu(self.a(x)))
+
+    proposal = propose(Tied)
+    assert proposal == {}
+    assert "shares a parameter" in reason(proposal, "a").why
+
+
+@pytest.mark.wide
+def test_vocabularies_are_split_where_that_saves_more_than_it_moves():
+    """64 x 16 floats against 8 x 6 positions: not; 4,096 x 16: yes; one table for both ends: by its rows."""
+    assert {"embed", "head"}.isdisjoint(propose(Decoder, IDS))
+    large = propose(lambda rngs: Decoder(rngs, vocabulary=4096), IDS)
+    assert (large["embed"], large["head"]) == (ROW, COL)
+    assert reason(large, "embed").bytes == 2 * 3 / 4 * (8 * 6 * 16 * 4)
+    tied = propose(lambda rngs: Decoder(rngs, vocabulary=4096, tied=True), IDS)
+    assert tied["embed"] == ROW
+    assert reason(tied, "embed").bytes == 2 * 2 * 3 / 4 * (8 * 6 * 16 * 4)
+    odd = propose(lambda rngs: Decoder(rngs, vocabulary=4097), IDS)
+    assert {"embed", "head"}.isdisjoint(odd)
+
+
+def test_patterns_say_no_more_than_is_meant():
+    """One block of three has heads that tp does not divide: the others are named one by one."""
+
+    def make(rngs):
+        model = Decoder(rngs)
+        model.blocks[1].attention = Attention(rngs, heads=2, kv_heads=2)
+        return model
+
+    plan = propose(make, IDS)
+    assert {"blocks.0.attention.q", "blocks.2.attention.q", "blocks.*.mlp.up"} <= plan.keys()
+    assert not {"blocks.*.attention.q", "blocks.1.attention.q"} & plan.keys()
+
+
+def test_a_layer_on_each_head_is_gathered_for():
+    class PerHead(nnx.Module):
+        def __init__(self, rngs):
+            self.up, self.down = nnx.Linear(16, 64, rngs=rngs), nnx.Linear(64, 16, rngs=rngs)
+            self.head, self.unused = nnx.Linear(16, 16, rngs=rngs), nnx.Linear(16, 16, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.head(self.up(x).reshape(8, 6, 4, 16)).reshape(8, 6, 64))
+
+    proposal = propose(PerHead)
+    assert proposal == {"up": COL, "down": ROW}
+    assert proposal.bytes == 3 / 4 * 8 * 6 * 4 * (2 * 16 + 2 * 64)
+    assert reason(proposal, "head").why == "runs on whole arrays, between parts split by up: it gathers them"
+    assert reason(proposal, "unused").why == "makes nothing that this call returns"
+
+
+def test_every_layer_has_a_reason():
+    proposal = propose(Decoder, IDS)
+    assert {"embed", "head", *megatron("blocks.*.")} == {reason.module for reason in proposal.reasons}
+    text = str(proposal)
+    for found in proposal.reasons:
+        assert found.module in text
+        assert found.why in text
+    assert "stays split up to blocks.*.attention.o through reshape, dot_general, element-wise" in text
+    assert "blocks.*.attention  PrepareInput(Replicate(), Replicate())" in text
+
+
+def test_it_prints_and_takes_a_mesh_in_context(capsys):
+    mesh = jax.make_mesh((1, 2, 4), ("dp", "fsdp", "tp"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    with jax.set_mesh(mesh):
+        proposal = propose_plan(Mlp(nnx.Rngs(0)), X)
+    assert capsys.readouterr().out == f"{proposal}\n"
+    assert proposal.sizes == sized(fsdp=2, tp=4)
+    assert propose_plan(Mlp(nnx.Rngs(0)), X, mesh=mesh, report=None) == proposal
+    abstract = jax.sharding.AbstractMesh((2, 16), ("fsdp", "tp"))
+    assert propose_plan(Mlp(nnx.Rngs(0)), X, mesh=abstract, report=None) == proposal
+    with pytest.raises(ValueError, match="dim 0 of shape"):
+        propose_plan(Mlp(nnx.Rngs(0)), X, mesh={"fsdp": 3, "tp": 2})
+
+
+@pytest.mark.parametrize(
+    ("mesh", "message"),
+    [
+        (None, "propose_plan needs a mesh"),
+        ({"fsdp": 4}, "has 1 device"),
+        ({"tpp": 4}, "tpp: no axis"),
+        ({"tp": 0}, "tp=0"),
+        ({"tp": -1}, "-1 stands"),
+    ],
+)
+def test_a_mesh_without_tp_is_refused(mesh, message):
+    with pytest.raises(MeshError, match=message):
+        propose_plan(Mlp(nnx.Rngs(0)), X, mesh=mesh)
+
+
+def test_over_cp_the_model_itself_takes_the_sequences():
+    """Each device sends over tp what its tokens need."""
+    alone, over_cp = (propose_plan(lambda: Mlp(nnx.Rngs(0)), X, mesh={"cp": cp, "tp": 4}, report=None) for cp in (1, 2))
+    assert over_cp == alone | {"": ContextParallel()}
+    assert over_cp.bytes == alone.bytes / 2
+    assert "sequences are divided over cp" in reason(over_cp, "the model itself").why
+    with pytest.raises(ValueError, match="has no sequence: use cp=1"):
+        propose_plan(lambda: Mlp(nnx.Rngs(0)), jax.ShapeDtypeStruct((8, 16), jnp.float32), mesh={"cp": 2, "tp": 4})
+    with pytest.raises(
+        MeshError, match=r"a single layer, to be Rowwise\(\), and cannot be ContextParallel\(\) too, as cp=2"
+    ):
+        propose_plan(lambda: nnx.Embed(4096, 16, rngs=nnx.Rngs(0)), IDS, mesh={"cp": 2, "tp": 4})
+
+
+@pytest.mark.parametrize("model", [{}, lambda: 3, None])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(PlanError, match=r"nnx\.Module"):
+        propose_plan(model, X, mesh={"tp": 2})
+
+
+def test_another_function_than_call():
+    proposal = propose(Decoder, IDS, call=lambda model, ids: model.blocks[0].mlp(model.embed(ids)))
+    assert proposal.keys() == {"blocks.0.mlp", "blocks.0.mlp.up", "blocks.0.mlp.gate", "blocks.0.mlp.down"}
+
+
+def test_code_that_wants_arrays_gets_a_plan_without_shared_inputs():
+    class Strict(Mlp):
+        def __call__(self, x):
+            return super().__call__(x) + jax.lax.reduce_max(x, (2,))[..., None]
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.first, self.mlp = nnx.Linear(16, 16, rngs=rngs), Strict(rngs)
+
+        def __call__(self, x):
+            return self.mlp(jnp.sin(self.first(x)) / 2)
+
+    proposal = propose(Model)
+    assert proposal == {"mlp.up": COL, "mlp.gate": COL, "mlp.down": ROW}
+    assert proposal.bytes == 3 * 2 * 3 / 4 * (8 * 6 * 16 * 4)
+    assert "inputs of column layers are not shared" in reason(proposal, "the model itself").why

@@ -1,0 +1,123 @@
+"""The self-check of devices: right ones pass, and each planted fault is named with its device."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import SMALL, TEXT, mesh
+from support import sweep
+
+import jaxtp
+from jaxtp.collectives import axis_index
+from jaxtp.config.entry import WrongNumbersError
+from jaxtp.config.schema import ConfigError
+from jaxtp.train import known_versions, self_check, setup
+from jaxtp.train.__main__ import main
+from jaxtp.train.self_check import Operation, check_collectives, check_devices, check_outside_of_jit, operations
+
+
+@pytest.mark.parametrize("dtype", sweep(["float32", "bfloat16"], "bfloat16"))
+def test_right_devices_pass(dtype):
+    (line,) = check_devices(jaxtp.make_mesh(1, 2, 2, cp=2), dtype, on_cpu=True)
+    assert line.startswith("checked products, sums, softmax, scatter-add and collectives on every device, in ")
+
+
+def test_cpus_are_not_checked_by_default(monkeypatch):
+    monkeypatch.setattr(self_check, "operations", None)
+    assert check_devices(jaxtp.make_mesh(), "float32") == []
+    check_outside_of_jit(jaxtp.make_mesh(), "float32")
+
+
+def planted(monkeypatch, name, run):
+    """Has one operation computed in another way on devices, and alone."""
+    case = operations("float32")[name]
+    fault = Operation(run, case.on_host, case.arguments, case.tolerance)
+    monkeypatch.setattr(self_check, "operations", lambda dtype: {name: fault})
+
+
+@pytest.mark.parametrize(
+    ("name", "run"),
+    [
+        ("an elementwise operation", lambda x: jnp.sqrt(x + 1) * 0),
+        ("a product", lambda a, b: a[:, :-1] @ b[:-1]),
+        ("a sum over a long axis", lambda x: x[:, :-64].sum(-1)),
+        ("a softmax", lambda x: jax.nn.softmax(x).at[3, 7].set(jnp.nan)),
+        ("a scatter-add", lambda rows, index: jnp.zeros((64, 64)).at[index].set(rows)),
+    ],
+)
+def test_a_wrong_operation_is_named(monkeypatch, name, run):
+    planted(monkeypatch, name, run)
+    with pytest.raises(WrongNumbersError, match=rf"device 0 of process 0 \(cpu\) computes {name} outside of jit wrong"):
+        check_outside_of_jit(jaxtp.make_mesh(), "float32", on_cpu=True)
+    with pytest.raises(WrongNumbersError, match=rf"device 0 of process 0 \(cpu\) computes {name} wrong"):
+        check_devices(jaxtp.make_mesh(), "float32", on_cpu=True)
+
+
+def test_a_wrong_operation_is_explained_by_a_version_that_is_known_to_be_bad(monkeypatch):
+    planted(monkeypatch, "an elementwise operation", lambda x: x * 0)
+    monkeypatch.setattr(self_check, "native_versions", lambda: {"jax": "0.11.1"})
+    everywhere = dataclasses.replace(known_versions.TABLE[0], where=lambda kind, architecture: True)
+    monkeypatch.setattr(known_versions, "TABLE", (everywhere,))
+    with pytest.raises(WrongNumbersError, match=r"(?s)outside of jit wrong: .*\nWARNING jax 0\.11\.1, .*40633"):
+        check_outside_of_jit(jaxtp.make_mesh(), "float32", on_cpu=True)
+
+
+def test_the_one_device_that_is_wrong_is_named(monkeypatch):
+    def wrong_on_one(x):
+        return x.sum(-1) * (1 + 0.01 * (axis_index("tp") == 2))
+
+    planted(monkeypatch, "a sum over a long axis", wrong_on_one)
+    with pytest.raises(
+        WrongNumbersError, match=r"device 2 of process 0 .* a sum over a long axis wrong: .* off by 1.0e-02"
+    ):
+        check_devices(jaxtp.make_mesh(tp=4), "float32", on_cpu=True)
+
+
+FAULTS = {
+    "all-gather": ("all_gather", lambda x, axis: jnp.tile(x, 2)),
+    "all-reduce": ("all_reduce", lambda x, axis: 2 * x),
+    "reduce-scatter": ("reduce_scatter", lambda x, axis: x[: x.size // 2]),
+    "all-to-all": ("all_to_all", lambda x, axis, split, join: x),
+    "permute": ("permute", lambda x, axis: x),
+}
+
+
+@pytest.mark.parametrize("collective", FAULTS)
+def test_a_wrong_collective_is_named_with_its_axis(monkeypatch, collective):
+    name, fault = FAULTS[collective]
+    monkeypatch.setattr(self_check, name, fault)
+    self_check._moved.cache_clear()
+    with pytest.raises(WrongNumbersError, match=rf"device \d of process 0 .* by {collective} over mesh\.fsdp"):
+        check_collectives(jaxtp.make_mesh(1, 2, 1))
+    self_check._moved.cache_clear()
+
+
+def test_collectives_are_right_over_every_axis():
+    check_collectives(jaxtp.make_mesh(2, 2, 2, cp=2))
+    check_collectives(jaxtp.make_mesh(1, 3, 4))
+
+
+def test_what_is_summed_is_exact_for_a_thousand_devices():
+    numbers = self_check._numbers(1024, 1024)
+    assert numbers.sum(0, dtype=np.float64).max() < 2**24
+    assert numbers.shape[1] % 1024 == 0
+
+
+@pytest.mark.parametrize("checked", ["check_devices", "check_outside_of_jit"])
+@pytest.mark.parametrize(("flags", "code"), [([], 3), (["--launch.no-self-check"], 2)])
+def test_a_run_checks_its_devices_unless_told_not_to(checked, flags, code, tmp_path, monkeypatch, capsys):
+    def wrong(mesh, dtype):
+        raise WrongNumbersError("device 0 is wrong")
+
+    def reached(*_):
+        raise ConfigError("the folder is locked next")
+
+    monkeypatch.setattr(setup, "platform_of", lambda device: "cuda")
+    monkeypatch.setattr(self_check, checked, wrong)
+    monkeypatch.setattr(setup.run_folder, "locked", reached)
+    (tmp_path / "text.txt").write_text(TEXT)
+    own = ["--data.path", str(tmp_path / "text.txt"), "--run.dir", str(tmp_path / "run")]
+    assert main([*SMALL, *own, *mesh(1, 1, 2), *flags]) == code
+    assert ("device 0 is wrong" if code == 3 else "the folder is locked next") in capsys.readouterr().err
