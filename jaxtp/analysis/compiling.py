@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jaxlib.version
 from jax.experimental.compilation_cache import compilation_cache
+from jax.stages import Compiled
 
 from jaxtp.config.files import write_atomically
 from jaxtp.distributed.environment import xla_flags
@@ -21,8 +22,8 @@ from jaxtp.distributed.environment import xla_flags
 Options = Mapping[str, bool | int | str]
 
 
-def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tuple[Any, str]:
-    """Compiles a `jax.stages.Lowered`; returns the `Compiled` and its HLO text after SPMD partitioning.
+def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tuple[Compiled, str]:
+    """Returns the compiled program and its HLO text after SPMD partitioning.
 
     The text precedes backend-specific passes; on a single device, which has no partitioning, it precedes all passes.
     JAX's persistent compilation cache, if any, also keeps the text and the compiler's output: a known program is not
@@ -35,7 +36,7 @@ def compile_with_spmd_text(lowered: Any, options: Options | None = None) -> tupl
         return lowered.compile(compiler_options=dict(options or {})), kept["text"]
     with captured_stderr() as printed:
         compiled, text = _compile_and_dump(lowered, options)
-        if text is None:  # the program came from the persistent cache, so the compiler printed no text
+        if not text:  # the program came from the persistent cache, so the compiler printed no text
             with _no_compilation_cache():
                 compiled, text = _compile_and_dump(lowered, options)
     os.write(2, "".join(printed).encode())
@@ -62,13 +63,13 @@ def captured_stderr() -> Iterator[list[str]]:
             lines += file.readlines()
 
 
-def _compile_and_dump(lowered: Any, options: Options | None) -> tuple[Any, Any]:
-    # The text is None if the program came from the cache.
+def _compile_and_dump(lowered: Any, options: Options | None) -> tuple[Compiled, str]:
+    # The text is empty if the program came from the cache.
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True, "xla_dump_hlo_pass_re": "spmd-partitioning"}
         compiled = lowered.compile(compiler_options={**(options or {}), **dump})
         found = _find(folder, r"after_(tpu-)?spmd-partitioning\.") or _find(folder, r"\.before_optimizations\.txt$")
-        return compiled, found[0].read_text() if found else None
+        return compiled, found[0].read_text() if found else ""
 
 
 def _find(folder: str, pattern: str) -> list[Path]:

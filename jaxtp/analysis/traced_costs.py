@@ -75,7 +75,7 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
             return jax.tree.leaves(jax.vjp(lambda x, trained: run(x, trained, others), x, trained)[1])
 
         jaxpr = jax.make_jaxpr(save)(x, trained, others).jaxpr
-        saved = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
+        saved: dict[int, Any] = {id(v): v.aval for v in jaxpr.outvars if v not in jaxpr.invars}
         return sum(aval.size * aval.dtype.itemsize for aval in saved.values()) / math.prod(sizes.values())
 
     none, mesh = AbstractMesh((), ()), abstract_mesh(sizes)  # a context mesh cannot change its size directly

@@ -148,7 +148,7 @@ def _with_smaller_chunk(run: Run) -> Run | None:
 
 
 FREE = (
-    Change("--model.precision.compute bfloat16", _in_16_bits),  # first: chosen_kernels of attention may need 16 bits
+    Change("--model.precision.compute bfloat16", _in_16_bits),  # first: kernels of attention may need 16 bits
     Change("--model.attention auto", _with_fused_attention),
     Change("--model.grouped auto", _with_grouped_products),
     Change(MORE_MEMORY, _with_more_memory),

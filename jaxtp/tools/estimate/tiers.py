@@ -56,7 +56,7 @@ _NO_DEVICES = {
 _LAST_LINES = 3
 _WARNING = re.compile(r"Involuntary full rematerialization[^\n]*")
 _DIFFERENCES = {
-    "cuda": "compiled without cuBLAS and autotuning: chosen_kernels, and a few MB of their workspace, differ",
+    "cuda": "compiled without cuBLAS and autotuning: kernels, and a few MB of their workspace, differ",
     "tpu": "on TPUs, compute that overlaps with collectives is not read",
 }
 
@@ -206,7 +206,7 @@ class Compiled:
     seconds: float
     """To compile, when it was compiled."""
     flops: float | None
-    """FLOPs of the program's products, without custom chosen_kernels; None where libraries compute them."""
+    """FLOPs of the program's products, without custom kernels; None where libraries compute them."""
     notes: tuple[str, ...]
     """Differences from the program on real devices, and the compiler's warnings."""
 
@@ -229,7 +229,7 @@ class Compiled:
         if model.most_experts and self.flops is not None:
             how = "multiply every row with every expert" if multiplies_all(model, platform) else "are in kernels"
             yield (
-                f"products outside of chosen_kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: "
+                f"products outside of kernels: {self.flops / 1e12:,.1f} TFLOP, tier 1: "
                 f"{setting.costs.flops_of_xla / 1e12:,.1f}; those of experts {how}"
             )
         rows = [
@@ -286,7 +286,7 @@ def compile_for(
     target, note = topology(hardware, hosts, devices_per_host), None
     if "cudnn" in chosen_kernels(config, sizes, TABLE[hardware].architecture):
         if found := with_cudnn(target):
-            target, note = found, "the workspace of cuDNN's chosen_kernels is not counted"
+            target, note = found, "the workspace of cuDNN's kernels is not counted"
         else:
             config = with_attention(config, "fused")
             note = f"compiled with the fused attention; for cuDNN's: pip install 'jaxtp[{CUDNN_EXTRA}]'"

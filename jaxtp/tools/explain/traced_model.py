@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn  # type: ignore[attr-defined] # jax 0.12: another name of Jaxpr
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_sizes, sized
