@@ -3,14 +3,19 @@
 import ast
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Annotated, Literal, NoReturn
 
+import tyro
+
+import jaxtp
 from jaxtp.config import entry
-from jaxtp.config.reading import shown
+from jaxtp.config.command_line import Command, choose_name, completion
 
 PROGRAM = "jaxtp"
 COMPLETION = "completion"
+SUMMARY = "Prints what a shell needs to complete commands."
 COMMANDS = {
     "bench": "jaxtp.tools.bench",
     "check": "jaxtp.tools.check",
@@ -25,7 +30,6 @@ COMMANDS = {
     "train": "jaxtp.train",
 }
 """Package of each command."""
-SHELLS = ("bash", "zsh", "fish")
 HELP = f"""
 {PROGRAM} COMMAND --help says more; {PROGRAM} --version prints the version. For completion by Tab:
 
@@ -37,11 +41,9 @@ HELP = f"""
 
 def commands() -> dict[str, str]:
     """Returns each command, and the first line of its package's docstring; no command is imported."""
-    found = {}
-    for name, module in COMMANDS.items():
-        source = Path(__file__).parent.joinpath(*module.split(".")[1:], "__init__.py")
-        found[name] = (ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or "").partition("\n")[0]
-    return found
+    texts = {name: Path(__file__).parent.joinpath(*at.split(".")[1:], "__init__.py") for name, at in COMMANDS.items()}
+    trees = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in texts.items()}
+    return {name: (ast.get_docstring(tree) or "").partition("\n")[0] for name, tree in trees.items()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,33 +57,25 @@ def script() -> NoReturn:
 
 
 def _run(argv: Sequence[str]) -> int:
-    from jaxtp.config.command_line import choose_name  # with tyro: Ctrl-C is heeded by now
-
     if list(argv) == ["--version"]:
-        import jaxtp
-
         print(f"{PROGRAM} {jaxtp.__version__}")
         return 0
-    listed = commands()
-    name, rest = choose_name(
-        PROGRAM, {**listed, COMPLETION: "Prints what a shell needs to complete commands."}, argv, HELP
-    )
-    if name == COMPLETION:
-        return _complete(rest, list(listed))
-    return importlib.import_module(f"{COMMANDS[name]}.__main__").main(rest)
+    name, rest = choose_name(PROGRAM, {**commands(), COMPLETION: SUMMARY}, argv, HELP)
+    return _complete(rest) if name == COMPLETION else importlib.import_module(f"{COMMANDS[name]}.__main__").main(rest)
 
 
-def _complete(argv: Sequence[str], names: Sequence[str]) -> int:
-    """Prints the script by which a shell completes all commands and their flags."""
-    from jaxtp.config.command_line import choose_name, completion
+@dataclass(frozen=True, kw_only=True)
+class _Completion:
+    shell: Annotated[Literal["bash", "zsh", "fish"], tyro.conf.Positional]
+    """Shell to print it for."""
 
-    program = f"{PROGRAM} {COMPLETION}"
-    shell, others = choose_name(program, {name: f"For {name}." for name in SHELLS}, argv, HELP)
-    if others:
-        raise entry.UserError(f"{program} takes a shell and nothing else, and {shown(' '.join(others))} follows")
-    modules = {name: importlib.import_module(f"{COMMANDS[name]}.__main__") for name in names}
+
+def _complete(argv: Sequence[str]) -> int:
+    command = Command(program=f"{PROGRAM} {COMPLETION}", schema=_Completion, description=SUMMARY)
+    asked, _ = command.load(argv)
+    modules = {name: importlib.import_module(f"{module}.__main__") for name, module in COMMANDS.items()}
     commands = {name: getattr(m, "COMMANDS", None) or m.COMMAND for name, m in modules.items()}
-    print(completion(PROGRAM, commands, {COMPLETION: SHELLS}, shell))
+    print(completion(PROGRAM, {**commands, COMPLETION: command}, asked.shell))
     return 0
 
 

@@ -1,14 +1,14 @@
-"""Marks on settings: the effects of a change, and whether the short help lists them.
+"""The settings of a configuration, and marks on them: the effects of a change, and a place in the short help.
 
 A mark annotates a field: `steps: Annotated[Count, STEP, SHORT_HELP] = 400`; a section's mark applies to its unmarked
 fields. Imports only the standard library, so that any room can use it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, get_args, get_origin, get_type_hints
+from typing import Any, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,61 +39,98 @@ SAMPLES = Affects(samples=True)
 ARCHITECTURE = Affects(cost=True, numbers=True, architecture=True, fixed=True)
 
 
-class _ShortHelp:
-    """Type of `SHORT_HELP`."""
+SHORT_HELP = "short help"
 
 
-SHORT_HELP = _ShortHelp()
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A field of a configuration, or of one of its sections."""
+
+    owner: type
+    path: tuple[str, ...]
+    """Names of the fields that lead to it."""
+    keys: tuple[str, ...]
+    """Its place in a file: the names, or their aliases."""
+    flag: str
+    """`--mesh.tp`."""
+    kind: Any
+    """Type, without annotations."""
+    marks: tuple[object, ...]
+    """Annotations."""
+    default: object
+    effects: Affects | None
+    """Its mark, or its section's."""
+
+    @property
+    def name(self) -> str:
+        """`mesh.tp`."""
+        return ".".join(self.keys)
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it has settings of its own."""
+        return dataclasses.is_dataclass(self.kind)
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it takes several values."""
+        return get_origin(self.kind) is tuple
+
+    @property
+    def is_required(self) -> bool:
+        """Whether it has no default."""
+        return self.default is dataclasses.MISSING
+
+
+@cache
+def settings_of(schema: Any) -> Mapping[str, Setting]:
+    """Returns the settings and sections of a dataclass by dotted name."""
+    return {setting.name: setting for setting in _walk(schema, Setting(schema, (), (), "--", schema, (), None, None))}
+
+
+def _walk(schema: Any, section: Setting) -> Iterator[Setting]:
+    hints, kinds = get_type_hints(schema, include_extras=True), get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        marks = getattr(hints[field.name], "__metadata__", ())
+        key = next((mark.alias for mark in marks if getattr(mark, "alias", None)), field.name)
+        names = (name for mark in marks if (name := getattr(mark, "name", None)) is not None)
+        flag = ".".join(filter(None, (section.flag.removeprefix("--"), next(names, key)))).replace("_", "-")
+        made = field.default_factory
+        setting = Setting(
+            owner=schema,
+            path=(*section.path, field.name),
+            keys=(*section.keys, key),
+            flag=f"--{flag}",
+            kind=kinds[field.name],
+            marks=marks,
+            default=field.default if made is dataclasses.MISSING else made(),
+            effects=next((mark for mark in marks if isinstance(mark, Affects)), section.effects),
+        )
+        yield setting
+        if setting.is_section:
+            yield from _walk(setting.kind, setting)
+
+
+def find_setting(schema: type, name: str) -> Setting | None:
+    """Returns the setting of a dotted name, which may continue inside its value (`data.mixture.code`)."""
+    keys = name.split(".")
+    known = settings_of(schema)
+    return next((known[at] for n in range(len(keys), 0, -1) if (at := ".".join(keys[:n])) in known), None)
 
 
 def affects(schema: type, name: str, default: Affects = STEP) -> Affects:
-    """Returns the mark of a setting, its section's if it has none.
-
-    Args:
-      name: dotted; may continue inside the value (`data.mixture.code`).
-      default: returned if neither has a mark.
-    """
-    kind: object = schema
-    for key in name.split("."):
-        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)) or key not in (fields := _fields(kind)):
-            break
-        _, kind, marks = fields[key]
-        default = _mark(marks, default)
-    return default
+    """Returns the mark of a setting, its section's if it has none, else `default`."""
+    setting = find_setting(schema, name)
+    return default if setting is None else setting.effects or default
 
 
 def settings(schema: type, accept: Callable[[Affects], bool], default: Affects = STEP) -> list[str]:
-    """Returns dotted names of settings with an accepted mark; a section if it accepts all of its settings."""
-    names = []
-    for name, kind, marks in _fields(schema).values():
-        mark = _mark(marks, default)
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            inner = settings(kind, accept, mark)
-            whole = set(inner) == {each for each, _, _ in _fields(kind).values()}
-            names += [name] if whole else [f"{name}.{each}" for each in inner]
-        elif accept(mark):
-            names.append(name)
-    return names
+    """Returns dotted names of the settings with an accepted mark."""
+    return [
+        name for name, each in settings_of(schema).items() if not each.is_section and accept(each.effects or default)
+    ]
 
 
 def in_short_help(schema: type) -> Iterator[str]:
     """Yields dotted names of the settings in `--help`."""
-    for name, kind, marks in _fields(schema).values():
-        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
-            yield from (f"{name}.{each}" for each in in_short_help(kind))
-        elif SHORT_HELP in marks:
-            yield name
-
-
-def _mark(marks: tuple[object, ...], default: Affects) -> Affects:
-    return next((mark for mark in marks if isinstance(mark, Affects)), default)
-
-
-@cache
-def _fields(schema: type) -> dict[str, tuple[str, object, tuple[object, ...]]]:
-    found = {}
-    for name, hint in get_type_hints(schema, include_extras=True).items():
-        kind, *marks = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-        aliases = (getattr(mark, "alias", None) for mark in marks)
-        found[next(filter(None, aliases), name)] = name, kind, tuple(marks)
-    return found
+    return (name for name, setting in settings_of(schema).items() if SHORT_HELP in setting.marks)

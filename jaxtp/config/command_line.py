@@ -6,6 +6,7 @@ parsed here and validated by pydantic, like files, so that an error is one line 
 """
 
 import contextlib
+import copy
 import dataclasses
 import difflib
 import io
@@ -16,25 +17,25 @@ import re
 import shutil
 import textwrap
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from docstring_parser import parse_from_object
 
+from jaxtp.config.affects import Setting, find_setting, settings_of
 from jaxtp.config.reading import shown
-from jaxtp.config.schema import ConfigError, Switch, flag, hints_of, leaves, merged, read_values, to_yaml, validate
+from jaxtp.config.schema import ConfigError, Switch, leaves, merged, nested, read_values, to_yaml, validate
 
 T = TypeVar("T")
 
-HELP, SHORT_HELP, ALL_HELP = "--help", "-h", "--help-all"
-CONFIG, MESH, PRINT = "--config", "--mesh", "--print-config"
+HELP, ALL_HELP = "--help", "--help-all"
+_HELP_WORDS = (HELP, "-h", ALL_HELP, "--help_all")
 _MIN_COLUMNS = 20
-_JOIN = "__"
-"""Joins the keys of a setting into the name of a field."""
+"""tyro hangs in a terminal of less than six columns."""
 OTHER_NAMES = {
     "optimizer.learning_rate": "lr max_lr peak_lr base_lr",
     "optimizer.schedule": "scheduler lr_scheduler lr_scheduler_type",
@@ -68,80 +69,21 @@ OTHER_NAMES = {
 """Names of settings in other programs, for suggestions."""
 
 
-@dataclass(frozen=True)
-class Setting:
-    """One value of a schema."""
+@dataclass(frozen=True, kw_only=True)
+class _Common:
+    """Flags of all commands."""
 
-    owner: type
-    """Dataclass that has the field."""
-    keys: tuple[str, ...]
-    kind: Any
-    """Type without annotations."""
-    marks: tuple[object, ...]
-    """Annotations, pydantic's and tyro's."""
-    default: object
-    flag: str
-    """`--mesh.tp`."""
+    config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """YAML file of settings; flags replace them."""
 
-    @property
-    def name(self) -> str:
-        """`mesh.tp`."""
-        return ".".join(self.keys)
+    print_config: Switch = False
+    """Prints the resulting settings as YAML and exits."""
 
-    @property
-    def is_positional(self) -> bool:
-        """Whether the value is given without a flag."""
-        return tyro.conf.Positional in self.marks
-
-    @property
-    def is_list(self) -> bool:
-        """Whether it takes several values."""
-        return get_origin(self.kind) is tuple
-
-    @property
-    def is_required(self) -> bool:
-        """Whether it has no default."""
-        return self.default is dataclasses.MISSING
-
-    @property
-    def place(self) -> str:
-        """Name in usage and errors: `HF_DIR` or `--mesh.tp`."""
-        names = (name for mark in self.marks if (name := getattr(mark, "metavar", None)))
-        return next(names, self.name.upper()) if self.is_positional else self.flag
-
-    def spellings(self) -> Iterator[str]:
-        """Yields its flags without leading dashes, words joined by _."""
-        if self.is_positional or tyro.conf.Fixed in self.marks:
-            return
-        name = _key(self.flag)
-        yield name
-        if self.kind is bool:
-            yield _negated(name)
-        for alias in (alias for mark in self.marks for alias in getattr(mark, "aliases", None) or ()):
-            yield _key(alias)
-
-    def value_of(self, words: Sequence[str]) -> object:
-        """Returns the value for pydantic to validate."""
-        values = [self._plain_value(word) for word in words]
-        return tuple(values) if self.is_list else values[-1]
-
-    def _plain_value(self, word: str) -> object:
-        choices = {_plain(part) for part in get_args(self.kind)}
-        if type(None) in choices and not {str, Path} & choices and word.lower() in ("none", "null"):
-            return None
-        if get_origin(self.kind) is Literal:
-            return next((choice for choice in get_args(self.kind) if str(choice) == word), word)
-        return word
+    mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
+    """Size of each axis of the mesh, by default 1."""
 
 
-_CONFIG = Setting(object, (CONFIG,), Path | None, (tyro.conf.arg(metavar="FILE"),), None, CONFIG)
-_MESH = Setting(object, (MESH,), str | None, (tyro.conf.arg(metavar="fsdp=2,tp=4"),), None, MESH)
-_PRINT = Setting(object, (PRINT,), bool, get_args(Switch)[1:], False, PRINT)
-_TEXTS = {
-    CONFIG: "YAML file of settings; flags replace them.",
-    MESH: "Size of each axis of the mesh, by default 1.",
-    PRINT: "Prints the resulting settings as YAML and exits.",
-}
+_CONFIG, _PRINT, _MESH = settings_of(_Common).values()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,24 +121,24 @@ class Command(Generic[T]):
           ConfigError: unreadable YAML, unknown key or flag, wrong type, or value out of range.
           SystemExit: after help or `--print-config` (0).
         """
-        before = list(itertools.takewhile(lambda word: word != "--", argv))
-        if at := next((i for i, word in enumerate(before, 1) if _key(word) in ("help", "h", "help_all")), 0):
-            self._print_help(_key(before[at - 1]) == "help_all", "".join(before[at : at + 1]), _value(before, CONFIG))
+        end = argv.index("--") if "--" in argv else len(argv)
+        if at := next((i for i, word in enumerate(argv[:end], 1) if word in _HELP_WORDS), 0):
+            self._print_help(argv[at - 1], "".join(argv[at : min(at + 1, end)]), argv[:end])
             raise SystemExit(0)
         values = self._parse(argv)
-        path, mesh, printing = (values.pop(own.keys, None) for own in (_CONFIG, _MESH, _PRINT))
+        path, mesh, printing = (values.pop(own, None) for own in (_CONFIG, _MESH, _PRINT))
+        flags = {setting.keys: value for setting, value in values.items()}
         if mesh is not None:
             kinds = get_type_hints(get_type_hints(self.schema)["mesh"])
             axes = [name for name, kind in kinds.items() if int in (kind, *get_args(kind))]
             sizes = parse_mesh(str(mesh), axes, allow_rest=True)
-            values = {("mesh", axis): size for axis, size in sizes.items()} | values
-        from_file = {} if path is None else read_values(Path(str(path)))
-        validate(self.schema, from_file, source=str(path)) if path is not None else None
-        flags: dict[str, Any] = {}
-        for (*sections, key), value in values.items():
-            reduce(lambda inner, section: inner.setdefault(section, {}), sections, flags)[key] = value
-        config = validate(self.schema, merged(from_file, flags), source="command line", spelled=self._spelled)
-        explicit = {*leaves(from_file), *map(".".join, values)}
+            flags = {("mesh", axis): size for axis, size in sizes.items()} | flags
+        in_file = {} if path is None else read_values(Path(str(path)))
+        if path is not None:
+            validate(self.schema, in_file, source=str(path))
+        given = merged(in_file, nested(flags.items()))
+        config = validate(self.schema, given, source="command line", spelled=self._spelled)
+        explicit = {".".join(map(str, keys)) for keys in (*(keys for keys, _ in leaves(in_file)), *flags)}
         config, notes = fit(config, explicit) if fit else (config, [])
         if printing:
             print("".join(f"# {note}\n" for note in notes) + to_yaml(self.printed(config)), end="")
@@ -205,16 +147,14 @@ class Command(Generic[T]):
 
     def offered(self) -> list[Setting]:
         """Returns the settings, `--config`, `--print-config` and `--mesh` first."""
-        own = []
-        if not any(setting.is_required for setting in settings_of(self.schema)):
-            own += [_CONFIG, _PRINT]
-        settings = [setting for setting in settings_of(self.schema) if not self._is_unused(setting.name)]
-        has_section = dataclasses.is_dataclass(get_type_hints(self.schema).get("mesh"))
-        if has_section and not any(setting.flag == MESH for setting in settings):  # check and estimate take a list
+        settings = [setting for setting in leaf_settings(self.schema) if not self._is_unused(setting)]
+        own = [] if any(setting.is_required for setting in settings) else [_CONFIG, _PRINT]
+        mesh = find_setting(self.schema, "mesh")
+        if mesh and mesh.is_section and not any(each.flag == mesh.flag for each in settings):  # check takes a list
             own += [_MESH]
         return own + settings
 
-    def help_schema(self, settings: Sequence[Setting], config: T | None = None, *, short: bool = True) -> type:
+    def help_schema(self, settings: Iterable[Setting], config: T | None = None, *, short: bool = True) -> type:
         """Returns a flat dataclass of settings for tyro.
 
         Args:
@@ -223,52 +163,52 @@ class Command(Generic[T]):
         """
         fields: list[tuple[str, object, dataclasses.Field[Any]]] = []
         for setting in settings:
-            own = setting.owner is object
-            default = setting.default if own or config is None else reduce(getattr, setting.keys, config)
-            text = _TEXTS[setting.flag] if own else _docstrings(setting.owner).get(setting.keys[-1], "")
-            text = re.split(r"[.;:](?=\s|$)", text, maxsplit=1)[0] + "." if short else text
-            has_help = any(getattr(mark, "help", None) for mark in setting.marks)
-            has_metavar = any(getattr(mark, "metavar", None) for mark in setting.marks)
+            is_own = config is None or setting.owner is _Common
+            default = setting.default if is_own else reduce(getattr, setting.path, config)
+            text = _docstrings(setting.owner).get(setting.path[-1], "")
             shown = tyro.conf.arg(
-                name=None if setting.is_positional else setting.flag.removeprefix("--"),
-                metavar=None if has_metavar else _metavar(setting.kind),
-                help=None if has_help else text,
+                name=None if _is_positional(setting) else setting.flag.removeprefix("--"),
+                metavar=None if _mark(setting, "metavar") else _metavar(setting.kind),
+                help=None if _mark(setting, "help") else _first_clause(text) if short else text,
                 help_behavior_hint="" if default is None or default is False or default == () else None,
             )
-            kind, marks = setting.kind, setting.marks
-            name = _JOIN.join(setting.keys).strip("-").replace("-", "_")
-            fields.append((name, Annotated[(kind, *marks, shown)], _field(default)))
+            made: Any = default if default is dataclasses.MISSING else partial(copy.copy, default)
+            field: Any = dataclasses.field(default_factory=made)
+            fields.append(("__".join(setting.path), Annotated[(setting.kind, *setting.marks, shown)], field))
         return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""})
 
-    def _print_help(self, everything: bool, section: str, path: str | None) -> None:
+    def _print_help(self, asked: str, section: str, words: Sequence[str]) -> None:
         settings = self.offered()
         config = None
         if _CONFIG in settings:
+            split = [part for word in words for part in word.split("=", 1)]
+            path = next((after for word, after in itertools.pairwise(split) if word == "--config"), None)
             config = validate(self.schema, {} if path is None else read_values(Path(path)), source=str(path))
         sections = list(dict.fromkeys(each.keys[0] for each in settings if len(each.keys) > 1))
-        more, short = "", False
-        if section and not section.startswith("-") and not everything:
+        text, is_short = self.description.strip(), False
+        if asked in (ALL_HELP, "--help_all"):
+            pass
+        elif section and not section.startswith("-"):
             if section not in sections:
-                hint = _nearest(section, sections)
-                raise ConfigError(
-                    f"{HELP} {shown(section)}: {self.program} has no such section; "
-                    + (f"did you mean {hint}?" if hint else f"there are {', '.join(sections) or 'none'}")
-                )
+                close = _nearest(section, sections)
+                hint = f"did you mean {close}?" if close else f"there are {', '.join(sections) or 'none'}"
+                raise ConfigError(f"{HELP} {shown(section)}: {self.program} has no such section; {hint}")
             settings = [each for each in settings if each.keys[0] == section]
-        elif self.first and not everything:
-            short = True
-            settings = [each for each in settings if each.name in self.first or each.owner is object]
-            more = f"\n\nMore settings: {HELP} SECTION ({', '.join(sections)}), or {ALL_HELP}"
-        schema = self.help_schema(settings, config, short=short)
+        elif self.first:
+            is_short = True
+            settings = [each for each in settings if each.name in self.first or each.owner is _Common]
+            text += f"\n\nMore settings: {HELP} SECTION ({', '.join(sections)}), or {ALL_HELP}"
+        schema = self.help_schema(settings, config, short=is_short)
+        width = max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
+        os.environ["COLUMNS"] = str(width)
         printed = io.StringIO()
-        with _columns(_MIN_COLUMNS) as width, contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
             tyro.cli(schema, args=[HELP], prog=self.program, description="", config=(tyro.conf.AvoidSubcommands,))
-        usage, _, options = printed.getvalue().partition("\n")
-        lines = "\n".join(map(str.rstrip, options.strip("\n").splitlines()))
-        print(usage, _filled(self.description + more, width), lines.rstrip(), sep="\n\n")
+        usage, _, options = re.sub(" +\n", "\n", printed.getvalue()).partition("\n")
+        print(usage, _filled(text, width), options.strip("\n"), sep="\n\n")
 
-    def _parse(self, argv: Sequence[str]) -> dict[tuple[str, ...], object]:
-        values: dict[tuple[str, ...], object] = {}
+    def _parse(self, argv: Sequence[str]) -> dict[Setting, object]:
+        values: dict[Setting, Any] = {}
         rest: list[str] = []
         words = deque(argv)
         while words:
@@ -282,71 +222,65 @@ class Command(Generic[T]):
             setting = self._find(spelled)
             if setting.kind is bool:
                 if equals:
-                    raise ConfigError(f"{word}: takes no value; {' or '.join(map(_flag, setting.spellings()))}")
-                values[setting.keys] = _key(spelled) != _negated(_key(setting.flag))
+                    raise ConfigError(f"{word}: takes no value; {' or '.join(map(_flag, _spellings(setting)))}")
+                values[setting] = _key(spelled) != _negated(_key(setting.flag))
                 continue
-            if setting.flag in (CONFIG, MESH) and setting.keys in values and not setting.is_list:
+            if setting in values and setting.flag in ("--config", "--mesh") and not setting.is_list:
                 raise ConfigError(f"{spelled} is given twice")
             many = setting.is_list and tyro.conf.UseAppendAction not in setting.marks
             found = [value] if equals else []
             while words and not equals and (many or not found) and not _is_flag(words[0]) and words[0] != "--":
                 found.append(words.popleft())
-            if not found or (setting.owner is object and found == [""]):
+            if not found or (setting.owner is _Common and found == [""]):
                 raise ConfigError(f"{spelled} needs a value; one that begins with - is given as {spelled}=-...")
-            before = values.get(setting.keys, ())
-            new = setting.value_of(found)
-            values[setting.keys] = (*before, *new) if isinstance(before, tuple) and isinstance(new, tuple) else new
-        return self._with_positionals(values, rest)
-
-    def _with_positionals(
-        self, values: dict[tuple[str, ...], object], words: list[str]
-    ) -> dict[tuple[str, ...], object]:
-        for setting in settings_of(self.schema):
-            if setting.is_positional and words:
-                count = len(words) if setting.is_list else 1
-                values[setting.keys] = setting.value_of(words[:count])
-                words = words[count:]
-            if setting.is_required and setting.keys not in values:
-                raise ConfigError(f"{self.program} needs {setting.place}; see {self.program} {HELP}")
-        if words:
-            raise ConfigError(f"{shown(words[0], 300) or repr('')}: no flag takes this; see {self.program} {HELP}")
+            values[setting] = (*values.get(setting, ()), *found) if setting.is_list else _value(setting, found[0])
+        for setting in leaf_settings(self.schema):
+            if _is_positional(setting) and rest:
+                values[setting] = tuple(rest) if setting.is_list else rest[0]
+                rest = [] if setting.is_list else rest[1:]
+            if setting.is_required and setting not in values:
+                raise ConfigError(f"{self.program} needs {_place(setting)}; see {self.program} {HELP}")
+        if rest:
+            raise ConfigError(f"{shown(rest[0], 300) or repr('')}: no flag takes this; see {self.program} {HELP}")
         return values
 
     def _find(self, spelled: str) -> Setting:
         name = _key(spelled)
-        setting = self._by_name().get(name)
-        unused = spellings(self.schema).get(name, tuple(name.split(".")))
-        if setting is None and self._is_unused(".".join(unused)):
-            raise ConfigError(f"{spelled}: {self.program} does not use it; leave it out (a {CONFIG} file may have it)")
-        if setting is None:
-            raise ConfigError(f"{shown(spelled)}: {self._suggestion(name)}")
+        known = {other: setting for setting in self.offered() for other in _spellings(setting)}
+        if name not in known:
+            unused = next((each for each in leaf_settings(self.schema) if name in _spellings(each)), None)
+            if unused is not None:
+                raise ConfigError(
+                    f"{spelled}: {self.program} does not use it; leave it out (a --config file may have it)"
+                )
+            raise ConfigError(f"{shown(spelled)}: {self._suggestion(name, list(known))}")
         if not spelled.startswith("--"):
             raise ConfigError(f"{spelled}: flags begin with two dashes; did you mean -{spelled}?")
-        return setting
+        return known[name]
 
-    def _suggestion(self, name: str) -> str:
-        for setting in settings_of(self.schema):
-            if setting.is_positional and setting.name == name:
-                return f"give {setting.place} without a flag"
-            if tyro.conf.Fixed in setting.marks and f"{name}.".startswith(f"{setting.name}."):
-                return f"{setting.name} has no flag; set it in a {CONFIG} file"
-        known = list(self._by_name())
+    def _suggestion(self, name: str, known: Sequence[str]) -> str:
+        setting = find_setting(self.schema, name)
+        if setting is not None and _is_positional(setting):
+            return f"give {_place(setting)} without a flag"
+        if setting is not None and tyro.conf.Fixed in setting.marks:
+            return f"{setting.name} has no flag; set it in a --config file"
         if within := next((other for other in known if other.startswith(f"{name}.")), None):
             return f"is a section of settings, such as {_flag(within)}"
         close = _nearest(name, known)
         hint = f"did you mean {_flag(close)}?" if close else f"see {self.program} {ALL_HELP if self.first else HELP}"
         return f"{self.program} has no such setting; {hint}"
 
-    def _by_name(self) -> dict[str, Setting]:
-        return {name: setting for setting in self.offered() for name in setting.spellings()}
-
-    def _is_unused(self, name: str) -> bool:
-        return any(name == other or name.startswith(f"{other}.") for other in self.without)
+    def _is_unused(self, setting: Setting) -> bool:
+        return any(f"{setting.name}.".startswith(f"{other}.") for other in self.without)
 
     def _spelled(self, keys: Sequence[object], value: object) -> str:
-        known = {setting.keys: setting.place for setting in settings_of(self.schema)}
-        place = known.get(tuple(map(str, keys[:1]))) or flag(self.schema, keys)
-        return f"{place} {shown(value, 300) or repr(value)}"
+        setting = find_setting(self.schema, ".".join(map(str, keys)))
+        return f"{_place(setting) if setting else keys[0]} {shown(value, 300) or repr(value)}"
+
+
+def leaf_settings(schema: Any) -> list[Setting]:
+    """Returns the settings of a schema, without its sections."""
+    return [setting for setting in settings_of(schema).values() if not setting.is_section]
 
 
 def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> dict[str, int]:
@@ -371,9 +305,9 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
         else:
             sizes[axis] = int(size)
             continue
-        raise ConfigError(f"{MESH} {shown(text)}: {problem}")
+        raise ConfigError(f"--mesh {shown(text)}: {problem}")
     if (devices := math.prod(sizes.values())) >= 2**31:  # JAX counts devices in 32 bits
-        raise ConfigError(f"{MESH} {shown(text)}: {devices:,} devices are too many for JAX")
+        raise ConfigError(f"--mesh {shown(text)}: {devices:,} devices are too many for JAX")
     return dict.fromkeys(axes, 1) | sizes
 
 
@@ -403,12 +337,12 @@ def choose_name(
       SystemExit: after printing the list for `--help` (0).
     """
     name, *rest = argv or (HELP,)
-    if name in (HELP, SHORT_HELP, ALL_HELP):
+    if name in _HELP_WORDS:
         width = max(map(len, commands)) + 2
-        columns = max(2 * width, shutil.get_terminal_size().columns)
-        fill = partial(textwrap.fill, width=columns, subsequent_indent=" " * (width + 2))
+        columns, indent = max(2 * width, shutil.get_terminal_size().columns), " " * (width + 2)
         print(f"usage: {program} COMMAND ...\n")
-        print(*(fill(f"  {command:<{width}}{text}") for command, text in commands.items()), sep="\n")
+        for command, text in commands.items():
+            print(textwrap.fill(f"  {command:<{width}}{text}", columns, subsequent_indent=indent))
         print(note or f"\n{program} COMMAND --help says more.")
         raise SystemExit(0)
     if name not in commands:
@@ -422,14 +356,9 @@ Commands = Mapping[str, Command[Any] | Mapping[str, Command[Any]]]
 """Commands by name; a family maps the names of its commands."""
 
 
-def completion(program: str, commands: Commands, words: Mapping[str, Sequence[str]], shell: str) -> str:
-    """Returns a shell completion script.
-
-    Args:
-      words: commands that take one word of a list.
-      shell: bash, zsh or fish.
-    """
-    kinds = tuple(_subcommand(name, command) for name, command in {**commands, **words}.items())
+def completion(program: str, commands: Commands, shell: str) -> str:
+    """Returns a completion script for bash, zsh or fish."""
+    kinds = tuple(_subcommand(name, command) for name, command in commands.items())
     markers = (tyro.conf.AvoidSubcommands, tyro.conf.OmitSubcommandPrefixes)
     script = io.StringIO()
     with contextlib.redirect_stdout(script), contextlib.suppress(SystemExit):
@@ -438,43 +367,51 @@ def completion(program: str, commands: Commands, words: Mapping[str, Sequence[st
     return script.getvalue()
 
 
-def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]] | Sequence[str]) -> Any:
+def _subcommand(name: str, command: Command[Any] | Mapping[str, Command[Any]]) -> Any:
     if isinstance(command, Command):
         return Annotated[command.help_schema(command.offered()), tyro.conf.subcommand(name=name)]
-    if isinstance(command, Mapping):
-        kinds = [_subcommand(*item) for item in command.items()]
-    else:
-        kinds = [Annotated[dataclasses.make_dataclass(word, []), tyro.conf.subcommand(name=word)] for word in command]
+    kinds = [_subcommand(*item) for item in command.items()]
     if len(kinds) == 1:  # tyro would mistake it for the family, and complete its flags without its name
         kinds.append(Annotated[None, tyro.conf.subcommand(name=HELP)])
     inner: Any = Union[tuple(kinds)]  # noqa: UP007
-    family = dataclasses.make_dataclass(name, [("command", inner)])
-    return Annotated[family, tyro.conf.subcommand(name=name)]
+    return Annotated[dataclasses.make_dataclass(name, [("command", inner)]), tyro.conf.subcommand(name=name)]
 
 
-def settings_of(schema: type) -> tuple[Setting, ...]:
-    """Returns the settings of a schema."""
-    return _all_settings(schema)
+def _mark(setting: Setting, name: str) -> Any:
+    return next((value for mark in setting.marks if (value := getattr(mark, name, None))), None)
 
 
-def _settings(root: type, schema: Any, prefix: tuple[str, ...]) -> Iterator[Setting]:
-    for field in dataclasses.fields(schema):
-        hint, keys = hints_of(schema)[field.name], (*prefix, field.name)
-        if dataclasses.is_dataclass(section := _plain(hint)):
-            yield from _settings(root, section, keys)
-        else:
-            made = field.default_factory
-            default = field.default if made is dataclasses.MISSING else made()
-            marks = getattr(hint, "__metadata__", ())
-            yield Setting(schema, keys, _plain(hint), marks, default, flag(root, keys))
+def _is_positional(setting: Setting) -> bool:
+    return tyro.conf.Positional in setting.marks
 
 
-_all_settings: Callable[[Any], tuple[Setting, ...]] = cache(lambda schema: tuple(_settings(schema, schema, ())))
+def _place(setting: Setting) -> str:
+    """Name in errors: `HF_DIR` or `--mesh.tp`."""
+    return (_mark(setting, "metavar") or setting.name.upper()) if _is_positional(setting) else setting.flag
 
 
-def spellings(schema: type) -> dict[str, tuple[str, ...]]:
-    """Maps flags, without leading dashes and with words joined by _, to keys."""
-    return {name: setting.keys for setting in settings_of(schema) for name in setting.spellings()}
+def _spellings(setting: Setting) -> Iterator[str]:
+    """Yields its flags without leading dashes, words joined by _."""
+    if _is_positional(setting) or tyro.conf.Fixed in setting.marks:
+        return
+    yield _key(setting.flag)
+    if setting.kind is bool:
+        yield _negated(_key(setting.flag))
+    yield from map(_key, _mark(setting, "aliases") or ())
+
+
+def spellings(schema: type) -> set[str]:
+    """Returns all flags without leading dashes, words joined by _."""
+    return {name for setting in leaf_settings(schema) for name in _spellings(setting)}
+
+
+def _value(setting: Setting, word: str) -> object:
+    """Returns the value for pydantic to validate."""
+    choices = get_args(setting.kind)
+    if type(None) in choices and not {str, Path} & {*choices} and word.lower() in ("none", "null"):
+        return None
+    literals = choices if get_origin(setting.kind) is Literal else ()
+    return next((choice for choice in literals if str(choice) == word), word)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str | None:
@@ -486,10 +423,6 @@ def _nearest(name: str, known: Sequence[str]) -> str | None:
     same = [other for other in known if other.rpartition(".")[2] == last]
     close = difflib.get_close_matches(name, same or known, n=1, cutoff=0 if same else 0.6)
     return close[0] if close else None
-
-
-def _field(default: object) -> Any:
-    return dataclasses.field() if default is dataclasses.MISSING else dataclasses.field(default_factory=lambda: default)
 
 
 def _is_flag(word: str) -> bool:
@@ -509,23 +442,9 @@ def _negated(key: str) -> str:
     return f"{section}{dot}no_{last}"
 
 
-def _value(words: Sequence[str], name: str) -> str | None:
-    for word, after in itertools.pairwise([*words, ""]):
-        spelled, equals, value = word.partition("=")
-        if spelled == name:
-            return value if equals else after
-    return None
-
-
-def _plain(kind: Any) -> Any:
-    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
-
-
 def _metavar(kind: Any) -> str | None:
-    others = [_plain(part) for part in get_args(kind) if part is not type(None)]
-    if len(others) != 1 or len(get_args(kind)) != 2:
-        return None
-    return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0])
+    others = [part for part in get_args(kind) if part is not type(None)]
+    return {Path: "PATH", str: "TEXT", int: "INT", float: "FLOAT"}.get(others[0]) if len(others) == 1 else None
 
 
 def _docstrings(schema: type) -> dict[str, str]:
@@ -534,25 +453,15 @@ def _docstrings(schema: type) -> dict[str, str]:
     return {text.arg_name: " ".join((text.description or "").split()) for text in found}
 
 
+def _first_clause(text: str) -> str:
+    return re.split(r"[.;:](?=\s|$)", text, maxsplit=1)[0] + "."
+
+
 def _filled(text: str, width: int) -> str:
     paragraphs = []
-    for paragraph in text.strip().split("\n\n"):
+    for paragraph in text.split("\n\n"):
+        lines = [line.strip() for line in paragraph.splitlines()]
         is_code = paragraph.startswith(("jaxtp ", " "))
-        lines = "\n".join(f"  {line.strip()}" for line in paragraph.splitlines())
-        fill = partial(textwrap.fill, width=width, break_on_hyphens=False, break_long_words=False)
-        paragraphs.append(lines if is_code else fill(" ".join(paragraph.split())))
+        filled = textwrap.fill(" ".join(lines), width, break_on_hyphens=False, break_long_words=False)
+        paragraphs.append("\n".join(f"  {line}" for line in lines) if is_code else filled)
     return "\n\n".join(paragraphs)
-
-
-@contextlib.contextmanager
-def _columns(least: int) -> Iterator[int]:
-    # Makes libraries format for at least `least` columns: tyro hangs below six.
-    before, found = os.environ.get("COLUMNS"), shutil.get_terminal_size().columns
-    try:
-        if found < least:
-            os.environ["COLUMNS"] = str(least)
-        yield max(found, least)
-    finally:
-        if found < least:
-            os.environ.pop("COLUMNS")
-            os.environ.update({} if before is None else {"COLUMNS": before})

@@ -8,23 +8,22 @@ import dataclasses
 import difflib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import pydantic
 import tyro
 import yaml
-from pydantic.fields import FieldInfo
 
+from jaxtp.config.affects import find_setting, settings_of
 from jaxtp.config.entry import UserError
 from jaxtp.config.reading import MAX_YAML, parse_yaml, read_bytes, shown
 
 T = TypeVar("T")
 
 _adapter: Callable[[Any], pydantic.TypeAdapter[Any]] = cache(pydantic.TypeAdapter)
-
 
 BASE = "base"
 """The key of a YAML file that includes another."""
@@ -121,15 +120,6 @@ def from_yaml(schema: type[T], path: str | Path) -> T:
     return validate(schema, read_values(Path(path)), source=str(path))
 
 
-def read_values(path: Path) -> Any:
-    """Returns the values in a YAML file, merged over its `base` files.
-
-    Raises:
-      ConfigError: a file cannot be read or parsed, or includes itself.
-    """
-    return _with_base(path, ())
-
-
 def read_yaml(path: Path, asked_by: str = "") -> Any:
     """Returns the values in a YAML file; None if empty.
 
@@ -148,21 +138,27 @@ def read_yaml(path: Path, asked_by: str = "") -> Any:
         raise ConfigError(f"{path}: not a YAML file: {error}") from None
 
 
-def _with_base(path: Path, including: tuple[str, ...]) -> Any:
+def read_values(path: Path, including: tuple[str, ...] = ()) -> Any:
+    """Returns the values in a YAML file, merged over its `base` files.
+
+    Args:
+      including: files that lead to it.
+
+    Raises:
+      ConfigError: a file cannot be read or parsed, or includes itself.
+    """
     values = read_yaml(path, f" (the base of {including[-1]})" if including else "")
     real = os.path.realpath(path)
     if real in including:
         raise ConfigError(f"{path}: includes itself by way of base")
     if len(including) == _MAX_BASES:
         raise ConfigError(f"{path}: more than {_MAX_BASES} files include each other by way of base")
-    if values is None:
-        return {}
     if not isinstance(values, Mapping) or BASE not in values:
-        return values
-    own = {key: value for key, value in values.items() if key != BASE}
-    if not isinstance(values[BASE], str):
-        raise ConfigError(f"{path}: base = {shown(repr(values[BASE]))}: should be the name of a YAML file")
-    return merged(_with_base(path.parent / values[BASE], (*including, real)), own)
+        return {} if values is None else values
+    own = dict(values)
+    if not isinstance(base := own.pop(BASE), str):
+        raise ConfigError(f"{path}: base = {shown(repr(base))}: should be the name of a YAML file")
+    return merged(read_values(path.parent / base, (*including, real)), own)
 
 
 def merged(below: Any, above: Any, prefix: str = "") -> Any:
@@ -178,34 +174,18 @@ def merged(below: Any, above: Any, prefix: str = "") -> Any:
     return {**below, **above, **shared}
 
 
-def hints_of(schema: Any) -> Mapping[str, Any]:
-    """Returns the annotated type of each field."""
-    return _hints(schema)
-
-
-_hints: Callable[[Any], Mapping[str, Any]] = cache(partial(get_type_hints, include_extras=True))
-
-
 def flag(schema: Any, keys: Sequence[Any]) -> str:
-    """Returns the flag of a value (`--mesh.tp`); omits sections whose flag name is empty."""
-    names = []
-    for key in keys:
-        key = _aliases(schema).get(key, key)
-        annotated = hints_of(schema).get(key) if dataclasses.is_dataclass(schema) else None
-        if annotated is None:
-            break  # within the value
-        given = [name for part in get_args(annotated)[1:] if (name := getattr(part, "name", None)) is not None]
-        names += [name for name in (given or [key]) if name]
-        schema = get_args(annotated)[0] if get_origin(annotated) is Annotated else annotated
-    return f"--{'.'.join(names).replace('_', '-')}"
+    """Returns the flag of a value (`--mesh.tp`)."""
+    setting = find_setting(schema, ".".join(map(str, keys)))
+    return f"--{keys[0]}" if setting is None else setting.flag
 
 
-def _setting(keys: Sequence[Any], value: Any) -> str:
+def _assignment(keys: Sequence[Any], value: Any) -> str:
     return f"{shown('.'.join(map(str, keys)))} = {shown(repr(value))}"
 
 
 def validate(
-    schema: type[T], values: Any, *, source: str, spelled: Callable[[Sequence[Any], Any], str] = _setting
+    schema: type[T], values: Any, *, source: str, spelled: Callable[[Sequence[Any], Any], str] = _assignment
 ) -> T:
     """Builds the schema from plain values, and reports all problems at once.
 
@@ -253,93 +233,81 @@ def to_yaml(config: Any) -> str:
 
 def to_short_yaml(config: Any, always: Set[str]) -> str:
     """Returns YAML for `from_yaml`: non-default values and the settings in `always`."""
-    return yaml.safe_dump(_differing(to_plain(config), to_plain(type(config)()), always), sort_keys=False)
-
-
-def _differing(values: Mapping[str, Any], defaults: Mapping[str, Any], always: Set[str], prefix: str = "") -> Any:
-    kept = {}
-    for key, value in values.items():
-        default, name = defaults.get(key), f"{prefix}{key}"
-        if isinstance(value, Mapping) and isinstance(default, Mapping):
-            value = _differing(value, default, always, f"{name}.")
-            default = {}
-        if value != default or name in always:
-            kept[key] = value
-    return kept
+    defaults = dict(leaves(to_plain(type(config)())))
+    values = leaves(to_plain(config))
+    differing = ((at, value) for at, value in values if value != defaults.get(at) or ".".join(at) in always)
+    return yaml.safe_dump(nested(differing), sort_keys=False)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Returns the leaves that differ: `model.d_model: 128 -> 256`."""
-    lines = []
-    for key in dict.fromkeys((*old, *new)):
-        before, after = old.get(key), new.get(key)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            lines += differences(before, after, f"{prefix}{key}.")
-        elif before != after:
-            lines.append(f"{prefix}{key}: {before} -> {after}")
-    return lines
+    before, after = dict(leaves(old)), dict(leaves(new))
+    names = {at: f"{prefix}{'.'.join(map(str, at))}" for at in {**before, **after}}
+    return [
+        f"{name}: {before.get(at)} -> {after.get(at)}" for at, name in names.items() if before.get(at) != after.get(at)
+    ]
+
+
+def leaves(values: Mapping[str, Any], keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yields each value in nested mappings, below its keys."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, (*keys, key))
+        else:
+            yield (*keys, key), value
+
+
+def nested(values: Iterable[tuple[Sequence[str], Any]]) -> dict[str, Any]:
+    """Returns nested mappings of leaves."""
+    outer: dict[str, Any] = {}
+    for (*sections, key), value in values:
+        inner = outer
+        for section in sections:
+            inner = inner.setdefault(section, {})
+        inner[key] = value
+    return outer
 
 
 def nearest_file(path: Path) -> str:
     """Suggests an existing file for a missing one: `; did you mean data/a.txt?`, or nothing."""
     try:
-        names = [entry.name for entry in path.parent.iterdir()]
+        others = [entry.name for entry in path.parent.iterdir() if entry.name != path.name]
     except OSError:
         return ""
-    others = [name for name in names if name != path.name]
     close = difflib.get_close_matches(path.name, others, n=1, cutoff=0.75)
     return f"; did you mean {path.parent / close[0]}?" if close else ""
 
 
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    """Yields dotted names of the leaves."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}"
+_COMPLAINTS = {
+    "tuple_type": "should be a list, such as [a, b]",
+    "dict_type": "should be a mapping, such as {{a: 1}}",
+    "too_long": "has {actual_length:,} values, and at most {max_length:,} are taken",
+    "path_type": "should be a path",
+    "dataclass_type": "should be a section: keys and their values",
+}
 
 
 def _complaint(item: Mapping[str, Any]) -> str:
-    if item["type"] == "tuple_type":
-        return "should be a list, such as [a, b]"
-    if item["type"] == "dict_type":
-        return "should be a mapping, such as {a: 1}"
-    if item["type"] == "too_long":
-        return f"has {item['ctx']['actual_length']:,} values, and at most {item['ctx']['max_length']:,} are taken"
-    if item["type"] == "path_type":
-        return "should be a path"
-    if item["type"] == "dataclass_type":
-        return "should be a section: keys and their values"
+    if text := _COMPLAINTS.get(item["type"]):
+        return text.format(**item.get("ctx", {}))
     return str(item["msg"]).removeprefix("Input ").removeprefix("Value error, ")
 
 
-def _aliases(schema: Any) -> dict[str, str]:
-    # Field names by key, where the key is a Python keyword.
-    hints = hints_of(schema) if dataclasses.is_dataclass(schema) else {}
-    extras = ((name, extra) for name, kind in hints.items() for extra in get_args(kind))
-    return {extra.alias: name for name, extra in extras if isinstance(extra, FieldInfo) and extra.alias is not None}
-
-
 def _unknown_keys(schema: Any, values: Mapping[Any, Any], prefix: str) -> Iterator[str]:
-    types, aliases = get_type_hints(schema), _aliases(schema)
-    known = {field.name: types[field.name] for field in dataclasses.fields(schema)}
-    known |= {key: types[name] for key, name in aliases.items()}
+    fields = [setting for setting in settings_of(schema).values() if len(setting.keys) == 1]
+    known = {key: field.kind for field in fields for key in (*field.keys, *field.path)}
     for key, value in values.items():
+        kind = known.get(key)
         if key not in known:
             close = difflib.get_close_matches(shown(key), known, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(known)}"
             yield f"{prefix}{shown(key)}: unknown key; {hint}"
-        elif (
-            isinstance(value, bool)
-            and {int, float} & (kinds := {known[key], *get_args(known[key])})
-            and bool not in kinds
-        ):
+        elif isinstance(value, bool) and {int, float} & (kinds := {kind, *get_args(kind)}) and bool not in kinds:
             yield f"{prefix}{key} = {value}: should be a number"  # YAML reads yes and on as true, and true as 1
-        elif dataclasses.is_dataclass(known[key]) and isinstance(value, Mapping):
-            yield from _unknown_keys(known[key], value, f"{prefix}{key}.")
-        elif get_origin(known[key]) is dict and isinstance(value, Mapping):
-            of = get_args(known[key])[1]
-            for name, inner in value.items():
-                if dataclasses.is_dataclass(of) and isinstance(inner, Mapping):
-                    yield from _unknown_keys(of, inner, f"{prefix}{key}.{shown(name)}.")
+        elif dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
+            yield from _unknown_keys(kind, value, f"{prefix}{key}.")
+        elif get_origin(kind) is dict and isinstance(value, Mapping):
+            inner = get_args(kind)[1]
+            for name, each in value.items():
+                if dataclasses.is_dataclass(inner) and isinstance(each, Mapping):
+                    yield from _unknown_keys(inner, each, f"{prefix}{key}.{shown(name)}.")
