@@ -5,13 +5,12 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import IO, Self, TextIO, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from jaxtp.config.entry import end_by_closed_pipe
+from jaxtp.config.entry import end_by_closed_pipe, silence
 
 _RANKS = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "JOB_COMPLETION_INDEX")
 """Variables of processes that a scheduler started. `mpirun` and `srun --pty` give them terminals that are logs."""
@@ -61,9 +60,7 @@ class Display:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()
 
     @property
@@ -102,26 +99,22 @@ class _Output(io.TextIOBase):
         return is_terminal(self._stream)
 
     def write(self, text: str) -> int:
+        # rich also writes from a thread of its own, so only here can every error be caught.
         if self._stream is not None:
-            try:
-                # rich also writes from its own thread, so only here can every error be caught.
-                self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
-            except (OSError, ValueError) as error:  # a ValueError if it is closed
-                self._give_up(error)
+            self._try(self._stream.write, text.encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
 
     def flush(self) -> None:
         if self._stream is not None:
-            try:
-                self._stream.flush()
-            except (OSError, ValueError) as error:
-                self._give_up(error)
+            self._try(self._stream.flush)
 
-    def _give_up(self, error: Exception) -> None:
-        # To /dev/null, so that Python's flush at exit cannot fail.
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), stream.fileno())
-        if isinstance(error, BrokenPipeError):
-            self._unread()
+    def _try(self, action: Callable[..., object], *arguments: str) -> None:
+        try:
+            action(*arguments)
+        except (OSError, ValueError) as error:  # a ValueError if it is closed
+            stream, self._stream = self._stream, None  # another thread may fail as well
+            if stream is not None:
+                with contextlib.suppress(OSError, ValueError):
+                    silence(stream.fileno())
+            if isinstance(error, BrokenPipeError):
+                self._unread()

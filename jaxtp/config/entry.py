@@ -1,8 +1,6 @@
 """Entry and exit of commands: one line, no traceback, for mistakes, Ctrl-C, closed pipes and full disks.
 
-`attempt` turns these into a line and an exit code. `run` tells errors of standard output from errors of files, and
-flushes its buffer while an error can still be reported. A command's `__main__.py` defines `main(argv)`, which calls
-`attempt`, and ends with `run(PROGRAM, main)`.
+A command's `__main__.py` defines `main(argv)`, which calls `attempt`, and ends with `run(PROGRAM, main)`.
 """
 
 import contextlib
@@ -21,21 +19,17 @@ STANDARD_OUTPUT = "standard output"
 
 MISTAKE = 2
 """The exit code after a user's mistake."""
-
 WRONG = 3
-"""The exit code where numbers are wrong, not finite or not those of other devices: the same again is no use."""
-
+"""The exit code where numbers are not finite or differ between devices: a retry is no use."""
 FILES = 74
-"""The exit code where files cannot be written or read any more after the start; it may pass. EX_IOERR of sysexits.h."""
-
+"""The exit code where files can no longer be written or read (EX_IOERR of sysexits.h): a retry may succeed."""
 PASSING = 75
-"""The exit code of a process of several that was stuck, or has lost another: EX_TEMPFAIL of sysexits.h."""
-
+"""The exit code of a process of several that was stuck, or has lost another (EX_TEMPFAIL of sysexits.h)."""
 INTERRUPTED = 130
-"""The exit code after Ctrl-C: 128 and the number of the signal, as shells have it."""
+"""The exit code after Ctrl-C: 128 and the number of the signal, as in shells."""
 
 _CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
-"""Control characters, which a terminal may obey, but for the end of a line."""
+"""Characters that a terminal may obey, except for the end of a line."""
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -78,53 +72,47 @@ def attempt(program: str, action: Callable[[], int | None], interrupted: str = "
             return end_by_closed_pipe()
         if not error.filename and error.errno not in _FULL:
             raise  # names no file, so the user cannot fix it
-        from jaxtp.config.reading import shown  # by now the libraries are imported
-
-        return fail(program, f"{shown(error.filename)}: {error.strerror}" if error.filename else f"{error.strerror}")
+        return fail(program, f"{error.filename}: {error.strerror}" if error.filename else f"{error.strerror}")
 
 
 def fail(program: str, error: Exception | str) -> int:
     """Prints a mistake on stderr and returns exit code 2."""
-    say(f"{program}: error: {_CONTROL.sub(lambda found: found[0].encode('unicode_escape').decode(), str(error))}")
+    escaped = _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), str(error))
+    say(f"{program}: error: {escaped}")
     return MISTAKE
 
 
 def run(program: str, main: Callable[[Sequence[str]], int]) -> NoReturn:
     """Runs a command with `sys.argv` and exits with its code."""
-    if signal.getsignal(signal.SIGINT) is _interrupted_import:
+
+    def flushed() -> int:
+        try:
+            return main(sys.argv[1:])
+        finally:  # also after --help: at the interpreter's exit it is too late to handle errors
+            sys.stdout.flush()
+
+    if signal.getsignal(signal.SIGINT) is _end_import:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    _tell_output_apart()
-    code = attempt(program, lambda: _flushed(main))
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
+    elif isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout = text_output(sys.stdout.fileno(), sys.stdout)
+    code = attempt(program, flushed)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no message for Ctrl-C while libraries shut down
     sys.exit(code)
 
 
-def _flushed(main: Callable[[Sequence[str]], int]) -> int:
-    # Also after `--help`: at interpreter exit it is too late to handle errors.
-    try:
-        return main(sys.argv[1:])
-    finally:
-        sys.stdout.flush()
-
-
 class Output(io.FileIO):
-    """Standard output; its `OSError`s have `filename = STANDARD_OUTPUT`."""
+    """Standard output, whose errors have `filename = STANDARD_OUTPUT`; silent after the first."""
 
     def write(self, data: bytes, /) -> int:  # type: ignore[override]
-        """Writes as `FileIO` does, and silences the descriptor after an error.
-
-        Raises:
-          OSError: a full disk or closed pipe.
-        """
+        """Writes as `FileIO` does."""
         try:
             return super().write(data)
         except OSError as error:
             error.filename = STANDARD_OUTPUT
-            # To /dev/null, which silences later flushes.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self.fileno())
-            os.close(nowhere)
+            silence(self.fileno())
             raise
 
 
@@ -140,11 +128,10 @@ def text_output(descriptor: int, like: io.TextIOWrapper) -> io.TextIOWrapper:
     )
 
 
-def _tell_output_apart() -> None:
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for as long as the process lives)
-    elif isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout = text_output(sys.stdout.fileno(), sys.stdout)
+def silence(descriptor: int) -> None:
+    """Sends all further output to /dev/null, so that Python's flush at exit cannot fail."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)
 
 
 def end_by_closed_pipe() -> int:
@@ -156,21 +143,12 @@ def end_by_closed_pipe() -> int:
 
 def say(text: str) -> None:
     """Prints a line on stderr, if open."""
-    # `print` with `file=None` would use standard output.
-    if sys.stderr is not None:
+    if sys.stderr is not None:  # `print` with `file=None` would use standard output
         with contextlib.suppress(OSError):
             print(text, file=sys.stderr, flush=True)
 
 
-def _watch_imports() -> None:
-    # The package imports this module first, and this module imports only the standard library, so that Ctrl-C during
-    # the other imports, which take seconds, also ends in one line. Other programs are left alone.
-    starting = sys.argv[:1] == ["-m"] or os.path.basename(sys.argv[0] if sys.argv else "") == "jaxtp"
-    if starting and _command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _interrupted_import)
-
-
-def _interrupted_import(number: int, frame: FrameType | None) -> None:
+def _end_import(number: int, frame: FrameType | None) -> None:
     # A library that tries an import could swallow a `KeyboardInterrupt`.
     say(f"\n{_command()}: interrupted")
     os._exit(INTERRUPTED)
@@ -185,4 +163,8 @@ def _command() -> str:
     return f"jaxtp {name}".strip()
 
 
-_watch_imports()
+# The package imports this module first, and this module imports only the standard library, so that Ctrl-C during the
+# other imports, which take seconds, also ends in one line. Other programs are left alone.
+_starting = sys.argv[:1] == ["-m"] or os.path.basename(next(iter(sys.argv), "")) == "jaxtp"
+if _starting and _command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, _end_import)

@@ -15,11 +15,7 @@ PARTIAL = ".partial"
 
 
 def sha256(path: Path) -> str:
-    """Returns the hex sha256 of a file, read in pieces.
-
-    Raises:
-      OSError: if unreadable.
-    """
+    """Returns the hex sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -91,11 +87,7 @@ def writing(flag: str, path: Path) -> Iterator[None]:
 
 
 def write_json(flag: str, path: Path | None, record: Mapping[str, Any]) -> None:
-    """Writes a record to a flag's file, if any.
-
-    Raises:
-      ConfigError: the write failed.
-    """
+    """Writes a record to a flag's file, if any; errors as in `writing`."""
     if path is not None:
         with writing(flag, path):
             path.write_text(json.dumps(record, indent=2) + "\n")
@@ -120,14 +112,7 @@ def require_picture(flag: str, path: Path | None) -> None:
 
 
 def write_picture(flag: str, path: Path | None, draw: Callable[[Any], None]) -> None:
-    """Draws a flag's picture, if any, checked by `require_picture`.
-
-    Args:
-      draw: draws on a matplotlib `Figure`.
-
-    Raises:
-      ConfigError: the write failed.
-    """
+    """Lets `draw` draw a flag's picture, if any, on a matplotlib `Figure`; `require_picture` has checked it."""
     if path is None:
         return
     from matplotlib.figure import Figure

@@ -1,7 +1,6 @@
-"""Hints for sizes that do not fit: changes to one setting that make everything fit.
+"""Hints for sizes that do not fit: changes of one setting, tried before they are suggested.
 
-A value is tried before it is suggested: it must fix all problems of its setting and cause no others, so that following
-a hint never leads to another error.
+A suggested value fixes all problems of its setting and causes no others.
 """
 
 import math
@@ -24,14 +23,9 @@ class Problem:
     multiples: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Sizes that may be changed, and the values nearest to what they are: `{"model.d_ff": (96, 104)}`."""
 
-    @property
-    def settings(self) -> set[str]:
-        """All settings that could be changed."""
-        return {*self.among, *self.multiples}
-
 
 Problems = Callable[[Mapping[str, int]], Iterable[Problem]]
-"""The problems that are there after some settings are changed: `problems({"mesh.tp": 3})`."""
+"""Finds the problems after changes: `problems({"mesh.tp": 3})`."""
 
 
 def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
@@ -46,20 +40,22 @@ def explained(problems: Problems, *, fixed: bool) -> Iterator[str]:
     def working(setting: str, values: Iterable[int]) -> list[int]:
         if fixed and setting.startswith("model."):
             return []
-        kept = {problem.text for problem in found if setting not in problem.settings}
+        kept = {problem.text for problem in found if setting not in {*problem.among, *problem.multiples}}
         return [value for value in values if {problem.text for problem in problems({setting: value})} <= kept]
 
     for problem in found:
-        smaller = {name: [d for d in divisors(number) if d <= MAX_SUGGESTED] for name, number in problem.among.items()}
-        choices = {setting: working(setting, values) for setting, values in smaller.items()}
-        hints = [f"{_short(name)} can be {', '.join(map(str, values))}" for name, values in choices.items() if values]
-        nearest = {setting: working(setting, values) for setting, values in problem.multiples.items()}
-        hints += [f"{_short(name)} {' or '.join(map(str, values))}" for name, values in nearest.items() if values]
+        hints = []
+        for setting, number in problem.among.items():
+            if values := working(setting, (size for size in divisors(number) if size <= MAX_SUGGESTED)):
+                hints.append(f"{_short(setting)} can be {', '.join(map(str, values))}")
+        for setting, sizes in problem.multiples.items():
+            if values := working(setting, sizes):
+                hints.append(f"{_short(setting)} {' or '.join(map(str, values))}")
         yield f"{problem.text}; {', or '.join(hints)}" if hints else problem.text
 
 
 def not_divisible(name: str, value: int, by_name: str, by: int, among: Mapping[str, int]) -> Iterator[Problem]:
-    """Yields a problem if `value`, of setting `name`, is not divisible by `by`, in words `by_name`."""
+    """Yields a problem if setting `name`, with `value`, is not divisible by `by`, which `by_name` names."""
     if value % by:
         sizes = tuple(multiple for multiple in nearest_multiples(value, by) if multiple < 2**31)
         yield Problem(f"{name}={value} is not divisible by {by_name}={by}", among, {name: sizes})

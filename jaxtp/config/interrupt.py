@@ -5,8 +5,6 @@ import threading
 from types import FrameType
 from typing import Any, Self
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that ask for an end; a terminal that is closed sends SIGHUP, a scheduler may send SIGUSR1."""
 _SECOND: dict[signal.Signals, Any] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
@@ -14,7 +12,9 @@ _SECOND: dict[signal.Signals, Any] = {
     signal.SIGUSR1: signal.SIG_IGN,
 }
 """Handlers after the first signal. A closed terminal sends several SIGHUPs, from its kernel and from its shell, and a
-scheduler may repeat itself: they are no second request."""
+scheduler may repeat SIGUSR1: they are no second request."""
+SIGNALS = tuple(_SECOND)
+"""Signals that ask for an end."""
 
 
 def signal_name(number: int) -> str:
@@ -57,8 +57,7 @@ class Interrupt:
             raise InterruptError
 
     def _first(self, number: int, _: FrameType | None) -> None:
-        # An exception here could be lost in a callback, such as JAX's during garbage collection, and would lose the
-        # work since the last save.
+        # An exception here could be lost in a callback, such as JAX's during garbage collection.
         self.received = signal.Signals(number).name
         for each in self._before:
             signal.signal(each, _SECOND[each])

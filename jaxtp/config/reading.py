@@ -1,7 +1,7 @@
 """Limited reading of untrusted files, and their JSON and YAML.
 
 Never opens devices, waits for pipes, or reads more bytes than a file of its kind has. Nesting depth, number of values
-(YAML aliases expanded) and length of integers are limited, so that callers can safely compare, copy and print values.
+and length of integers are limited, so that callers can safely compare, copy and print values.
 """
 
 import errno
@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,11 +21,10 @@ MAX_JSON = 2**25
 MAX_YAML = 2**18
 """Bytes."""
 _MAX_JSON_VALUES = 2**22
-_MAX_YAML_VALUES = 100_000
 _MAX_DEPTH = 64
 _MAX_DIGITS = 100
 """Most digits of a number, so that each integer is also a float."""
-_LFS = b"version https://git-lfs.github.com/spec/"
+_LFS = rb"version https://git-lfs\.github\.com/spec/(?:[^\0]*^size (\d{1,18})$)?"
 _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
 """Errors that PyYAML raises for the 45th of a month, a code point that does not exist, an integer without digits."""
 
@@ -45,10 +44,12 @@ def open_regular(path: Path) -> BinaryIO:
     if not stat.S_ISREG(mode):
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     file = path.open("rb")
-    if file.read(len(_LFS)) == _LFS:
-        pointer = file.read(1000)
+    if pointer := re.match(_LFS, file.read(1000), re.MULTILINE):
         file.close()
-        raise OSError(errno.EINVAL, _fetch_it(path, pointer), str(path))
+        size = f" of {int(pointer[1]):,} bytes" if pointer[1] else ""
+        fetch = shlex.join(["git", "-C", str(path.parent), "lfs", "pull", "--include", path.name])
+        problem = f"Git LFS's pointer to a file{size} that has not been fetched; fetch it by `{fetch}`"
+        raise OSError(errno.EINVAL, problem, str(path))
     file.seek(0)
     return file
 
@@ -79,10 +80,10 @@ def inside(folder: Path, name: str) -> Path:
         real, home = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     except ValueError:
         raise OSError(errno.EINVAL, "no file can have this name", str(path)) from None
-    if not (real.is_relative_to(home) or _is_blob(real)):
-        raise PermissionError(
-            errno.EPERM, f"is a link to {real}, outside of the folder; copy the file into it", str(path)
-        )
+    is_blob = real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
+    if not (real.is_relative_to(home) or is_blob):
+        problem = f"is a link to {real}, outside of the folder; copy the file into it"
+        raise PermissionError(errno.EPERM, problem, str(path))
     if path.is_symlink() and not path.exists():
         raise FileNotFoundError(errno.ENOENT, "is a link that leads nowhere", str(path))
     return path
@@ -125,6 +126,8 @@ def parse_yaml(content: bytes) -> Any:
         raise ValueError(f"{where}{error.problem or error.context}") from None
     except yaml.reader.ReaderError as error:
         raise ValueError(f"byte {error.position + 1} is no text in UTF-8: {error.reason}") from None
+    except RecursionError:
+        raise ValueError("nested too deeply to be real") from None
     except _BAD_VALUE as error:
         raise ValueError(str(error)) from None
     return found
@@ -138,33 +141,13 @@ def shown(value: Any, most: int = 100) -> str:
 
 
 class _Strict(yaml.SafeLoader):
-    """Rejects duplicate keys (PyYAML silently keeps the last) and documents too large to be real."""
-
-    def __init__(self, stream: bytes):
-        super().__init__(stream)
-        self._values, self._depth, self._deepest = 0, 0, 0
-        self._measured: dict[int, tuple[int, int]] = {}
-        """Values in a node and its height, by the node's id."""
+    """Refuses aliases, by which a few lines stand for billions of values, and duplicate keys: PyYAML keeps the last."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        mark = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
-            node = super().compose_node(parent, index)
-            if id(node) not in self._measured:
-                raise yaml.composer.ComposerError(None, None, "a value that contains itself", mark)
-            # An alias counts at each use: a few lines can expand to billions of values.
-            values, height = self._measured[id(node)]
-            self._count(values, self._depth + height, mark)
-            return node
-        values, outer = self._values, self._deepest
-        self._depth += 1
-        self._deepest = self._depth
-        self._count(1, self._depth, mark)
-        node = super().compose_node(parent, index)
-        self._depth -= 1
-        self._measured[id(node)] = (self._values - values, self._deepest - self._depth)
-        self._deepest = max(outer, self._deepest)
-        return node
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "an alias (*name); write the value out", mark)
+        return super().compose_node(parent, index)
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -189,33 +172,13 @@ class _Strict(yaml.SafeLoader):
             problem = f"{shown(text)!r} looks like a {kind}, and is none; quotes make it text"
             raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
 
-    def _count(self, values: int, depth: int, mark: yaml.Mark) -> None:
-        self._values += values
-        self._deepest = max(self._deepest, depth)
-        if self._deepest > _MAX_DEPTH:
-            raise yaml.composer.ComposerError(None, None, f"nested more than {_MAX_DEPTH} deep", mark)
-        if self._values > _MAX_YAML_VALUES:
-            raise yaml.composer.ComposerError(None, None, f"more than {_MAX_YAML_VALUES:,} values", mark)
-
-
-def _fetch_it(path: Path, pointer: bytes) -> str:
-    size = re.search(rb"^size (\d{1,18})$", pointer, re.MULTILINE)
-    of = f" of {int(size[1]):,} bytes" if size else ""
-    command = shlex.join(["git", "-C", str(path.parent), "lfs", "pull", "--include", path.name])
-    return f"Git LFS's pointer to a file{of} that has not been fetched; fetch it by `{command}`"
-
-
-def _is_blob(real: Path) -> bool:
-    # Snapshot folders of the hub's cache link to its blobs.
-    return real.parent.name == "blobs" and real.parent.parent.name.startswith("models--")
-
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"is no file of its kind: the key {shown(name)!r} is there twice")
-        found[name] = value
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"is no file of its kind: the key {shown(twice)!r} is there twice")
     return found
 
 
@@ -231,18 +194,13 @@ def _require_printable(value: Any) -> None:
     while left:
         item, depth = left.pop()
         if depth > _MAX_DEPTH:
-            raise ValueError("is nested too deeply to be real")
+            raise RecursionError
         if isinstance(item, str) and not item.isascii():
             try:
                 item.encode()
             except UnicodeEncodeError:
                 raise ValueError("holds half of a surrogate pair, which is no character") from None
-        left += [(inner, depth + 1) for inner in _parts(item)]
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping):
-        yield from value.keys()
-        yield from value.values()
-    elif isinstance(value, list | tuple | set):
-        yield from value
+        if isinstance(item, Mapping):
+            left += [(inner, depth + 1) for inner in (*item.keys(), *item.values())]
+        elif isinstance(item, list | tuple | set):
+            left += [(inner, depth + 1) for inner in item]
