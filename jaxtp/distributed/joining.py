@@ -53,28 +53,25 @@ _MAX_SECONDS = 24 * 60 * 60
 _CHECK_SECONDS = 1.0
 """Seconds between attempts to reach process 0."""
 _PORT = "JAX_COORDINATOR_PORT"
-_OPEN_MPI_URI = "OMPI_MCA_orte_hnp_uri"
 _NUM_PORTS = 2**12
 """JAX chooses a port among this many, the highest."""
-_MAX_DIGITS = 20
 
 Variables = Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class _Launcher:
-    count: str
-    """Number of processes."""
-    process: str
-    """Id of this process."""
-    local: str
-    """Index among the processes of this host."""
-    tasks: Callable[[Variables], int]
-    """Returns the number of processes of this host."""
-    host: Callable[[Variables], str | None]
-    """Returns the host of the first process; None if only JAX can find it."""
-    job: Callable[[Variables], str]
-    """Returns the number from which JAX derives the port."""
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    """A process that a scheduler started."""
+
+    process: int
+    index: int
+    """Among the processes of this host."""
+    tasks: int
+    """Number of processes of this host."""
+    host: str | None
+    """Host of the first process; None if only JAX can find it."""
+    job: str
+    """Number from which JAX derives the port."""
 
 
 def join_processes(environment: Variables = os.environ, gpus: int | None = None, bind: str | None = None) -> None:
@@ -88,34 +85,29 @@ def join_processes(environment: Variables = os.environ, gpus: int | None = None,
       LaunchError: variables are missing or invalid, or processes do not meet.
     """
     accept_absent_gpus()
-    launcher = _launcher(environment)
-    if launcher is not None:
-        _join_launched(launcher, environment, gpus_present() if gpus is None else gpus, bind)
+    if count := _scheduled_count(environment):
+        task = _TASKS[count](environment)
+        _join_scheduled(task, _number(environment, count), environment, gpus_present() if gpus is None else gpus, bind)
     elif names := [name for name in _BY_HAND if name in environment]:
         _join_by_hand(environment, names, bind)
 
 
 def num_processes(environment: Variables = os.environ) -> int:
     """Returns the number of processes from the environment; JAX would start its devices."""
-    launcher = _launcher(environment)
-    name = COUNT if launcher is None else launcher.count
+    name = _scheduled_count(environment) or COUNT
     return _number(environment, name) if name in environment else 1
 
 
-def _launcher(environment: Variables) -> _Launcher | None:
-    """Variables set by hand override a launcher."""
-    names = [name for name in _BY_HAND if name in environment]
+def _scheduled_count(variables: Variables) -> str | None:
+    """Returns the variable with a scheduler's number of processes; variables set by hand override it."""
+    names = [name for name in _BY_HAND if name in variables]
     if names and names != [ADDRESS]:
         return None
-    return next((each for each in _LAUNCHERS if _is_multiprocess(environment, each.count)), None)
+    return next((name for name in _TASKS if name in variables and _number(variables, name) > 1), None)
 
 
-def _is_multiprocess(environment: Variables, name: str) -> bool:
-    return name in environment and _number(environment, name) > 1
-
-
-def _slurm_tasks(variables: Variables) -> int:
-    """Parses the step's tasks per node: `8(x2),4`."""
+def _slurm_task(variables: Variables) -> _Task:
+    # Tasks per node, such as 8(x2),4, and a list of nodes, such as node[001-002,7],other.
     name, node = "SLURM_STEP_TASKS_PER_NODE", _number(variables, "SLURM_NODEID")
     counts: list[int] = []
     for part in variables.get(name, "").split(","):
@@ -125,47 +117,54 @@ def _slurm_tasks(variables: Variables) -> int:
         counts += [int(match[1])] * int(match[2] or 1)
     if node >= len(counts):
         raise LaunchError(f"SLURM_NODEID={node}: {name}={variables[name][:100]} has {len(counts)} nodes")
-    return counts[node]
-
-
-def _slurm_host(variables: Variables) -> str | None:
-    """Parses the first node of a list: `node[001-002,7],other`."""
     first = re.sub(r"\[([^],-]+)[^]]*\]", r"\1", variables.get("SLURM_STEP_NODELIST", "")).partition(",")[0]
-    return first or None
+    return _Task(
+        process=_number(variables, "SLURM_PROCID"),
+        index=_number(variables, "SLURM_LOCALID"),
+        tasks=counts[node],
+        host=first or None,
+        job=variables.get("SLURM_JOB_ID", ""),
+    )
 
 
-def _open_mpi_host(variables: Variables) -> str | None:
-    """Parses the first address of a URI: `1531576320.0;tcp://10.96.0.1,10.148.0.1:34911`."""
-    match = re.search(r"tcp://([^,:]+)", variables.get(_OPEN_MPI_URI, ""))
-    return match[1] if match else None
+def _open_mpi_task(variables: Variables) -> _Task:
+    # The URI of the first process: 1531576320.0;tcp://10.96.0.1,10.148.0.1:34911.
+    uri = variables.get("OMPI_MCA_orte_hnp_uri", "")
+    host, job = re.search(r"tcp://([^,:]+)", uri), re.match(r"(\d{1,19})\.", uri)
+    return _Task(
+        process=_number(variables, "OMPI_COMM_WORLD_RANK"),
+        index=_number(variables, "OMPI_COMM_WORLD_LOCAL_RANK"),
+        tasks=_number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        host=host[1] if host else None,
+        job=str(int(job[1]) // _NUM_PORTS) if job else "",
+    )
 
 
-def _open_mpi_job(variables: Variables) -> str:
-    number = variables.get(_OPEN_MPI_URI, "").partition(".")[0]
-    return str(int(number) // _NUM_PORTS) if number.isdecimal() and len(number) < _MAX_DIGITS else ""
+_TASKS: Mapping[str, Callable[[Variables], _Task]] = {
+    "SLURM_STEP_NUM_TASKS": _slurm_task,
+    "OMPI_COMM_WORLD_SIZE": _open_mpi_task,
+}
+"""Schedulers, by their variables with the number of processes."""
 
 
-def _join_launched(launcher: _Launcher, variables: Variables, present: int, bind: str | None) -> None:
+def _join_scheduled(task: _Task, count: int, variables: Variables, present: int, bind: str | None) -> None:
     """Joins at JAX_COORDINATOR_ADDRESS, else at JAX's address, derived here to report it if unreachable.
 
     Processes of one host meet on loopback.
     """
-    index, tasks = _number(variables, launcher.local), launcher.tasks(variables)
-    count, process = _number(variables, launcher.count), _number(variables, launcher.process)
+    address: tuple[str, int] | None = None
     if ADDRESS in variables:
-        address: tuple[str, int] | None = _parse_address(variables)
+        address = _parse_address(variables)
     else:
-        host = "127.0.0.1" if tasks == count else launcher.host(variables)
-        port = _port(variables, launcher.job(variables))
+        host = "127.0.0.1" if task.tasks == count else task.host
+        port = None
+        if _PORT in variables:
+            port = _number(variables, _PORT)
+        elif re.fullmatch(r"\d{1,19}", task.job):
+            port = 2**16 - _NUM_PORTS + int(task.job) % _NUM_PORTS
         address = None if host is None or port is None else (host, port)
-    waiting = Wait(process, count, address, _join_seconds(variables))
-    _join(waiting, gpus_of_process(variables, tasks, index, present), bind)
-
-
-def _port(variables: Variables, job: str) -> int | None:
-    if _PORT in variables:
-        return _number(variables, _PORT)
-    return 2**16 - _NUM_PORTS + int(job) % _NUM_PORTS if job.isdecimal() and len(job) < _MAX_DIGITS else None
+    waiting = Wait(task.process, count, address, _join_seconds(variables))
+    _join(waiting, gpus_of_process(variables, task.tasks, task.index, present), bind)
 
 
 def _parse_address(variables: Variables) -> tuple[str, int]:
@@ -260,26 +259,6 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
     reason = f"not all came within {waiting.seconds:g} s: {problem} {JOIN_SECONDS_HINT}"
     print(f"error: {waiting}: {reason}", file=sys.stderr, flush=True)
     os._exit(MISTAKE)
-
-
-_LAUNCHERS = (
-    _Launcher(
-        count="SLURM_STEP_NUM_TASKS",
-        process="SLURM_PROCID",
-        local="SLURM_LOCALID",
-        tasks=_slurm_tasks,
-        host=_slurm_host,
-        job=lambda variables: variables.get("SLURM_JOB_ID", ""),
-    ),
-    _Launcher(
-        count="OMPI_COMM_WORLD_SIZE",
-        process="OMPI_COMM_WORLD_RANK",
-        local="OMPI_COMM_WORLD_LOCAL_RANK",
-        tasks=lambda variables: _number(variables, "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        host=_open_mpi_host,
-        job=_open_mpi_job,
-    ),
-)
 
 
 def _number(variables: Variables, name: str) -> int:

@@ -1,7 +1,7 @@
 """Starts several processes on one machine, ends all when one fails, and restarts them if requested.
 
-Each process writes a log; process 0's output is also shown, and the last lines of a failed process. The others would
-wait for it for ever. This file does not import JAX.
+Each process writes a log; process 0's output is also shown, and the last lines of a failed process. This file does not
+import JAX.
 """
 
 import fcntl
@@ -13,12 +13,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, Self
+from typing import Self
 
 from jaxtp.config.entry import MISTAKE, PASSING, WRONG, UserError
 from jaxtp.config.interrupt import signal_name
@@ -37,7 +37,6 @@ from jaxtp.distributed.environment import (
 GRACE = 15.0
 """Seconds between SIGTERM and SIGKILL."""
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1)
-_UNBUFFERED = {"PYTHONUNBUFFERED": "1"}  # logs are then up to date
 _LAST_LINES = 20
 _NOISE = re.compile(rb"\[Gloo\]|is connected to \d+ peer ranks")
 """Matches log lines of Gloo, which connects CPUs. They number connections, not processes."""
@@ -74,61 +73,67 @@ class Group:
     devices: int | None = None
     """Virtual CPU devices of each process; None divides the GPUs among the processes."""
 
-    environments: Sequence[Mapping[str, str]] = field(init=False)
-    """Variables of each process, added to our environment and the coordinator's address."""
+    gpus: Sequence[str] = field(default_factory=lambda: names_of_gpus(gpus_present()))
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "environments", [self._environment(index) for index in range(self.count)])
+        if self.devices is None and len(self.gpus) % self.count:
+            able = sharing(len(self.gpus))
+            raise SupervisorError(
+                f"--processes {self.count}: {len(self.gpus)} GPUs can be divided among {able} processes"
+            )
 
-    def _environment(self, index: int) -> dict[str, str]:
+    @property
+    def environments(self) -> list[dict[str, str]]:
+        """The devices of each process, as variables."""
         if self.devices is not None:
-            return {**_UNBUFFERED, "JAX_NUM_CPU_DEVICES": str(self.devices), "JAX_PLATFORMS": "cpu"}
-        gpus = names_of_gpus(gpus_present())
-        if len(gpus) % self.count:
-            able = sharing(len(gpus))
-            raise SupervisorError(f"--processes {self.count}: {len(gpus)} GPUs can be divided among {able} processes")
-        share = ",".join(shared(gpus, self.count, index))
-        return {**_UNBUFFERED, **({"CUDA_VISIBLE_DEVICES": share} if share else {})}
+            return [{"JAX_NUM_CPU_DEVICES": str(self.devices), "JAX_PLATFORMS": "cpu"}] * self.count
+        shares = (",".join(shared(self.gpus, self.count, index)) for index in range(self.count))
+        return [{"CUDA_VISIBLE_DEVICES": share} if share else {} for share in shares]
 
     def shrunk_to_visible_gpus(self) -> "Group | None":
         """Returns the group to restart, with fewer processes if GPUs are gone; None without GPUs."""
-        if not any("CUDA_VISIBLE_DEVICES" in variables for variables in self.environments):
+        if self.devices is not None or not self.gpus:
             return self
-        gpus = len(names_of_gpus(gpus_present()))
-        counts = [count for count in range(1, self.count + 1) if gpus and gpus % count == 0]
-        return replace(self, count=counts[-1]) if counts else None
+        gpus = names_of_gpus(gpus_present())
+        counts = [count for count in range(1, self.count + 1) if gpus and len(gpus) % count == 0]
+        return replace(self, count=counts[-1], gpus=gpus) if counts else None
 
     def log(self, index: int) -> Path:
         """Returns a process's log file."""
         return self.logs / f"process-{index}.log"
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The first process that failed."""
-
-    index: int
-    code: int
-    """Exit code; minus the number of a signal that killed it."""
-
-    def __str__(self) -> str:
-        how = f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
-        return f"process {self.index} {how}"
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code as in shells: 128 + N for signal N."""
-        return 128 - self.code if self.code < 0 else self.code
-
-
 def supervise(group: Group, *, restarts: int = 0) -> int:
     """Runs processes until all succeed or one fails; returns the first failure's exit code, else 0.
 
-    Restarts failures at most `restarts` times, except user errors, wrong numbers, and after a signal.
+    The code is 128 + N after signal N. Restarts failures at most `restarts` times, except user errors, wrong numbers,
+    and after a signal to the supervisor.
     """
     group.logs.mkdir(parents=True, exist_ok=True)
     with _locked(group.logs):
-        return _supervise(group, restarts)
+        for turn in range(1, restarts + 2):
+            _say(f"logs: {group.log(0)}" + (f" to {group.log(group.count - 1).name}" if group.count > 1 else ""))
+            with _Running(group, again=turn > 1) as running:
+                failure = running.wait()
+            if failure is None:
+                return 0
+            index, code = failure
+            log, how = (
+                group.log(index),
+                f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}",
+            )
+            _say(f"process {index} {how}; " + (f"the end of {log}:" if index else f"see {log}"))
+            _say(*(_tail(log) if index else ()))  # the output of process 0 is shown already
+            if turn > restarts or running.stop_requested or code in (MISTAKE, WRONG):  # it would fail again
+                break
+            left = group.shrunk_to_visible_gpus()
+            if left is None:
+                _say("no GPU is left: nothing is started again")
+                break
+            count = "all" if left.count == group.count else f"only {left.count}"
+            _say(f"{count} are started again (restart {turn} of {restarts})")
+            group = left
+    return 128 - code if code < 0 else code
 
 
 @contextmanager
@@ -143,66 +148,45 @@ def _locked(logs: Path) -> Iterator[None]:
         yield
 
 
-def _supervise(group: Group, restarts: int) -> int:
-    turn = 0
-    while True:
-        turn += 1
-        _say(f"logs: {group.log(0)}" + (f" to {group.log(group.count - 1).name}" if group.count > 1 else ""))
-        with _Running(group, again=turn > 1) as running:
-            failure = running.wait()
-        if failure is None:
-            return 0
-        log = group.log(failure.index)
-        _say(f"{failure}; see {log}" if failure.index == 0 else f"{failure}; the end of {log}:")
-        _say(*(_tail(log) if failure.index else ()))  # the output of process 0 is shown already
-        if turn > restarts or running.stop_requested or failure.code in (MISTAKE, WRONG):  # it would fail again
-            return failure.exit_code
-        left = group.shrunk_to_visible_gpus()
-        if left is None:
-            _say("no GPU is left: nothing is started again")
-            return failure.exit_code
-        count = "all" if left.count == group.count else f"only {left.count}"
-        _say(f"{count} are started again (restart {turn} of {restarts})")
-        group = left
-
-
 class _Running:
     def __init__(self, group: Group, *, again: bool):
         self.stop_requested = False  # by a signal
         self._group = group
         self._again = again
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._before: dict[signal.Signals, Any] = {}
-        self._shown: IO[bytes] | None = None
+        self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        # nohup ignores SIGHUP.
-        numbers = [number for number in _FORWARDED if signal.getsignal(number) != signal.SIG_IGN]
-        self._before = {number: signal.signal(number, self._forward) for number in numbers}
-        try:
+        with ExitStack() as stack:
+            for number in _FORWARDED:
+                if (before := signal.getsignal(number)) != signal.SIG_IGN:  # as SIGHUP under nohup
+                    signal.signal(number, self._forward)
+                    stack.callback(signal.signal, number, before)
+            log = self._group.log(0)
+            log.open("ab" if self._again else "wb").close()
+            self._shown = stack.enter_context(log.open("rb"))
+            self._shown.seek(0, os.SEEK_END)
+            stack.callback(self._show)
+            stack.callback(self._end)
             self._start()
-        except BaseException:
-            self.__exit__()
-            raise
+            self._stack = stack.pop_all()
         return self
 
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
     def _start(self) -> None:
-        address, token = f"127.0.0.1:{_free_port()}", secrets.token_hex(32)
+        cluster = {}
+        if self._group.count > 1:
+            address, token = f"127.0.0.1:{_free_port()}", secrets.token_hex(32)
+            cluster = {ADDRESS: address, COUNT: str(self._group.count), TOKEN: token}
         for index, variables in enumerate(self._group.environments):
-            cluster = {
-                ADDRESS: address,
-                COUNT: str(self._group.count),
-                PROCESS: str(index),
-                TOKEN: token,
-            }
-            with self._group.log(index).open("ab" if self._again else "wb") as log:
-                if index == 0:
-                    self._shown = self._group.log(0).open("rb")
-                    self._shown.seek(0, os.SEEK_END)
+            process = {PROCESS: str(index)} if cluster else {}
+            with self._group.log(index).open("ab" if self._again or index == 0 else "wb") as log:
                 self._processes.append(
                     subprocess.Popen(
                         [sys.executable, "-I", "-S", "-c", _END_WITH_PARENT, *self._group.arguments],
-                        env=child_environment(**(cluster if self._group.count > 1 else {}), **variables),
+                        env=child_environment(**cluster, **process, **variables, PYTHONUNBUFFERED="1"),
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=subprocess.STDOUT,
@@ -210,21 +194,14 @@ class _Running:
                     )
                 )
 
-    def __exit__(self, *_: object) -> None:
-        self._end()
-        self._show()
-        if self._shown:
-            self._shown.close()
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def wait(self) -> Failure | None:
+    def wait(self) -> tuple[int, int] | None:
+        """Returns index and exit code of the first process that failed, or None; minus N after signal N."""
         waited = 0.0
         while True:
             self._show()
             codes = [process.poll() for process in self._processes]
-            failed = [Failure(index, code) for index, code in enumerate(codes) if code]
-            causes = [failure for failure in failed if failure.code != PASSING]  # the others lost one of these
+            failed = [(index, code) for index, code in enumerate(codes) if code]
+            causes = [each for each in failed if each[1] != PASSING]  # the others lost one of these
             if causes or waited > _CAUSE_SECONDS:
                 return (causes or failed)[0]
             if all(code == 0 for code in codes):
@@ -235,34 +212,33 @@ class _Running:
     def _end(self) -> None:
         """Sends SIGTERM to all, then SIGKILL to their process groups."""
         until = time.monotonic() + GRACE
-        for process in self._processes:
-            if process.poll() is None:
-                _send(process, signal.SIGTERM)
+        self._send(signal.SIGTERM)
         while any(process.poll() is None for process in self._processes) and time.monotonic() < until:
             time.sleep(_POLL)
         for process in self._processes:
-            _send(process, signal.SIGKILL)
+            _kill(process, signal.SIGKILL)
             process.wait()
 
     def _forward(self, number: int, _: FrameType | None) -> None:
         self.stop_requested = True
+        self._send(number)
+
+    def _send(self, number: int) -> None:
         for process in self._processes:
             if process.poll() is None:
-                _send(process, signal.Signals(number))
+                _kill(process, number)
 
     def _show(self) -> None:
-        while self._shown and (line := self._shown.readline()):
+        while line := self._shown.readline():
             if not _NOISE.search(line):
                 encoding = sys.stdout.encoding or "utf-8"
                 sys.stdout.write(line.decode(errors="replace").encode(encoding, "replace").decode(encoding))
                 sys.stdout.flush()
 
 
-def _send(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    try:
+def _kill(process: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):  # it has ended
         os.killpg(process.pid, number)
-    except (ProcessLookupError, PermissionError):
-        return  # it has ended
 
 
 def _free_port() -> int:

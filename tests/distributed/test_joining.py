@@ -126,7 +126,7 @@ def test_every_gpu_of_a_host_is_driven_by_one_process(tasks):
         (BY_HAND | {"JAX_COORDINATOR_ADDRESS": "h:" + "9" * 9999}, "HOST:PORT"),
         (BY_HAND | {"JAXTP_JOIN_SECONDS": "0"}, "JAXTP_JOIN_SECONDS=0: should be a number of seconds from 1"),
         ({"SLURM_STEP_NUM_TASKS": "many"}, "SLURM_STEP_NUM_TASKS=many: should be a number"),
-        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_LOCALID is not set"),
+        ({"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_NODEID is not set"),
         (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x9"}, r"PER_NODE=1\(x9: should be a list such as 8\(x2\),4"),
         (SLURM | {"SLURM_NODEID": "2"}, "SLURM_NODEID=2: .* has 2 nodes"),
         (

@@ -118,7 +118,7 @@ def test_gpus_that_cannot_be_divided_are_an_error(count, able, monkeypatch, tmp_
 
 
 def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(monkeypatch, tmp_path, capsys):
-    present = iter([8, 8, 8, 8, 6, 6, 6, 6, 6])
+    present = iter([8, 6])
     monkeypatch.setattr(supervisor, "gpus_present", lambda: next(present))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     code = "print(os.environ['CUDA_VISIBLE_DEVICES'])\nsys.exit(os.environ['JAX_NUM_PROCESSES'] == '4')"
@@ -128,7 +128,7 @@ def test_after_a_failure_fewer_go_on_with_the_gpus_that_are_left(monkeypatch, tm
 
 
 def test_where_no_gpu_is_left_nothing_is_started_again(monkeypatch, tmp_path, capsys):
-    present = iter([8, 8, 0])
+    present = iter([8, 0])
     monkeypatch.setattr(supervisor, "gpus_present", lambda: next(present))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert supervise(group(tmp_path, 2, "sys.exit(4)"), restarts=1) == 4
