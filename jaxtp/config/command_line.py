@@ -222,7 +222,7 @@ class Command(Generic[T]):
             setting = self._find(spelled)
             if setting.kind is bool:
                 if equals:
-                    raise ConfigError(f"{word}: takes no value; {' or '.join(map(_flag, _spellings(setting)))}")
+                    raise ConfigError(f"{word}: takes no value; {' or '.join(map(_flag, spellings(setting)))}")
                 values[setting] = _key(spelled) != _negated(_key(setting.flag))
                 continue
             if setting in values and setting.flag in ("--config", "--mesh") and not setting.is_list:
@@ -246,9 +246,9 @@ class Command(Generic[T]):
 
     def _find(self, spelled: str) -> Setting:
         name = _key(spelled)
-        known = {other: setting for setting in self.offered() for other in _spellings(setting)}
+        known = {other: setting for setting in self.offered() for other in spellings(setting)}
         if name not in known:
-            unused = next((each for each in leaf_settings(self.schema) if name in _spellings(each)), None)
+            unused = next((each for each in leaf_settings(self.schema) if name in spellings(each)), None)
             if unused is not None:
                 raise ConfigError(
                     f"{spelled}: {self.program} does not use it; leave it out (a --config file may have it)"
@@ -284,15 +284,7 @@ def leaf_settings(schema: Any) -> list[Setting]:
 
 
 def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> dict[str, int]:
-    """Parses `fsdp=2,tp=4`; other axes have size 1.
-
-    Args:
-      axes: valid names.
-      allow_rest: accept -1, for the remaining devices.
-
-    Raises:
-      ConfigError: if malformed.
-    """
+    """Parses `fsdp=2,tp=4`; other axes have size 1. `allow_rest` accepts -1, for the remaining devices."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         axis, _, size = (piece.strip() for piece in part.partition("="))
@@ -312,11 +304,7 @@ def parse_mesh(text: str, axes: Sequence[str], *, allow_rest: bool = False) -> d
 
 
 def choose(program: str, commands: Mapping[str, Command[Any]], argv: Sequence[str]) -> tuple[Command[Any], list[str]]:
-    """Splits off the command of a family; `--help` lists them.
-
-    Raises:
-      ConfigError, SystemExit: as `choose_name`.
-    """
+    """Splits off the command of a family, as `choose_name`."""
     summaries = {name: command.description.partition("\n")[0] for name, command in commands.items()}
     name, rest = choose_name(program, summaries, argv)
     return commands[name], rest
@@ -325,16 +313,11 @@ def choose(program: str, commands: Mapping[str, Command[Any]], argv: Sequence[st
 def choose_name(
     program: str, commands: Mapping[str, str], argv: Sequence[str], note: str = ""
 ) -> tuple[str, list[str]]:
-    """Splits off the command name.
+    """Splits off the name of a command of `program`, such as `jaxtp convert`; `--help` lists them and exits.
 
     Args:
-      program: the family: `jaxtp convert`.
       commands: one-line summaries by name.
-      note: ends the list; by default points to `COMMAND --help`.
-
-    Raises:
-      ConfigError: unknown command.
-      SystemExit: after printing the list for `--help` (0).
+      note: ends the list.
     """
     name, *rest = argv or (HELP,)
     if name in _HELP_WORDS:
@@ -390,7 +373,7 @@ def _place(setting: Setting) -> str:
     return (_mark(setting, "metavar") or setting.name.upper()) if _is_positional(setting) else setting.flag
 
 
-def _spellings(setting: Setting) -> Iterator[str]:
+def spellings(setting: Setting) -> Iterator[str]:
     """Yields its flags without leading dashes, words joined by _."""
     if _is_positional(setting) or tyro.conf.Fixed in setting.marks:
         return
@@ -398,11 +381,6 @@ def _spellings(setting: Setting) -> Iterator[str]:
     if setting.kind is bool:
         yield _negated(_key(setting.flag))
     yield from map(_key, _mark(setting, "aliases") or ())
-
-
-def spellings(schema: type) -> set[str]:
-    """Returns all flags without leading dashes, words joined by _."""
-    return {name for setting in leaf_settings(schema) for name in _spellings(setting)}
 
 
 def _value(setting: Setting, word: str) -> object:

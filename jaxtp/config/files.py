@@ -56,11 +56,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def require_writable(flag: str, path: Path | None) -> None:
-    """Checks that a flag's file, if any, can be written, and creates its folder.
-
-    Raises:
-      ConfigError: it cannot; names the flag.
-    """
+    """Checks that a flag's file, if any, can be written, and creates its folder."""
     if path is None:
         return
     if str(path) == "-":
@@ -75,11 +71,7 @@ def require_writable(flag: str, path: Path | None) -> None:
 
 @contextmanager
 def writing(flag: str, path: Path) -> Iterator[None]:
-    """Converts an `OSError` while writing a flag's file.
-
-    Raises:
-      ConfigError: the write failed; names the flag.
-    """
+    """Converts an `OSError` while writing a flag's file to an error that names the flag."""
     try:
         yield
     except OSError as error:
@@ -94,11 +86,7 @@ def write_json(flag: str, path: Path | None, record: Mapping[str, Any]) -> None:
 
 
 def require_picture(flag: str, path: Path | None) -> None:
-    """Checks that a flag's picture, if any, can be drawn, and creates its folder.
-
-    Raises:
-      ConfigError: matplotlib is missing, the suffix is unknown, or the file cannot be written.
-    """
+    """Checks that a flag's picture, if any, can be drawn: matplotlib, the suffix, the folder."""
     if path is None:
         return
     try:

@@ -30,11 +30,7 @@ _BAD_VALUE = (ValueError, TypeError, LookupError, AttributeError, ArithmeticErro
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Opens a regular file for reading.
-
-    Raises:
-      OSError: a folder, pipe, device, unfetched Git LFS pointer, or other failure; `strerror` says which.
-    """
+    """Opens a regular file; an `OSError` names a folder, pipe, device or unfetched Git LFS pointer."""
     try:
         mode = path.stat().st_mode
     except ValueError:  # a null byte, or half of a surrogate pair
@@ -55,11 +51,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bytes(path: Path, most: int) -> bytes:
-    """Returns the content of a regular file.
-
-    Raises:
-      OSError: it has more than `most` bytes, or as `open_regular`.
-    """
+    """Returns the content of a regular file of at most `most` bytes; errors as in `open_regular`."""
     with open_regular(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
@@ -68,12 +60,9 @@ def read_bytes(path: Path, most: int) -> bytes:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Returns the path of a file in an untrusted folder.
+    """Returns the path of a file in an untrusted folder, or raises an `OSError`.
 
     Links may lead elsewhere in the folder, or to a blob in a Hugging Face hub cache.
-
-    Raises:
-      OSError: a link leads elsewhere or nowhere.
     """
     path = folder / name
     try:
@@ -90,11 +79,7 @@ def inside(folder: Path, name: str) -> Path:
 
 
 def parse_json(content: bytes, source: str) -> dict[str, Any]:
-    """Parses a JSON object with unique keys.
-
-    Raises:
-      ValueError: it is not a JSON object, or exceeds the limits; the message begins with `source`.
-    """
+    """Parses a JSON object with unique keys, or raises a `ValueError` that begins with `source`."""
     if sum(content.count(mark) for mark in (b",", b"[", b"{")) > _MAX_JSON_VALUES:
         raise ValueError(f"{source} has more than {_MAX_JSON_VALUES:,} values, too many to be real")
     try:
@@ -112,11 +97,7 @@ def parse_json(content: bytes, source: str) -> dict[str, Any]:
 
 
 def parse_yaml(content: bytes) -> Any:
-    """Parses a YAML document; None if empty.
-
-    Raises:
-      ValueError: not YAML, or an implausible value; says where.
-    """
+    """Parses a YAML document, or raises a `ValueError` with the place; None if empty."""
     try:
         found = yaml.load(content, Loader=_Strict)  # a SafeLoader
         _require_printable(found)

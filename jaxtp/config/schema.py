@@ -57,11 +57,7 @@ Rank = Annotated[int, pydantic.Field(ge=0, lt=2**16), allowed("0 or more")]
 
 
 def expand(path: Path) -> Path:
-    """Expands ~ in a path.
-
-    Raises:
-      ConfigError: unknown user, null byte, or the URL of an object store.
-    """
+    """Expands ~ in a path; refuses unknown users, null bytes, and URLs of object stores."""
     if "\0" in str(path):
         raise ConfigError("should be a path, and holds a null byte")
     # Orbax could write checkpoints to gs:// or s3://, but the rest of a run needs a file system: it locks its folder,
@@ -113,22 +109,12 @@ def from_yaml(schema: type[T], path: str | Path) -> T:
     """Reads a YAML file; missing keys keep the schema's defaults.
 
     `base: other.yaml`, relative to the file, includes a file whose values this file overrides.
-
-    Raises:
-      ConfigError: as `read_values` and `validate`.
     """
     return validate(schema, read_values(Path(path)), source=str(path))
 
 
 def read_yaml(path: Path, asked_by: str = "") -> Any:
-    """Returns the values in a YAML file; None if empty.
-
-    Args:
-      asked_by: follows the path in errors.
-
-    Raises:
-      ConfigError: unreadable or not YAML (`jaxtp.config.reading`).
-    """
+    """Returns the values in a YAML file; None if empty. `asked_by` follows the path in errors."""
     try:
         return parse_yaml(read_bytes(path, MAX_YAML))
     except OSError as error:
@@ -139,14 +125,7 @@ def read_yaml(path: Path, asked_by: str = "") -> Any:
 
 
 def read_values(path: Path, including: tuple[str, ...] = ()) -> Any:
-    """Returns the values in a YAML file, merged over its `base` files.
-
-    Args:
-      including: files that lead to it.
-
-    Raises:
-      ConfigError: a file cannot be read or parsed, or includes itself.
-    """
+    """Returns the values in a YAML file, which `including` files include, merged over its `base` files."""
     values = read_yaml(path, f" (the base of {including[-1]})" if including else "")
     real = os.path.realpath(path)
     if real in including:
@@ -162,11 +141,7 @@ def read_values(path: Path, including: tuple[str, ...] = ()) -> Any:
 
 
 def merged(below: Any, above: Any, prefix: str = "") -> Any:
-    """Merges nested mappings key by key; `above` wins, and removes keys of `below` that it excludes (`_INSTEAD`).
-
-    Args:
-      prefix: dotted name of their section with a trailing dot; empty at the top.
-    """
+    """Merges nested mappings key by key; `above` wins, and removes keys of `below` that it excludes (`_INSTEAD`)."""
     if not (isinstance(below, Mapping) and isinstance(above, Mapping)):
         return above
     below = {key: value for key, value in below.items() if above.get(_INSTEAD.get(f"{prefix}{key}")) is None}
@@ -192,9 +167,6 @@ def validate(
     Args:
       source: origin of the values, for messages.
       spelled: formats keys and a value as the source writes them.
-
-    Raises:
-      ConfigError: unknown key (with the nearest), wrong type, or value out of range.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{source}: expected a mapping of sections such as 'model:', found {shown(repr(values))}")

@@ -1,7 +1,7 @@
 """Exchange of values and errors between a run's processes, and their hosts.
 
-If a process raises while others wait in a collective, they wait for ever. So `raise_everywhere` raises a local error,
-for example a missing file, in all processes. `train/preflight.py` compares the rest.
+If a process raises while others wait in a collective, they wait for ever. So local errors, for example a missing file,
+are raised in all processes.
 """
 
 import json
@@ -56,13 +56,9 @@ def process_name(process: int, host: str) -> str:
 
 @contextmanager
 def raise_everywhere(cleanup: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Runs code that each process runs alone; if it raises in one process, all processes raise.
+    """Runs code that each process runs alone; if it raises in one process, the others raise `OtherProcessError`.
 
-    Args:
-      cleanup: called after the code, or its error, before the processes exchange results.
-
-    Raises:
-      OtherProcessError: the code raised only in another process.
+    `cleanup` is called after the code, or its error, before the processes exchange results.
     """
     if not is_multiprocess():
         yield
@@ -90,14 +86,9 @@ def raise_everywhere(cleanup: Callable[[], None] = lambda: None) -> Iterator[Non
 def call_everywhere(function: Callable[[], T], kinds: Sequence[type[UserError]]) -> T:
     """Calls a function in every process; if it raises in one process, all raise the same error.
 
-    All processes must call it. `function` must not wait for other processes without a limit. If several processes
-    raise, the first of `kinds` counts, then the first process.
-
-    Args:
-      kinds: errors to raise everywhere, with the name of the process that raised.
-
-    Raises:
-      UserError: one of `kinds`; an `OtherProcessError` for another process's other errors.
+    All processes must call it. `function` must not wait for other processes without a limit. Errors of `kinds` are
+    raised everywhere, with the process's name; the first of `kinds` counts, then the first process. Of other errors the
+    other processes raise an `OtherProcessError`.
     """
     if not is_multiprocess():
         return function()
@@ -144,18 +135,15 @@ def host_names() -> list[str]:
 def by_host(devices: Sequence[jax.Device], hosts: Sequence[str]) -> list[jax.Device]:
     """Sorts devices by host, even if a scheduler deals processes out over the hosts.
 
-    The last mesh axes then stay inside a host as far as they fit: tp inside, then cp, then fsdp inside a group of
-    hosts, dp across. JAX's `create_hybrid_device_mesh` uses this order, but knows processes and TPU slices, not hosts.
+    The last mesh axes then stay inside a host as far as they fit. JAX's `create_hybrid_device_mesh` has this order too,
+    but knows processes and TPU slices, not hosts.
     """
     first = {host: process for process, host in reversed(list(enumerate(hosts)))}
     return sorted(devices, key=lambda each: (first[hosts[each.process_index]], each.process_index, each.id))
 
 
 def draw_hosts(mesh: Mesh, hosts: Sequence[str], most: int = 8) -> list[str]:
-    """Returns a line per host for the first `most`: its devices' coordinates, the last axis in a row.
-
-    A device is process and index in the process: 1.3.
-    """
+    """Returns a line for each of the first `most` hosts: its devices (1.3: the third of process 1) by coordinates."""
     lines: dict[str, list[str]] = {}
     number: Counter[int] = Counter()
     names = {}

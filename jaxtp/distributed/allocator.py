@@ -1,21 +1,19 @@
 """Chooses the allocator of an NVIDIA GPU's memory, and its effect on a step's limit.
 
-- `default`: JAX's BFC allocator, in a share of the memory that JAX takes at its start. Fragmentation may fail an
-  allocation despite enough free memory (marin-community/marin#7115: a resumed run could not get 14.3 GiB for a gather),
-  or make collectives wait for each other without an error (#7298).
-- `cuda_async`: CUDA's pool, which maps fragments together. The share of the memory is its release threshold. A step
-  with a higher peak maps memory again each time, and one of many processes fails to get it, sometimes hours later
-  (#8490, #8507: 704 processes ended every one to three hours).
+- `default`: JAX's BFC allocator. Fragmentation may fail an allocation despite enough free memory
+  (marin-community/marin#7115), or make collectives wait for each other without an error (#7298).
+- `cuda_async`: CUDA's pool, which maps fragments together. Its share of the memory is a release threshold: a step with
+  a higher peak maps memory again each time, and may fail to get it, sometimes hours later (#8490, #8507).
 - `platform`: the driver allocates each array; slow, for debugging.
 
-JAX's backend reads the choice from `jax_pjrt_client_create_options` at its start. It overrides
-XLA_PYTHON_CLIENT_ALLOCATOR, which had no effect for some users of jax 0.10.1 (#7115).
+JAX's backend reads the choice from `jax_pjrt_client_create_options` at its start. XLA_PYTHON_CLIENT_ALLOCATOR had no
+effect for some users of jax 0.10.1 (#7115).
 """
 
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from jaxtp.distributed.environment import NVIDIA, LaunchError
 
@@ -43,12 +41,9 @@ _SAME_AS_DEFAULT = ((0, 10, 1), (0, 11, 0))
 def choose_allocator(
     allocator: Allocator, environment: Mapping[str, str] = os.environ, nvidia: Sequence[Path] = NVIDIA
 ) -> None:
-    """Sets JAX's allocator before its backend starts; `default` changes nothing.
+    """Sets JAX's allocator before its backend starts.
 
-    Without an NVIDIA GPU nothing changes: a TPU's backend crashes at an unknown option.
-
-    Raises:
-      LaunchError: this version of JAX lacks the allocator.
+    Only on NVIDIA GPUs: a TPU's backend crashes at an unknown option.
     """
     import jax  # not at the top: the supervisor does not need it
 
@@ -60,16 +55,13 @@ def choose_allocator(
             f"launch.allocator=platform: jax {jax.__version__} takes its default allocator under that name "
             "(https://github.com/jax-ml/jax/issues/39145); install jax 0.11 or newer, or take cuda_async"
         )
-    options: dict[str, object] = {**_parse_options(getattr(jax.config, _OPTIONS)), "allocator": allocator}
+    given = getattr(jax.config, _OPTIONS) or {}
+    if isinstance(given, str):
+        given = dict(option.split(":", 1) for option in given.split(";") if ":" in option)
+    options: dict[str, object] = {**given, "allocator": allocator}
     if allocator == "cuda_async" and not _fraction_of(environment):
         options.setdefault("memory_fraction", MEMORY_FRACTION[allocator])
     jax.config.update(_OPTIONS, options)
-
-
-def _parse_options(options: Any) -> Mapping[str, object]:
-    if isinstance(options, str):
-        return dict(option.split(":", 1) for option in options.split(";") if ":" in option)
-    return dict(options or {})
 
 
 def _fraction_of(environment: Mapping[str, str]) -> str:

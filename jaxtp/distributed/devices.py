@@ -1,4 +1,4 @@
-"""A run's devices: virtual CPU devices, memory, and their order over several hosts."""
+"""A run's devices: their number, memory, and order over several hosts."""
 
 import math
 import os
@@ -15,11 +15,7 @@ from jaxtp.mesh import MeshError, check_sizes, describe_mesh, mesh_of
 
 
 def build_mesh(sizes: Mapping[str, int]) -> Mesh:
-    """Builds a run's mesh as `mesh_of`; with several processes, a host's devices are neighbors.
-
-    Raises:
-      MeshError: the devices do not fit the sizes.
-    """
+    """Builds a run's mesh as `mesh_of`; with several processes, a host's devices are neighbors."""
     check_sizes(sizes)
     request_virtual_devices(math.prod(size for size in sizes.values() if size != -1))
     if not is_multiprocess():

@@ -9,6 +9,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,9 +74,8 @@ def keep_programs(platform: str) -> None:
     """Turns on JAX's compilation cache in the user's cache folder, for a platform's programs.
 
     A configured cache stays; an empty JAX_COMPILATION_CACHE_DIR turns it off. CPUs have no cache: their programs may
-    crash on another CPU that shares the home. Nor have several processes: only the first would write, so without a
-    shared disk only it would skip the next compilation, and the others would wait for its part of the autotuning. An
-    unusable folder prints a line to stderr.
+    crash on another CPU that shares the home. Nor have several processes: without a shared disk only the first would
+    skip the next compilation, and the others would wait for its part of the autotuning.
     """
     import jax  # not at the top: the supervisor does not need it
 
@@ -96,11 +96,7 @@ def keep_programs(platform: str) -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Creates a folder that only this user can write.
-
-    Raises:
-      OSError: it cannot be created or written, or others can write there.
-    """
+    """Creates a folder that only this user can write; raises an `OSError` if others can."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_uid != os.geteuid() or status.st_mode & 0o022:
@@ -108,11 +104,9 @@ def make_private(folder: Path) -> None:
     tempfile.TemporaryFile(dir=folder).close()
 
 
-def _unlink(path: Path) -> None:
-    path.unlink(missing_ok=True)
-
-
-def forget_oldest(folder: Path, most: int = _MAX_CACHE_BYTES, forget: Callable[[Path], None] = _unlink) -> None:
+def forget_oldest(
+    folder: Path, most: int = _MAX_CACHE_BYTES, forget: Callable[[Path], None] = partial(Path.unlink, missing_ok=True)
+) -> None:
     """Removes a folder's least recently used files, by `forget`, down to `most` bytes."""
     files: list[tuple[os.stat_result, Path]] = []
     for path in folder.iterdir():
@@ -129,11 +123,6 @@ def forget_oldest(folder: Path, most: int = _MAX_CACHE_BYTES, forget: Callable[[
 def xla_flags() -> str:
     """Returns XLA_FLAGS."""
     return os.environ.get("XLA_FLAGS", "")
-
-
-def visible_gpus(present: int, environment: Mapping[str, str] = os.environ) -> int:
-    """Returns how many of `present` GPUs CUDA_VISIBLE_DEVICES leaves visible."""
-    return len(names_of_gpus(present, environment))
 
 
 def names_of_gpus(present: int, environment: Mapping[str, str] = os.environ) -> list[str]:

@@ -1,17 +1,8 @@
 """Connects this process to the others of its run, and selects its GPUs.
 
-One process drives all GPUs of a host, or several processes share them. Ways to start them:
-
-- Slurm or Open MPI: `srun jaxtp train ...`, `mpirun jaxtp train ...`. They meet at JAX's choice of address.
-- Kubernetes, as an indexed Job or a JobSet: JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES in the pod's template;
-  JOB_COMPLETION_INDEX is the process id.
-- On one machine: `jaxtp launch --processes 4 -- -m jaxtp.train ...`.
-- By hand, on each host: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0 (then 1).
-
-On CPUs they share the mesh's virtual devices, or each has JAX_NUM_CPU_DEVICES. JAXTP_JOIN_SECONDS limits the wait.
-
-GPUs are selected before JAX starts, which would give each Slurm or Open MPI process one GPU, even a host's only
-process. Processes that see the same GPUs share them evenly.
+Slurm and Open MPI (`srun jaxtp train ...`), an indexed Job of Kubernetes, `jaxtp launch` and users by hand set the
+variables that this file reads (see README.md). GPUs are selected before JAX starts, which would give each Slurm or Open
+MPI process one GPU, even a host's only process. Processes that see the same GPUs share them evenly.
 """
 
 import os
@@ -31,10 +22,10 @@ from jaxtp.distributed.environment import (
     LaunchError,
     accept_absent_gpus,
     gpus_present,
+    names_of_gpus,
     shared,
     sharing,
     token,
-    visible_gpus,
 )
 from jaxtp.distributed.links import format_address, listen_address, listening
 from jaxtp.distributed.rendezvous import JOIN_SECONDS_HINT, JOIN_SECONDS_VARIABLE, Wait, meet
@@ -80,9 +71,6 @@ def join_processes(environment: Variables = os.environ, gpus: int | None = None,
     Args:
       gpus: number of GPUs of this machine; by default the driver's.
       bind: address at which process 0 listens; by default loopback if they meet there, else all.
-
-    Raises:
-      LaunchError: variables are missing or invalid, or processes do not meet.
     """
     accept_absent_gpus()
     if count := _scheduled_count(environment):
@@ -178,11 +166,8 @@ def gpus_of_process(variables: Variables, tasks: int, index: int, present: int) 
     """Returns the indices of the visible GPUs that process `index` of a host's `tasks` drives; None without GPUs.
 
     Processes share GPUs that they all see; a process that sees only some of the `present` GPUs drives these.
-
-    Raises:
-      LaunchError: `tasks` does not divide the number of GPUs.
     """
-    visible = visible_gpus(present, variables)
+    visible = len(names_of_gpus(present, variables))
     if not visible:
         return None
     allotted = variables.get("SLURM_GPUS_ON_NODE", "")

@@ -1,9 +1,8 @@
 """Authenticated sockets between the processes of a run.
 
 Messages are lines of JSON. At the start each end sends a random challenge, and the other answers with its HMAC under
-the run's token, which is never sent. Other connections, for example a port scanner's, are counted and closed. They
-delay nobody: process 0 reads all connections at once, while `multiprocessing.connection`, which also has a challenge,
-waits for each without a limit. Later messages are neither signed nor encrypted.
+the run's token, which is never sent. Later messages are neither signed nor encrypted. Other connections, for example a
+port scanner's, delay nobody: process 0 reads all at once (`multiprocessing.connection` waits for each without a limit).
 """
 
 import contextlib
@@ -86,19 +85,13 @@ class Link:
 
     def receive_within(self, seconds: float) -> Message | None:
         """Returns the next message within `seconds`, else None."""
-        if self._received:
-            return self._received.pop(0)
         until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if not ready([self], left):
-                continue
-            messages = self.receive()
-            if messages is None:
-                return None
-            if messages:
-                first, *self._received = messages
-                return first
-        return None
+        while not self._received and (left := until - time.monotonic()) > 0:
+            if ready([self], left):
+                if (messages := self.receive()) is None:
+                    return None
+                self._received = messages
+        return self._received.pop(0) if self._received else None
 
     def is_open(self) -> bool:
         """Returns whether the other end is connected, or a message is left."""
@@ -110,16 +103,14 @@ class Link:
             return False
 
     def close(self) -> None:
-        """Closes the socket."""
+        """Closes it."""
         self._socket.close()
 
 
 def connect(connection: socket.socket, token: str, hello: Message, seconds: float) -> Link | None:
-    """Returns a link to a process in `accept_links`; None if it does not prove in time that it has the token.
+    """Returns a link to a process in `accept_links`, after a first message `hello`; None without a proof of the token.
 
-    Args:
-      hello: the first message.
-      seconds: time limit for each answer.
+    The other end has `seconds` for each answer.
     """
     link = Link(connection)
     if (first := link.receive_within(seconds)) and isinstance(first.get(_CHALLENGE), str):
@@ -144,11 +135,7 @@ def _is_proof(value: object, token: str, *parts: object) -> bool:
 
 @contextmanager
 def listening(address: str, port: int = 0) -> Iterator[socket.socket]:
-    """Yields a socket that listens at an address of this host, or at all if empty.
-
-    Raises:
-      LaunchError: this host cannot listen there.
-    """
+    """Yields a socket that listens at an address of this host, or at all if empty."""
     both = not address and socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
     try:
@@ -189,7 +176,7 @@ def accept_links(
     """Accepts connections, all at once, until no time is left.
 
     Args:
-      token: the run's secret, which the other ends must prove.
+      token: the secret that the other ends must prove.
       admit: called with each authenticated link and its first message.
       time_left: returns the remaining seconds; also called after each `admit`.
       rejected: counts connections without the token, by address.

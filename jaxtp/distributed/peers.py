@@ -1,8 +1,8 @@
 """Detects that another process of the run has ended or hangs, names it, and ends this process.
 
-A collective or save that one process never enters blocks all others. JAX aborts them after a minute or more, and names
-nobody. Here each process exchanges heartbeats with process 0, which passes failures on. The end of a process shows at
-once, a stopped process or a lost host by silence.
+A collective that one process never enters blocks all others; JAX aborts them after a minute or more, and names nobody.
+Here each process exchanges heartbeats with process 0, which passes failures on. The end of a process shows at once, a
+stopped process or a lost host by silence.
 """
 
 import os
@@ -36,10 +36,7 @@ _MAX_MESSAGE_CHARS = 4000
 
 
 class _Peers:
-    """This process's links, and the thread that watches them.
-
-    Process 0 has a link to each other process, which has a link to process 0.
-    """
+    """The thread that watches this process's links: process 0 has one to each other process."""
 
     def __init__(self, hosts: list[str], links: dict[int, Link]):
         self.activity = "the start"
@@ -70,8 +67,7 @@ class _Peers:
     def wait_for_cause(self, error: BaseException) -> None:
         """Waits for another process's failure that may have caused `error`, and that ends this process.
 
-        A user error explains itself. An error that the other process also reports, for example a loss that is not
-        finite, is this process's error too.
+        A user error explains itself, and so does an error that both report, such as a loss that is not finite.
         """
         if isinstance(error, UserError):
             return
@@ -140,10 +136,7 @@ _current: _Peers | None = None
 def watch(bind: str | None = None) -> None:
     """Starts to watch the other processes, if any. All processes must call it.
 
-    Without a connection to process 0 it prints a line, and only JAX notices lost processes.
-
-    Args:
-      bind: address at which process 0 listens; by default loopback if all are on one host, else all.
+    Process 0 listens at `bind`, by default on loopback if all are on one host, else at all addresses.
     """
     global _current
     if not is_multiprocess() or _current is not None:
@@ -193,10 +186,7 @@ def report_failure(error: BaseException) -> None:
 
 
 def run_and_report(command: Callable[[], int]) -> int:
-    """Runs a command, reports whether it failed, and returns its exit code.
-
-    After a failure the process ends at once; otherwise JAX would wait for the others to end.
-    """
+    """Runs a command and returns its exit code; after a failure ends at once, where JAX would wait for the others."""
     try:
         code = command()
     except SystemExit as error:

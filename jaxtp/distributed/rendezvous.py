@@ -1,8 +1,7 @@
 """Waits for the processes of a run started by hand, before JAX connects them.
 
 JAX aborts if two processes share an id, and does not name missing processes. So process 0 first listens at the address
-of JAX's coordinator. The others send their id and number of processes, and get the verdict. Both ends prove that they
-have the run's token (`links.py`).
+of JAX's coordinator. The others send their id and number of processes, and get the verdict.
 """
 
 import os
@@ -74,7 +73,7 @@ class Wait:
         self.problem = problem
 
     def print(self, text: str) -> None:
-        """Prints a line to stderr."""
+        """Prints a line on stderr."""
         print(f"{self}: {text}", file=sys.stderr, flush=True)
 
 
@@ -173,7 +172,9 @@ def _visit(hello: Message, waiting: Wait, token: str) -> None:
             if (link := connect(connection, token, hello, HELLO_SECONDS)) is None:
                 waiting.report(f"what answers there does not prove {_THE_TOKEN}")
             else:
-                verdict = _receive_verdict(link, waiting)
+                verdict = None
+                while verdict is None and link.is_open() and waiting.time_left() > -HELLO_SECONDS:
+                    verdict = link.receive_within(1.0)  # sent when all are there or process 0 waits no longer
                 link.close()
                 if verdict is not None and "error" in verdict:
                     if verdict["error"] is not None:
@@ -185,11 +186,3 @@ def _visit(hello: Message, waiting: Wait, token: str) -> None:
         f"{waiting}: {waiting.problem} after {waiting.seconds:g} s: process 0 has to run on that host, and its port to "
         f"be open {JOIN_SECONDS_HINT}"
     )
-
-
-def _receive_verdict(link: Link, waiting: Wait) -> Message | None:
-    """Process 0 sends it when all are there or its time is over."""
-    while link.is_open() and waiting.time_left() > -HELLO_SECONDS:
-        if (verdict := link.receive_within(1.0)) is not None:
-            return verdict
-    return None

@@ -17,7 +17,7 @@ import yaml
 
 from jaxtp.__main__ import COMMANDS as JAXTP_COMMANDS
 from jaxtp.__main__ import main as jaxtp_main
-from jaxtp.config.command_line import OTHER_NAMES, Command, completion, parse_mesh, spellings
+from jaxtp.config.command_line import OTHER_NAMES, Command, completion, leaf_settings, parse_mesh, spellings
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError, Count, Keys, UserPath
 from jaxtp.data.prepare.__main__ import COMMAND as PREPARE
@@ -47,6 +47,10 @@ def printed(command, *flags, capsys):
         command.load(flags)
     assert ended.value.code == 0
     return capsys.readouterr().out
+
+
+def names_of(schema):
+    return {name for setting in leaf_settings(schema) for name in spellings(setting)}
 
 
 @pytest.fixture
@@ -88,7 +92,7 @@ def test_every_flag_that_the_help_has_is_known(program, terminal, capsys):
     text = printed(command, "--help-all", capsys=capsys)
     heads = re.findall("^(?:│ )? {0,4}(--[a-z].*?)(?:  |$)", text, re.MULTILINE)
     listed = {name for head in heads if "{fixed}" not in head for name in re.findall(r"--[a-z][\w.-]*", head)}
-    known = {f"--{name.replace('_', '-')}" for name in spellings(command.schema)}
+    known = {f"--{name.replace('_', '-')}" for name in names_of(command.schema)}
     assert listed - known <= {"--config", "--mesh", "--print-config"}
     assert listed & known
 
@@ -281,9 +285,9 @@ def test_a_flag_of_another_program_names_the_setting_that_is_meant(command, type
 
 
 def test_names_of_other_programs_are_no_settings_and_what_they_mean_is_one():
-    known = {name for command in COMMANDS.values() for name in spellings(command.schema)}
+    known = {name for command in COMMANDS.values() for name in names_of(command.schema)}
     assert OTHER_NAMES.keys() <= known
-    shadowed = {name for names in OTHER_NAMES.values() for name in names.split()} & set(spellings(TRAIN.schema))
+    shadowed = {name for names in OTHER_NAMES.values() for name in names.split()} & names_of(TRAIN.schema)
     assert not shadowed
 
 

@@ -45,6 +45,9 @@ class Launch:
     logs: Annotated[UserPath, tyro.conf.arg(metavar="DIR")] = Path("logs")
     """Folder of the logs, process-0.log and so on; earlier logs are replaced."""
 
+    command: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="-- COMMAND")] = ()
+    """Command of jaxtp, or arguments of Python."""
+
 
 COMMAND = Command(program=PROGRAM, schema=Launch, description=DESCRIPTION)
 
@@ -55,11 +58,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(argv: Sequence[str]) -> int:
-    end = argv.index("--") if "--" in argv else len(argv)
-    flags, command = list(argv[:end]), list(argv[end + 1 :])
-    if not command and not {"-h", "--help", "--help-all"} & set(flags):
+    launch, _ = COMMAND.load(argv)
+    command = list(launch.command)
+    if not command or "--" not in argv:
         raise SupervisorError("no command: it follows --, as in -- jaxtp train --config FILE")
-    launch, _ = COMMAND.load(flags)
     if re.fullmatch(r"python[\d.]*", Path(command[0]).name):
         raise SupervisorError(f"-- {command[0]}: leave it out; after -- come the arguments of Python")
     if command[0] == "jaxtp":
