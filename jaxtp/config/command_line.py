@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import difflib
 import io
-import itertools
 import math
 import os
 import re
@@ -19,7 +18,7 @@ import textwrap
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -123,7 +122,7 @@ class Command(Generic[T]):
         """
         end = argv.index("--") if "--" in argv else len(argv)
         if at := next((i for i, word in enumerate(argv[:end], 1) if word in _HELP_WORDS), 0):
-            self._print_help(argv[at - 1], "".join(argv[at : min(at + 1, end)]), argv[:end])
+            self._print_help(argv[at - 1], "".join(argv[at : min(at + 1, end)]))
             raise SystemExit(0)
         values = self._parse(argv)
         path, mesh, printing = (values.pop(own, None) for own in (_CONFIG, _MESH, _PRINT))
@@ -154,18 +153,11 @@ class Command(Generic[T]):
             own += [_MESH]
         return own + settings
 
-    def help_schema(self, settings: Iterable[Setting], config: T | None = None, *, short: bool = True) -> type:
-        """Returns a flat dataclass of settings for tyro.
-
-        Args:
-          config: supplies defaults; the schema's if None.
-          short: keep only the first clause of each text.
-        """
+    def help_schema(self, settings: Iterable[Setting], *, short: bool = True) -> type:
+        """Returns a flat dataclass of settings for tyro; if `short`, with the first clause of each text."""
         fields: list[tuple[str, object, dataclasses.Field[Any]]] = []
         for setting in settings:
-            is_own = config is None or setting.owner is _Common
-            default = setting.default if is_own else reduce(getattr, setting.path, config)
-            text = _docstrings(setting.owner).get(setting.path[-1], "")
+            default, text = setting.default, _docstrings(setting.owner).get(setting.path[-1], "")
             shown = tyro.conf.arg(
                 name=None if _is_positional(setting) else setting.flag.removeprefix("--"),
                 metavar=None if _mark(setting, "metavar") else _metavar(setting.kind),
@@ -177,13 +169,8 @@ class Command(Generic[T]):
             fields.append(("__".join(setting.path), Annotated[(setting.kind, *setting.marks, shown)], field))
         return dataclasses.make_dataclass("Settings", fields, frozen=True, kw_only=True, namespace={"__doc__": ""})
 
-    def _print_help(self, asked: str, section: str, words: Sequence[str]) -> None:
+    def _print_help(self, asked: str, section: str) -> None:
         settings = self.offered()
-        config = None
-        if _CONFIG in settings:
-            split = [part for word in words for part in word.split("=", 1)]
-            path = next((after for word, after in itertools.pairwise(split) if word == "--config"), None)
-            config = validate(self.schema, {} if path is None else read_values(Path(path)), source=str(path))
         sections = list(dict.fromkeys(each.keys[0] for each in settings if len(each.keys) > 1))
         text, is_short = self.description.strip(), False
         if asked in (ALL_HELP, "--help_all"):
@@ -198,7 +185,7 @@ class Command(Generic[T]):
             is_short = True
             settings = [each for each in settings if each.name in self.first or each.owner is _Common]
             text += f"\n\nMore settings: {HELP} SECTION ({', '.join(sections)}), or {ALL_HELP}"
-        schema = self.help_schema(settings, config, short=is_short)
+        schema = self.help_schema(settings, short=is_short)
         width = max(_MIN_COLUMNS, shutil.get_terminal_size().columns)
         os.environ["COLUMNS"] = str(width)
         printed = io.StringIO()

@@ -20,13 +20,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from jaxtp.config.entry import MISTAKE, PASSING, WRONG, UserError
+from jaxtp.config.entry import MISTAKE, PASSING, WRONG
 from jaxtp.config.interrupt import signal_name
 from jaxtp.distributed.environment import (
     ADDRESS,
     COUNT,
     PROCESS,
     TOKEN,
+    LaunchError,
     child_environment,
     gpus_present,
     names_of_gpus,
@@ -54,10 +55,6 @@ _CAUSE_SECONDS = 1.0
 """Seconds to wait for the process that failed first, if one ends because another is lost."""
 
 
-class SupervisorError(UserError):
-    """Processes that cannot start."""
-
-
 @dataclass(frozen=True)
 class Group:
     """The processes to start."""
@@ -78,9 +75,7 @@ class Group:
     def __post_init__(self) -> None:
         if self.devices is None and len(self.gpus) % self.count:
             able = sharing(len(self.gpus))
-            raise SupervisorError(
-                f"--processes {self.count}: {len(self.gpus)} GPUs can be divided among {able} processes"
-            )
+            raise LaunchError(f"--processes {self.count}: {len(self.gpus)} GPUs can be divided among {able} processes")
 
     @property
     def environments(self) -> list[dict[str, str]]:
@@ -142,7 +137,7 @@ def _locked(logs: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise SupervisorError(f"--logs {logs}: the processes of another start write there; name another") from None
+            raise LaunchError(f"--logs {logs}: the processes of another start write there; name another") from None
         except OSError:
             pass  # a file system without locks
         yield

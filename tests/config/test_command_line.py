@@ -102,8 +102,7 @@ def test_help_of_a_section(terminal, capsys):
     assert "--checkpoint.keep-every" in text
     assert "--model" not in text
     assert "--help SECTION" not in text
-    values = printed(TRAIN, "--config", "configs/llama3_8b.yaml", "--help", capsys=capsys)
-    assert "runs/llama3_8b)" in values, "defaults are those of the file"
+    assert "--help-all" in printed(TRAIN, "--config", "configs/llama3_8b.yaml", "--help", capsys=capsys)
 
 
 def test_jaxtp_lists_its_commands_and_runs_them(terminal, capsys):

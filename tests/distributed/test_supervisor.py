@@ -11,7 +11,8 @@ from runs import SMALL, mesh, records
 
 from jaxtp.config.entry import FILES
 from jaxtp.distributed import supervisor
-from jaxtp.distributed.supervisor import Group, SupervisorError, supervise
+from jaxtp.distributed.environment import LaunchError
+from jaxtp.distributed.supervisor import Group, supervise
 from jaxtp.tools.launch.__main__ import main
 
 ME = "import os, signal, sys, time; me = os.environ.get('JAX_PROCESS_ID', 'none')\n"
@@ -113,7 +114,7 @@ def test_lines_of_gloo_are_not_shown(tmp_path, capsys):
 def test_gpus_that_cannot_be_divided_are_an_error(count, able, monkeypatch, tmp_path):
     monkeypatch.setattr(supervisor, "gpus_present", lambda: 8)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    with pytest.raises(SupervisorError, match=f"--processes {count}: 8 GPUs can be divided among {able} processes"):
+    with pytest.raises(LaunchError, match=f"--processes {count}: 8 GPUs can be divided among {able} processes"):
         group(tmp_path, count, "")
 
 
@@ -139,7 +140,7 @@ def test_two_starts_do_not_write_the_same_logs(tmp_path):
     (tmp_path / "logs").mkdir()
     with (
         supervisor._locked(tmp_path / "logs"),
-        pytest.raises(SupervisorError, match=r"logs: the processes of another start write there"),
+        pytest.raises(LaunchError, match=r"logs: the processes of another start write there"),
     ):
         supervise(group(tmp_path, 1, ""))
 

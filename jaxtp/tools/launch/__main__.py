@@ -13,8 +13,8 @@ import tyro
 from jaxtp.config import entry
 from jaxtp.config.command_line import Command
 from jaxtp.config.schema import UserPath, allowed
-from jaxtp.distributed.environment import gpus_present
-from jaxtp.distributed.supervisor import Group, SupervisorError, supervise
+from jaxtp.distributed.environment import LaunchError, gpus_present
+from jaxtp.distributed.supervisor import Group, supervise
 
 PROGRAM = "jaxtp launch"
 DESCRIPTION = """Starts the processes of one machine, each with its share of the GPUs; ends all of them when one dies.
@@ -61,9 +61,9 @@ def _launch(argv: Sequence[str]) -> int:
     launch, _ = COMMAND.load(argv)
     command = list(launch.command)
     if not command or "--" not in argv:
-        raise SupervisorError("no command: it follows --, as in -- jaxtp train --config FILE")
+        raise LaunchError("no command: it follows --, as in -- jaxtp train --config FILE")
     if re.fullmatch(r"python[\d.]*", Path(command[0]).name):
-        raise SupervisorError(f"-- {command[0]}: leave it out; after -- come the arguments of Python")
+        raise LaunchError(f"-- {command[0]}: leave it out; after -- come the arguments of Python")
     if command[0] == "jaxtp":
         command = ["-m", *command]
     if launch.devices is None and not gpus_present():
