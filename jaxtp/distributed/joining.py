@@ -7,14 +7,13 @@ MPI process one GPU, even a host's only process. Processes that see the same GPU
 
 import os
 import re
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import jax
 
-from jaxtp.config.entry import MISTAKE
+from jaxtp.config.entry import MISTAKE, say
 from jaxtp.distributed.environment import (
     ADDRESS,
     COUNT,
@@ -242,7 +241,7 @@ def _watch(waiting: Wait, joined: threading.Event) -> None:
             return
     problem = f"{waiting.problem}; {ADDRESS}=HOST:PORT names another" if waiting.problem else "does each of them run?"
     reason = f"not all came within {waiting.seconds:g} s: {problem} {JOIN_SECONDS_HINT}"
-    print(f"error: {waiting}: {reason}", file=sys.stderr, flush=True)
+    say(f"error: {waiting}: {reason}")
     os._exit(MISTAKE)
 
 

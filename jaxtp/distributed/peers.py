@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 import jax
 
-from jaxtp.config.entry import MISTAKE, PASSING, WRONG, UserError
+from jaxtp.config.entry import MISTAKE, PASSING, WRONG, UserError, say
 from jaxtp.config.reading import shown
 from jaxtp.distributed.agreement import all_gather_json, host_names, is_multiprocess, process_name
 from jaxtp.distributed.environment import LaunchError, coordinator_host
@@ -126,7 +126,8 @@ class _Peers:
             return
         self._exiting.set()
         other, this = (process_name(index, self._hosts[index]) for index in (process, self._process))
-        _print_error(f"error: {other} {how}; {this} cannot go on with {self.activity} and ends (exit code {code})")
+        problem = f"error: {other} {how}; {this} cannot go on with {self.activity} and ends (exit code {code})"
+        say(shown(problem, _MAX_MESSAGE_CHARS))
         os._exit(code)  # at once: when process 0 has ended, JAX aborts this process
 
 
@@ -162,8 +163,8 @@ def watch(bind: str | None = None) -> None:
     reached = all_gather_json(sorted(links))
     if missing := [process for process in range(1, len(names)) if process not in reached[0] or not reached[process]]:
         if jax.process_index() == 0:
-            name = process_name(missing[0], names[missing[0]])
-            _print_error(f"{name} cannot connect to process 0 for heartbeats: only JAX notices when a process ends")
+            name = shown(process_name(missing[0], names[missing[0]]))
+            say(f"{name} cannot connect to process 0 for heartbeats: only JAX notices when a process ends")
         return
     _current = _Peers(names, links)
     if jax.process_index():
@@ -224,7 +225,7 @@ def _accept(names: list[str], bind: str | None) -> dict[int, Link]:
         all_gather_json([server.getsockname()[1], token])
         accept_links(server, token, admit, time_left, rejected)
     if rejected:
-        _print_error(f"dropped {rejected.total()} connections that did not come from processes of this run")
+        say(f"dropped {rejected.total()} connections that did not come from processes of this run")
     return links
 
 
@@ -243,7 +244,3 @@ def _connect(names: list[str]) -> dict[int, Link]:
 
 def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".strip(": ").partition("\n")[0]
-
-
-def _print_error(message: str) -> None:
-    print(shown(message, _MAX_MESSAGE_CHARS), file=sys.stderr, flush=True)

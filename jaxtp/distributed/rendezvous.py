@@ -6,10 +6,10 @@ of JAX's coordinator. The others send their id and number of processes, and get 
 
 import os
 import socket
-import sys
 import time
 from collections import Counter
 
+from jaxtp.config.entry import say
 from jaxtp.config.reading import shown
 from jaxtp.distributed.environment import TOKEN, LaunchError
 from jaxtp.distributed.links import HELLO_SECONDS, Link, Message, accept_links, connect, format_address, listening
@@ -74,7 +74,7 @@ class Wait:
 
     def print(self, text: str) -> None:
         """Prints a line on stderr."""
-        print(f"{self}: {text}", file=sys.stderr, flush=True)
+        say(f"{self}: {text}")
 
 
 def meet(waiting: Wait, bind: str, token: str) -> None:

@@ -9,7 +9,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Self
 
-from jaxtp.config.entry import MISTAKE, PASSING, WRONG
+from jaxtp.config.entry import MISTAKE, PASSING, WRONG, say
 from jaxtp.config.interrupt import signal_name
 from jaxtp.distributed.environment import (
     ADDRESS,
@@ -34,6 +33,7 @@ from jaxtp.distributed.environment import (
     shared,
     sharing,
 )
+from jaxtp.distributed.links import format_address, listening
 
 GRACE = 15.0
 """Seconds between SIGTERM and SIGKILL."""
@@ -107,7 +107,7 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
     group.logs.mkdir(parents=True, exist_ok=True)
     with _locked(group.logs):
         for turn in range(1, restarts + 2):
-            _say(f"logs: {group.log(0)}" + (f" to {group.log(group.count - 1).name}" if group.count > 1 else ""))
+            say(f"logs: {group.log(0)}" + (f" to {group.log(group.count - 1).name}" if group.count > 1 else ""))
             with _Running(group, again=turn > 1) as running:
                 failure = running.wait()
             if failure is None:
@@ -117,16 +117,17 @@ def supervise(group: Group, *, restarts: int = 0) -> int:
                 group.log(index),
                 f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}",
             )
-            _say(f"process {index} {how}; " + (f"the end of {log}:" if index else f"see {log}"))
-            _say(*(_tail(log) if index else ()))  # the output of process 0 is shown already
+            say(f"process {index} {how}; " + (f"the end of {log}:" if index else f"see {log}"))
+            if index and (tail := _tail(log)):  # the output of process 0 is shown already
+                say(tail)
             if turn > restarts or running.stop_requested or code in (MISTAKE, WRONG):  # it would fail again
                 break
             left = group.shrunk_to_visible_gpus()
             if left is None:
-                _say("no GPU is left: nothing is started again")
+                say("no GPU is left: nothing is started again")
                 break
             count = "all" if left.count == group.count else f"only {left.count}"
-            _say(f"{count} are started again (restart {turn} of {restarts})")
+            say(f"{count} are started again (restart {turn} of {restarts})")
             group = left
     return 128 - code if code < 0 else code
 
@@ -173,8 +174,9 @@ class _Running:
     def _start(self) -> None:
         cluster = {}
         if self._group.count > 1:
-            address, token = f"127.0.0.1:{_free_port()}", secrets.token_hex(32)
-            cluster = {ADDRESS: address, COUNT: str(self._group.count), TOKEN: token}
+            with listening("127.0.0.1") as server:
+                address = format_address(*server.getsockname())
+            cluster = {ADDRESS: address, COUNT: str(self._group.count), TOKEN: secrets.token_hex(32)}
         for index, variables in enumerate(self._group.environments):
             process = {PROCESS: str(index)} if cluster else {}
             with self._group.log(index).open("ab" if self._again or index == 0 else "wb") as log:
@@ -236,20 +238,8 @@ def _kill(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def _free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port: int = server.getsockname()[1]
-        return port
-
-
-def _tail(path: Path) -> list[str]:
+def _tail(path: Path) -> str:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16384))
         lines = [line.decode(errors="replace") for line in file.read().splitlines() if not _NOISE.search(line)]
-    return [f"  {line}" for line in lines[-_LAST_LINES:]]
-
-
-def _say(*lines: str) -> None:
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)
+    return "\n".join(f"  {line}" for line in lines[-_LAST_LINES:])
