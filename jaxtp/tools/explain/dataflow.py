@@ -200,7 +200,7 @@ class _Walk:
             return self.scan(equation, infos, times)
         if equation.primitive.name == "cond":
             return self.cond(equation, infos, times)
-        if body := _body(equation):
+        if body := inner_jaxpr(equation):
             return self.run(body, infos, times)
         return self.operation(equation, infos, times)
 
@@ -285,8 +285,8 @@ class _Walk:
 
     def scan(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
         """Walks the body until the carry is stable, then once for the result."""
-        body = _open(equation.params["jaxpr"])
-        consts, carries = _scan_arguments(equation, body)
+        body = open_jaxpr(equation.params["jaxpr"])
+        consts, carries = scan_arguments(equation, body)
         constants, carry = [replace(info, entered=()) for info in infos[:consts]], infos[consts : consts + carries]
         slices = [self.shift(info, -1) for info in infos[consts + carries :]]
         times *= equation.params["length"]
@@ -302,7 +302,7 @@ class _Walk:
         return [*results[:carries], *(self.shift(info, 1) for info in results[carries:])]
 
     def cond(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
-        results = [self.run(_open(branch), infos[1:], times) for branch in equation.params["branches"]]
+        results = [self.run(open_jaxpr(branch), infos[1:], times) for branch in equation.params["branches"]]
         avals = [variable.aval for variable in equation.outvars]
         return [self.join([*infos], aval, times) for *infos, aval in zip(*results, avals, strict=True)]
 
@@ -359,21 +359,23 @@ def _live_equations(jaxpr: Any) -> list[JaxprEqn]:
     return live[::-1]
 
 
-def _body(equation: JaxprEqn) -> Any:
+def inner_jaxpr(equation: JaxprEqn) -> Any:
+    """Returns the jaxpr that an equation calls once on its operands, if any."""
     if equation.primitive.name not in _CALLS:
         return None
     closed = next(
         (equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None
     )
-    body = _open(closed)
+    body = open_jaxpr(closed)
     return body if body is not None and len(body.invars) == len(equation.invars) else None
 
 
-def _open(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Returns the jaxpr without its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _scan_arguments(equation: JaxprEqn, body: Any) -> tuple[int, int]:
+def scan_arguments(equation: JaxprEqn, body: Any) -> tuple[int, int]:
     """Returns a scan's numbers of constants and carries, in every version of JAX."""
     sliced = sum(len(shape_of(v)) != b.aval.ndim for v, b in zip(equation.invars, body.invars, strict=True))
     carried = sum(len(shape_of(v)) == b.aval.ndim for v, b in zip(equation.outvars, body.outvars, strict=True))

@@ -29,6 +29,7 @@ from jaxtp.parallelize.styles import Style
 from jaxtp.tools.explain.dataflow import ROOT
 from jaxtp.tools.explain.reasons import plan_notes
 from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, StateFunction, axis_sizes
+from jaxtp.tools.explain.work import Product, count_work
 
 _SCOPE = "module:"
 _INEXACT = {
@@ -83,6 +84,12 @@ class Explanation:
     added: Traffic
     """Collectives that the compiler adds between the layers, if it was asked to compile."""
 
+    products: tuple[Product, ...]
+    """Matrix products of the forward and backward pass; empty without inputs."""
+
+    saved: float
+    """Bytes that a device saves for the backward pass."""
+
     notes: tuple[str, ...]
     """Avoidable communication, and what could not be counted exactly."""
 
@@ -95,6 +102,11 @@ class Explanation:
     def bytes_per_device(self) -> int:
         """Bytes of all parameters per device."""
         return sum(parameter.bytes(self.sizes) for row in self.rows for parameter in row.parameters)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a device in all products."""
+        return sum(product.flops for product in self.products)
 
     @property
     def _collectives(self) -> list[tuple[Collective, int, str]]:
@@ -147,6 +159,8 @@ class Explanation:
         return {
             "mesh": self.sizes,
             "parameter_bytes_per_device": self.bytes_per_device,
+            "flops_per_device": self.flops,
+            "saved_bytes_per_device": self.saved,
             "bytes_sent": {"+".join(axes): sent for axes, sent in self.sent_by_axes().items()},
             "modules": modules,
             "collectives": collectives,
@@ -186,11 +200,11 @@ def explain(
         parallel = _parallelized(model, plan, abstract)
         original, styles, _ = original_model(parallel)
         model_call = ModelCall.of(original, inputs, call)
-        grad, state = _gradient(parallel, model_call)
-        traffic = count_collectives(jax.make_jaxpr(grad)(state, model_call.arrays), sizes) if inputs else {}
+        traffic, products, saved = _account(parallel, model_call, sizes) if inputs else ({}, (), 0.0)
         notes = plan_notes(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
     added = _added(model, plan, model_call, sizes) if inputs and compiled else {}
-    return Explanation(sizes, tuple(_rows(parallel)), traffic, added, (*notes, *_inexact((*traffic, *added))))
+    notes += _inexact((*traffic, *added))
+    return Explanation(sizes, tuple(_rows(parallel)), traffic, added, products, saved, tuple(notes))
 
 
 def _parallelized(
@@ -202,10 +216,23 @@ def _parallelized(
     return parallelize(original, plan or plan_of_model, mesh=mesh, fsdp=fsdp)
 
 
-def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.State]:
-    """Returns a forward and backward pass, whose loss is the sum of all outputs, and its state.
+def _account(model: nnx.Module, call: ModelCall, sizes: dict[str, int]) -> tuple[Traffic, tuple[Product, ...], float]:
+    """Returns the collectives, products and saved bytes of a forward and backward pass."""
+    grad, state = _gradient(model, call)
+    closed = jax.make_jaxpr(grad)(state, call.arrays)
+    products, results = count_work(closed, sizes)
+    jaxpr = closed.jaxpr
+    num_saved = len(jaxpr.outvars) - len(jax.tree.leaves(nnx.split_state(state, nnx.Param, ...)[0]))
+    computed = {id(v) for equation in jaxpr.eqns for v in equation.outvars}
+    saved = {id(v): size for v, size in zip(jaxpr.outvars[:num_saved], results, strict=False) if id(v) in computed}
+    return count_collectives(closed, sizes), tuple(products), sum(saved.values())
 
-    Each module's path is in the scope of its equations.
+
+def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.State]:
+    """Returns a forward and backward pass, and its state; the loss is the sum of all outputs.
+
+    Its results are the arrays saved for the backward pass, and the gradients. Each module's path is in the scope of its
+    equations.
     """
     function, state = call.functional(model, _scoped_call)
 
@@ -217,7 +244,8 @@ def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.St
             floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
             return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
 
-        return jax.grad(loss)(params)
+        total, backward = jax.vjp(loss, params)
+        return jax.tree.leaves(backward), backward(jnp.ones_like(total))
 
     return grad, state
 
@@ -239,7 +267,7 @@ def _added(
     with jax.set_mesh(mesh):
         grad, state = _gradient(_parallelized(model, plan, mesh), call)
         arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch_sharding(x.shape, mesh)) for x in call.arrays]
-        traced = jax.jit(grad).trace(state, arrays)
+        traced = jax.jit(lambda state, arrays: grad(state, arrays)[1]).trace(state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
     return added_by_compiler(count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes))
 
@@ -291,6 +319,11 @@ def _sections(explanation: Explanation) -> Iterator[str]:
         yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), traffic)
         totals = ", ".join(f"{sent:,.0f} over {'+'.join(axes)}" for axes, sent in explanation.sent_by_axes().items())
         yield f"each device sends, forward and backward, in bytes: {totals}"
+    if explanation.products:
+        yield (
+            f"each device computes {explanation.flops:,.0f} FLOPs in matrix products, and saves "
+            f"{explanation.saved:,.0f} bytes for the backward pass"
+        )
     yield from (f"note: {note}" for note in explanation.notes)
 
 
