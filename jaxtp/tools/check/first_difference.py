@@ -6,7 +6,6 @@ output's gradient.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -37,17 +36,17 @@ class _Watch:
     failed_in: str | None = None
 
     def on(self, module: Model, prefix: str) -> Model:
-        return with_calls(module, partial(self._called, prefix))
+        def called(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if jax.sharding.get_abstract_mesh().manual_axes:
+                return method(*args, **kwargs)  # inside another module's view of one device
+            name = f"{prefix}.{path}" if path else prefix
+            try:
+                return self.record(name, method(*args, **kwargs))
+            except Exception:
+                self.failed_in = self.failed_in or name
+                raise
 
-    def _called(self, prefix: str, path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            return method(*args, **kwargs)  # inside another module's view of one device
-        name = f"{prefix}.{path}" if path else prefix
-        try:
-            return self.record(name, method(*args, **kwargs))
-        except Exception:
-            self.failed_in = self.failed_in or name
-            raise
+        return with_calls(module, called)
 
     def record(self, name: str, output: Any) -> Any:
         if name in self.zeros:
@@ -68,21 +67,15 @@ def first_difference(config: TrainConfig, case: Case, initial: Arrays, tolerance
         try:
             traces.append(_trace(on_case(config, each), each, initial, watch))
         except Exception as error:
-            where = watch.failed_in or "the step"
-            return f"{where} cannot be traced on {each}: {describe_error(error)}"
-    return _compare(*traces[0], *traces[-1], tolerance)
-
-
-def _compare(
-    outputs: Outputs, gradients: Outputs, actual_outputs: Outputs, actual_gradients: Outputs, tolerance: float
-) -> str | None:
+            return f"{watch.failed_in or 'the step'} cannot be traced on {each}: {describe_error(error)}"
+    (outputs, gradients), (actual_outputs, actual_gradients) = traces[0], traces[-1]
     for name, output in outputs.items():
-        if (error := _error(actual_outputs[name], output)) > tolerance:
-            return f"{name}: its output is off by {error:.1e}"
+        if (off := _error(actual_outputs[name], output)) > tolerance:
+            return f"{name}: its output is off by {off:.1e}"
     reader = LOSS
     for name, gradient in reversed(gradients.items()):
-        if (error := _error(actual_gradients[name], gradient)) > tolerance:
-            return f"{reader}: its backward pass is off by {error:.1e}, in the gradient of the output of {name}"
+        if (off := _error(actual_gradients[name], gradient)) > tolerance:
+            return f"{reader}: its backward pass is off by {off:.1e}, in the gradient of the output of {name}"
         reader = name
     return None
 

@@ -30,10 +30,8 @@ class Case:
     """A mesh, sequence parallelism and a cp attention method to check."""
 
     sizes: Mapping[str, int]
-    """Devices along each axis."""
     sequence_parallel: bool
-    context: Context = "auto"
-    """auto without cp, or if blocks differ in their method."""
+    context: Context = "auto"  # also without cp, and if blocks differ in their method
 
     @property
     def devices(self) -> int:
@@ -43,8 +41,8 @@ class Case:
     def __str__(self) -> str:
         """Formats `fsdp 2 x cp 2 x tp 4, sequence-parallel, ulysses`."""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
-        options = {"sequence-parallel": self.sequence_parallel, self.context: self.sizes[CP] > 1}
-        return ", ".join([mesh, *(name for name, holds in options.items() if holds)])
+        split = ", sequence-parallel" if self.sequence_parallel else ""
+        return f"{mesh}{split}{f', {self.context}' if self.sizes[CP] > 1 else ''}"
 
 
 ONE_DEVICE = Case(sized(), False)
