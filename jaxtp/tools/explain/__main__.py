@@ -19,7 +19,7 @@ from jaxtp.mesh import AXES, CP
 from jaxtp.models.decoder import Decoder
 from jaxtp.tools.explain.explanation import explain
 from jaxtp.tools.explain.propose import propose_plan
-from jaxtp.tools.explain.python_model import InputFlag, PythonModel
+from jaxtp.tools.explain.python_model import PythonModel
 from jaxtp.tools.explain.traced_model import Callee
 from jaxtp.train.config import TrainConfig
 from jaxtp.train.validation import check
@@ -47,13 +47,6 @@ class Explain(PythonModel):
 
     mesh: Annotated[str | None, tyro.conf.arg(metavar="fsdp=2,tp=4")] = None
     """Devices along each axis, 1 by default. The devices need not exist. A YAML configuration has a mesh already."""
-
-    propose: Switch = False
-    """Use the plan that jaxtp.propose_plan returns, and print its reasons first."""
-
-    input: InputFlag = ()
-    """Shape of an input of a global batch, with a dtype unless it is float32: 16x128:int32. Repeat the flag for several
-    inputs. Without it no collectives are shown."""
 
     compile: Switch = False
     """Also compile for virtual CPU devices, and show the collectives that the compiler adds between the layers."""

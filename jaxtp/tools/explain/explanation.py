@@ -53,17 +53,19 @@ class SplitParameter:
         shard = (size // parts(sizes, axes_of(entry)) for size, entry in zip(self.shape, entries, strict=True))
         return math.prod(shard) * jnp.dtype(self.dtype).itemsize
 
+    def record(self, sizes: Mapping[str, int]) -> dict[str, object]:
+        """Returns everything as JSON values."""
+        split = [list(axes_of(entry)) for entry in self.spec]
+        found = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "split": split}
+        return {**found, "bytes_per_device": self.bytes(sizes)}
+
 
 @dataclass(frozen=True)
 class ModuleRow:
     """A module with parameters or a style."""
 
-    path: str
-    """The dotted path; the first one of a shared module."""
-
-    kind: str
-    """Name of its class."""
-
+    path: str  # the first one of a shared module
+    kind: str  # name of its class
     style: Style | None
     parameters: tuple[SplitParameter, ...]
 
@@ -72,26 +74,15 @@ class ModuleRow:
 class Explanation:
     """The result of `explain`; `str` formats it."""
 
-    sizes: dict[str, int]
-    """Devices along each axis."""
-
-    rows: tuple[ModuleRow, ...]
-    """The modules, in the model's order."""
-
+    sizes: dict[str, int]  # devices along each axis
+    rows: tuple[ModuleRow, ...]  # in the model's order
     traffic: Traffic
     """Collectives that the program requests in one forward and backward pass; empty without inputs."""
-
     added: Traffic
     """Collectives that the compiler adds between the layers, if it was asked to compile."""
-
-    products: tuple[Product, ...]
-    """Matrix products of the forward and backward pass; empty without inputs."""
-
-    saved: float
-    """Bytes that a device saves for the backward pass."""
-
-    notes: tuple[str, ...]
-    """Avoidable communication, and what could not be counted exactly."""
+    products: tuple[Product, ...]  # of the forward and backward pass; empty without inputs
+    saved: float  # bytes that a device saves for the backward pass
+    notes: tuple[str, ...]  # on avoidable communication, and counts that are not exact
 
     @cached_property
     def patterns(self) -> dict[str, str]:
@@ -109,19 +100,19 @@ class Explanation:
         return sum(product.flops for product in self.products)
 
     @property
-    def _collectives(self) -> list[tuple[Collective, int, str]]:
-        both = ((self.traffic, "the program"), (self.added, "the compiler"))
-        return [(collective, count, by) for traffic, by in both for collective, count in traffic.items()]
+    def _by(self) -> tuple[tuple[Traffic, str], ...]:
+        return (self.traffic, "the program"), (self.added, "the compiler")
 
     def sent(self, axis: str) -> float:
         """Returns the bytes per device over an axis, alone or with others."""
-        return sum(total_sent({one: count}) for one, count, _ in self._collectives if axis in one.axes)
+        return sum(sent for axes, sent in self.sent_by_axes().items() if axis in axes)
 
     def sent_by_axes(self) -> dict[tuple[str, ...], float]:
         """Returns the bytes per device over each group of axes."""
         total: dict[tuple[str, ...], float] = {(axis,): 0.0 for axis in AXES if self.sizes[axis] > 1}
-        for one, count, _ in self._collectives:
-            total[one.axes] = total.get(one.axes, 0.0) + total_sent({one: count})
+        for traffic, _ in self._by:
+            for axes, (_, sent) in sums(traffic, lambda one: one.axes).items():
+                total[axes] = total.get(axes, 0.0) + sent
         return {axes: sent for axes, sent in total.items() if sent}
 
     def record(self) -> dict[str, object]:
@@ -131,16 +122,7 @@ class Explanation:
                 "module": row.path,
                 "class": row.kind,
                 "style": format_style(row.style) if row.style else None,
-                "parameters": [
-                    {
-                        "name": parameter.name,
-                        "shape": list(parameter.shape),
-                        "dtype": parameter.dtype,
-                        "split": [list(axes_of(entry)) for entry in parameter.spec],
-                        "bytes_per_device": parameter.bytes(self.sizes),
-                    }
-                    for parameter in row.parameters
-                ],
+                "parameters": [parameter.record(self.sizes) for parameter in row.parameters],
             }
             for row in self.rows
         ]
@@ -154,7 +136,8 @@ class Explanation:
                 "count": count,
                 "bytes_sent": total_sent({one: count}),
             }
-            for one, count, by in self._collectives
+            for traffic, by in self._by
+            for one, count in traffic.items()
         ]
         return {
             "mesh": self.sizes,
@@ -345,6 +328,6 @@ def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
         module, direction = _module_of(one), "backward" if one.backward else "forward"
         return explanation.patterns.get(module, module) or ROOT, direction, one.kind, "+".join(one.axes), one.counted
 
-    for traffic, by in ((explanation.traffic, "the program"), (explanation.added, "the compiler")):
+    for traffic, by in explanation._by:
         for (*cells, counted), (count, sent) in sums(traffic, key).items():
             yield *cells, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"

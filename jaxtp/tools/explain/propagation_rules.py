@@ -29,11 +29,7 @@ class Blocked(Exception):  # noqa: N818  # an outcome, not an error
 
 
 def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Returns the results' split dims; `equation` has no inner jaxpr, `dims` not only None.
-
-    Raises:
-      Blocked: the primitive needs a whole split dim, or has no rule.
-    """
+    """Returns the results' split dims, or raises `Blocked`; `equation` has no inner jaxpr, `dims` not only None."""
     name = equation.primitive.name
     if name in ELEMENTWISE:
         return [agree(dims)] * len(equation.outvars)
@@ -43,11 +39,7 @@ def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 
 
 def agree(dims: Dims) -> int:
-    """Returns the common split dim.
-
-    Raises:
-      Blocked: operands are split in different dims.
-    """
+    """Returns the common split dim, or raises `Blocked`."""
     split = {dim for dim in dims if dim is not None}
     if len(split) > 1:
         raise Blocked(f"meets an array that is split along another dim ({' and '.join(map(str, sorted(split)))})")
@@ -64,18 +56,13 @@ def _needs_whole(equation: JaxprEqn, dim: int) -> Blocked:
     return Blocked(f"goes into {equation.primitive.name}, which needs all {size} of it")
 
 
-def _reduce(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    return [_remove(equation, agree(dims), equation.params["axes"])] * len(equation.outvars)
-
-
-def _squeeze(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    return [_remove(equation, agree(dims), equation.params["dimensions"])]
-
-
-def _remove(equation: JaxprEqn, dim: int, removed: Sequence[int]) -> int:
+def _remove(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    """Passes reductions and squeezes of other dims."""
+    dim, params = agree(dims), equation.params
+    removed = params["axes"] if "axes" in params else params["dimensions"]
     if dim in removed:
         raise _needs_whole(equation, dim)
-    return dim - sum(other < dim for other in removed)
+    return [dim - sum(other < dim for other in removed)] * len(equation.outvars)
 
 
 def _broadcast(equation: JaxprEqn, dims: Dims) -> list[int | None]:
@@ -160,14 +147,14 @@ def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
-    "squeeze": _squeeze,
+    "squeeze": _remove,
     "reshape": _reshape,
     "concatenate": _concatenate,
     "pad": _pad,
     "gather": _gather,
     "dot_general": _dot,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), _reduce),
-    **dict.fromkeys(("argmax", "argmin"), _reduce),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), _remove),
+    **dict.fromkeys(("argmax", "argmin"), _remove),
     **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _slice),
     **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _slice),
     **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _window),

@@ -128,9 +128,7 @@ def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> 
 @dataclass(frozen=True)
 class _Reading:
     module: str
-    argument: str | None
-    """Name or position, or `_RESULT`; None if the layer does it for itself."""
-
+    argument: str | None  # name or position, or `_RESULT`; None if the layer does it for itself
     calls: list[LayerCall]
 
 
@@ -157,7 +155,7 @@ def _calls_by_input(draft: PlanDraft) -> list[list[LayerCall]]:
 
 
 def _sharing(draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]) -> Iterator[_Reading]:
-    """Yields the innermost module around all readers, else the array's maker, else several modules."""
+    # The innermost module around all readers, else the array's maker, else several modules.
     if len({call.path for call in calls}) == 1:
         yield _Reading(calls[0].path, None, calls)
         return

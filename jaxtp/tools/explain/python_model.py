@@ -18,8 +18,6 @@ from flax import nnx
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError, Switch, UserPath, nearest_file
 
-InputFlag = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="64x16x16x1")]
-
 
 @dataclass(frozen=True, kw_only=True)
 class PythonModel:
@@ -33,11 +31,11 @@ class PythonModel:
     the plan must name the module whose sequences cp divides: {"": ContextParallel()}."""
 
     propose: Switch = False
-    """Use the plan that jaxtp.propose_plan returns."""
+    """Use the plan that jaxtp.propose_plan returns; jaxtp explain prints its reasons."""
 
-    input: InputFlag = ()
+    input: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="64x16x16x1")] = ()
     """Shape of an input of a global batch, with a dtype unless it is float32: 16x128:int32. Repeat the flag for several
-    inputs."""
+    inputs. Without it nothing is run, so there are no collectives."""
 
     json: Annotated[UserPath | None, tyro.conf.arg(metavar="FILE")] = None
     """Write all numbers to this file."""

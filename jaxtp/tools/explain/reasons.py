@@ -21,15 +21,10 @@ from jaxtp.tools.explain.traced_model import ModelCall, TracedModel, trace_model
 class Reason:
     """Why a module has its style, or none."""
 
-    module: str
-    """Its pattern in the plan; several modules with one reason share it."""
-
-    style: str
-    """Style as written in the plan; empty for a module that stays whole."""
-
+    module: str  # its pattern in the plan; several modules with one reason share it
+    style: str  # as written in the plan; empty for a module that stays whole
     why: str
-    bytes: float
-    """Bytes each device sends over tp, forward and backward, for all modules of the pattern."""
+    bytes: float  # that each device sends over tp, forward and backward, for all modules of the pattern
 
     def __str__(self) -> str:
         sent = f"  {self.bytes:,.0f} bytes" if self.bytes else ""
