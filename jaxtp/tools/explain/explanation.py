@@ -47,6 +47,12 @@ class SplitParameter:
     dtype: str
     spec: PartitionSpec
 
+    @classmethod
+    def of(cls, name: str, parameter: nnx.Variable[Any]) -> "SplitParameter":
+        """Returns a parameter as its metadata declare it."""
+        spec = PartitionSpec(*(parameter.get_metadata().get("out_sharding") or ()))
+        return cls(name, tuple(parameter.shape), str(parameter.dtype), spec)
+
     def bytes(self, sizes: Mapping[str, int]) -> int:
         """Returns the bytes per device."""
         entries = (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
@@ -217,7 +223,12 @@ def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.St
     Its results are the arrays saved for the backward pass, and the gradients. Each module's path is in the scope of its
     equations.
     """
-    function, state = call.functional(model, _scoped_call)
+
+    def scoped(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(f"{_SCOPE}{path}"):
+            return method(*args, **kwargs)
+
+    function, state = call.functional(model, scoped)
 
     def grad(state: nnx.State, arrays: list[Any]) -> object:
         params, rest = nnx.split_state(state, nnx.Param, ...)
@@ -233,11 +244,6 @@ def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.St
     return grad, state
 
 
-def _scoped_call(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    with jax.named_scope(f"{_SCOPE}{path}"):
-        return method(*args, **kwargs)
-
-
 def _module_of(collective: Collective) -> str:
     paths = re.findall(rf"{_SCOPE}([\w.]*)", collective.scope)
     return paths[-1] if paths else ""
@@ -249,15 +255,16 @@ def _added(
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
         grad, state = _gradient(_parallelized(model, plan, mesh), call)
-        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch_sharding(x.shape, mesh)) for x in call.arrays]
+        specs = [
+            PartitionSpec(BATCH if x.shape and x.shape[0] % batch_parts(sizes) == 0 else None) for x in call.arrays
+        ]
+        arrays = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec if x.shape else PartitionSpec()))
+            for x, spec in zip(call.arrays, specs, strict=True)
+        ]
         traced = jax.jit(lambda state, arrays: grad(state, arrays)[1]).trace(state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
     return added_by_compiler(count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes))
-
-
-def _batch_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    divides = shape and shape[0] % batch_parts(mesh.shape) == 0
-    return NamedSharding(mesh, PartitionSpec(BATCH) if divides else PartitionSpec())
 
 
 def _inexact(collectives: Iterable[Collective]) -> Iterator[str]:
@@ -274,17 +281,12 @@ def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
         seen |= {id(parameter) for parameter in params.values()}
         if params or (role and role.style):
             name, kind = ".".join(map(str, path)), original_class(module).__name__
-            splits = (_split_parameter(name, parameter) for name, parameter in params.items())
-            yield ModuleRow(name, kind, role.style if role else None, tuple(splits))
+            splits = tuple(SplitParameter.of(name, parameter) for name, parameter in params.items())
+            yield ModuleRow(name, kind, role.style if role else None, splits)
 
 
 def _sort_key(name: object) -> tuple[bool, int, str]:
     return (False, name, "") if isinstance(name, int) else (True, 0, str(name))
-
-
-def _split_parameter(name: str, parameter: nnx.Variable[Any]) -> SplitParameter:
-    spec = PartitionSpec(*(parameter.get_metadata().get("out_sharding") or ()))
-    return SplitParameter(name, tuple(parameter.shape), str(parameter.dtype), spec)
 
 
 def _sections(explanation: Explanation) -> Iterator[str]:

@@ -85,30 +85,18 @@ def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     raise Blocked(f"is merged with the dim before it by reshape, {before} to {after}: its parts are not contiguous")
 
 
-def _slice(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes slices, splits, reversals, updates, sorts and cumulative operations along other dims."""
-    dim = agree(dims)
-    params, shape, num_parts = equation.params, shape_of(equation.invars[0]), len(equation.outvars)
-    touched = params.get("dimensions", (params.get("axis", params.get("dimension")),))
-    if dim in touched or any(shape_of(result)[dim] != shape[dim] for result in equation.outvars):
+def _elsewhere(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    """Passes an operation on other dims: slices, sorts, cumulative sums, padding, windows."""
+    dim, params, num_parts = agree(dims), equation.params, len(equation.outvars)
+    touched = {params.get("axis"), params.get("dimension"), *params.get("dimensions", ())}
+    touched |= {i for i, sizes in enumerate(params.get("padding_config", ())) if any(sizes)}
+    touched |= {i for i, size in enumerate(params.get("window_dimensions", ())) if size > 1}
+    size = shape_of(equation.invars[0])[dim]
+    if dim in touched or any(shape_of(result)[dim] != size for result in equation.outvars):
         if num_parts > 1:
             raise Blocked(f"is cut into {num_parts} along the split dim (one layer for each could be split)")
         raise Blocked(f"goes into {equation.primitive.name} along the split dim")
     return [dim] * num_parts
-
-
-def _concatenate(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    dim = agree(dims)
-    if dim == equation.params["dimension"]:
-        raise Blocked("is concatenated along the split dim")
-    return [dim]
-
-
-def _pad(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    dim = agree(dims[:1])
-    if any(equation.params["padding_config"][dim]):
-        raise Blocked("is padded along the split dim")
-    return [dim]
 
 
 def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
@@ -117,13 +105,6 @@ def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     if dims[1] is not None or dim in removed or equation.params["slice_sizes"][dim] != shape[dim]:
         raise _needs_whole(equation, dim)
     return [numbers.offset_dims[[d for d in range(len(shape)) if d not in removed].index(dim)]]
-
-
-def _window(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    dim, params = agree(dims), equation.params
-    if params["window_dimensions"][dim] != 1 or params["window_strides"][dim] != 1 or any(params["padding"][dim]):
-        raise _needs_whole(equation, dim)
-    return [dim] * len(equation.outvars)
 
 
 def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
@@ -149,13 +130,13 @@ RULES: dict[str, Rule] = {
     "transpose": _transpose,
     "squeeze": _remove,
     "reshape": _reshape,
-    "concatenate": _concatenate,
-    "pad": _pad,
+    "concatenate": _elsewhere,
+    "pad": _elsewhere,
     "gather": _gather,
     "dot_general": _dot,
     **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), _remove),
     **dict.fromkeys(("argmax", "argmin"), _remove),
-    **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _slice),
-    **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _slice),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _window),
+    **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _elsewhere),
+    **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _elsewhere),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _elsewhere),
 }

@@ -6,7 +6,6 @@ tries the plan on an abstract mesh.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
 import jax
 from flax import nnx
@@ -93,11 +92,10 @@ def _tested_proposal(call: ModelCall, traced: TracedModel, sizes: Mapping[str, i
     try:
         _try(call, proposal, sizes)
     except Exception as error:
-        fallback = _proposal(traced, sizes, share=False)
-        _try(call, fallback, sizes)
+        proposal = _proposal(traced, sizes, share=False)
+        _try(call, proposal, sizes)
         problem = (str(error) or type(error).__name__).splitlines()[0]
-        reason = Reason(ROOT, "", f"inputs of column layers are not shared: {problem}", 0)
-        return Proposal(fallback, (*fallback.reasons, reason), sizes)
+        proposal.reasons += (Reason(ROOT, "", f"inputs of column layers are not shared: {problem}", 0),)
     return proposal
 
 
@@ -125,22 +123,18 @@ def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> 
     return Proposal({"": ContextParallel(), **plan}, [reason, *reasons], sizes)
 
 
-@dataclass(frozen=True)
-class _Reading:
-    module: str
-    argument: str | None  # name or position, or `_RESULT`; None if the layer does it for itself
-    calls: list[LayerCall]
+_Reading = tuple[str, str | None, list[LayerCall]]
+"""A module, the argument that it makes whole (or `_RESULT`; None if a layer does so alone), and the calls that read it."""
 
 
 def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
     arguments: dict[str, set[str]] = {}
     for calls in _calls_by_input(draft):
-        for reading in _sharing(draft, calls, arguments) if share else _each(calls):
-            path = reading.module
-            draft.bytes[path] = draft.bytes.get(path, 0) + draft.group.columns(reading.calls)
-            if reading.argument is not None:
-                arguments.setdefault(path, set()).add(reading.argument)
-                draft.shared.setdefault(path, []).extend(call.path for call in reading.calls)
+        for path, argument, readers in _sharing(draft, calls, arguments) if share else _each(calls):
+            draft.bytes[path] = draft.bytes.get(path, 0) + draft.group.columns(readers)
+            if argument is not None:
+                arguments.setdefault(path, set()).add(argument)
+                draft.shared.setdefault(path, []).extend(call.path for call in readers)
     for path, names in arguments.items():
         whole = PrepareOutput(Replicate(), Replicate())
         draft.styles[path] = whole if names == {_RESULT} else replicate_input(names)
@@ -157,26 +151,26 @@ def _calls_by_input(draft: PlanDraft) -> list[list[LayerCall]]:
 def _sharing(draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]) -> Iterator[_Reading]:
     # The innermost module around all readers, else the array's maker, else several modules.
     if len({call.path for call in calls}) == 1:
-        yield _Reading(calls[0].path, None, calls)
+        yield calls[0].path, None, calls
         return
     around = [_entries(call, arguments) for call in calls]
     common = [entry for entry in around[0] if all(entry in others for others in around)]
     makers = [path for path in calls[0].input.left if path and path not in {*draft.styles, *arguments}]
     if common:
-        yield _Reading(*common[-1], calls)
+        yield *common[-1], calls
     elif makers:
-        yield _Reading(makers[0], _RESULT, calls)
+        yield makers[0], _RESULT, calls
     else:
         groups: dict[tuple[str, str | None], list[LayerCall]] = {}
         for call, entries in zip(calls, around, strict=True):
             groups.setdefault(entries[-1] if entries else (call.path, None), []).append(call)
         for (path, argument), readers in groups.items():
             shared = len({call.path for call in readers}) > 1
-            yield from [_Reading(path, argument, readers)] if shared else _each(readers)
+            yield from [(path, argument, readers)] if shared else _each(readers)
 
 
 def _each(calls: list[LayerCall]) -> Iterable[_Reading]:
-    return [_Reading(call.path, None, [call]) for call in calls]
+    return [(call.path, None, [call]) for call in calls]
 
 
 def _entries(call: LayerCall, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:

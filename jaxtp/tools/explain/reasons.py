@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flax import nnx
 
 from jaxtp.analysis.collective import ALL_REDUCE
+from jaxtp.parallelize.layouts import as_tuple
 from jaxtp.parallelize.plan import format_style
 from jaxtp.parallelize.stock import signature
 from jaxtp.parallelize.styles import Colwise, PrepareInput, PrepareOutput, Replicate, Rowwise, SequenceParallel, Style
@@ -85,24 +86,17 @@ def _why_styled(draft: PlanDraft, path: str) -> str:
         return f"its vocabulary is split: {_trade(draft.saved(path), draft.vocabulary_bytes(path))}"
     if not isinstance(style, Colwise):
         return f"sums over the output of {_names(draft, region.columns)}; its output is all-reduced"
-    gradient = _input_gradient(draft, path)
+    sharing = [module for module, readers in draft.shared.items() if path in readers]
+    gradient = f"its input is shared by {_names(draft, sharing)}" if sharing else "its input's gradient is all-reduced"
+    if not any(call.input.has_grad for call in draft.calls(path)):
+        gradient = "its input has no gradient"
     if region.rows:
-        return f"its output stays split up to {_names(draft, region.rows)}{_through(draft, path)}; {gradient}"
+        passed = draft.dataflow.through.get(path, {})
+        names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
+        through = f" through {', '.join(names)}" if names else ""
+        return f"its output stays split up to {_names(draft, region.rows)}{through}; {gradient}"
     trade = _trade(draft.saved(*region.columns), region.bytes)
     return f"its output ends the model and stays split: {trade}, before a softmax cross-entropy; {gradient}"
-
-
-def _input_gradient(draft: PlanDraft, path: str) -> str:
-    if not any(call.input.has_grad for call in draft.calls(path)):
-        return "its input has no gradient"
-    sharing = [module for module, readers in draft.shared.items() if path in readers]
-    return f"its input is shared by {_names(draft, sharing)}" if sharing else "its input's gradient is all-reduced"
-
-
-def _through(draft: PlanDraft, path: str) -> str:
-    passed = draft.dataflow.through.get(path, {})
-    names = dict.fromkeys("element-wise" if name in ELEMENTWISE else name for name in passed)
-    return f" through {', '.join(names)}" if names else ""
 
 
 def _why_whole(draft: PlanDraft, path: str) -> str:
@@ -110,19 +104,16 @@ def _why_whole(draft: PlanDraft, path: str) -> str:
         return f"runs on whole arrays, between parts split by {_names(draft, split[0].input.columns)}: it gathers them"
     region = next((region for region in draft.regions if path in region.columns), None)
     if region is None:
-        saved, sent = draft.saved(path), draft.vocabulary_bytes(path)
-        vocabulary = f"; to split its vocabulary {_trade(saved, sent)}"
-        return f"no column: {draft.excluded[path]}{vocabulary if draft.has_vocabulary(path) else _as_row(draft, path)}"
+        feeding = next((region for region in draft.regions if path in region.rows), None)
+        row = "; no row: its input is not split"
+        if draft.has_vocabulary(path):
+            row = f"; to split its vocabulary {_trade(draft.saved(path), draft.vocabulary_bytes(path))}"
+        elif feeding is not None:
+            row = f"; could sum over the output of {_names(draft, feeding.columns)}{_why_not_chosen(draft, feeding)}"
+        return f"no column: {draft.excluded[path]}{row}"
     if region.rows:
         return f"would feed {_names(draft, region.rows)}{_why_not_chosen(draft, region)}"
     return f"ends the model: to split it {_trade(draft.saved(*region.columns), region.bytes)}"
-
-
-def _as_row(draft: PlanDraft, path: str) -> str:
-    feeding = next((region for region in draft.regions if path in region.rows), None)
-    if feeding is None:
-        return "; no row: its input is not split"
-    return f"; could sum over the output of {_names(draft, feeding.columns)}{_why_not_chosen(draft, feeding)}"
 
 
 def _why_not_chosen(draft: PlanDraft, region: Region) -> str:
@@ -194,35 +185,28 @@ def _duplicate_reductions(dataflow: Dataflow, styles: Mapping[str, Style], group
             readers.setdefault(call.input.key, {})[call.path] = call
     for calls in readers.values():
         first = next(iter(calls.values()))
-        if len(calls) > 1 and not _is_shared(first, styles):
+        shared = any(_replicates(styles.get(path), argument) for path, argument in first.input.entered)
+        shared |= any(_makes_whole(styles.get(path)) for path in first.input.left)
+        if len(calls) > 1 and not shared:
             sent = (len(calls) - 1) * group.sent(first, 0, ALL_REDUCE)
+            remedy = "PrepareInput(Replicate(), Replicate()) for a module around them"
+            for path, argument in first.input.entered:
+                if path and path != first.path:  # the innermost is the last
+                    remedy = f"{format_style(replicate_input({argument}))} for {path!r}"
             yield (
-                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; {_remedy(first)} reduces "
-                f"it once: {sent:,.0f} bytes less sent by each device"
+                f"{', '.join(calls)} read one array, and each reduces its gradient over tp; {remedy} reduces it once: "
+                f"{sent:,.0f} bytes less sent by each device"
             )
 
 
-def _is_shared(call: LayerCall, styles: Mapping[str, Style]) -> bool:
-    entered = ((styles.get(path), argument) for path, argument in call.input.entered)
-    made_by = (styles.get(path) for path in call.input.left)
-    return any(isinstance(style, PrepareInput) and _replicates(style, argument) for style, argument in entered) or any(
-        isinstance(style, PrepareOutput)
-        or (isinstance(style, SequenceParallel) and style.output_layouts == Replicate())
-        for style in made_by
-    )
-
-
-def _replicates(style: PrepareInput, argument: str) -> bool:
+def _replicates(style: Style | None, argument: str) -> bool:
+    if not isinstance(style, PrepareInput):
+        return False
     if not argument.isdigit():
         return (style.desired_input_kwarg_layouts or {}).get(argument) == Replicate()
-    desired = style.desired_input_layouts
-    layouts = desired if isinstance(desired, tuple) else (desired,)
-    return layouts[int(argument) : int(argument) + 1] == (Replicate(),)
+    return as_tuple(style.desired_input_layouts)[int(argument) : int(argument) + 1] == (Replicate(),)
 
 
-def _remedy(call: LayerCall) -> str:
-    outside = [(path, argument) for path, argument in call.input.entered if path and path != call.path]
-    if not outside:
-        return "PrepareInput(Replicate(), Replicate()) for a module around them"
-    path, argument = outside[-1]
-    return f"{format_style(replicate_input({argument}))} for {path!r}"
+def _makes_whole(style: Style | None) -> bool:
+    sequence = isinstance(style, SequenceParallel) and style.output_layouts == Replicate()
+    return sequence or isinstance(style, PrepareOutput)
