@@ -255,16 +255,15 @@ def _added(
     mesh = mesh_of(sizes)
     with jax.set_mesh(mesh):
         grad, state = _gradient(_parallelized(model, plan, mesh), call)
-        specs = [
-            PartitionSpec(BATCH if x.shape and x.shape[0] % batch_parts(sizes) == 0 else None) for x in call.arrays
-        ]
-        arrays = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec if x.shape else PartitionSpec()))
-            for x, spec in zip(call.arrays, specs, strict=True)
-        ]
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch_sharding(x.shape, mesh)) for x in call.arrays]
         traced = jax.jit(lambda state, arrays: grad(state, arrays)[1]).trace(state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
     return added_by_compiler(count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes))
+
+
+def _batch_sharding(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
+    divides = shape and shape[0] % batch_parts(mesh.shape) == 0
+    return NamedSharding(mesh, PartitionSpec(BATCH) if divides else PartitionSpec())
 
 
 def _inexact(collectives: Iterable[Collective]) -> Iterator[str]:

@@ -124,7 +124,7 @@ def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> 
 
 
 _Reading = tuple[str, str | None, list[LayerCall]]
-"""A module, the argument that it makes whole (or `_RESULT`; None if a layer does so alone), and the calls that read it."""
+"""A module, its argument that is made whole (`_RESULT`; None if a layer does so alone), and the calls that read it."""
 
 
 def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
