@@ -27,7 +27,7 @@ from jaxtp.parallelize.parallelize import original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.styles import Style
 from jaxtp.tools.explain.dataflow import ROOT
-from jaxtp.tools.explain.reasons import plan_notes
+from jaxtp.tools.explain.propose import plan_notes
 from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, StateFunction, axis_sizes
 from jaxtp.tools.explain.work import Product, count_work
 
