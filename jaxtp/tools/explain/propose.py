@@ -153,54 +153,33 @@ def _proposal(traced: TracedModel, sizes: Mapping[str, int], *, share: bool) -> 
     return Proposal({"": ContextParallel(), **plan}, [reason, *reasons], sizes)
 
 
-_Reading = tuple[str, str | None, list[LayerCall]]
-"""A module, its argument that is made whole (`_RESULT`; None if a layer does so alone), and the calls that read it."""
-
-
 def _share_inputs(draft: PlanDraft, *, share: bool) -> None:
+    groups: dict[object, list[LayerCall]] = {}
+    for call in draft.dataflow.calls:
+        if isinstance(draft.styles.get(call.path), Colwise) and call.input.has_grad:
+            groups.setdefault((call.input.key, call.times), []).append(call)
     arguments: dict[str, set[str]] = {}
-    for calls in _calls_by_input(draft):
-        for path, argument, readers in _sharing(draft, calls, arguments) if share else _each(calls):
-            draft.bytes[path] = draft.bytes.get(path, 0) + draft.group.columns(readers)
-            if argument is not None:
-                arguments.setdefault(path, set()).add(argument)
-                draft.shared.setdefault(path, []).extend(call.path for call in readers)
+    for calls in groups.values():
+        several = len({call.path for call in calls}) > 1
+        if share and several and (found := _sharing_module(draft, calls, arguments)):
+            path, argument = found
+            draft.bytes[path] = draft.bytes.get(path, 0) + draft.group.columns(calls)
+            arguments.setdefault(path, set()).add(argument)
+            draft.shared.setdefault(path, []).extend(call.path for call in calls)
+            continue
+        for call in calls if several else calls[:1]:  # a layer that reads an array twice reduces its gradient once
+            draft.bytes[call.path] = draft.bytes.get(call.path, 0) + draft.group.columns([call])
     for path, names in arguments.items():
         whole = PrepareOutput(Replicate(), Replicate())
         draft.styles[path] = whole if names == {_RESULT} else _replicate_input(names)
 
 
-def _calls_by_input(draft: PlanDraft) -> list[list[LayerCall]]:
-    groups: dict[object, list[LayerCall]] = {}
-    for call in draft.dataflow.calls:
-        if isinstance(draft.styles.get(call.path), Colwise) and call.input.has_grad:
-            groups.setdefault((call.input.key, call.times), []).append(call)
-    return list(groups.values())
-
-
-def _sharing(draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]) -> Iterator[_Reading]:
-    # The innermost module around all readers, else the array's maker, else several modules.
-    if len({call.path for call in calls}) == 1:
-        yield calls[0].path, None, calls
-        return
+def _sharing_module(draft: PlanDraft, calls: list[LayerCall], arguments: dict[str, set[str]]) -> tuple[str, str] | None:
+    """Returns the innermost module around all readers of an array, with the argument, else the array's maker."""
     around = [_entries(call, arguments) for call in calls]
     common = [entry for entry in around[0] if all(entry in others for others in around)]
     makers = [path for path in calls[0].input.left if path and path not in {*draft.styles, *arguments}]
-    if common:
-        yield *common[-1], calls
-    elif makers:
-        yield makers[0], _RESULT, calls
-    else:
-        groups: dict[tuple[str, str | None], list[LayerCall]] = {}
-        for call, entries in zip(calls, around, strict=True):
-            groups.setdefault(entries[-1] if entries else (call.path, None), []).append(call)
-        for (path, argument), readers in groups.items():
-            shared = len({call.path for call in readers}) > 1
-            yield from [(path, argument, readers)] if shared else _each(readers)
-
-
-def _each(calls: list[LayerCall]) -> Iterable[_Reading]:
-    return [(call.path, None, [call]) for call in calls]
+    return common[-1] if common else (makers[0], _RESULT) if makers else None
 
 
 def _entries(call: LayerCall, arguments: dict[str, set[str]]) -> list[tuple[str, str]]:
