@@ -171,7 +171,7 @@ def explain(
     """Returns how a model is split and which collectives it runs, without computing or allocating.
 
     Args:
-      model: the result of `parallelize`; or a model, real or abstract, or a function that returns a model.
+      model: a model, real or abstract, or a function that returns one; perhaps the result of `parallelize`.
       *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass unchanged. Without inputs
         there are no collectives.
       plan: for a model that is not parallel yet.

@@ -56,10 +56,6 @@ class TPGroup:
         """Returns a mesh's group."""
         return cls(sizes[TP], parts(sizes, TOKENS))
 
-    def dataflow(self, traced: TracedModel, excluded: Iterable[str]) -> Dataflow:
-        """Returns a model's data flow."""
-        return find_dataflow(traced, excluded, tp=self.tp, batch_shards=self.batch_shards)
-
     def columns(self, calls: Iterable[LayerCall]) -> float:
         """Returns the bytes per device to reduce column layers' input gradients, each input once."""
         inputs = {(call.input.key, call.times): call for call in calls if call.input.has_grad}
@@ -119,8 +115,8 @@ class PlanDraft:
     def has_vocabulary(self, path: str) -> bool:
         """Returns whether tp can split an embedding's rows."""
         module = self.traced.modules[path]
-        tied = {*self.traced.tied, *self.traced.tied.values()}
-        return isinstance(module, nnx.Embed) and path not in tied and module.num_embeddings % self.group.tp == 0
+        splits = isinstance(module, nnx.Embed) and module.num_embeddings % self.group.tp == 0
+        return splits and path not in self.traced.tied
 
     def vocabulary_bytes(self, path: str) -> float:
         """Returns the bytes per device to reduce looked-up vectors, and gradients of `attend`."""
@@ -150,9 +146,10 @@ def draft_plan(traced: TracedModel, group: TPGroup) -> PlanDraft:
 
 def _find_regions(traced: TracedModel, group: TPGroup) -> tuple[list[Region], Dataflow, dict[str, str]]:
     # Excludes layers, with reasons, until every split output reaches row layers or the end of the model.
-    excluded = dict(_unfit(traced, group.dataflow(traced, traced.modules).calls, group.tp))
+    sizes = {"tp": group.tp, "batch_shards": group.batch_shards}
+    excluded = dict(_unfit(traced, find_dataflow(traced, traced.modules, **sizes).calls, group.tp))
     while True:
-        dataflow = group.dataflow(traced, excluded)
+        dataflow = find_dataflow(traced, excluded, **sizes)
         regions = [_region(dataflow, columns, group) for columns in _column_sets(dataflow, excluded)]
         refused = dataflow.blocked or dict(_refused(regions, dataflow))
         if not refused:
@@ -164,7 +161,7 @@ def _unfit(traced: TracedModel, calls: Iterable[LayerCall], tp: int) -> Iterator
     for call in calls:
         dims = layer_dims(traced.modules[call.path], call.method, call.avals[0].ndim)
         size = call.avals[1].shape[dims.column] if dims and dims.column is not None else 0
-        if call.path in traced.tied or call.path in traced.tied.values():
+        if call.path in traced.tied:
             yield call.path, "it shares a parameter with another module"
         elif not call.path:
             yield call.path, "it is the model itself, and a plan names the modules in it"

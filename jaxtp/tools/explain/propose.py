@@ -30,7 +30,7 @@ from jaxtp.parallelize.styles import (
     SequenceParallel,
     Style,
 )
-from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, layer_dims
+from jaxtp.tools.explain.dataflow import ROOT, Dataflow, LayerCall, find_dataflow, layer_dims
 from jaxtp.tools.explain.pairing import PlanDraft, Region, TPGroup, draft_plan
 from jaxtp.tools.explain.propagation_rules import ELEMENTWISE
 from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, TracedModel, axis_sizes, trace_model
@@ -290,7 +290,7 @@ def plan_notes(call: ModelCall, styles: Mapping[str, Style], sizes: Mapping[str,
     """Returns notes on a non-parallel model's avoidable communication, merged over layer numbers."""
     traced, group = trace_model(call), TPGroup.of(sizes)
     split = {path for path, style in styles.items() if isinstance(style, Colwise) and style.output_layouts is None}
-    dataflow = group.dataflow(traced, set(traced.modules) - split)
+    dataflow = find_dataflow(traced, set(traced.modules) - split, tp=group.tp, batch_shards=group.batch_shards)
     notes = [
         *_gathered_outputs(dataflow, group),
         *_whole_row_inputs(dataflow, traced, styles, group),

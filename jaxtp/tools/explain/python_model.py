@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxtp.config.entry import UserError
 from jaxtp.config.schema import ConfigError, Switch, UserPath, nearest_file
+from jaxtp.parallelize.plan import Plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,7 @@ class PythonModel:
         """Returns the inputs."""
         return [_parse_input(text) for text in self.input]
 
-    def load_plan(self) -> Any:
+    def load_plan(self) -> Plan | None:
         """Returns the plan, if any.
 
         Raises:
@@ -52,7 +53,8 @@ class PythonModel:
         """
         if self.propose and self.plan is not None:
             raise ConfigError("--propose makes a plan, and --plan names one; leave one of them out")
-        return None if self.plan is None else load(self.plan, "--plan")
+        plan: Plan | None = None if self.plan is None else load(self.plan, "--plan")
+        return plan
 
     def builder(self) -> Callable[[], nnx.Module]:
         """Returns the function that builds the model; mistakes in it are ConfigErrors.

@@ -109,7 +109,7 @@ class TracedModel:
     jaxpr: ClosedJaxpr  # takes the leaves of the model's state, then the input arrays
     is_param: tuple[bool, ...]  # whether each leaf of the state belongs to an `nnx.Param`
     modules: dict[str, nnx.Module]  # by dotted path; a shared module has its first path
-    tied: dict[str, str]  # modules that use a parameter of another module, and the path of that module
+    tied: set[str]  # modules that share a parameter
 
 
 def trace_model(call: ModelCall) -> TracedModel:
@@ -148,11 +148,10 @@ def _mark(tree: Any, boundary: Boundary) -> Any:
     return {key: _mark(value, boundary) for key, value in tree.items()} if type(tree) is dict else tree
 
 
-def _tied_modules(modules: Mapping[str, nnx.Module]) -> dict[str, str]:
-    owners: dict[int, str] = {}
-    tied: dict[str, str] = {}
+def _tied_modules(modules: Mapping[str, nnx.Module]) -> set[str]:
+    owners: dict[int, set[str]] = {}
     for path, module in modules.items():
         for value in vars(module).values():
-            if isinstance(value, nnx.Param) and owners.setdefault(id(value), path) != path:
-                tied |= {path: owners[id(value)]}
-    return tied
+            if isinstance(value, nnx.Param):
+                owners.setdefault(id(value), set()).add(path)
+    return {path for paths in owners.values() if len(paths) > 1 for path in paths}

@@ -7,10 +7,9 @@ The features that a column layer splits stay divided over tp as far as `propagat
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from jax.core import Atom
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal  # type: ignore[attr-defined] # jax 0.12: another name
 from jax.sharding import PartitionSpec
 
 from jaxtp.analysis.census import equations
@@ -37,12 +36,12 @@ class _Split:
     parts: int  # devices that have different parts
 
 
-def count_work(jaxpr: Any, sizes: Mapping[str, int]) -> tuple[list[Product], list[float]]:
+def count_work(jaxpr: ClosedJaxpr, sizes: Mapping[str, int]) -> tuple[list[Product], list[float]]:
     """Returns the products of a closed jaxpr, and the bytes of each of its results."""
     counter = _Counter(sizes)
     splits = counter.run(jaxpr.jaxpr, [counter.batch] * len(jaxpr.jaxpr.invars), 1)
-    sizes_of = [_bytes(variable) / split.parts for variable, split in zip(jaxpr.jaxpr.outvars, splits, strict=True)]
-    return counter.products, sizes_of
+    results = [_bytes(variable) / split.parts for variable, split in zip(jaxpr.jaxpr.outvars, splits, strict=True)]
+    return counter.products, results
 
 
 class _Counter:
@@ -50,7 +49,7 @@ class _Counter:
         self.sizes, self.batch = sizes, _Split(None, parts(sizes, TOKENS))
         self.products: list[Product] = []
 
-    def run(self, jaxpr: Any, splits: Sequence[_Split], times: int) -> list[_Split]:
+    def run(self, jaxpr: Jaxpr, splits: Sequence[_Split], times: int) -> list[_Split]:
         known = dict(zip(jaxpr.invars, splits, strict=True))
 
         def read(variable: Atom) -> _Split:
@@ -105,7 +104,7 @@ class _Counter:
         after = self.run(body, [*splits[:consts], *carry, *rows], times)
         return [*after[:carries], *(_shift(split, 1) for split in after[carries:])]
 
-    def multiply(self, jaxpr: Any, times: int) -> None:
+    def multiply(self, jaxpr: Jaxpr | ClosedJaxpr, times: int) -> None:
         for equation, each in equations(open_jaxpr(jaxpr), times):
             self.count(equation, each, 1)
 
@@ -140,5 +139,4 @@ def _shift(split: _Split, by: int) -> _Split:
 
 
 def _bytes(variable: Atom) -> float:
-    aval: Any = variable.aval
-    return float(math.prod(aval.shape) * aval.dtype.itemsize)
+    return float(math.prod(shape_of(variable)) * variable.aval.dtype.itemsize)  # type: ignore[attr-defined]
