@@ -15,7 +15,6 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.data.rows import SEGMENTS
-from jaxtp.layers.context import Sequences
 from jaxtp.mesh import mesh_of
 from jaxtp.models.decoder import Decoder, abstract_decoder, split_keys
 from jaxtp.parallelize.module_wrappers import Model, with_calls
@@ -56,11 +55,7 @@ class _Watch:
 
 
 def first_difference(config: TrainConfig, case: Case, initial: Arrays, tolerance: float) -> str | None:
-    """Names the first module whose output, or whose backward pass, differs.
-
-    None if all outputs and their gradients agree: then a parameter's gradient or update differs. `tolerance` is the
-    allowed relative L2 error.
-    """
+    """Names the first module whose output, or whose backward pass, has a relative L2 error above `tolerance`."""
     traces = []
     for each in (ONE_DEVICE, case) if case != ONE_DEVICE else (case,):
         watch = _Watch({})
@@ -95,19 +90,19 @@ def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> t
 
         _, shapes = jax.eval_shape(lambda state: loss({}, state, watch), state)
         zeros = {name: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape) for name, shape in shapes.items()}
-        gradients, outputs = jax.jit(jax.grad(lambda zeros, state: loss(zeros, state, _Watch({})), has_aux=True))(
-            zeros, state
-        )
+        backward = jax.jit(jax.grad(lambda zeros, state: loss(zeros, state, _Watch({})), has_aux=True))
+        gradients, outputs = backward(zeros, state)
         order = list(watch.outputs)  # of execution: JAX transformations sort the keys of a dict
         sequences = nnx.merge(graph, state).sequences(jnp.asarray(batch["inputs"]), None, config.mesh.context)
-        on_host = jax.tree.map(lambda x: _in_natural_order(np.asarray(x), sequences, batch), (outputs, gradients))
-    first, second = ({name: tree[name] for name in order} for tree in on_host)
-    return first, second
 
+        def natural(x: Array) -> np.ndarray:
+            has_tokens = x.ndim > 1 and x.shape[1] == batch["inputs"].shape[1]
+            return np.asarray(sequences.natural(np.asarray(x)) if has_tokens else x)
 
-def _in_natural_order(output: np.ndarray, sequences: Sequences, batch: dict[str, np.ndarray]) -> np.ndarray:
-    of_tokens = output.ndim > 1 and output.shape[1] == batch["inputs"].shape[1]
-    return np.asarray(sequences.natural(output)) if of_tokens else output
+        def in_order(tree: Outputs) -> Outputs:
+            return {name: jax.tree.map(natural, tree[name]) for name in order}
+
+        return in_order(outputs), in_order(gradients)
 
 
 def _run(model: Decoder, batch: dict[str, Any], run: TrainConfig, watch: _Watch) -> Array:

@@ -66,12 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(command: Explain) -> None:
-    """Prints the explanation.
-
-    Raises:
-      ConfigError: a flag is invalid.
-      PlanError, MeshError: as `explain`.
-    """
+    """Prints the explanation."""
     sizes = _axis_sizes(command)
     require_writable("--json", command.json)
     plan = command.load_plan()

@@ -46,22 +46,14 @@ class PythonModel:
         return [_parse_input(text) for text in self.input]
 
     def load_plan(self) -> Plan | None:
-        """Returns the plan, if any.
-
-        Raises:
-          ConfigError: there is none at its place, or `propose` is on too.
-        """
+        """Returns the plan, if any."""
         if self.propose and self.plan is not None:
             raise ConfigError("--propose makes a plan, and --plan names one; leave one of them out")
         plan: Plan | None = None if self.plan is None else load(self.plan, "--plan")
         return plan
 
     def builder(self) -> Callable[[], nnx.Module]:
-        """Returns the function that builds the model; mistakes in it are ConfigErrors.
-
-        Raises:
-          ConfigError: there is no function at its place.
-        """
+        """Returns the function that builds the model; mistakes in it are ConfigErrors."""
         function = load(self.model, "MODEL")
         if not callable(function):
             raise ConfigError(f"{self.model} is {function!r}, and should be a function that returns a model")
@@ -78,7 +70,7 @@ class PythonModel:
         return build
 
     def failure(self, error: Exception) -> UserError:
-        """Returns the error to raise after the model's code failed on the inputs."""
+        """Returns the error to raise where the model's code failed on the inputs."""
         if isinstance(error, UserError):
             return error
         shapes = ", ".join(self.input) or "none"
@@ -87,11 +79,7 @@ class PythonModel:
 
 
 def load(text: str, flag: str) -> Any:
-    """Returns the value at `FILE.py:NAME` or `package.module:NAME`.
-
-    Raises:
-      ConfigError: there is none.
-    """
+    """Returns the value at `FILE.py:NAME` or `package.module:NAME`, or raises a ConfigError."""
     place, _, name = text.rpartition(":")
     if not place or not name:
         raise ConfigError(f"{flag} {text}: should be FILE.py:NAME or package.module:NAME")

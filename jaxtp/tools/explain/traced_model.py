@@ -38,11 +38,7 @@ class ModelCall:
     def of(
         cls, model: nnx.Module | Callable[[], nnx.Module], inputs: tuple[object, ...], call: Callee | None
     ) -> "ModelCall":
-        """Returns the call `call(model, *inputs)`, or `model(*inputs)`; arguments as in `explain`.
-
-        Raises:
-          PlanError: `model` is neither a module nor a function that returns a module.
-        """
+        """Returns the call `call(model, *inputs)`, or `model(*inputs)`; arguments as in `explain`."""
         leaves, tree = jax.tree.flatten(inputs)
 
         def run(model: Any, arrays: list[Any]) -> object:
@@ -69,11 +65,7 @@ def _is_array(value: object) -> bool:
 
 
 def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
-    """Returns the devices along each axis; messages name `caller`.
-
-    Raises:
-      MeshError: there is no mesh, or a size is not a positive integer.
-    """
+    """Returns the devices along each axis, or raises a MeshError that names `caller`."""
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
         raise MeshError(f'{caller} needs a mesh: call it under jax.set_mesh(...), or pass mesh={{"tp": 8}}')
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
