@@ -123,9 +123,9 @@ def _run(command: EstimateModel) -> int:
     jax.config.update("jax_platforms", "cpu")  # nothing is allocated, on a GPU least of all
     hardware, count = parse(command.hardware)
     room = target(hardware, count, command.memory_fraction).room
-    print(f"{count} x {hardware.name}, {room / GB:,.1f} GB each for JAX; a step on one global batch", flush=True)
     build, inputs, plan = command.builder(), command.shapes(), command.load_plan()
     optimizer = optax.adamw(1e-3) if command.optimizer is None else load(command.optimizer, "--optimizer")
+    print(f"{count} x {hardware.name}, {room / GB:,.1f} GB each for JAX; a step on one global batch", flush=True)
     estimates, refused = [], {}
     for sizes in _meshes(command, count):
         try:
