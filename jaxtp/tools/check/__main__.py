@@ -10,11 +10,10 @@ import tyro
 
 import jaxtp
 from jaxtp.config import entry
-from jaxtp.config import schema as configuration
 from jaxtp.config.affects import in_short_help
 from jaxtp.config.command_line import Command
 from jaxtp.config.files import require_writable, write_json
-from jaxtp.config.schema import UserPath, changed
+from jaxtp.config.schema import UserPath, changed, to_plain
 from jaxtp.distributed.devices import request_virtual_devices
 from jaxtp.layers.parameter import Precision
 from jaxtp.tools.check import parity
@@ -32,6 +31,8 @@ The model is shrunk, with the same architecture and parallel structure, and trai
 on each mesh, on virtual CPU devices. Losses, gradient norms, every gradient and every updated array are compared, and
 the compiled step is audited: nothing replicated unasked, no collective that no module declared. The exit code is 1 if
 anything differs; the first module that differs is named.
+
+Numbers are compared in float32; --model.precision.compute bfloat16 compares in that dtype too.
 
 --config FILE reads the configuration of a training run (see configs/); dotted flags override it.
 """
@@ -70,6 +71,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _check(argv: Sequence[str]) -> int:
     config, notes = COMMAND.load(argv, partial(resolve_defaults, devices=VIRTUAL))
+    coarse = dtypes(config)[1:]
+    if coarse and not any(word.replace("_", "-").startswith("--model.precision") for word in argv):
+        config = changed(config, {"model.precision": Precision()})
+        notes.append(f"model.precision=float32: --model.precision.compute {coarse[0]} compares in that too")
     small, cases = plan(config, config.meshes)
     require_writable("--json", config.json)
     jax.config.update("jax_platforms", "cpu")
@@ -86,15 +91,9 @@ def _check(argv: Sequence[str]) -> int:
         print("\n".join(verdict.lines()), flush=True)
         results.append(verdict)
     failed = sum(not verdict.passed for verdict in results)
-    record = {
-        "jaxtp": jaxtp.__version__,
-        "jax": jax.__version__,
-        "passed": not failed,
-        "config": configuration.to_plain(config),
-        "shrunk": configuration.to_plain(small),
-        "cases": [verdict.record() for verdict in results],
-    }
-    write_json("--json", config.json, record)
+    record = {"jaxtp": jaxtp.__version__, "jax": jax.__version__, "passed": not failed}
+    record |= {"config": to_plain(config), "shrunk": to_plain(small)}
+    write_json("--json", config.json, record | {"cases": [verdict.record() for verdict in results]})
     print(f"\n{f'{failed} of {len(results)} differ' if failed else f'all {len(results)} equal one device'}")
     return 1 if failed else 0
 
@@ -106,10 +105,8 @@ class Verdict:
     case: Case
     dtype: str
     tolerance: Tolerance
-    errors: Errors | None
-    """None if the step could not be run."""
-    problems: tuple[str, ...]
-    """Found by the audit, or why the step could not be run."""
+    errors: Errors | None  # None if the step could not be run
+    problems: tuple[str, ...]  # from the audit, or why the step could not be run
     first_difference: str | None = None
 
     @property
@@ -119,21 +116,24 @@ class Verdict:
 
     def lines(self) -> list[str]:
         """Returns the table row and any problems."""
-        name = f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}"
-        e = self.errors
-        if e is None:
-            return [name, *(f"        {problem}" for problem in self.problems)]
-        gradient, update = e.worst(self.tolerance)
-        lines = [f"{name}{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"]
-        if e.flips:
-            scores = f"by at most {e.margin:.1e} of score ({self.tolerance.tensor:.1e} allowed)"
-            lines.append(f"        {e.flips:,} of {e.choices:,} expert choices differ, {scores}")
-        if not e.within(self.tolerance):
-            limits = [f"{name} (up to {e.allowed(name, self.tolerance):.1e} allowed)" for name in (gradient, update)]
-            if self.first_difference:
-                lines.append(f"        first difference: {self.first_difference}")
-            lines.append(f"        worst gradient {limits[0]}, worst updated array {limits[1]}")
-        return [*lines, *(f"        {problem}" for problem in self.problems)]
+        row, details, e = (
+            f"{'ok' if self.passed else 'FAIL':4}  {self.case!s:<{_WIDTH}}{self.dtype:<10}",
+            [],
+            self.errors,
+        )
+        if e is not None:
+            gradient, update = e.worst(self.tolerance)
+            row += f"{e.loss:>9.1e}{e.grad_norm:>11.1e}{e.gradients[gradient]:>10.1e}{e.updates[update]:>9.1e}"
+            if e.flips:
+                scores = f"by at most {e.margin:.1e} of score ({self.tolerance.tensor:.1e} allowed)"
+                details.append(f"{e.flips:,} of {e.choices:,} expert choices differ, {scores}")
+            if not e.within(self.tolerance):
+                limits = [
+                    f"{name} (up to {e.allowed(name, self.tolerance):.1e} allowed)" for name in (gradient, update)
+                ]
+                details += [f"first difference: {self.first_difference}"] if self.first_difference else []
+                details.append(f"worst gradient {limits[0]}, worst updated array {limits[1]}")
+        return [row, *(f"        {detail}" for detail in (*details, *self.problems))]
 
     def record(self) -> dict[str, object]:
         """Returns everything for JSON."""
@@ -141,24 +141,16 @@ class Verdict:
         del plain["case"]
         if e is not None:
             gradient, update = e.worst(self.tolerance)
-            plain["errors"] = {
-                "loss": e.loss,
-                "grad_norm": e.grad_norm,
-                "gradient": e.gradients[gradient],
-                "worst_gradient": gradient,
-                "update": e.updates[update],
-                "worst_update": update,
-                "flips": e.flips,
-                "margin": e.margin,
-                "choices": e.choices,
-            }
+            scalars = {name: getattr(e, name) for name in ("loss", "grad_norm", "flips", "margin", "choices")}
+            worst = {"worst_gradient": gradient, "worst_update": update}
+            plain["errors"] = {**scalars, **worst, "gradient": e.gradients[gradient], "update": e.updates[update]}
         names = {"mesh": dict(case.sizes), "sequence_parallel": case.sequence_parallel, "context": case.context}
         return {**names, **plain, "passed": self.passed}
 
 
-def dtypes(small: TrainConfig) -> list[str]:
+def dtypes(config: TrainConfig) -> list[str]:
     """Returns the dtypes to check: float32, then the coarsest of the configuration, whose tolerance holds for it."""
-    of_model = set(asdict(small.model.precision).values())
+    of_model = set(asdict(config.model.precision).values())
     return ["float32", *[dtype for dtype in ("bfloat16", "float16") if dtype in of_model][:1]]
 
 
@@ -168,32 +160,24 @@ def verdicts(small: TrainConfig, cases: list[Case]) -> Iterator[Verdict]:
     for dtype in dtypes(small):
         config = changed(small, {"model.precision": Precision()}) if dtype == "float32" else small
         tolerance, initial = parity.TOLERANCES[dtype], parity.initial_arrays(config)
-        expected = _run(config, ONE_DEVICE, initial, dtype, exact)
-        if isinstance(expected, Verdict):
-            yield expected
-            continue
-        exact = exact or expected
-        for case in cases:
-            actual = _run(config, case, initial, dtype, exact)
-            if isinstance(actual, Verdict):
-                yield actual
+        expected: parity.Numbers | None = None
+        for case in (ONE_DEVICE, *cases):
+            try:
+                actual = parity.run(config, case, initial, audited=case != ONE_DEVICE, replayed=exact)
+            except Exception as error:  # a broken layer may raise anything
+                where = first_difference(config, case, initial, tolerance.tensor)
+                yield Verdict(case, dtype, tolerance, None, (where or describe_error(error),), where)
+                if expected is None:
+                    break
+                continue
+            if expected is None:
+                expected, exact = actual, exact or actual
                 continue
             errors, where = parity.compare(actual, expected, exact), None
             if not errors.within(tolerance):
                 where = first_difference(config, case, initial, tolerance.tensor)
                 where = where or _remaining_cause(errors, tolerance)
             yield Verdict(case, dtype, tolerance, errors, actual.problems, where)
-
-
-def _run(
-    config: TrainConfig, case: Case, initial: parity.Arrays, dtype: str, exact: parity.Numbers | None
-) -> parity.Numbers | Verdict:
-    try:
-        return parity.run(config, case, initial, audited=case != ONE_DEVICE, replayed=exact)
-    except Exception as error:  # a broken layer may raise anything; the verdict reports it
-        tolerance = parity.TOLERANCES[dtype]
-        where = first_difference(config, case, initial, tolerance.tensor)
-        return Verdict(case, dtype, tolerance, None, (where or describe_error(error),), where)
 
 
 def _remaining_cause(errors: Errors, tolerance: Tolerance) -> str:

@@ -6,7 +6,6 @@ output's gradient.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import jax
@@ -16,7 +15,6 @@ from flax import nnx
 from jax import Array
 
 from jaxtp.data.rows import SEGMENTS
-from jaxtp.layers.context import Sequences
 from jaxtp.mesh import mesh_of
 from jaxtp.models.decoder import Decoder, abstract_decoder, split_keys
 from jaxtp.parallelize.module_wrappers import Model, with_calls
@@ -37,17 +35,17 @@ class _Watch:
     failed_in: str | None = None
 
     def on(self, module: Model, prefix: str) -> Model:
-        return with_calls(module, partial(self._called, prefix))
+        def called(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+            if jax.sharding.get_abstract_mesh().manual_axes:
+                return method(*args, **kwargs)  # inside another module's view of one device
+            name = f"{prefix}.{path}" if path else prefix
+            try:
+                return self.record(name, method(*args, **kwargs))
+            except Exception:
+                self.failed_in = self.failed_in or name
+                raise
 
-    def _called(self, prefix: str, path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if jax.sharding.get_abstract_mesh().manual_axes:
-            return method(*args, **kwargs)  # inside another module's view of one device
-        name = f"{prefix}.{path}" if path else prefix
-        try:
-            return self.record(name, method(*args, **kwargs))
-        except Exception:
-            self.failed_in = self.failed_in or name
-            raise
+        return with_calls(module, called)
 
     def record(self, name: str, output: Any) -> Any:
         if name in self.zeros:
@@ -57,32 +55,22 @@ class _Watch:
 
 
 def first_difference(config: TrainConfig, case: Case, initial: Arrays, tolerance: float) -> str | None:
-    """Names the first module whose output, or whose backward pass, differs.
-
-    None if all outputs and their gradients agree: then a parameter's gradient or update differs. `tolerance` is the
-    allowed relative L2 error.
-    """
+    """Names the first module whose output, or whose backward pass, has a relative L2 error above `tolerance`."""
     traces = []
     for each in (ONE_DEVICE, case) if case != ONE_DEVICE else (case,):
         watch = _Watch({})
         try:
             traces.append(_trace(on_case(config, each), each, initial, watch))
         except Exception as error:
-            where = watch.failed_in or "the step"
-            return f"{where} cannot be traced on {each}: {describe_error(error)}"
-    return _compare(*traces[0], *traces[-1], tolerance)
-
-
-def _compare(
-    outputs: Outputs, gradients: Outputs, actual_outputs: Outputs, actual_gradients: Outputs, tolerance: float
-) -> str | None:
+            return f"{watch.failed_in or 'the step'} cannot be traced on {each}: {describe_error(error)}"
+    (outputs, gradients), (actual_outputs, actual_gradients) = traces[0], traces[-1]
     for name, output in outputs.items():
-        if (error := _error(actual_outputs[name], output)) > tolerance:
-            return f"{name}: its output is off by {error:.1e}"
+        if (off := _error(actual_outputs[name], output)) > tolerance:
+            return f"{name}: its output is off by {off:.1e}"
     reader = LOSS
     for name, gradient in reversed(gradients.items()):
-        if (error := _error(actual_gradients[name], gradient)) > tolerance:
-            return f"{reader}: its backward pass is off by {error:.1e}, in the gradient of the output of {name}"
+        if (off := _error(actual_gradients[name], gradient)) > tolerance:
+            return f"{reader}: its backward pass is off by {off:.1e}, in the gradient of the output of {name}"
         reader = name
     return None
 
@@ -102,19 +90,19 @@ def _trace(config: TrainConfig, case: Case, initial: Arrays, watch: _Watch) -> t
 
         _, shapes = jax.eval_shape(lambda state: loss({}, state, watch), state)
         zeros = {name: jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shape) for name, shape in shapes.items()}
-        gradients, outputs = jax.jit(jax.grad(lambda zeros, state: loss(zeros, state, _Watch({})), has_aux=True))(
-            zeros, state
-        )
+        backward = jax.jit(jax.grad(lambda zeros, state: loss(zeros, state, _Watch({})), has_aux=True))
+        gradients, outputs = backward(zeros, state)
         order = list(watch.outputs)  # of execution: JAX transformations sort the keys of a dict
         sequences = nnx.merge(graph, state).sequences(jnp.asarray(batch["inputs"]), None, config.mesh.context)
-        on_host = jax.tree.map(lambda x: _in_natural_order(np.asarray(x), sequences, batch), (outputs, gradients))
-    first, second = ({name: tree[name] for name in order} for tree in on_host)
-    return first, second
 
+        def natural(x: Array) -> np.ndarray:
+            has_tokens = x.ndim > 1 and x.shape[1] == batch["inputs"].shape[1]
+            return np.asarray(sequences.natural(np.asarray(x)) if has_tokens else x)
 
-def _in_natural_order(output: np.ndarray, sequences: Sequences, batch: dict[str, np.ndarray]) -> np.ndarray:
-    of_tokens = output.ndim > 1 and output.shape[1] == batch["inputs"].shape[1]
-    return np.asarray(sequences.natural(output)) if of_tokens else output
+        def in_order(tree: Outputs) -> Outputs:
+            return {name: jax.tree.map(natural, tree[name]) for name in order}
+
+        return in_order(outputs), in_order(gradients)
 
 
 def _run(model: Decoder, batch: dict[str, Any], run: TrainConfig, watch: _Watch) -> Array:

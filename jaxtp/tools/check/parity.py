@@ -8,6 +8,7 @@ rounding.
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -22,7 +23,7 @@ from jaxtp.config.schema import changed
 from jaxtp.data.rows import SEGMENTS
 from jaxtp.layers.context import to_natural
 from jaxtp.layers.loss import IGNORE
-from jaxtp.mesh import CP, make_mesh, mesh_of, mesh_sizes
+from jaxtp.mesh import CP, make_mesh, mesh_of
 from jaxtp.tools.check.shrink import UPDATES, Case, on_case
 from jaxtp.train import optimizer as optimizers
 from jaxtp.train.config import TrainConfig
@@ -31,8 +32,7 @@ from jaxtp.train.state import OPTIMIZER_SCOPE, Blueprint, plan_state
 from jaxtp.train.step import EXPERTS, make_train_step
 from jaxtp.train.validation import share_of
 
-NOISE = 0.1
-"""Standard deviation added to every weight: zero biases and equal scales hide mistakes."""
+NOISE = 0.1  # standard deviation added to every weight: zero biases and equal scales hide mistakes
 DOCUMENTS = 4  # in a row of a packed batch, about
 COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in less than half the time on CPUs
 
@@ -41,10 +41,8 @@ COMPILER_OPTIONS = {"xla_backend_optimization_level": 0}  # compiles in less tha
 class Tolerance:
     """Allowed relative errors."""
 
-    scalar: float
-    """For losses and gradient norms; the rounding of many tokens averages out in them."""
-    tensor: float
-    """For each gradient and each updated array."""
+    scalar: float  # of losses and gradient norms; the rounding of many tokens averages out in them
+    tensor: float  # of each gradient and each updated array
 
 
 TOLERANCES = {
@@ -64,18 +62,14 @@ dense blocks."""
 
 @dataclass(frozen=True)
 class Numbers:
-    """Results of three updates."""
+    """Results of three updates; arrays are unsharded and unpadded."""
 
     losses: np.ndarray
     grad_norms: np.ndarray
-    gradients: Arrays
-    """Gradients of the first batch, by parameter; unsharded and unpadded, like `state`."""
-    state: Arrays
-    """Parameters and optimizer after the last update."""
-    problems: tuple[str, ...] = ()
-    """Found by the audit."""
-    choices: tuple[Choices, ...] = ()
-    """Expert choices of each update."""
+    gradients: Arrays  # of the first batch, by parameter
+    state: Arrays  # parameters and optimizer after the last update
+    problems: tuple[str, ...] = ()  # from the audit
+    choices: tuple[Choices, ...] = ()  # of experts, by update
 
 
 @dataclass(frozen=True)
@@ -85,14 +79,10 @@ class Errors:
     loss: float
     grad_norm: float
     gradients: Mapping[str, float]
-    updates: Mapping[str, float]
-    """Errors of parameters and optimizer."""
-    flips: int = 0
-    """Expert choices that differ."""
-    margin: float = 0.0
-    """The largest margin, on one device, of a choice that differs."""
+    updates: Mapping[str, float]  # of parameters and optimizer
+    flips: int = 0  # expert choices that differ
+    margin: float = 0.0  # the largest margin, on one device, of a choice that differs
     choices: int = 0
-    """Expert choices in all."""
     rounding: Mapping[str, float] = field(default_factory=dict)
     """Error of each array on one device, against float32. Where much cancels, as in the gradient of a norm's scale, it
     is larger than the precision of the dtype."""
@@ -103,11 +93,11 @@ class Errors:
 
     def worst(self, tolerance: Tolerance) -> tuple[str, str]:
         """Returns the gradient and updated array with the largest errors relative to their tolerance; NaN first."""
-        gradient, update = (
-            max(errors, key=lambda name: (np.isnan(errors[name]), errors[name] / self.allowed(name, tolerance)))
-            for errors in (self.gradients, self.updates)
-        )
-        return gradient, update
+
+        def worst(errors: Mapping[str, float]) -> str:
+            return max(errors, key=lambda name: (np.isnan(errors[name]), errors[name] / self.allowed(name, tolerance)))
+
+        return worst(self.gradients), worst(self.updates)
 
     def within(self, tolerance: Tolerance) -> bool:
         """Returns whether all errors are allowed; NaN never is."""
@@ -132,8 +122,7 @@ def batches(config: TrainConfig) -> list[dict[str, np.ndarray]]:
 
     In a packed batch the last row and half of the row before it are padding.
     """
-    made = []
-    shape = (config.data.global_batch_size, config.data.sequence_length + 1)
+    made, shape = [], (config.data.global_batch_size, config.data.sequence_length + 1)
     for update in range(UPDATES):
         random = np.random.default_rng(update)
         tokens = random.integers(config.model.vocab_size, size=shape, dtype=np.int32)
@@ -159,20 +148,22 @@ def run(
     blueprint = _plan(config, mesh)
     step = make_train_step(changed(config, {"metrics.norm_groups": ()}), blueprint, with_choices=True, with_grads=True)
     state = place(initial, blueprint.abstract, mesh)
-    replay = [_replay(choices) for choices in replayed.choices] if replayed is not None else [{}] * UPDATES
-    rows = NamedSharding(mesh, batch_spec(None))
-    placed = [
-        jax.device_put({**batch, **experts}, rows) for batch, experts in zip(batches(config), replay, strict=True)
-    ]
+    host: list[dict[str, Any]] = list(batches(config))
+    if replayed is not None and any(kind is not None for kind in replayed.choices[0]):
+        for batch, choices in zip(host, replayed.choices, strict=True):
+            batch[EXPERTS] = tuple(None if kind is None else kind[0] for kind in choices)
+    placed = jax.device_put(host, NamedSharding(mesh, batch_spec(None)))
     problems: list[str] = []
     if audited:
+        global_view = () if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,)
+        budget = costs_of_step(config, case.sizes).budget
         result = audit(
             step,
             state,
             placed[0],
             mesh=mesh,
-            budget=costs_of_step(config, mesh_sizes(mesh)).budget,
-            global_view=() if optimizers.is_modelled(config.optimizer) else (OPTIMIZER_SCOPE,),
+            budget=budget,
+            global_view=global_view,
             compiler_options=COMPILER_OPTIONS,
         )
         problems, step = result.problems(), result.compiled
@@ -180,55 +171,46 @@ def run(
         with jax.set_mesh(mesh):
             step = step.lower(state, placed[0]).compile(compiler_options=COMPILER_OPTIONS)
     scalars: list[list[float]] = []
+    all_choices: list[Choices] = []
     gradients: Arrays = {}
-    choices: list[Choices] = []
     zigzag = config.model.zigzag(share_of(config, case.sizes))
     for batch in placed:
-        state, values, chosen, grads = step(state, batch)
-        choices.append(
-            jax.tree.map(lambda x: to_natural(np.asarray(x), case.sizes[CP], 2) if zigzag else np.asarray(x), chosen)
-        )
+        state, values, choices, grads = step(state, batch)
+        choices = jax.tree.map(np.asarray, choices)
+        all_choices.append(jax.tree.map(lambda x: to_natural(x, case.sizes[CP], 2), choices) if zigzag else choices)
         scalars.append([values.fetch()[name] for name in ("loss", "grad_norm")])
         gradients = gradients or on_host(grads, mesh)
     losses, norms = np.array(scalars).T
-    return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems), tuple(choices))
-
-
-def _replay(choices: Choices) -> dict[str, tuple[np.ndarray | None, ...]]:
-    experts = tuple(None if found is None else found[0] for found in choices)
-    return {} if all(found is None for found in experts) else {EXPERTS: experts}
+    return Numbers(losses, norms, gradients, on_host(state, mesh), tuple(problems), tuple(all_choices))
 
 
 def compare(actual: Numbers, expected: Numbers, exact: Numbers | None = None) -> Errors:
     """Returns a mesh's errors relative to one device; `exact` is one device in float32."""
-    gradients, updates = distances(actual, expected)
     margins, choices = _flipped(actual, expected)
+    rounding = {} if exact is None else _errors(expected.gradients, exact.gradients)
     return Errors(
         loss=relative_error(actual.losses, expected.losses),
         grad_norm=relative_error(actual.grad_norms, expected.grad_norms),
-        gradients=gradients,
-        updates=updates,
+        gradients=_errors(actual.gradients, expected.gradients),
+        updates=_errors(actual.state, expected.state),
         flips=margins.size,
         margin=float(np.max(margins, initial=0.0)),
         choices=choices,
-        rounding={} if exact is None else {k: e for errors in distances(expected, exact) for k, e in errors.items()},
+        rounding=rounding if exact is None else rounding | _errors(expected.state, exact.state),
     )
 
 
-def distances(actual: Numbers, expected: Numbers) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns the relative error of each gradient and updated array."""
-    gradients = {name: relative_error(actual.gradients[name], g) for name, g in expected.gradients.items()}
-    return gradients, {name: relative_error(actual.state[name], a) for name, a in expected.state.items()}
+def _errors(actual: Arrays, expected: Arrays) -> dict[str, float]:
+    return {name: relative_error(actual[name], array) for name, array in expected.items()}
 
 
 def _flipped(actual: Numbers, expected: Numbers) -> tuple[np.ndarray, int]:
     """Returns the margin of each differing expert choice, and the number of choices."""
-    margins: list[np.ndarray] = [np.zeros(0)]
-    total = 0
-    for ours, theirs in zip(actual.choices, expected.choices, strict=True):
-        for actual_choice, expected_choice in zip(ours, theirs, strict=True):
-            if actual_choice is not None and expected_choice is not None:
-                (experts, _), (expected_experts, margin) = actual_choice, expected_choice
+    margins, total = [np.zeros(0)], 0
+    for update in zip(actual.choices, expected.choices, strict=True):
+        for ours, theirs in zip(*update, strict=True):
+            if ours is not None and theirs is not None:
+                (experts, _), (expected_experts, margin) = ours, theirs
                 differ = np.any(np.sort(experts) != np.sort(expected_experts), axis=-1)
                 margins.append(margin[differ].astype(np.float64))
                 total += differ.size

@@ -5,7 +5,6 @@ windows relative to sequence chunks, remat, precision, dropout, accumulation, th
 sequence, batch.
 """
 
-import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,10 +29,8 @@ class Case:
     """A mesh, sequence parallelism and a cp attention method to check."""
 
     sizes: Mapping[str, int]
-    """Devices along each axis."""
     sequence_parallel: bool
-    context: Context = "auto"
-    """auto without cp, or if blocks differ in their method."""
+    context: Context = "auto"  # also without cp, and if blocks differ in their method
 
     @property
     def devices(self) -> int:
@@ -43,19 +40,15 @@ class Case:
     def __str__(self) -> str:
         """Formats `fsdp 2 x cp 2 x tp 4, sequence-parallel, ulysses`."""
         mesh = " x ".join(f"{axis} {size}" for axis, size in self.sizes.items() if size > 1) or "one device"
-        options = {"sequence-parallel": self.sequence_parallel, self.context: self.sizes[CP] > 1}
-        return ", ".join([mesh, *(name for name, holds in options.items() if holds)])
+        split = ", sequence-parallel" if self.sequence_parallel else ""
+        return f"{mesh}{split}{f', {self.context}' if self.sizes[CP] > 1 else ''}"
 
 
 ONE_DEVICE = Case(sized(), False)
 
 
 def plan(config: TrainConfig, meshes: Sequence[str] = ()) -> tuple[TrainConfig, list[Case]]:
-    """Returns the shrunk configuration and its cases, on the requested or default meshes.
-
-    Raises:
-      ConfigError: the configuration does not fit its mesh or a requested mesh.
-    """
+    """Returns the shrunk configuration and its cases, on the requested or default meshes."""
     sizes = config.mesh.sizes
     check_sizes(sizes)
     smallest = {axis: 1 if meshes or size == -1 else size for axis, size in sizes.items()}  # -1 may be 1
@@ -130,10 +123,9 @@ def methods_of(config: TrainConfig, sizes: Mapping[str, int]) -> list[Context]:
 
 def unfit(config: TrainConfig, case: Case, *, fixed: bool = False) -> Iterator[str]:
     """Yields why a run does not fit a case; `fixed` as in `models.config.violations`."""
-    run = on_case(config, case)
-    found = list(violations(run.model, case.sizes, fixed=fixed))
-    problems = (*context_problems(run, case.sizes), *padding_problems(run, case.sizes))
-    yield from found or (problem.text for problem in problems)
+    run, sizes = on_case(config, case), case.sizes
+    problems = (*context_problems(run, sizes), *padding_problems(run, sizes))
+    yield from list(violations(run.model, sizes, fixed=fixed)) or (problem.text for problem in problems)
 
 
 def on_case(config: TrainConfig, case: Case) -> TrainConfig:
@@ -143,17 +135,19 @@ def on_case(config: TrainConfig, case: Case) -> TrainConfig:
 
 def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
     """Returns a small configuration with the same architecture and parallel structure, for all cases."""
-    # Zigzag order splits a sequence into twice as many chunks as there are devices along cp.
-    chunks = math.lcm(*(parts(case.sizes, SEQUENCE) * (2 if case.sizes[CP] > 1 else 1) for case in cases))
-    accumulation = min(config.train.accumulation, 2)
-    rows = smallest_congruent(0, math.lcm(*(batch_parts(case.sizes) for case in cases)) * accumulation, MIN_ROWS)
-    sequence = smallest_congruent(config.data.sequence_length, chunks, MIN_SEQUENCE)
-    small = ShrinkSpec(
-        tps=frozenset(case.sizes[TP] for case in cases),
-        shards=math.lcm(*(parts(case.sizes, STORAGE) for case in cases)),
-        length=sequence,
-        before=config.data.sequence_length,
+    meshes, length, accumulation = (
+        [case.sizes for case in cases],
+        config.data.sequence_length,
+        config.train.accumulation,
     )
+    accumulation = min(accumulation, 2)
+    # Zigzag order splits a sequence into twice as many chunks as there are devices along cp.
+    chunks = math.lcm(*(parts(sizes, SEQUENCE) * (2 if sizes[CP] > 1 else 1) for sizes in meshes))
+    rows = smallest_congruent(0, math.lcm(*map(batch_parts, meshes)) * accumulation, MIN_ROWS)
+    sequence = smallest_congruent(length, chunks, MIN_SEQUENCE)
+    shards = math.lcm(*(parts(sizes, STORAGE) for sizes in meshes))
+    tps = frozenset(sizes[TP] for sizes in meshes)
+    small = ShrinkSpec(tps=tps, shards=shards, length=sequence, before=length)
     # Three updates at this rate move the weights enough to compare them. With a smaller epsilon Adam makes whole steps
     # of elements whose gradient is only rounding.
     schedule = {"optimizer.learning_rate": 1e-2, "optimizer.warmup_steps": 1, "train.steps": 10, "train.epochs": None}
@@ -165,11 +159,9 @@ def shrink(config: TrainConfig, cases: list[Case]) -> TrainConfig:
 def describe(config: TrainConfig, small: TrainConfig) -> Iterator[str]:
     """Yields each change: `model.d_model 4096 -> 64`."""
     for section in ("model", "data", "train"):
-        before, after = getattr(config, section), getattr(small, section)
-        for field in dataclasses.fields(before):
-            old, new = getattr(before, field.name), getattr(after, field.name)
-            if old != new and field.name != "steps":
-                yield f"{section}.{field.name} {old} -> {new}"
+        before, after = vars(getattr(config, section)), vars(getattr(small, section))
+        changes = {name: (old, after[name]) for name, old in before.items() if old != after[name] and name != "steps"}
+        yield from (f"{section}.{name} {old} -> {new}" for name, (old, new) in changes.items())
 
 
 def _scaled_down(mesh: Mapping[str, int]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from jaxtp.config.command_line import Command, parse_mesh
 from jaxtp.config.files import require_picture, require_writable, write_json, write_picture, writing
 from jaxtp.config.schema import ConfigError, CountOrZero, Positive, Switch, UserPath, allowed, changed, to_short_yaml
 from jaxtp.mesh import AXES, MeshError, describe_mesh, fill, sized
+from jaxtp.tools.estimate import foreign
 from jaxtp.tools.estimate.compiler import DoesNotFitError, TargetError, topology
 from jaxtp.tools.estimate.generation import generations, records, table
 from jaxtp.tools.estimate.remedies import faster, remedies
@@ -59,7 +60,8 @@ h100x8, and ranks those that fit. Times are modelled, wrong by tens of percent. 
 
 --config FILE reads the configuration of a training run; flags override it. --hardware takes a name or a YAML file with
 like (a name; without it the first six keys are required), platform (cuda, rocm, tpu), direct (true: links join each
-pair) and KEYS. Exit code 1: nothing fits.
+pair) and KEYS. Exit code 1: nothing fits. FILE.py:build instead of a configuration takes any Flax model: see
+jaxtp estimate FILE.py:build --help.
 
   jaxtp estimate --config configs/llama3_8b.yaml --hardware mine.yamlx16 --mesh tp=8,fsdp=2 --tier 2
   jaxtp estimate --model.from-hf models/llama --hardware h100x8 --write runs/llama.yaml
@@ -128,6 +130,8 @@ COMMAND = Command(
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0, 1 if nothing fits or tier 3 disagrees, 2 for a user's mistake."""
+    if foreign.names_model(argv):
+        return foreign.main(argv)
     return entry.attempt(PROGRAM, lambda: _estimate(argv))
 
 

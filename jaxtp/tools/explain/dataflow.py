@@ -38,26 +38,14 @@ _CALLS = {
 class ArrayInfo:
     """The walk's facts about an array."""
 
-    dim: int | None = None
-    """The dim that is split over tp if the layers of `columns` are column layers."""
-
+    dim: int | None = None  # split over tp if the layers of `columns` are column layers
     columns: Columns = frozenset()
-
-    has_grad: bool = False
-    """Depends on a parameter."""
-
-    batched: bool = False
-    """Depends on the inputs, so each device has its part of the batch."""
-
-    broadcast_from: tuple[int, frozenset[int]] | None = None
-    """Bytes before a broadcast, and the dims that were not broadcast; None without a broadcast."""
-
-    key: object = field(default_factory=object)
-    """Equal for two uses of one array."""
-
+    has_grad: bool = False  # depends on a parameter
+    batched: bool = False  # depends on the inputs, so each device has its part of the batch
+    broadcast_from: tuple[int, frozenset[int]] | None = None  # bytes before a broadcast, and dims not broadcast
+    key: object = field(default_factory=object)  # equal for two uses of one array
     entered: tuple[tuple[str, str], ...] = ()
     """Modules that the array entered unchanged, with the argument's name or position; the outermost first."""
-
     left: tuple[str, ...] = ()
     """Modules that returned the array unchanged, the innermost first."""
 
@@ -69,14 +57,9 @@ class LayerCall:
     path: str
     method: str
     input: ArrayInfo
-    avals: tuple[Any, Any]
-    """Abstract values of its input and output."""
-
-    times: int
-    """How often it runs in one forward pass."""
-
-    is_row: bool = False
-    """Whether its input is split in the dim that a row layer splits."""
+    avals: tuple[Any, Any]  # of input and output
+    times: int  # that it runs in one forward pass
+    is_row: bool = False  # its input is split in the dim that a row layer splits
 
 
 @dataclass
@@ -84,21 +67,13 @@ class Dataflow:
     """A walk's result."""
 
     calls: list[LayerCall] = field(default_factory=list)
-    norms: list[LayerCall] = field(default_factory=list)
-    """Calls of norms, which can run on parts of a dim that they do not normalise."""
-
-    joined: list[Columns] = field(default_factory=list)
-    """Layers that must be split together."""
-
-    blocked: dict[str, str] = field(default_factory=dict)
-    """Layers whose output is needed whole, and why."""
-
+    norms: list[LayerCall] = field(default_factory=list)  # they can run on parts of a dim that they do not normalise
+    joined: list[Columns] = field(default_factory=list)  # layers that must be split together
+    blocked: dict[str, str] = field(default_factory=dict)  # layers whose output is needed whole, and why
     through: dict[str, dict[str, None]] = field(default_factory=dict)
     """Operations that the split output of each layer passes through."""
-
     collectives: dict[Columns, Counter[Collective]] = field(default_factory=dict)
     """Collectives over tp that a split causes between the layers."""
-
     outputs: dict[Columns, Any] = field(default_factory=dict)
     """Abstract values of the model's outputs that are split."""
 
@@ -107,21 +82,13 @@ class Dataflow:
 class LayerDims:
     """Dims of input and output, counted from the front."""
 
-    row: int | None
-    """Input dim that a row layer splits; None for ids and norms."""
-
-    column: int | None
-    """Output dim that a column layer splits; None for norms."""
-
-    passed: Mapping[int, int]
-    """Input dims that the layer treats independently, and their place in the output."""
+    row: int | None  # of the input, as a row layer splits it; None for ids and norms
+    column: int | None  # of the output, as a column layer splits it; None for norms
+    passed: Mapping[int, int]  # input dims that the layer treats independently, and their place in the output
 
 
 def layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
-    """Returns a stock layer's dims for an input of `ndim` dims; None if no style splits it.
-
-    None: an embedding's `attend`, a grouped convolution, or a `LinearGeneral` with batch axes.
-    """
+    """Returns a stock layer's dims for an input of `ndim` dims; None for `attend` and others that no style splits."""
     dims = signature(module)
     if dims is None or method != "__call__":
         return None
@@ -135,14 +102,13 @@ def layer_dims(module: nnx.Module, method: str, ndim: int) -> LayerDims | None:
 
 
 def _passed_dims(dims: Signature, ndim: int) -> dict[int, int]:
-    """Convolutions pass only the batch: their windows mix the other dims."""
     if dims.batch_ndim is None:
         return {}
     unnamed = [
         [dim for dim in range(n) if dim not in {named % n for named in names.values()}]
         for n, names in ((ndim, dims.inputs), (ndim + dims.more_dims, dims.outputs))
     ]
-    windows = dims.batch_ndim - 1 - max(len(dims.inputs), 1)
+    windows = dims.batch_ndim - 1 - max(len(dims.inputs), 1)  # dims that a convolution mixes
     return dict(list(zip(*unnamed, strict=False))[: len(unnamed[0]) - windows])
 
 
@@ -157,12 +123,7 @@ def parameter_bytes(module: nnx.Module) -> int:
 
 
 def find_dataflow(traced: TracedModel, excluded: Iterable[str], *, tp: int, batch_shards: int) -> Dataflow:
-    """Follows the split output of every stock layer outside `excluded`, whose outputs are whole.
-
-    Args:
-      tp: devices along tp; it must divide every split dim.
-      batch_shards: number of parts of the batch.
-    """
+    """Follows the split output of every stock layer outside `excluded`; tp must divide every split dim."""
     walk = _Walk(traced.modules, frozenset(excluded), tp, batch_shards)
     jaxpr = traced.jaxpr.jaxpr
     infos = [ArrayInfo(has_grad=is_param) for is_param in traced.is_param]
@@ -200,7 +161,7 @@ class _Walk:
             return self.scan(equation, infos, times)
         if equation.primitive.name == "cond":
             return self.cond(equation, infos, times)
-        if body := _body(equation):
+        if body := inner_jaxpr(equation):
             return self.run(body, infos, times)
         return self.operation(equation, infos, times)
 
@@ -237,11 +198,8 @@ class _Walk:
         return replace(output, dim=dims.column, columns=frozenset({boundary.path}))
 
     def pass_layer(self, call: LayerCall, dims: LayerDims) -> ArrayInfo:
-        """Passes a dim that the layer treats independently.
-
-        A norm runs on the parts, and its parameters' gradient is all-reduced. Other layers run on whole arrays, so
-        their input and their output's gradient are gathered.
-        """
+        # A norm runs on the parts, and its parameters' gradient is all-reduced. Other layers run on whole arrays, so
+        # their input and their output's gradient are gathered.
         info, (before, after) = call.input, call.avals
         if _is_norm(self.modules[call.path]):
             self.count(info.columns, ALL_REDUCE, parameter_bytes(self.modules[call.path]), 1)
@@ -271,8 +229,7 @@ class _Walk:
                 if dim is not None and (size := shape_of(result)[dim]) % self.tp:
                     raise Blocked(f"becomes a dim of {size} by {name}, which tp {self.tp} does not divide")
         except Blocked as why:
-            module = next((path for path in reversed(self.path) if path), ROOT)
-            self.block(columns, f"{why} (in {module})")
+            self.block(columns, f"{why} (in {next((path for path in reversed(self.path) if path), ROOT)})")
             return [None] * len(equation.outvars)
         self.result.joined.append(columns)
         for path in columns:
@@ -285,8 +242,8 @@ class _Walk:
 
     def scan(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
         """Walks the body until the carry is stable, then once for the result."""
-        body = _open(equation.params["jaxpr"])
-        consts, carries = _scan_arguments(equation, body)
+        body = open_jaxpr(equation.params["jaxpr"])
+        consts, carries = scan_arguments(equation, body)
         constants, carry = [replace(info, entered=()) for info in infos[:consts]], infos[consts : consts + carries]
         slices = [self.shift(info, -1) for info in infos[consts + carries :]]
         times *= equation.params["length"]
@@ -302,15 +259,12 @@ class _Walk:
         return [*results[:carries], *(self.shift(info, 1) for info in results[carries:])]
 
     def cond(self, equation: JaxprEqn, infos: list[ArrayInfo], times: int) -> list[ArrayInfo]:
-        results = [self.run(_open(branch), infos[1:], times) for branch in equation.params["branches"]]
+        results = [self.run(open_jaxpr(branch), infos[1:], times) for branch in equation.params["branches"]]
         avals = [variable.aval for variable in equation.outvars]
         return [self.join([*infos], aval, times) for *infos, aval in zip(*results, avals, strict=True)]
 
     def join(self, infos: list[ArrayInfo], aval: Any, times: int) -> ArrayInfo:
-        """Merges the values of branches: split if any value is, in the same dim.
-
-        The gradient of a whole value is gathered.
-        """
+        """Merges the values of branches: split if any value is; the gradient of a whole value is gathered."""
         columns = _union(infos)
         has_grad, batched = any(info.has_grad for info in infos), any(info.batched for info in infos)
         try:
@@ -359,21 +313,21 @@ def _live_equations(jaxpr: Any) -> list[JaxprEqn]:
     return live[::-1]
 
 
-def _body(equation: JaxprEqn) -> Any:
+def inner_jaxpr(equation: JaxprEqn) -> Any:
+    """Returns the jaxpr that an equation calls once on its operands, if any."""
     if equation.primitive.name not in _CALLS:
         return None
-    closed = next(
-        (equation.params[key] for key in ("jaxpr", "call_jaxpr", "fun_jaxpr") if key in equation.params), None
-    )
-    body = _open(closed)
+    keys = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+    body = open_jaxpr(next((equation.params[key] for key in keys if key in equation.params), None))
     return body if body is not None and len(body.invars) == len(equation.invars) else None
 
 
-def _open(jaxpr: Any) -> Any:
+def open_jaxpr(jaxpr: Any) -> Any:
+    """Returns the jaxpr without its constants."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
-def _scan_arguments(equation: JaxprEqn, body: Any) -> tuple[int, int]:
+def scan_arguments(equation: JaxprEqn, body: Any) -> tuple[int, int]:
     """Returns a scan's numbers of constants and carries, in every version of JAX."""
     sliced = sum(len(shape_of(v)) != b.aval.ndim for v, b in zip(equation.invars, body.invars, strict=True))
     carried = sum(len(shape_of(v)) == b.aval.ndim for v, b in zip(equation.outvars, body.outvars, strict=True))
@@ -385,10 +339,8 @@ def _is_float(aval: Any) -> bool:
 
 
 def _broadcast_source(equation: JaxprEqn, infos: list[ArrayInfo]) -> tuple[int, frozenset[int]] | None:
-    name, arrays = (
-        equation.primitive.name,
-        [(v.aval, i) for v, i in zip(equation.invars, infos, strict=True) if shape_of(v)],
-    )
+    name = equation.primitive.name
+    arrays = [(v.aval, i) for v, i in zip(equation.invars, infos, strict=True) if shape_of(v)]
     if name == "broadcast_in_dim" and arrays:
         aval: Any = arrays[0][0]
         dims = equation.params["broadcast_dimensions"]

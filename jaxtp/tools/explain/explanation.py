@@ -27,8 +27,9 @@ from jaxtp.parallelize.parallelize import original_model, parallelize
 from jaxtp.parallelize.plan import Plan, PlanError, format_style, patterns_for
 from jaxtp.parallelize.styles import Style
 from jaxtp.tools.explain.dataflow import ROOT
-from jaxtp.tools.explain.reasons import plan_notes
+from jaxtp.tools.explain.propose import plan_notes
 from jaxtp.tools.explain.traced_model import Callee, MeshLike, ModelCall, StateFunction, axis_sizes
+from jaxtp.tools.explain.work import Product, count_work
 
 _SCOPE = "module:"
 _INEXACT = {
@@ -46,23 +47,31 @@ class SplitParameter:
     dtype: str
     spec: PartitionSpec
 
+    @classmethod
+    def of(cls, name: str, parameter: nnx.Variable[Any]) -> "SplitParameter":
+        """Returns a parameter as its metadata declare it."""
+        spec = PartitionSpec(*(parameter.get_metadata().get("out_sharding") or ()))
+        return cls(name, tuple(parameter.shape), str(parameter.dtype), spec)
+
     def bytes(self, sizes: Mapping[str, int]) -> int:
         """Returns the bytes per device."""
         entries = (*self.spec, *(None,) * (len(self.shape) - len(self.spec)))
         shard = (size // parts(sizes, axes_of(entry)) for size, entry in zip(self.shape, entries, strict=True))
         return math.prod(shard) * jnp.dtype(self.dtype).itemsize
 
+    def record(self, sizes: Mapping[str, int]) -> dict[str, object]:
+        """Returns everything as JSON values."""
+        split = [list(axes_of(entry)) for entry in self.spec]
+        found = {"name": self.name, "shape": list(self.shape), "dtype": self.dtype, "split": split}
+        return {**found, "bytes_per_device": self.bytes(sizes)}
+
 
 @dataclass(frozen=True)
 class ModuleRow:
     """A module with parameters or a style."""
 
-    path: str
-    """The dotted path; the first one of a shared module."""
-
-    kind: str
-    """Name of its class."""
-
+    path: str  # the first one of a shared module
+    kind: str  # name of its class
     style: Style | None
     parameters: tuple[SplitParameter, ...]
 
@@ -71,20 +80,15 @@ class ModuleRow:
 class Explanation:
     """The result of `explain`; `str` formats it."""
 
-    sizes: dict[str, int]
-    """Devices along each axis."""
-
-    rows: tuple[ModuleRow, ...]
-    """The modules, in the model's order."""
-
+    sizes: dict[str, int]  # devices along each axis
+    rows: tuple[ModuleRow, ...]  # in the model's order
     traffic: Traffic
     """Collectives that the program requests in one forward and backward pass; empty without inputs."""
-
     added: Traffic
     """Collectives that the compiler adds between the layers, if it was asked to compile."""
-
-    notes: tuple[str, ...]
-    """Avoidable communication, and what could not be counted exactly."""
+    products: tuple[Product, ...]  # of the forward and backward pass; empty without inputs
+    saved: float  # bytes that a device saves for the backward pass
+    notes: tuple[str, ...]  # on avoidable communication, and counts that are not exact
 
     @cached_property
     def patterns(self) -> dict[str, str]:
@@ -97,19 +101,24 @@ class Explanation:
         return sum(parameter.bytes(self.sizes) for row in self.rows for parameter in row.parameters)
 
     @property
-    def _collectives(self) -> list[tuple[Collective, int, str]]:
-        both = ((self.traffic, "the program"), (self.added, "the compiler"))
-        return [(collective, count, by) for traffic, by in both for collective, count in traffic.items()]
+    def flops(self) -> float:
+        """FLOPs of a device in all products."""
+        return sum(product.flops for product in self.products)
+
+    @property
+    def _by(self) -> tuple[tuple[Traffic, str], ...]:
+        return (self.traffic, "the program"), (self.added, "the compiler")
 
     def sent(self, axis: str) -> float:
         """Returns the bytes per device over an axis, alone or with others."""
-        return sum(total_sent({one: count}) for one, count, _ in self._collectives if axis in one.axes)
+        return sum(sent for axes, sent in self.sent_by_axes().items() if axis in axes)
 
     def sent_by_axes(self) -> dict[tuple[str, ...], float]:
         """Returns the bytes per device over each group of axes."""
         total: dict[tuple[str, ...], float] = {(axis,): 0.0 for axis in AXES if self.sizes[axis] > 1}
-        for one, count, _ in self._collectives:
-            total[one.axes] = total.get(one.axes, 0.0) + total_sent({one: count})
+        for traffic, _ in self._by:
+            for axes, (_, sent) in sums(traffic, lambda one: one.axes).items():
+                total[axes] = total.get(axes, 0.0) + sent
         return {axes: sent for axes, sent in total.items() if sent}
 
     def record(self) -> dict[str, object]:
@@ -119,16 +128,7 @@ class Explanation:
                 "module": row.path,
                 "class": row.kind,
                 "style": format_style(row.style) if row.style else None,
-                "parameters": [
-                    {
-                        "name": parameter.name,
-                        "shape": list(parameter.shape),
-                        "dtype": parameter.dtype,
-                        "split": [list(axes_of(entry)) for entry in parameter.spec],
-                        "bytes_per_device": parameter.bytes(self.sizes),
-                    }
-                    for parameter in row.parameters
-                ],
+                "parameters": [parameter.record(self.sizes) for parameter in row.parameters],
             }
             for row in self.rows
         ]
@@ -142,11 +142,14 @@ class Explanation:
                 "count": count,
                 "bytes_sent": total_sent({one: count}),
             }
-            for one, count, by in self._collectives
+            for traffic, by in self._by
+            for one, count in traffic.items()
         ]
         return {
             "mesh": self.sizes,
             "parameter_bytes_per_device": self.bytes_per_device,
+            "flops_per_device": self.flops,
+            "saved_bytes_per_device": self.saved,
             "bytes_sent": {"+".join(axes): sent for axes, sent in self.sent_by_axes().items()},
             "modules": modules,
             "collectives": collectives,
@@ -168,7 +171,7 @@ def explain(
     """Returns how a model is split and which collectives it runs, without computing or allocating.
 
     Args:
-      model: the result of `parallelize`; or a model, real or abstract, or a function that returns a model.
+      model: a model, real or abstract, or a function that returns one; perhaps the result of `parallelize`.
       *inputs: a global batch: pytrees of arrays or `jax.ShapeDtypeStruct`s; other values pass unchanged. Without inputs
         there are no collectives.
       plan: for a model that is not parallel yet.
@@ -186,11 +189,11 @@ def explain(
         parallel = _parallelized(model, plan, abstract)
         original, styles, _ = original_model(parallel)
         model_call = ModelCall.of(original, inputs, call)
-        grad, state = _gradient(parallel, model_call)
-        traffic = count_collectives(jax.make_jaxpr(grad)(state, model_call.arrays), sizes) if inputs else {}
+        traffic, products, saved = _account(parallel, model_call, sizes) if inputs else ({}, (), 0.0)
         notes = plan_notes(model_call, styles, sizes) if inputs and sizes[TP] > 1 else []
     added = _added(model, plan, model_call, sizes) if inputs and compiled else {}
-    return Explanation(sizes, tuple(_rows(parallel)), traffic, added, (*notes, *_inexact((*traffic, *added))))
+    notes += _inexact((*traffic, *added))
+    return Explanation(sizes, tuple(_rows(parallel)), traffic, added, products, saved, tuple(notes))
 
 
 def _parallelized(
@@ -202,12 +205,30 @@ def _parallelized(
     return parallelize(original, plan or plan_of_model, mesh=mesh, fsdp=fsdp)
 
 
-def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.State]:
-    """Returns a forward and backward pass, whose loss is the sum of all outputs, and its state.
+def _account(model: nnx.Module, call: ModelCall, sizes: dict[str, int]) -> tuple[Traffic, tuple[Product, ...], float]:
+    """Returns the collectives, products and saved bytes of a forward and backward pass."""
+    grad, state = _gradient(model, call)
+    closed = jax.make_jaxpr(grad)(state, call.arrays)
+    products, results = count_work(closed, sizes)
+    jaxpr = closed.jaxpr
+    num_saved = len(jaxpr.outvars) - len(jax.tree.leaves(nnx.split_state(state, nnx.Param, ...)[0]))
+    computed = {id(v) for equation in jaxpr.eqns for v in equation.outvars}
+    saved = {id(v): size for v, size in zip(jaxpr.outvars[:num_saved], results, strict=False) if id(v) in computed}
+    return count_collectives(closed, sizes), tuple(products), sum(saved.values())
 
-    Each module's path is in the scope of its equations.
+
+def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.State]:
+    """Returns a forward and backward pass, and its state; the loss is the sum of all outputs.
+
+    Its results are the arrays saved for the backward pass, and the gradients. Each module's path is in the scope of its
+    equations.
     """
-    function, state = call.functional(model, _scoped_call)
+
+    def scoped(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        with jax.named_scope(f"{_SCOPE}{path}"):
+            return method(*args, **kwargs)
+
+    function, state = call.functional(model, scoped)
 
     def grad(state: nnx.State, arrays: list[Any]) -> object:
         params, rest = nnx.split_state(state, nnx.Param, ...)
@@ -217,14 +238,10 @@ def _gradient(model: nnx.Module, call: ModelCall) -> tuple[StateFunction, nnx.St
             floating = (leaf for leaf in jax.tree.leaves(outputs) if jnp.issubdtype(leaf.dtype, jnp.floating))
             return sum((jnp.sum(leaf.astype(jnp.float32)) for leaf in floating), jnp.zeros(()))
 
-        return jax.grad(loss)(params)
+        total, backward = jax.vjp(loss, params)
+        return jax.tree.leaves(backward), backward(jnp.ones_like(total))
 
     return grad, state
-
-
-def _scoped_call(path: str, _: str, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    with jax.named_scope(f"{_SCOPE}{path}"):
-        return method(*args, **kwargs)
 
 
 def _module_of(collective: Collective) -> str:
@@ -239,7 +256,7 @@ def _added(
     with jax.set_mesh(mesh):
         grad, state = _gradient(_parallelized(model, plan, mesh), call)
         arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_batch_sharding(x.shape, mesh)) for x in call.arrays]
-        traced = jax.jit(grad).trace(state, arrays)
+        traced = jax.jit(lambda state, arrays: grad(state, arrays)[1]).trace(state, arrays)
         _, text = compile_with_spmd_text(traced.lower())
     return added_by_compiler(count_collectives(traced.jaxpr, sizes), count_collectives_in_hlo(text, sizes))
 
@@ -263,17 +280,12 @@ def _rows(model: nnx.Module) -> Iterator[ModuleRow]:
         seen |= {id(parameter) for parameter in params.values()}
         if params or (role and role.style):
             name, kind = ".".join(map(str, path)), original_class(module).__name__
-            splits = (_split_parameter(name, parameter) for name, parameter in params.items())
-            yield ModuleRow(name, kind, role.style if role else None, tuple(splits))
+            splits = tuple(SplitParameter.of(name, parameter) for name, parameter in params.items())
+            yield ModuleRow(name, kind, role.style if role else None, splits)
 
 
 def _sort_key(name: object) -> tuple[bool, int, str]:
     return (False, name, "") if isinstance(name, int) else (True, 0, str(name))
-
-
-def _split_parameter(name: str, parameter: nnx.Variable[Any]) -> SplitParameter:
-    spec = PartitionSpec(*(parameter.get_metadata().get("out_sharding") or ()))
-    return SplitParameter(name, tuple(parameter.shape), str(parameter.dtype), spec)
 
 
 def _sections(explanation: Explanation) -> Iterator[str]:
@@ -291,6 +303,11 @@ def _sections(explanation: Explanation) -> Iterator[str]:
         yield columns(("module", "pass", "collective", "over", "by", "count", "bytes sent"), traffic)
         totals = ", ".join(f"{sent:,.0f} over {'+'.join(axes)}" for axes, sent in explanation.sent_by_axes().items())
         yield f"each device sends, forward and backward, in bytes: {totals}"
+    if explanation.products:
+        yield (
+            f"each device computes {explanation.flops:,.0f} FLOPs in matrix products, and saves "
+            f"{explanation.saved:,.0f} bytes for the backward pass"
+        )
     yield from (f"note: {note}" for note in explanation.notes)
 
 
@@ -312,6 +329,6 @@ def _traffic_cells(explanation: Explanation) -> Iterator[tuple[str, ...]]:
         module, direction = _module_of(one), "backward" if one.backward else "forward"
         return explanation.patterns.get(module, module) or ROOT, direction, one.kind, "+".join(one.axes), one.counted
 
-    for traffic, by in ((explanation.traffic, "the program"), (explanation.added, "the compiler")):
+    for traffic, by in explanation._by:
         for (*cells, counted), (count, sent) in sums(traffic, key).items():
             yield *cells, by, f"{count:,} {counted}".strip(), f"{sent:,.0f}"

@@ -26,15 +26,11 @@ class Region:
 
     columns: Columns
     rows: frozenset[str]
-    ends_model: bool
-    """Whether the output of the columns is also an output of the model."""
-
+    ends_model: bool  # the output of the columns is also an output of the model
     inner_bytes: float
     """Bytes each device sends for gradients of whole operands of split ones, and for split outputs of the model."""
-
     bytes: float
     """All bytes each device sends in a forward and backward pass; each input of columns is reduced once."""
-
     bytes_one_by_one: float
     """Bytes it would send if each layer were a column layer whose output is gathered."""
 
@@ -53,17 +49,12 @@ class TPGroup:
     """The device counts that determine all costs."""
 
     tp: int
-    batch_shards: int
-    """Devices that divide the tokens of a batch."""
+    batch_shards: int  # devices that divide the tokens of a batch
 
     @classmethod
     def of(cls, sizes: Mapping[str, int]) -> "TPGroup":
         """Returns a mesh's group."""
         return cls(sizes[TP], parts(sizes, TOKENS))
-
-    def dataflow(self, traced: TracedModel, excluded: Iterable[str]) -> Dataflow:
-        """Returns a model's data flow."""
-        return find_dataflow(traced, excluded, tp=self.tp, batch_shards=self.batch_shards)
 
     def columns(self, calls: Iterable[LayerCall]) -> float:
         """Returns the bytes per device to reduce column layers' input gradients, each input once."""
@@ -91,17 +82,11 @@ class PlanDraft:
     traced: TracedModel
     group: TPGroup
     dataflow: Dataflow
-    regions: list[Region]
-    """All regions."""
-
-    excluded: dict[str, str]
-    """Layers that cannot be column layers, and why."""
-
+    regions: list[Region]  # all
+    excluded: dict[str, str]  # layers that cannot be column layers, and why
     chosen: list[Region]
     styles: dict[str, Style] = field(default_factory=dict)
-    bytes: dict[str, float] = field(default_factory=dict)
-    """Bytes each device sends because of a module's style."""
-
+    bytes: dict[str, float] = field(default_factory=dict)  # that each device sends because of a module's style
     shared: dict[str, list[str]] = field(default_factory=dict)
     """Column layers that read an array which a module makes whole, by module."""
 
@@ -130,8 +115,8 @@ class PlanDraft:
     def has_vocabulary(self, path: str) -> bool:
         """Returns whether tp can split an embedding's rows."""
         module = self.traced.modules[path]
-        tied = {*self.traced.tied, *self.traced.tied.values()}
-        return isinstance(module, nnx.Embed) and path not in tied and module.num_embeddings % self.group.tp == 0
+        splits = isinstance(module, nnx.Embed) and module.num_embeddings % self.group.tp == 0
+        return splits and path not in self.traced.tied
 
     def vocabulary_bytes(self, path: str) -> float:
         """Returns the bytes per device to reduce looked-up vectors, and gradients of `attend`."""
@@ -160,13 +145,11 @@ def draft_plan(traced: TracedModel, group: TPGroup) -> PlanDraft:
 
 
 def _find_regions(traced: TracedModel, group: TPGroup) -> tuple[list[Region], Dataflow, dict[str, str]]:
-    """Excludes layers until every split output reaches row layers or the end of the model.
-
-    The last value has the excluded layers with reasons.
-    """
-    excluded = dict(_unfit(traced, group.dataflow(traced, traced.modules).calls, group.tp))
+    # Excludes layers, with reasons, until every split output reaches row layers or the end of the model.
+    sizes = {"tp": group.tp, "batch_shards": group.batch_shards}
+    excluded = dict(_unfit(traced, find_dataflow(traced, traced.modules, **sizes).calls, group.tp))
     while True:
-        dataflow = group.dataflow(traced, excluded)
+        dataflow = find_dataflow(traced, excluded, **sizes)
         regions = [_region(dataflow, columns, group) for columns in _column_sets(dataflow, excluded)]
         refused = dataflow.blocked or dict(_refused(regions, dataflow))
         if not refused:
@@ -178,7 +161,7 @@ def _unfit(traced: TracedModel, calls: Iterable[LayerCall], tp: int) -> Iterator
     for call in calls:
         dims = layer_dims(traced.modules[call.path], call.method, call.avals[0].ndim)
         size = call.avals[1].shape[dims.column] if dims and dims.column is not None else 0
-        if call.path in traced.tied or call.path in traced.tied.values():
+        if call.path in traced.tied:
             yield call.path, "it shares a parameter with another module"
         elif not call.path:
             yield call.path, "it is the model itself, and a plan names the modules in it"
@@ -191,7 +174,7 @@ def _unfit(traced: TracedModel, calls: Iterable[LayerCall], tp: int) -> Iterator
 
 
 def _column_sets(dataflow: Dataflow, excluded: Mapping[str, str]) -> list[Columns]:
-    """Yields sets that must be split together, in model order."""
+    # Sets that must be split together, in model order.
     sets = {call.path: frozenset({call.path}) for call in dataflow.calls if call.path not in excluded}
     feeding: dict[str, Columns] = {}
     for call in dataflow.calls:
@@ -234,35 +217,30 @@ def _refused(regions: Iterable[Region], dataflow: Dataflow) -> Iterator[tuple[st
 
 def _choose(regions: list[Region]) -> list[Region]:
     paired = [region for region in regions if region.rows and region.bytes < region.bytes_one_by_one]
-    chosen = [region for component in _components(paired) for region in _best(component)]
-    return [region for region in paired if region in chosen]
-
-
-def _components(regions: Iterable[Region]) -> list[list[Region]]:
-    components: list[list[Region]] = []
-    for region in regions:
-        near = [component for component in components if any(region.conflicts(other) for other in component)]
-        components = [component for component in components if component not in near]
-        components.append([*(other for component in near for other in component), region])
-    return components
-
-
-def _best(component: list[Region]) -> list[Region]:
-    """Branches on the region with the most conflicts: with it, and without."""
 
     def value(chosen: list[Region]) -> tuple[int, float]:
         return sum(len(region.layers) for region in chosen), -sum(region.bytes for region in chosen)
 
     @cache
     def best(remaining: tuple[Region, ...]) -> list[Region]:
-        if len(remaining) < 2:
-            return list(remaining)
         components = _components(remaining)
         if len(components) > 1:
-            return [region for component in components for region in best(tuple(component))]
+            return [region for component in components for region in best(component)]
+        if len(remaining) < 2:
+            return list(remaining)
         first = max(remaining, key=lambda region: sum(region.conflicts(other) for other in remaining))
         rest = tuple(region for region in remaining if region != first)
         with_first = [first, *best(tuple(region for region in rest if not first.conflicts(region)))]
         return max(with_first, best(rest), key=value)
 
-    return best(tuple(component))
+    chosen = best(tuple(paired))
+    return [region for region in paired if region in chosen]
+
+
+def _components(regions: Iterable[Region]) -> list[tuple[Region, ...]]:
+    components: list[tuple[Region, ...]] = []
+    for region in regions:
+        near = [component for component in components if any(region.conflicts(other) for other in component)]
+        components = [component for component in components if component not in near]
+        components.append((*(other for component in near for other in component), region))
+    return components

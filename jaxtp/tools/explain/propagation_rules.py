@@ -29,11 +29,7 @@ class Blocked(Exception):  # noqa: N818  # an outcome, not an error
 
 
 def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Returns the results' split dims; `equation` has no inner jaxpr, `dims` not only None.
-
-    Raises:
-      Blocked: the primitive needs a whole split dim, or has no rule.
-    """
+    """Returns the results' split dims, or raises `Blocked`; `equation` has no inner jaxpr, `dims` not only None."""
     name = equation.primitive.name
     if name in ELEMENTWISE:
         return [agree(dims)] * len(equation.outvars)
@@ -43,11 +39,7 @@ def pass_through(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 
 
 def agree(dims: Dims) -> int:
-    """Returns the common split dim.
-
-    Raises:
-      Blocked: operands are split in different dims.
-    """
+    """Returns the common split dim, or raises `Blocked`."""
     split = {dim for dim in dims if dim is not None}
     if len(split) > 1:
         raise Blocked(f"meets an array that is split along another dim ({' and '.join(map(str, sorted(split)))})")
@@ -64,18 +56,13 @@ def _needs_whole(equation: JaxprEqn, dim: int) -> Blocked:
     return Blocked(f"goes into {equation.primitive.name}, which needs all {size} of it")
 
 
-def _reduce(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    return [_remove(equation, agree(dims), equation.params["axes"])] * len(equation.outvars)
-
-
-def _squeeze(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    return [_remove(equation, agree(dims), equation.params["dimensions"])]
-
-
-def _remove(equation: JaxprEqn, dim: int, removed: Sequence[int]) -> int:
+def _remove(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    """Passes reductions and squeezes of other dims."""
+    dim, params = agree(dims), equation.params
+    removed = params["axes"] if "axes" in params else params["dimensions"]
     if dim in removed:
         raise _needs_whole(equation, dim)
-    return dim - sum(other < dim for other in removed)
+    return [dim - sum(other < dim for other in removed)] * len(equation.outvars)
 
 
 def _broadcast(equation: JaxprEqn, dims: Dims) -> list[int | None]:
@@ -98,30 +85,18 @@ def _reshape(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     raise Blocked(f"is merged with the dim before it by reshape, {before} to {after}: its parts are not contiguous")
 
 
-def _slice(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    """Passes slices, splits, reversals, updates, sorts and cumulative operations along other dims."""
-    dim = agree(dims)
-    params, shape, num_parts = equation.params, shape_of(equation.invars[0]), len(equation.outvars)
-    touched = params.get("dimensions", (params.get("axis", params.get("dimension")),))
-    if dim in touched or any(shape_of(result)[dim] != shape[dim] for result in equation.outvars):
+def _elsewhere(equation: JaxprEqn, dims: Dims) -> list[int | None]:
+    """Passes an operation on other dims: slices, sorts, cumulative sums, padding, windows."""
+    dim, params, num_parts = agree(dims), equation.params, len(equation.outvars)
+    touched = {params.get("axis"), params.get("dimension"), *params.get("dimensions", ())}
+    touched |= {i for i, sizes in enumerate(params.get("padding_config", ())) if any(sizes)}
+    touched |= {i for i, size in enumerate(params.get("window_dimensions", ())) if size > 1}
+    size = shape_of(equation.invars[0])[dim]
+    if dim in touched or any(shape_of(result)[dim] != size for result in equation.outvars):
         if num_parts > 1:
             raise Blocked(f"is cut into {num_parts} along the split dim (one layer for each could be split)")
         raise Blocked(f"goes into {equation.primitive.name} along the split dim")
     return [dim] * num_parts
-
-
-def _concatenate(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    dim = agree(dims)
-    if dim == equation.params["dimension"]:
-        raise Blocked("is concatenated along the split dim")
-    return [dim]
-
-
-def _pad(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    dim = agree(dims[:1])
-    if any(equation.params["padding_config"][dim]):
-        raise Blocked("is padded along the split dim")
-    return [dim]
 
 
 def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
@@ -130,13 +105,6 @@ def _gather(equation: JaxprEqn, dims: Dims) -> list[int | None]:
     if dims[1] is not None or dim in removed or equation.params["slice_sizes"][dim] != shape[dim]:
         raise _needs_whole(equation, dim)
     return [numbers.offset_dims[[d for d in range(len(shape)) if d not in removed].index(dim)]]
-
-
-def _window(equation: JaxprEqn, dims: Dims) -> list[int | None]:
-    dim, params = agree(dims), equation.params
-    if params["window_dimensions"][dim] != 1 or params["window_strides"][dim] != 1 or any(params["padding"][dim]):
-        raise _needs_whole(equation, dim)
-    return [dim] * len(equation.outvars)
 
 
 def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
@@ -160,15 +128,15 @@ def _dot(equation: JaxprEqn, dims: Dims) -> list[int | None]:
 RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
     "transpose": _transpose,
-    "squeeze": _squeeze,
+    "squeeze": _remove,
     "reshape": _reshape,
-    "concatenate": _concatenate,
-    "pad": _pad,
+    "concatenate": _elsewhere,
+    "pad": _elsewhere,
     "gather": _gather,
     "dot_general": _dot,
-    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), _reduce),
-    **dict.fromkeys(("argmax", "argmin"), _reduce),
-    **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _slice),
-    **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _slice),
-    **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _window),
+    **dict.fromkeys(("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "reduce_prod"), _remove),
+    **dict.fromkeys(("argmax", "argmin"), _remove),
+    **dict.fromkeys(("slice", "split", "rev", "dynamic_slice", "dynamic_update_slice"), _elsewhere),
+    **dict.fromkeys(("cumsum", "cumlogsumexp", "cumprod", "cummax", "cummin", "sort"), _elsewhere),
+    **dict.fromkeys(("reduce_window_max", "reduce_window_sum", "reduce_window_min"), _elsewhere),
 }

@@ -19,40 +19,26 @@ from jaxtp.mesh import AXES, MeshError, check_sizes, describe_mesh, mesh_sizes, 
 from jaxtp.parallelize.initialisation import abstract_model
 from jaxtp.parallelize.module_wrappers import modules_of, with_calls
 
-MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
-"""A mesh, its sizes by axis, or None for the mesh in context."""
-
-Callee = Callable[..., object]
-"""A function of a model and its inputs."""
-
-StateFunction = Callable[[nnx.State, list[Any]], Any]
-"""A function of a model's state and the arrays among its inputs."""
+MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None  # None: the mesh in context
+Callee = Callable[..., object]  # of a model and its inputs
+StateFunction = Callable[[nnx.State, list[Any]], Any]  # of a model's state and the arrays among its inputs
 
 _PREFIX = "jaxtp"
 
 
 @dataclass(frozen=True)
 class ModelCall:
-    """An abstract model and one call."""
+    """An abstract model, which never changes, and one call."""
 
     model: nnx.Module
-    """Never changed."""
-
-    arrays: list[jax.ShapeDtypeStruct]
-    """The arrays among the inputs."""
-
-    run: Callable[[nnx.Module, list[Any]], object]
-    """Calls a model with the inputs, with these arrays filled in."""
+    arrays: list[jax.ShapeDtypeStruct]  # among the inputs
+    run: Callable[[nnx.Module, list[Any]], object]  # calls a model with these arrays among the inputs
 
     @classmethod
     def of(
         cls, model: nnx.Module | Callable[[], nnx.Module], inputs: tuple[object, ...], call: Callee | None
     ) -> "ModelCall":
-        """Returns the call `call(model, *inputs)`, or `model(*inputs)`; arguments as in `explain`.
-
-        Raises:
-          PlanError: `model` is neither a module nor a function that returns a module.
-        """
+        """Returns the call `call(model, *inputs)`, or `model(*inputs)`; arguments as in `explain`."""
         leaves, tree = jax.tree.flatten(inputs)
 
         def run(model: Any, arrays: list[Any]) -> object:
@@ -64,12 +50,7 @@ class ModelCall:
         return cls(abstract_model(model), arrays, run)
 
     def functional(self, model: nnx.Module, wrap: Callable[..., Any] | None = None) -> tuple[StateFunction, nnx.State]:
-        """Returns the call as a function of the state of `model`, and this state.
-
-        Args:
-          model: parallel or not; each run uses a copy.
-          wrap: wraps its modules' calls, as in `with_calls`.
-        """
+        """Returns the call as a function of the state of `model`, and this state; `wrap` as in `with_calls`."""
         graph, state = nnx.split(model)
 
         def function(state: nnx.State, arrays: list[Any]) -> object:
@@ -84,11 +65,7 @@ def _is_array(value: object) -> bool:
 
 
 def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
-    """Returns the devices along each axis; messages name `caller`.
-
-    Raises:
-      MeshError: there is no mesh, or a size is not a positive integer.
-    """
+    """Returns the devices along each axis, or raises a MeshError that names `caller`."""
     if mesh is None and (mesh := jax.sharding.get_abstract_mesh()).empty:
         raise MeshError(f'{caller} needs a mesh: call it under jax.set_mesh(...), or pass mesh={{"tp": 8}}')
     if not isinstance(mesh, Mesh | AbstractMesh | Mapping):
@@ -108,17 +85,10 @@ def axis_sizes(mesh: MeshLike, caller: str) -> dict[str, int]:
 class Boundary:
     """A module boundary that an array crosses."""
 
-    enters: bool
-    """Whether the array enters the module as an argument, or leaves it as a result."""
-
-    path: str
-    """Dotted path of the module; empty for the model itself."""
-
-    method: str
-    """`__call__`, or `attend` of an embedding."""
-
-    argument: str
-    """Position or keyword of the argument; 0 for the result; empty for an array inside a container."""
+    enters: bool  # as an argument; else it leaves as a result
+    path: str  # of the module; empty for the model itself
+    method: str  # `__call__`, or `attend` of an embedding
+    argument: str  # position or keyword; 0 for the result; empty for an array inside a container
 
     def __str__(self) -> str:
         return " ".join((_PREFIX, "in" if self.enters else "out", self.method, self.argument or "-", self.path))
@@ -128,17 +98,10 @@ class Boundary:
 class TracedModel:
     """A model call's jaxpr, and the modules in its boundaries."""
 
-    jaxpr: ClosedJaxpr
-    """Takes the leaves of the model's state, then the input arrays."""
-
-    is_param: tuple[bool, ...]
-    """Whether each leaf of the state belongs to an `nnx.Param`."""
-
-    modules: dict[str, nnx.Module]
-    """Modules by dotted path; a shared module has its first path."""
-
-    tied: dict[str, str]
-    """Modules that use a parameter of another module, and the path of that module."""
+    jaxpr: ClosedJaxpr  # takes the leaves of the model's state, then the input arrays
+    is_param: tuple[bool, ...]  # whether each leaf of the state belongs to an `nnx.Param`
+    modules: dict[str, nnx.Module]  # by dotted path; a shared module has its first path
+    tied: set[str]  # modules that share a parameter
 
 
 def trace_model(call: ModelCall) -> TracedModel:
@@ -177,11 +140,10 @@ def _mark(tree: Any, boundary: Boundary) -> Any:
     return {key: _mark(value, boundary) for key, value in tree.items()} if type(tree) is dict else tree
 
 
-def _tied_modules(modules: Mapping[str, nnx.Module]) -> dict[str, str]:
-    owners: dict[int, str] = {}
-    tied: dict[str, str] = {}
+def _tied_modules(modules: Mapping[str, nnx.Module]) -> set[str]:
+    owners: dict[int, set[str]] = {}
     for path, module in modules.items():
         for value in vars(module).values():
-            if isinstance(value, nnx.Param) and owners.setdefault(id(value), path) != path:
-                tied |= {path: owners[id(value)]}
-    return tied
+            if isinstance(value, nnx.Param):
+                owners.setdefault(id(value), set()).add(path)
+    return {path for paths in owners.values() if len(paths) > 1 for path in paths}

@@ -40,11 +40,11 @@ def test_every_config_passes_on_its_own_mesh(path, tmp_path, capsys):
     file = tmp_path / "sub" / "check.json"
     own, split = (f"tp={config.mesh.tp}", {True, False}) if config.mesh.tp > 1 else ("fsdp=8", {False})
     # In 16 bits the few elements of a q norm's scale show rounding beyond the tolerance.
-    float32 = ["--model.precision.compute", "float32", "--model.precision.param", "float32"]
-    exact = [] if config.model.qk_norm == "none" else float32
-    assert main(["--config", str(path), "--mesh", own, "--json", str(file), *exact]) == 0
+    compute = config.model.precision.compute if config.model.qk_norm == "none" else "float32"
+    coarse = ["--model.precision.compute", compute] if compute != "float32" else []
+    assert main(["--config", str(path), "--mesh", own, "--json", str(file), *coarse]) == 0
     record = json.loads(file.read_text())
-    precisions = {"float32"} if exact else {"float32", config.model.precision.compute}
+    precisions = {"float32", compute}
     assert record["passed"]
     assert len(record["cases"]) == len(split) * len(precisions)
     assert {case["dtype"] for case in record["cases"]} == precisions
@@ -84,6 +84,15 @@ def test_every_part_of_the_precision_is_checked(part, capsys):
     out = capsys.readouterr().out
     assert "float32 and bfloat16" in out
     assert "all 4 equal one device" in out
+
+
+def test_without_a_flag_numbers_are_compared_in_float32(tmp_path, capsys):
+    config = tmp_path / "coarse.yaml"
+    config.write_text("model:\n  num_layers: 1\n  precision: {compute: bfloat16, param: bfloat16}\n")
+    assert main(["--config", str(config), "--mesh", "tp=2"]) == 0
+    out = capsys.readouterr().out
+    assert "default model.precision=float32: --model.precision.compute bfloat16 compares in that too" in out
+    assert "all 2 equal one device" in out
 
 
 def run_broken(capsys, *flags):

@@ -12,6 +12,8 @@ from support import sweep
 import jaxtp
 from jaxtp import Colwise, ContextParallel, PlanError, PrepareInput, PrepareOutput, Replicate, Rowwise
 from jaxtp.tools.explain.__main__ import main
+from jaxtp.train.config import TrainConfig
+from jaxtp.train.memory import costs_of_step
 
 WIDTH, HIDDEN, ROWS, LENGTH = 16, 32, 8, 6
 X = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)
@@ -320,3 +322,16 @@ def test_random_numbers_from_outside():
     rngs = nnx.Rngs(0)
     assert jaxtp.explain(lambda: Model(rngs), X, plan=SHARED, mesh={"tp": 4}).sent("tp")
     assert jaxtp.propose_plan(lambda: Model(rngs), X, mesh={"tp": 4}, report=None)
+
+
+@pytest.mark.parametrize("remat", sweep(["none", "full"], "none"))
+@pytest.mark.parametrize("sizes", [{"tp": 1}, {"fsdp": 2, "tp": 4}, {"cp": 2, "tp": 2}], ids=str)
+def test_flops_of_the_decoder_are_those_of_its_formulas(sizes, remat):
+    """But for the head, which the loss runs once more than a call of the model does."""
+    config = TrainConfig(model=jaxtp.ModelConfig(num_layers=2, remat=remat))
+    ids = jax.ShapeDtypeStruct((config.data.global_batch_size, config.data.sequence_length), jnp.int32)
+    found = jaxtp.explain(lambda: jaxtp.Decoder(config.model, rngs=nnx.Rngs(0)), ids, mesh=sizes)
+    costs = costs_of_step(config, jaxtp.mesh.sized(**sizes))
+    (head,) = (product.flops for product in costs.products if product.name == "head")
+    assert found.flops == costs.flops - head / 4
+    assert found.saved > 0

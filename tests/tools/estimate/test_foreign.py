@@ -1,0 +1,117 @@
+"""`jaxtp estimate FILE.py:build`: any Flax model, by the account of `explain`."""
+
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxtp
+from jaxtp.mesh import sized
+from jaxtp.tools.estimate.__main__ import main
+
+WIDTH, HIDDEN, ROWS, LENGTH = 16, 32, 16, 8
+X = jax.ShapeDtypeStruct((ROWS, LENGTH, WIDTH), jnp.float32)
+MESHES = ["dp=8", "fsdp=8", "tp=8", "fsdp=2,tp=4", "dp=2,fsdp=2,tp=2", "fsdp=4,tp=2"]
+SOURCE = """
+import jax, optax
+from flax import nnx
+from jaxtp import Colwise, PrepareInput, Replicate, Rowwise
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.attention = nnx.MultiHeadAttention(8, 16, decode=False, use_bias=False, rngs=rngs)
+        self.up = nnx.Linear(16, 32, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(32, 16, use_bias=False, rngs=rngs)
+    def __call__(self, x):
+        x = x + self.attention(x)
+        return x + self.down(nnx.gelu(self.up(x)))
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.scale = nnx.Param(jax.numpy.ones(16))
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+    def __call__(self, x):
+        x = x * self.scale[...]
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+def build():
+    return Model(nnx.Rngs(0))
+
+PLAN = {
+    "blocks.*.attention": PrepareInput(Replicate(), Replicate()),
+    "blocks.*.attention.{query,key,value}": Colwise(), "blocks.*.attention.out": Rowwise(),
+    "blocks.*.up": Colwise(), "blocks.*.down": Rowwise(),
+}
+SGD = optax.sgd(1e-3)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    (tmp_path / "mine.py").write_text(SOURCE)
+    return tmp_path / "mine.py"
+
+
+def estimated(file, *flags):
+    record = file.parent / "record.json"
+    command = [f"{file}:build", "--input", "16x8x16", "--hardware", "h100x8", "--json", str(record), *flags]
+    assert main(command) == 0
+    return json.loads(record.read_text())
+
+
+def test_bytes_and_flops_are_those_of_explain_on_six_meshes(file, capsys):
+    record = estimated(file, "--plan", f"{file}:PLAN", "--mesh", *MESHES)
+    assert len(record["meshes"]) == len(MESHES)
+    assert capsys.readouterr().out.count(" to ") >= len(MESHES)
+    names = {}
+    exec(SOURCE, names)
+    attention = 2 * 2 * ROWS * LENGTH * LENGTH * WIDTH
+    matrices = 2 * ROWS * LENGTH * (4 * WIDTH * WIDTH + 2 * WIDTH * HIDDEN)
+    for mesh in record["meshes"]:
+        sizes = {axis: mesh[axis] for axis in sized()}
+        found = jaxtp.explain(names["build"], X, plan=names["PLAN"], mesh=sizes)
+        assert mesh["flops_per_device"] == found.flops == 2 * 3 * (attention + matrices) / 8
+        assert mesh["bytes_sent"] == {"+".join(axes): sent for axes, sent in found.sent_by_axes().items()}
+        memory = mesh["bytes_per_device"]
+        assert memory["parameters"] == memory["gradients"] == found.bytes_per_device
+        assert memory["optimizer"] == 2 * found.bytes_per_device + 4, "AdamW: two moments and a counter"
+        assert memory["activations"] == found.saved > 0
+        assert memory["total"] == pytest.approx(sum(memory.values()) / 2)
+        assert 0 < mesh["seconds"]["overlapped"] <= mesh["seconds"]["serial"]
+    order = [sum(mesh["seconds"].values()) for mesh in record["meshes"]]
+    assert order == sorted(order), "all fit, so the fastest is first"
+
+
+def test_every_mesh_is_tried_and_those_without_a_plan_for_them_are_refused(file, capsys):
+    record = estimated(file, "--propose", "--optimizer", f"{file}:SGD")
+    assert len(record["meshes"]) + len(record["refused"]) == 20
+    assert all(mesh["bytes_per_device"]["optimizer"] == 0 for mesh in record["meshes"])
+    without = estimated(file)
+    assert {mesh["tp"] for mesh in without["meshes"]} == {1}
+    assert math.prod(record["meshes"][0][axis] for axis in sized()) == 8
+
+
+def test_a_model_that_does_not_fit(file, capsys):
+    shape = f"{8 * 1024 * 1024}x1024x16"
+    assert main([f"{file}:build", "--input", shape, "--hardware", "l4x8", "--mesh", "fsdp=8"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+MISTAKES = {
+    "{file}:biuld --input 16x8x16": "has no biuld; it has",
+    "{file}:build": "give the shapes of its inputs",
+    "{file}:build --input 16x8x16 --mesh tp=4": "--mesh tp=4 is 4 devices, and --hardware h100x8 is 8",
+    "{file}:build --input 16x8x16 --plan {file}:PLAN --propose": "leave one of them out",
+    "{file}:build --input 16x8x15 --mesh dp=8": "no mesh of 8 devices can run it",
+    "{file}:build --input 16x8x16 --hardware h101x8": "h101",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+def test_mistakes(file, capsys, words):
+    assert main(words.format(file=file).split()) == 2
+    assert MISTAKES[words] in capsys.readouterr().err
