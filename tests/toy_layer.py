@@ -21,7 +21,7 @@ from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.mlp import MLP
-from jaxtp.layers.parameter import own, parameter
+from jaxtp.layers.parameter import params_and_specs, parameter
 from jaxtp.mesh import TP
 from jaxtp.models.config import BlockConfig
 
@@ -56,7 +56,7 @@ class CausalConvolution(nnx.Module):
         self.taps = parameter("taps", taps, P(None, TP))
 
     def __call__(self, values_BTF, segments_BT=None):
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         given = [x for x in (segments_BT,) if x is not None]
         inner, features = [batch_spec(None)] * len(given), token_spec(TP)
         return device_view(self._convolve, CONVOLUTION, (specs, features, *inner), features)(
@@ -64,7 +64,7 @@ class CausalConvolution(nnx.Module):
         )
 
     def extend(self, values_BTF, memory, new):
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         features = token_spec(TP)
         in_specs, out_specs = (specs, features, LAYER_SPEC, new.specs), (features, LAYER_SPEC)
         return device_view(self._extend, CONVOLUTION, in_specs, out_specs)(weights, values_BTF, memory, new)

@@ -25,7 +25,7 @@ from jaxtp.layers.context import Attended, Sequences
 from jaxtp.layers.kernels.select import Implementation, Use, architecture_here, chosen, masked_attention, refused
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LayerContext, layer_context
-from jaxtp.layers.parameter import Split, Weights, own
+from jaxtp.layers.parameter import Split, Weights, params_and_specs
 from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
 from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes
@@ -273,7 +273,7 @@ class CausalSelfAttention(Branch):
         return self.out(y), memory
 
     def _view(self, body: Any, others: list[Any], specs: list[Any], out_specs: Any) -> Any:
-        weights, weight_specs = own(self.qk_norms)
+        weights, weight_specs = params_and_specs(self.qk_norms)
         in_specs = (weight_specs, *[token_spec(TP)] * 3, *specs[: len(others)])
         return lambda qkv: device_view(body, ATTEND, in_specs, out_specs)(weights, *qkv, *others)
 
@@ -295,7 +295,7 @@ class CausalSelfAttention(Branch):
         segments: Array | None = None,
     ) -> Array:
         config, sequences = self.config, replace(sequences, segments=segments)
-        positions = sequences.own_positions(shape.length)
+        positions = sequences.local_positions(shape.length)
         if segments is not None:
             within = segment_positions(segments)
             positions = within if shape.sizes[CP] == 1 else jnp.take(within, positions, axis=1)

@@ -1,6 +1,6 @@
 """Context parallelism: sequences are split over cp, `T / cp` tokens per device.
 
-Every device of a cp group has whole rows of ids, labels and segments and slices its tokens (`Sequences.own`), so data
+Every device of a cp group has whole rows of ids, labels and segments and slices its tokens (`Sequences.local_tokens`), so data
 and checkpoints do not depend on cp. Only attention needs other positions:
 
     ulysses   all-to-all to all tokens of N/(tp*cp) heads, and back (Jacobs et al., arXiv 2309.14509). All kernels
@@ -62,7 +62,7 @@ class Sequences:
     record: bool = field(default=False, metadata=_STATIC)
     """Whether routers give their choices too (`layers/balance.py`)."""
 
-    def own(self, x_BT: Array) -> Array:
+    def params_and_specs(self, x_BT: Array) -> Array:
         """Slices whole rows `[B, T]` into each device's tokens, split over cp.
 
         Raises:
@@ -76,7 +76,7 @@ class Sequences:
             parts = [lax.dynamic_slice_in_dim(x, start, size, 1) for start, size in self._chunks(x.shape[1])]
             return jnp.concatenate(parts, axis=1)  # [B/(dp*fsdp), T/cp]
 
-        return device_view(take, "own_tokens", in_specs=(batch_spec(None),), out_specs=token_spec())(x_BT)
+        return device_view(take, "local_tokens", in_specs=(batch_spec(None),), out_specs=token_spec())(x_BT)
 
     def natural(self, x: Any, dim: int = 1) -> Any:
         """Reorders an array of all tokens to natural order."""
@@ -91,7 +91,7 @@ class Sequences:
         device, slot = index // (2 * size), index // size % 2
         return jnp.where(slot == 0, device, 2 * cp - 1 - device) * size + index % size
 
-    def own_positions(self, length: int) -> Array:
+    def local_positions(self, length: int) -> Array:
         """Returns this device's positions, inside `device_view`: `[T/cp]`, ascending."""
         return jnp.concatenate([start + jnp.arange(size) for start, size in self._chunks(length)])
 
@@ -125,7 +125,7 @@ class Sequences:
         if reach is None:
             # The transpose sums gradients over cp in the compute dtype, like gradients of activations over tp.
             k, v = (self.natural(all_gather(x, *CONTEXT, dim=1)) for x in (k, v))  # [b, T, K/tp, H]
-            return run(q, k, v, self.segments, part=Part(self.own_positions(length), 0))
+            return run(q, k, v, self.segments, part=Part(self.local_positions(length), 0))
         seen = with_halo(jnp.concatenate([k, v], axis=2), reach, len(chunks))
         results = []
         for number, ((start, size), kv) in enumerate(zip(chunks, seen, strict=True)):

@@ -45,7 +45,7 @@ from jaxtp.layers.kernels.grouped import Implementation, Method, grouped_matmul,
 from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.lora import LayerContext, layer_context
 from jaxtp.layers.mlp import ACTIVATIONS, MLP_TARGETS, MLPConfig
-from jaxtp.layers.parameter import Weights, own, parameter
+from jaxtp.layers.parameter import Weights, params_and_specs, parameter
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, platform_here
 
 EXPERTS = "mixture_of_experts"
@@ -168,14 +168,14 @@ class MixtureOfExperts(PositionwiseBranch):
         """Transforms each position and returns the routing; padding stays zero."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         of_tokens: dict[str, Array] = {}
         if self.config.selection_bias:
             weights["selection_bias"], specs["selection_bias"] = self.selection_bias[...], P(None)
         if sequences.segments is not None:
-            of_tokens["segments"] = sequences.own(sequences.segments)
+            of_tokens["segments"] = sequences.local_tokens(sequences.segments)
         if sequences.experts is not None:
-            of_tokens["experts"] = sequences.own(sequences.experts)
+            of_tokens["experts"] = sequences.local_tokens(sequences.experts)
         # Each device slices its part itself: if these came in split over tp, XLA would split their other readers too.
         token_specs = {name: token_spec() for name in of_tokens}
         sums = batch_spec(SEQUENCE)

@@ -35,7 +35,7 @@ from jaxtp.collectives import (
 from jaxtp.layers.activations import sequence_dim
 from jaxtp.layers.lora import LayerContext, Lora, layer_context
 from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter, sum_of_products
-from jaxtp.layers.parameter import Split, Unpadded, Weights, check_sizes, own, parameter
+from jaxtp.layers.parameter import Split, Unpadded, Weights, check_sizes, params_and_specs, parameter
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
@@ -96,7 +96,7 @@ class ColumnParallelLinear(nnx.Module):
         """Projects `[B, ..., D]` to `[B, ..., F]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         split, whole = _activation_specs(x_BTD.ndim, sequence)
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         project = device_view(
             partial(self._project, sequence), COLUMN, in_specs=(whole, specs), out_specs=(split,) * len(self.features)
         )
@@ -162,7 +162,7 @@ class RowParallelLinear(nnx.Module):
         sequence = sequence_dim(self.sequence_parallel, x_BTF.shape)
         split, whole = _activation_specs(x_BTF.ndim, sequence)
         check_divides(ROW, (*x_BTF.shape[:-1], self.features), whole)
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         project = device_view(partial(self._project, sequence), ROW, in_specs=(split, specs), out_specs=whole)
         return project(x_BTF, weights)
 

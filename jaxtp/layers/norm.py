@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import device_view
 from jaxtp.config.schema import Positive
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.parameter import Precision, Weights, check_sizes, own, parameter
+from jaxtp.layers.parameter import Precision, Weights, check_sizes, params_and_specs, parameter
 from jaxtp.mesh import STORAGE
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
@@ -68,7 +68,7 @@ class Norm(nnx.Module):
         """Normalises the last dim of `[B, T, D]`."""
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
-        weights, specs = own(self)
+        weights, specs = params_and_specs(self)
         normalise = partial(self._normalise, sequence is not None)
         return device_view(normalise, self.name, in_specs=(activation, specs), out_specs=activation)(x_BTD, weights)
 

@@ -169,7 +169,7 @@ def cut(array: Any, padding: Padding, tp: int) -> Any:
     return array
 
 
-def own(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
+def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, PartitionSpec]]:
     """Returns modules' parameters and specs by name, for `device_view`."""
     weights: Weights = {}
     specs: dict[str, PartitionSpec] = {}

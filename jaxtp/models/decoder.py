@@ -128,7 +128,7 @@ class EmbeddingAndHead(nnx.Module):
 
     def embed(self, ids_BT: Array, sequences: Sequences = Sequences(), positions_BT: Array | None = None) -> Array:
         """Returns the residual stream; positions count within a document."""
-        x_BTD = self.embedding(sequences.own(ids_BT))
+        x_BTD = self.embedding(sequences.local_tokens(ids_BT))
         if self.positions is None:
             return x_BTD
         if positions_BT is None:
@@ -139,7 +139,7 @@ class EmbeddingAndHead(nnx.Module):
                 )
             from_start = jnp.broadcast_to(jnp.arange(ids_BT.shape[1]), ids_BT.shape)
             segments_BT = sequences.segments
-            positions_BT = sequences.own(from_start if segments_BT is None else segment_positions(segments_BT))
+            positions_BT = sequences.local_tokens(from_start if segments_BT is None else segment_positions(segments_BT))
         return x_BTD + self.positions(positions_BT)
 
     def logits_of_hidden(self, x_BTD: Array) -> Array:
@@ -276,7 +276,7 @@ class Decoder(EmbeddingAndHead):
         `experts` replaces the routers' choices: `[B, layers, T, k]` per kind of block.
         """
         x_BTD, routings = self.routed(ids_BT, dropout_keys, sequences, experts)
-        loss, count = self.loss_of_hidden(x_BTD, sequences.own(labels_BT), z_loss=z_loss)
+        loss, count = self.loss_of_hidden(x_BTD, sequences.local_tokens(labels_BT), z_loss=z_loss)
         with_experts = [routing for routing in routings if routing is not None]
         if not with_experts:
             return LossTerms(loss, count, None), routings
@@ -316,7 +316,7 @@ class Decoder(EmbeddingAndHead):
         Labels of -100 give 0 and False. For evaluation.
         """
         sequences = self.sequences(ids_BT, segments_BT, context)
-        found = self.token_losses_of_hidden(self.hidden(ids_BT, sequences=sequences), sequences.own(labels_BT))
+        found = self.token_losses_of_hidden(self.hidden(ids_BT, sequences=sequences), sequences.local_tokens(labels_BT))
         losses_BT, likeliest_BT = (sequences.natural(each) for each in found)
         return losses_BT, likeliest_BT
 
