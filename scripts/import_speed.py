@@ -1,4 +1,4 @@
-"""What an import costs: bytes read, anonymous host memory at its peak, time beside safetensors' params_and_specs loader.
+"""What an import costs: bytes read, anonymous host memory at its peak, time beside safetensors' own loader.
 
     pip install safetensors
     python scripts/import_speed.py

@@ -21,7 +21,7 @@ from jaxtp.layers.cache import LAYER_SPEC
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.mlp import MLP
-from jaxtp.layers.parameter import params_and_specs, parameter
+from jaxtp.layers.parameter import parameter, params_and_specs
 from jaxtp.mesh import TP
 from jaxtp.models.config import BlockConfig
 

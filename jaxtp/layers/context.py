@@ -1,7 +1,7 @@
 """Context parallelism: sequences are split over cp, `T / cp` tokens per device.
 
-Every device of a cp group has whole rows of ids, labels and segments and slices its tokens (`Sequences.local_tokens`), so data
-and checkpoints do not depend on cp. Only attention needs other positions:
+Every device of a cp group has whole rows of ids, labels and segments and slices its tokens (`Sequences.local_tokens`),
+so data and checkpoints do not depend on cp. Only attention needs other positions:
 
     ulysses   all-to-all to all tokens of N/(tp*cp) heads, and back (Jacobs et al., arXiv 2309.14509). All kernels
               work; kv heads are copied until cp divides them.

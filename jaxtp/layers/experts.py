@@ -45,7 +45,7 @@ from jaxtp.layers.kernels.grouped import Implementation, Method, grouped_matmul,
 from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.lora import LayerContext, layer_context
 from jaxtp.layers.mlp import ACTIVATIONS, MLP_TARGETS, MLPConfig
-from jaxtp.layers.parameter import Weights, params_and_specs, parameter
+from jaxtp.layers.parameter import Weights, parameter, params_and_specs
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, platform_here
 
 EXPERTS = "mixture_of_experts"

@@ -35,7 +35,7 @@ from jaxtp.collectives import (
 from jaxtp.layers.activations import sequence_dim
 from jaxtp.layers.lora import LayerContext, Lora, layer_context
 from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter, sum_of_products
-from jaxtp.layers.parameter import Split, Unpadded, Weights, check_sizes, params_and_specs, parameter
+from jaxtp.layers.parameter import Split, Unpadded, Weights, check_sizes, parameter, params_and_specs
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtp.collectives import device_view
 from jaxtp.config.schema import Positive
 from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.parameter import Precision, Weights, check_sizes, params_and_specs, parameter
+from jaxtp.layers.parameter import Precision, Weights, check_sizes, parameter, params_and_specs
 from jaxtp.mesh import STORAGE
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]

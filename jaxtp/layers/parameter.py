@@ -157,7 +157,7 @@ def pad(array: Any, padding: Padding, tp: int) -> Any:
     return array
 
 
-def cut(array: Any, padding: Padding, tp: int) -> Any:
+def unpad(array: Any, padding: Padding, tp: int) -> Any:
     """Removes the padding of tp devices from a JAX or NumPy array."""
     for dim, split in padding:
         stored = split.stored(tp)

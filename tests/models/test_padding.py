@@ -19,7 +19,7 @@ from jaxtp.generate.decode_model import DecodeModel
 from jaxtp.hf.safetensors import read_header
 from jaxtp.layers.attention import HeadSplit
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import Split, cut, logical_shape, pad, padding_of
+from jaxtp.layers.parameter import Split, logical_shape, pad, padding_of, unpad
 from jaxtp.mesh import mesh_sizes, sized
 from jaxtp.models.config import padded_sizes
 from jaxtp.tools.check import parity
@@ -101,7 +101,7 @@ def test_padding_stays_zero_and_moves_between_meshes(optimizer):
     assert {"model.blocks.attention.out.kernel", "model.blocks.mlp.down.kernel"} <= padded.keys()
     for name, variable in padded.items():
         array, padding = np.asarray(variable[...]), padding_of(variable)
-        np.testing.assert_array_equal(pad(cut(array, padding, 8), padding, 8), array, err_msg=name)
+        np.testing.assert_array_equal(pad(unpad(array, padding, 8), padding, 8), array, err_msg=name)
     logical = to_logical(state, plan.mesh)
     for other in (jaxtp.make_mesh(), jaxtp.make_mesh(fsdp=2, tp=2), jaxtp.make_mesh(tp=5)):
         there = from_logical(
@@ -143,7 +143,7 @@ def test_what_is_padded_is_cut_off_again(factors, tp, first):
     padded = pad(array, padding, tp)
     assert padded.shape[0 if first else 1] % tp == 0
     assert padded.sum() == array.sum()
-    np.testing.assert_array_equal(cut(padded, padding, tp), array)
+    np.testing.assert_array_equal(unpad(padded, padding, tp), array)
 
 
 @pytest.mark.wide

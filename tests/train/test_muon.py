@@ -18,7 +18,7 @@ from jaxtp.analysis.compiling import compile_with_spmd_text
 from jaxtp.analysis.hlo import count_collectives_in_hlo, count_flops_in_hlo
 from jaxtp.layers.attention import HeadSplit
 from jaxtp.layers.lora import LoraConfig
-from jaxtp.layers.parameter import Split, cut, padding_of, parameter, spec_of
+from jaxtp.layers.parameter import Split, padding_of, parameter, spec_of, unpad
 from jaxtp.mesh import mesh_of, sized
 from jaxtp.tools.check import parity
 from jaxtp.tools.check.shrink import ONE_DEVICE, Case
@@ -86,7 +86,7 @@ def test_matrices_that_are_dealt_out_are_orthogonalised_whole(expected, sizes):
     for name, variable in variables.items():
         assert updates[name].sharding.is_equivalent_to(NamedSharding(mesh, spec_of(variable)), updates[name].ndim), name
     for arrays, those, tolerance in zip((updates, state.mu), expected, (1e-5, 1e-6), strict=True):
-        whole = {name: cut(np.asarray(arrays[name]), padding_of(v), sizes["tp"]) for name, v in variables.items()}
+        whole = {name: unpad(np.asarray(arrays[name]), padding_of(v), sizes["tp"]) for name, v in variables.items()}
         assert_close(whole, those, tolerance)
 
 
