@@ -56,7 +56,7 @@ def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], 
     Args:
       body: a function of shards.
       name: for profiles and errors.
-      in_specs: per argument, a `PartitionSpec` or a pytree of them like the argument (`layers.parameter.params_and_specs`).
+      in_specs: per argument, a `PartitionSpec` or a pytree of them like the argument.
       out_specs: a pytree of `PartitionSpec` for the result.
 
     Raises:

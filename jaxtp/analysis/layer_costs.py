@@ -48,7 +48,7 @@ from jaxtp.layers.lora import Lora
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import Norm
 from jaxtp.layers.overlap import is_ring
-from jaxtp.layers.parameter import Precision, Split
+from jaxtp.layers.parameter import PaddedDim, Precision
 from jaxtp.layers.qk_norm import ATTEND, QKNorm
 from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, parts
 
@@ -405,7 +405,7 @@ def lookup_costs(layer: VocabParallelEmbedding, work: Workload, *, exchanges: bo
 
 def table_weight(module: str, vocab_size: int, features: int, precision: Precision) -> Weight:
     """Returns a vocabulary table, loaded once."""
-    size, split = vocab_size * features, Split((vocab_size,))
+    size, split = vocab_size * features, PaddedDim((vocab_size,))
     return Weight(module=module, size=size, split=split, precision=precision, again=False)
 
 

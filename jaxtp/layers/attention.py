@@ -25,7 +25,7 @@ from jaxtp.layers.context import Attended, Sequences
 from jaxtp.layers.kernels.select import Implementation, Use, architecture_here, chosen, masked_attention, refused
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LayerContext, layer_context
-from jaxtp.layers.parameter import Split, Weights, params_and_specs
+from jaxtp.layers.parameter import PaddedDim, Weights, params_and_specs
 from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
 from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes
@@ -98,9 +98,9 @@ class AttentionConfig(BranchConfig):
         yield from map(Problem, refused(self.attention, self.use()))
 
     @property
-    def heads(self) -> "HeadSplit":
+    def heads(self) -> "PaddedHeads":
         """The division of query heads over tp."""
-        return HeadSplit((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
+        return PaddedHeads((self.num_kv_heads, self.num_heads // self.num_kv_heads, self.head_dim))
 
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns a kernel's task for a device's sequences."""
@@ -162,7 +162,7 @@ class AttentionConfig(BranchConfig):
 
 
 @dataclass(frozen=True)
-class HeadSplit(Split):
+class PaddedHeads(PaddedDim):
     """Splits query heads over tp; factors: kv heads K, query heads per kv head G, head width H.
 
     Each device has the query heads of whole kv heads, or shares a kv head. Otherwise padding adds kv heads, or query
@@ -170,13 +170,13 @@ class HeadSplit(Split):
     """
 
     @property
-    def keys(self) -> "KeySplit":
+    def keys(self) -> "PaddedKVHeads":
         """The division of kv heads over tp."""
         kv_heads, group, width = self.factors
-        return KeySplit((kv_heads, width), group)
+        return PaddedKVHeads((kv_heads, width), group)
 
     def stored(self, tp: int) -> tuple[int, ...]:
-        """See `Split`."""
+        """See `PaddedDim`."""
         return _padded_heads(*self.factors, tp)
 
     def on_device(self, tp: int) -> tuple[int, int]:
@@ -186,21 +186,21 @@ class HeadSplit(Split):
 
 
 @dataclass(frozen=True)
-class KeySplit(Split):
+class PaddedKVHeads(PaddedDim):
     """Splits kv heads over tp; factors: their number K and width H."""
 
     group: int
     """Query heads of each."""
 
     def stored(self, tp: int) -> tuple[int, ...]:
-        """See `Split`."""
+        """See `PaddedDim`."""
         kv_heads, _, width = _padded_heads(self.factors[0], self.group, self.factors[1], tp)
         return kv_heads, width
 
 
 @lru_cache(maxsize=1024)
 def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int, int]:
-    """Returns the padded factors of `HeadSplit` with the fewest query heads."""
+    """Returns the padded factors of `PaddedHeads` with the fewest query heads."""
     least = -(-kv_heads // tp) * tp
     for more in range(kv_heads, min(least, tp, _MOST_SHARED)):
         if tp % more == 0 and more * width % tp == 0:  # tp / more devices share a head, each storing a part of it

@@ -62,7 +62,7 @@ class Sequences:
     record: bool = field(default=False, metadata=_STATIC)
     """Whether routers give their choices too (`layers/balance.py`)."""
 
-    def params_and_specs(self, x_BT: Array) -> Array:
+    def local_tokens(self, x_BT: Array) -> Array:
         """Slices whole rows `[B, T]` into each device's tokens, split over cp.
 
         Raises:

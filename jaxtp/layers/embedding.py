@@ -28,7 +28,7 @@ from jaxtp.collectives import (
 )
 from jaxtp.layers.activations import LocalShape, SequenceParallel, activation_spec, sequence_dim
 from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.parameter import Precision, Split, check_sizes, parameter, spec_of
+from jaxtp.layers.parameter import PaddedDim, Precision, check_sizes, parameter, spec_of
 from jaxtp.mesh import BATCH, STORAGE, TP, current_mesh, mesh_sizes, parts
 
 TABLE_SPEC = P(TP, STORAGE)
@@ -46,7 +46,7 @@ def vocabulary_table(
     """Returns a table `[V, D]`, V padded to a multiple of tp, stored as `P(TP, STORAGE)`."""
     check_sizes("vocabulary table", vocab_size=vocab_size, features=features)
     table = init(rngs.params(), (vocab_size, features), precision.param)
-    return parameter("vocabulary table", table, TABLE_SPEC, padding=((-2, Split((vocab_size,))),))
+    return parameter("vocabulary table", table, TABLE_SPEC, padding=((-2, PaddedDim((vocab_size,))),))
 
 
 class VocabParallelEmbedding(nnx.Module):
@@ -108,7 +108,7 @@ class VocabParallelEmbedding(nnx.Module):
         compute, reduce = (jnp.dtype(dtype).itemsize for dtype in (self.precision.compute, self.precision.reduce))
         # The table is gathered in the compute dtype, and its gradient scattered in the reduction dtype. An exchange
         # gathers int32 ids, and moves looked-up rows and their gradients. A device sends (shards - 1)/shards of each.
-        table = self.features * Split((self.vocab_size,)).padded(shape.tp) // shape.tp * (compute + reduce)
+        table = self.features * PaddedDim((self.vocab_size,)).padded(shape.tp) // shape.tp * (compute + reduce)
         rows = 2 * self.features * shape.between(self.sequence_parallel) * compute
         return shards > 1 and 4 * shards * shape.tokens + rows < table
 

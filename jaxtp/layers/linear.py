@@ -35,7 +35,7 @@ from jaxtp.collectives import (
 from jaxtp.layers.activations import sequence_dim
 from jaxtp.layers.lora import LayerContext, Lora, layer_context
 from jaxtp.layers.overlap import Overlap, gather_matmul, is_ring, matmul_scatter, sum_of_products
-from jaxtp.layers.parameter import Split, Unpadded, Weights, check_sizes, parameter, params_and_specs
+from jaxtp.layers.parameter import ExactDim, PaddedDim, Weights, check_sizes, parameter, params_and_specs
 from jaxtp.mesh import CONTEXT, SEQUENCE, STORAGE, TOKENS, TP
 
 COLUMN, ROW = "column_parallel_linear", "row_parallel_linear"
@@ -50,7 +50,7 @@ class ColumnParallelLinear(nnx.Module):
 
     Args:
       in_features: D.
-      features: F of each output; a `Split` if tp may pad it.
+      features: F of each output; a `PaddedDim` if tp may pad it.
       fixed_biases: outputs whose bias gets no gradient.
       unit: columns that each device needs whole, e.g. the head dim. If tp cuts finer (fewer kv heads than tp), the
         devices that share a unit gather it, and each outputs it: `[B, T, max(F, tp * unit)]`.
@@ -64,7 +64,7 @@ class ColumnParallelLinear(nnx.Module):
     def __init__(
         self,
         in_features: int,
-        features: int | Split | Sequence[int | Split],
+        features: int | PaddedDim | Sequence[int | PaddedDim],
         *,
         use_bias: bool = False,
         fixed_biases: Sequence[int] = (),
@@ -119,11 +119,11 @@ class ColumnParallelLinear(nnx.Module):
             outputs[i] += lora.scale * (small @ self._load(weights[f"loras.{at}.b"], None, self.features[i]))
         return tuple(checkpoint_name(y, PROJECTED) for y in outputs)  # each [B/(dp*fsdp), T/cp, F/tp]
 
-    def _load(self, shard: Array, fsdp_dim: int | None, features: Split) -> Array:
+    def _load(self, shard: Array, fsdp_dim: int | None, features: PaddedDim) -> Array:
         group = self.group_size(features, axis_size(TP))
         return self.precision.load(shard, fsdp_dim, tp_dim=shard.ndim - 1, tp_group=group)
 
-    def group_size(self, features: Split, tp: int) -> int:
+    def group_size(self, features: PaddedDim, tp: int) -> int:
         """Returns how many devices share, and gather, a unit of an output."""
         return max(1, self.unit * tp // features.padded(tp))
 
@@ -137,7 +137,7 @@ class RowParallelLinear(nnx.Module):
 
     def __init__(
         self,
-        in_features: int | Split,
+        in_features: int | PaddedDim,
         features: int,
         *,
         use_bias: bool = False,
@@ -198,9 +198,9 @@ def leave_matmul(inputs: Sequence[Array], kernels: Sequence[Array], sequence: in
     return leave_parallel(sum_of_products(inputs, kernels), sequence)  # [b, T, D], or [b, T/tp, D]
 
 
-def _split(layer: str, features: int | Split, **others: int) -> Split:
-    check_sizes(layer, features=features.size if isinstance(features, Split) else features, **others)
-    return features if isinstance(features, Split) else Unpadded((features,))
+def _split(layer: str, features: int | PaddedDim, **others: int) -> PaddedDim:
+    check_sizes(layer, features=features.size if isinstance(features, PaddedDim) else features, **others)
+    return features if isinstance(features, PaddedDim) else ExactDim((features,))
 
 
 def _activation_specs(ndim: int, sequence: int | None) -> tuple[P, P]:

@@ -20,7 +20,7 @@ from jaxtp.config.affects import SHORT_HELP, STEP
 from jaxtp.config.schema import FromPath, Positive, Rank
 from jaxtp.layers.activations import SequenceParallel
 from jaxtp.layers.overlap import Overlap
-from jaxtp.layers.parameter import DType, FrozenParam, Precision, Split, parameter
+from jaxtp.layers.parameter import DType, FrozenParam, PaddedDim, Precision, parameter
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TARGETS: tuple[Target, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -123,7 +123,7 @@ class Lora(nnx.Module):
 
     def __init__(
         self,
-        features: tuple[int | Split, int | Split],
+        features: tuple[int | PaddedDim, int | PaddedDim],
         config: LoraConfig,
         specs: tuple[PartitionSpec, PartitionSpec],
         *,
@@ -131,8 +131,8 @@ class Lora(nnx.Module):
     ):
         self.rank = config.rank
         self.scale = config.scale
-        inner, outer = (f.size if isinstance(f, Split) else f for f in features)
-        rows, columns = (((dim, f),) if isinstance(f, Split) else () for dim, f in zip((-2, -1), features, strict=True))
+        inner, outer = (f.size if isinstance(f, PaddedDim) else f for f in features)
+        rows, columns = (((i - 2, f),) if isinstance(f, PaddedDim) else () for i, f in enumerate(features))
         bound = inner**-0.5  # PEFT's initial values, the default of PyTorch's linear layers
         a = jax.random.uniform(rngs.params(), (inner, config.rank), config.dtype, -bound, bound)
         b = jnp.zeros((config.rank, outer), config.dtype)

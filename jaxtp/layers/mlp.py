@@ -13,7 +13,7 @@ from jaxtp.layers.branch import BranchConfig, Padded, PositionwiseBranch, Shrink
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LayerContext, Target, layer_context
-from jaxtp.layers.parameter import Split
+from jaxtp.layers.parameter import PaddedDim
 
 _MIN_FEATURES = 48
 MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
@@ -47,7 +47,7 @@ class MLPConfig(BranchConfig):
     def padding(self, tp: int) -> Iterator[Padded]:
         """See `BranchConfig`."""
         yield from super().padding(tp)
-        yield "d_ff", self.d_ff, Split((self.d_ff,)).padded(tp)
+        yield "d_ff", self.d_ff, PaddedDim((self.d_ff,)).padded(tp)
 
     def shrink(self, small: ShrinkSpec) -> dict[str, Any]:
         """See `BranchConfig`."""
@@ -68,7 +68,7 @@ class MLP(PositionwiseBranch):
     ):
         context = layer_context(**context)
         self.config, self.precision = config, context["precision"]
-        self.hidden, bias, lora = Split((config.d_ff,)), config.mlp_bias, context["lora"]
+        self.hidden, bias, lora = PaddedDim((config.d_ff,)), config.mlp_bias, context["lora"]
         if config.mlp == "gated":
             adapted = lora.adapted("gate_proj", "up_proj")
             self.gate_up = ColumnParallelLinear(

@@ -3,7 +3,7 @@
 Gradients are summed over devices in the reduction dtype, first by the reduce-scatter over fsdp, then over dp
 (`collectives.load_weight`). Gradients of several uses of a weight accumulate in float32 and are cast once.
 
-A dim that tp does not divide is padded when its parameter is created (`Split`), so a model runs on any tp.
+A dim that tp does not divide is padded when its parameter is created (`PaddedDim`), so a model runs on any tp.
 `checkpoint/logical.py` and `train/state.py` remove the padding.
 """
 
@@ -61,7 +61,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Split:
+class PaddedDim:
     """The division of a dim over tp into equal parts, padded with zeros.
 
     Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks padded ids. Checkpoints,
@@ -85,7 +85,7 @@ class Split:
         return math.prod(self.stored(tp))
 
 
-class Unpadded(Split):
+class ExactDim(PaddedDim):
     """A dim that tp must divide."""
 
     def stored(self, tp: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class FrozenParam(nnx.Variable[Any]):
 PARAMETERS = (nnx.Param, FrozenParam)
 """Filter of all parameters, trained or not."""
 
-Padding = tuple[tuple[int, Split], ...]
+Padding = tuple[tuple[int, PaddedDim], ...]
 """The dims of an array that are padded, counted from the last one: -1, -2, ..."""
 
 
@@ -125,7 +125,7 @@ def parameter(
     value = pad(value, padding, axis_size(TP))
     check_divides(name, value.shape, spec)
     spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))  # one entry per dim: `spec_of` counts them
-    padded = tuple((dim, split) for dim, split in padding if not isinstance(split, Unpadded))
+    padded = tuple((dim, split) for dim, split in padding if not isinstance(split, ExactDim))
     metadata: dict[str, Any] = {"padding": padded} if padded else {}
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import all_reduce, axis_size
 from jaxtp.layers.norm import rms_normalise
-from jaxtp.layers.parameter import Precision, Split, parameter
+from jaxtp.layers.parameter import PaddedDim, Precision, parameter
 from jaxtp.mesh import TP
 
 ATTEND = "attend"
@@ -30,7 +30,7 @@ class QKNorm(nnx.Module):
     def __init__(
         self,
         kind: QKNormKind,
-        heads: Split,
+        heads: PaddedDim,
         head_dim: int,
         *,
         eps: float,

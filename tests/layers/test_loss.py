@@ -15,7 +15,7 @@ import jaxtp
 from jaxtp.analysis.costs import Workload, Workspace
 from jaxtp.analysis.step_costs import loss_costs
 from jaxtp.layers.loss import vocab_parallel_token_losses
-from jaxtp.layers.parameter import Split
+from jaxtp.layers.parameter import PaddedDim
 from jaxtp.mesh import sized
 
 D, V, CHUNK = 24, 40, 6
@@ -87,7 +87,7 @@ def test_the_loss_of_each_token_and_whether_it_is_the_likeliest(case):
     settings = {"chunk_size": CHUNK, "softcap": softcap, "sequence_parallel": split}
     with jax.set_mesh(jaxtp.make_mesh(*mesh[:2], mesh[3], cp=mesh[2])):
         losses, likeliest = jax.jit(partial(vocab_parallel_token_losses, vocab_size=vocab_size, **settings))(
-            x, table[: Split((vocab_size,)).padded(mesh[3])], labels
+            x, table[: PaddedDim((vocab_size,)).padded(mesh[3])], labels
         )
     assert relative_error(losses, expected) < 1e-6
     assert np.array_equal(likeliest, (labels >= 0) & (label_logits == logits.max(-1)))
