@@ -63,11 +63,11 @@ class CausalConvolution(nnx.Module):
             weights, values_BTF, *given
         )
 
-    def extend(self, values_BTF, memory, new):
+    def decode(self, values_BTF, cache, new):
         weights, specs = params_and_specs(self)
         features = token_spec(TP)
         in_specs, out_specs = (specs, features, LAYER_SPEC, new.specs), (features, LAYER_SPEC)
-        return device_view(self._extend, CONVOLUTION, in_specs, out_specs)(weights, values_BTF, memory, new)
+        return device_view(self._decode, CONVOLUTION, in_specs, out_specs)(weights, values_BTF, cache, new)
 
     def _convolve(self, weights, values, segments=None):
         length = values.shape[1]
@@ -75,11 +75,11 @@ class CausalConvolution(nnx.Module):
         before = lambda k: jnp.pad(values, ((0, 0), (k, 0), (0, 0)))[:, :length]
         return self._sum(weights, lambda k: jnp.where(positions[..., None] >= k, before(k), 0))
 
-    def _extend(self, weights, values, memory, new):
-        memory = new.write(memory, values[..., None])
-        rows = jnp.arange(memory.shape[0])[:, None] if new.rows is None else new.rows
-        before = lambda k: memory.at[rows, :, new.positions - k, 0].get(mode="clip")
-        return self._sum(weights, lambda k: jnp.where(new.positions[..., None] >= k, before(k), 0)), memory
+    def _decode(self, weights, values, cache, new):
+        cache = new.write(cache, values[..., None])
+        rows = jnp.arange(cache.shape[0])[:, None] if new.rows is None else new.rows
+        before = lambda k: cache.at[rows, :, new.positions - k, 0].get(mode="clip")
+        return self._sum(weights, lambda k: jnp.where(new.positions[..., None] >= k, before(k), 0)), cache
 
     def _sum(self, weights, before):
         taps = self.precision.load(weights["taps"], None)
@@ -100,13 +100,13 @@ class GatedConvolution(Branch):
         gate_BTF, values_BTF = self.enter(x_BTD)
         return self.out(jax.nn.silu(gate_BTF) * self.convolution(values_BTF, sequences.segments))
 
-    def memory(self, num_rows, num_slots):
+    def init_cache(self, num_rows, num_slots):
         shape = (num_rows, self.config.conv_features, num_slots, 1)
         return (constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC),)
 
-    def extend(self, x_BTD, memory, new):
+    def decode(self, x_BTD, cache, new):
         gate_BTF, values_BTF = self.enter(x_BTD)
-        y_BTF, values = self.convolution.extend(values_BTF, memory[0], new)
+        y_BTF, values = self.convolution.decode(values_BTF, cache[0], new)
         return self.out(jax.nn.silu(gate_BTF) * y_BTF), (values,)
 
 

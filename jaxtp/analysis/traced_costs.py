@@ -82,7 +82,7 @@ def traced_costs(branch: Branch, work: Workload, features: int, precision: Preci
     with jax.sharding.use_abstract_mesh(none), jax.sharding.use_abstract_mesh(mesh):
         jaxpr = jax.make_jaxpr(step)(x, trained, others)
         saved, everything = residuals(work.remat), residuals("none")
-        cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).memory(rows, work.length))
+        cache = jax.eval_shape(lambda: nnx.merge(graph, trained, others).init_cache(rows, work.length))
     cached = sum(array.size * array.dtype.itemsize for array in cache)
     yield CachedBytes(cached / math.prod(sizes.values()))
     yield SavedActivations(saved)

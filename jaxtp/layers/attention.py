@@ -19,7 +19,7 @@ from jaxtp.config.affects import COST
 from jaxtp.config.hints import Problem
 from jaxtp.config.schema import ConfigError, Count, Even, Positive
 from jaxtp.layers.activations import LocalShape, Part, segment_positions
-from jaxtp.layers.branch import Branch, BranchConfig, Memory, Padded, ShrinkSpec
+from jaxtp.layers.branch import Branch, BranchConfig, KVCache, Padded, ShrinkSpec
 from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import Attended, Sequences
 from jaxtp.layers.kernels.select import Implementation, Use, architecture_here, chosen, masked_attention, refused
@@ -257,20 +257,18 @@ class CausalSelfAttention(Branch):
         attend = partial(self._attend, replace(sequences, segments=None), self._share(x_BTD.shape[1], sequences))
         return self.out(self._view(attend, segments, [batch_spec(None)], token_spec(TP))(self.qkv(x_BTD)))
 
-    def memory(self, num_rows: int, num_slots: int) -> Memory:
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns an empty KV cache, `[B, max(K, tp), S, H]` each."""
         tp = axis_size(TP)
         shape = (num_rows, max(self.config.heads.stored(tp)[0], tp), num_slots, self.config.head_dim)
         return tuple(constrain(jnp.zeros(shape, self.precision.compute), LAYER_SPEC) for _ in range(2))
 
-    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Attends from new tokens to the KV cache and to each other."""
-        memory_specs = (LAYER_SPEC, LAYER_SPEC)
-        attend = self._view(
-            self._attend_cached, [memory, new], [memory_specs, new.specs], (token_spec(TP), memory_specs)
-        )
-        y, memory = attend(self.qkv(x_BTD))
-        return self.out(y), memory
+        cache_specs = (LAYER_SPEC, LAYER_SPEC)
+        attend = self._view(self._attend_cached, [cache, new], [cache_specs, new.specs], (token_spec(TP), cache_specs))
+        y, cache = attend(self.qkv(x_BTD))
+        return self.out(y), cache
 
     def _view(self, body: Any, others: list[Any], specs: list[Any], out_specs: Any) -> Any:
         weights, weight_specs = params_and_specs(self.qk_norms)
@@ -311,18 +309,18 @@ class CausalSelfAttention(Branch):
         return self._joined(sequences.attend(partial(kernel.run, **settings), method, config.sliding_window, q, k, v))
 
     def _attend_cached(
-        self, weights: Weights, q: Array, k: Array, v: Array, memory: Memory, new: NewTokens
-    ) -> tuple[Array, Memory]:
-        num_slots, window = memory[0].shape[2], self.config.sliding_window
+        self, weights: Weights, q: Array, k: Array, v: Array, cache: KVCache, new: NewTokens
+    ) -> tuple[Array, KVCache]:
+        num_slots, window = cache[0].shape[2], self.config.sliding_window
         q, k, v = self._heads(weights, q, k, v, new.positions, num_slots)
-        keys, values = new.write(memory[0], k), new.write(memory[1], v)
+        keys, values = new.write(cache[0], k), new.write(cache[1], v)
         settings: dict[str, Any] = {"scale": self._scale, "softcap": self.config.attention_softcap}
         if new.rows is None:
             y = masked_attention(q, keys, values, visible(new.positions, num_slots, window), **settings)
             return self._joined(y), (keys, values)
         part = None
         if new.continued:  # earlier tokens of the first row, then all new tokens
-            k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(memory, (k, v), strict=True))
+            k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
             part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0)
         use = self.config.use(
             dtype=self.precision.compute,

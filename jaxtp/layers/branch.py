@@ -17,7 +17,7 @@ from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 
-Memory = tuple[Array, ...]
+KVCache = tuple[Array, ...]
 """Arrays `[B, K, S, H]` that a branch remembers of the tokens of each row: a slot for each position, K over tp."""
 
 
@@ -32,13 +32,13 @@ class Branch(nnx.Module):
         """Transforms `[B, T, D]`; a branch that routes tokens also returns its `Routing`."""
         raise NotImplementedError
 
-    def memory(self, num_rows: int, num_slots: int) -> Memory:
-        """Returns an empty memory for rows of up to `num_slots` tokens."""
-        raise NotImplementedError(f"{type(self).__name__} has no memory and extend, so nothing is generated with it")
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
+        """Returns an empty cache for rows of up to `num_slots` tokens."""
+        raise NotImplementedError(f"{type(self).__name__} has no init_cache and decode, so it cannot generate")
 
-    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
-        """Transforms new tokens `[B, T, D]` and appends them to `memory`."""
-        raise NotImplementedError(f"{type(self).__name__} has no memory and extend, so nothing is generated with it")
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        """Transforms new tokens `[B, T, D]` and appends them to `cache`."""
+        raise NotImplementedError(f"{type(self).__name__} has no init_cache and decode, so it cannot generate")
 
 
 Padded = tuple[str, int, int]
@@ -46,15 +46,15 @@ Padded = tuple[str, int, int]
 
 
 class PositionwiseBranch(Branch):
-    """A branch that transforms each position alone, without memory or communication over cp."""
+    """A branch that transforms each position alone, without cache or communication over cp."""
 
     over_cp = True
 
-    def memory(self, num_rows: int, num_slots: int) -> Memory:
+    def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """See `Branch`."""
         return ()
 
-    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """See `Branch`."""
         return self(x_BTD), ()
 

@@ -38,7 +38,7 @@ from jaxtp.config.hints import Problem, nearest_multiples
 from jaxtp.config.schema import ConfigError, Count, CountOrZero
 from jaxtp.layers.activations import activation_spec, sequence_dim
 from jaxtp.layers.balance import Routing, SelectionBias
-from jaxtp.layers.branch import Memory, Padded, PositionwiseBranch, ShrinkSpec
+from jaxtp.layers.branch import KVCache, Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.grouped import Implementation, Method, grouped_matmul, method_of
@@ -189,7 +189,7 @@ class MixtureOfExperts(PositionwiseBranch):
         result: tuple[Array, Routing] = transform(x_BTD, weights, of_tokens)
         return result
 
-    def extend(self, x_BTD: Array, memory: Memory, new: NewTokens) -> tuple[Array, Memory]:
+    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """See `Branch`."""
         return self(x_BTD)[0], ()
 

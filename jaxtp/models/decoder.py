@@ -16,7 +16,7 @@ from jaxtp.config.schema import ConfigError
 from jaxtp.layers import remat
 from jaxtp.layers.activations import Context, LocalShape, activation_spec, dropout, segment_positions, sequence_dim
 from jaxtp.layers.balance import Balance, Routing, balance, moved_bias, no_balance
-from jaxtp.layers.branch import Branch, Memory
+from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
@@ -28,8 +28,8 @@ from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
 
-BlockMemory = Mapping[str, Memory]
-"""The memory of a block, by branch."""
+BlockCache = Mapping[str, KVCache]
+"""The cache of a block, by branch."""
 
 Routings = list[Routing | None]
 """Measures of the router of each kind of block, stacked over its layers; None of a block without experts."""
@@ -93,19 +93,19 @@ class DecoderBlock(nnx.Module):
                 x_BTD = x_BTD + self._dropout(y_BTD if after is None else after(y_BTD), keys[i], sequences)
         return x_BTD, routing
 
-    def memory(self, num_rows: int, num_slots: int) -> BlockMemory:
+    def init_cache(self, num_rows: int, num_slots: int) -> BlockCache:
         """See `Branch`."""
-        return {name: branch.memory(num_rows, num_slots) for name, branch, *_ in self.branches()}
+        return {name: branch.init_cache(num_rows, num_slots) for name, branch, *_ in self.branches()}
 
-    def extend(self, x_BTD: Array, memory: BlockMemory, new: NewTokens) -> tuple[Array, BlockMemory]:
+    def decode(self, x_BTD: Array, cache: BlockCache, new: NewTokens) -> tuple[Array, BlockCache]:
         """See `Branch`."""
-        memory = dict(memory)
+        cache = dict(cache)
         for name, branch, before, after in self.branches():
             with jax.named_scope(name):
                 y_BTD = x_BTD if before is None else before(x_BTD)
-                y_BTD, memory[name] = branch.extend(y_BTD, memory[name], new)
+                y_BTD, cache[name] = branch.decode(y_BTD, cache[name], new)
                 x_BTD = x_BTD + (y_BTD if after is None else after(y_BTD))
-        return x_BTD, memory
+        return x_BTD, cache
 
     def branches(self) -> Iterator[tuple[str, Branch, Norm | None, Norm | None]]:
         """Yields (name, branch, norm before, norm after)."""

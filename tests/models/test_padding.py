@@ -159,8 +159,8 @@ def test_a_cache_of_padded_heads_generates_what_one_device_does():
         def read(state):
             model = nnx.merge(graph, state)
             reader = DecodeModel(model)
-            first, memories = reader.continue_rows(ids[:, :4], reader.empty(4, 6), jnp.zeros(4, jnp.int32))
-            last, _ = reader.continue_rows(ids[:, 4:], memories, jnp.full(4, 4))
+            first, caches = reader.continue_rows(ids[:, :4], reader.empty(4, 6), jnp.zeros(4, jnp.int32))
+            last, _ = reader.continue_rows(ids[:, 4:], caches, jnp.full(4, 4))
             return model.logits_of_hidden(jnp.concatenate([first, last], axis=1)), model(ids)
 
         with jax.set_mesh(mesh):
