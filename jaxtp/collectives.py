@@ -22,7 +22,7 @@ Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequenc
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -227,16 +227,26 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
     return lax.ppermute(x, axis, [(i, (i + 1) % size) for i in range(size)] if pairs is None else list(pairs))
 
 
+class WeightDtypes(NamedTuple):
+    """The dtypes in which `load_weight` moves a weight and its gradient."""
+
+    compute: DTypeLike
+    """Of the gather over devices."""
+
+    reduce: DTypeLike
+    """Of the sum of gradients over devices."""
+
+    result: DTypeLike
+    """Of the result, in which the gradients of its uses accumulate; `compute`, or wider."""
+
+
 def load_weight(
     shard: Array,
     fsdp_dim: int | None,
+    dtypes: WeightDtypes,
     *,
-    compute: DTypeLike,
-    reduce: DTypeLike,
-    accumulate: DTypeLike | None = None,
     gathered: bool = True,
-    tp_dim: int | None = None,
-    tp_group: int = 1,
+    tp_gather: tuple[int, int] | None = None,
     used_by_all_tp: bool = False,
 ) -> Array:
     """Turns a stored shard into the weight that this device multiplies with.
@@ -248,33 +258,31 @@ def load_weight(
     Args:
       shard: this device's part, in the param dtype.
       fsdp_dim: dim that is split over fsdp and all-gathered here; None if fsdp holds replicas.
-      compute: dtype of the result.
-      reduce: dtype in which gradients are summed over devices.
-      accumulate: a wider dtype for the result, in which gradients of several uses accumulate.
+      dtypes: see `WeightDtypes`.
       gathered: False leaves the weight split over fsdp, for the tokens of all devices along fsdp; its gradient is
         summed over replicas only.
-      tp_dim: dim that is split over tp, if `tp_group` > 1.
-      tp_group: neighbouring tp devices that gather each other's parts (fewer kv heads than tp).
+      tp_gather: (dim, number of neighbours along tp that gather each other's parts of it): fewer kv heads than tp.
       used_by_all_tp: the weight is equal over tp but used on different data (a norm under sequence parallelism), so its
         gradient is summed over tp.
     """
     if current_mesh() is None:
-        return shard.astype(compute).astype(accumulate or compute)
+        return shard.astype(dtypes.compute).astype(dtypes.result)
     copied = copies(stored_split=fsdp_dim is not None, used_by_all_tp=used_by_all_tp)
     summed = tuple(axis for axis in copied if axis not in jax.typeof(shard).manual_axis_type.varying)
+    tp_dim, tp_group = tp_gather or (0, 1)
     groups = [list(range(first, first + tp_group)) for first in range(0, axis_size(TP), tp_group)]
     fsdp_dim = fsdp_dim if gathered else None
 
     def gather(shard: Array) -> Array:
         # Replicas first: their gradients are summed last, on the smaller result of the reduce-scatter.
-        w = vary(shard.astype(compute), *summed)
+        w = vary(shard.astype(dtypes.compute), *summed)
         if tp_group > 1:
             w = lax.all_gather(w, TP, axis=tp_dim, axis_index_groups=groups, tiled=True)
         w = w if fsdp_dim is None else _gather_parts(w, fsdp_dim)
-        return w.astype(accumulate or compute)
+        return w.astype(dtypes.result)
 
     def backward(_: None, grad: Array) -> tuple[Array]:
-        grad = grad.astype(reduce)
+        grad = grad.astype(dtypes.reduce)
         if fsdp_dim is not None:
             grad = _sum_parts(grad, fsdp_dim)
         if tp_group > 1:

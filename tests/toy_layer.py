@@ -90,11 +90,11 @@ class GatedConvolution(Branch):
     """The branch. It needs positions before its own, and finds them on the same device only: it does not say that it
     works `over_cp`, and a model with it is refused there."""
 
-    def __init__(self, d_model, config, **context):
-        self.config, self.precision = config, context["precision"]
-        self.enter = ColumnParallelLinear(d_model, (config.conv_features, config.conv_features), **context)
-        self.convolution = CausalConvolution(config, self.precision, context["rngs"])
-        self.out = RowParallelLinear(config.conv_features, d_model, **context)
+    def __init__(self, d_model, config, context, *, rngs):
+        self.config, self.precision = config, context.precision
+        self.enter = ColumnParallelLinear(d_model, (config.conv_features, config.conv_features), context, rngs=rngs)
+        self.convolution = CausalConvolution(config, self.precision, rngs)
+        self.out = RowParallelLinear(config.conv_features, d_model, context, rngs=rngs)
 
     def __call__(self, x_BTD, sequences=Sequences()):
         gate_BTF, values_BTF = self.enter(x_BTD)
@@ -122,8 +122,8 @@ class ToyModel(jaxtp.ModelConfig, ToyBlock):
     layer = GatedConvolution
 
     def branches(self, block, rngs):
-        context = self.layer_context(rngs)
-        return {"convolution": self.layer(self.d_model, block, **context), "mlp": MLP(self.d_model, block, **context)}
+        layers = {"convolution": self.layer, "mlp": MLP}
+        return {name: layer(self.d_model, block, self.layer_context, rngs=rngs) for name, layer in layers.items()}
 
 
 class LocallyNormed(CausalConvolution):
@@ -137,9 +137,9 @@ class LocallyNormed(CausalConvolution):
 class WrongConvolution(GatedConvolution):
     """A convolution that is right on one device."""
 
-    def __init__(self, d_model, config, **context):
-        super().__init__(d_model, config, **context)
-        self.convolution = LocallyNormed(config, context["precision"], context["rngs"])
+    def __init__(self, d_model, config, context, *, rngs):
+        super().__init__(d_model, config, context, rngs=rngs)
+        self.convolution = LocallyNormed(config, context.precision, rngs)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ would have 8.4 million parameters and their moments for each of k and v in each 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -24,7 +24,7 @@ from jaxtp.layers.cache import LAYER_SPEC, NewTokens, visible
 from jaxtp.layers.context import Attended, Sequences
 from jaxtp.layers.kernels.select import Implementation, Use, architecture_here, chosen, masked_attention, refused
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
-from jaxtp.layers.lora import LayerContext, layer_context
+from jaxtp.layers.lora import LayerContext
 from jaxtp.layers.parameter import PaddedDim, Weights, params_and_specs
 from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
@@ -197,6 +197,10 @@ class PaddedKVHeads(PaddedDim):
         kv_heads, _, width = _padded_heads(self.factors[0], self.group, self.factors[1], tp)
         return kv_heads, width
 
+    def shared_by(self, tp: int) -> int:
+        """See `PaddedDim`: with fewer heads than tp, neighbours store parts of a head, and each outputs it whole."""
+        return max(1, tp // self.stored(tp)[0])
+
 
 @lru_cache(maxsize=1024)
 def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, int, int]:
@@ -213,7 +217,7 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
 class CausalSelfAttention(Branch):
     """Grouped-query causal attention, `num_heads / tp` query heads per device.
 
-    `norm_plus_one` makes the query and key norms multiply by 1 + scale. For `context` see `LayerContext`.
+    `norm_plus_one` makes the query and key norms multiply by 1 + scale.
 
     Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1, 2), out `[N*H, D]`;
     heads contiguous.
@@ -225,31 +229,31 @@ class CausalSelfAttention(Branch):
         self,
         d_model: int,
         config: AttentionConfig,
+        context: LayerContext = LayerContext(),
         *,
         norm_eps: float = 1e-6,
         norm_plus_one: bool = False,
-        **context: Unpack[LayerContext],
+        rngs: nnx.Rngs,
     ):
-        context = layer_context(**context)
-        self.config, self.precision, lora = config, context["precision"], context["lora"]
+        self.config, self.precision = config, context.precision
         queries, keys = config.heads, config.heads.keys
-        plain = config.rope_theta is None and config.qk_norm == "none" and config.attention_softcap is None
         self.qkv = ColumnParallelLinear(
             d_model,
             (queries, keys, keys),
+            context,
             use_bias=config.attention_bias,
+            targets=("q_proj", "k_proj", "v_proj"),
+            rngs=rngs,
+        )
+        plain = config.rope_theta is None and config.qk_norm == "none" and config.attention_softcap is None
+        if plain and config.attention_bias:
             # Without rope, norms or softcap, a key bias adds the same to all scores of a query, which the softmax
             # cancels. Its gradient is rounding noise, and Adam would turn it into updates.
-            fixed_biases=(1,) if plain and config.attention_bias else (),
-            unit=config.head_dim,
-            adapted=lora.adapted("q_proj", "k_proj", "v_proj"),
-            **context,
-        )
+            self.qkv.fixed_biases = (1,)
         norm = partial(QKNorm, config.qk_norm, eps=norm_eps, plus_one=norm_plus_one, precision=self.precision)
-        normalised = () if config.qk_norm == "none" else (queries, keys)
-        self.qk_norms = nnx.List(norm(heads, config.head_dim) for heads in normalised)
-        context["lora"] = lora.only("o_proj")
-        self.out = RowParallelLinear(queries, d_model, use_bias=config.attention_out_bias, **context)
+        self.qk_norms = nnx.List(norm(heads) for heads in (queries, keys) if config.qk_norm != "none")
+        bias = config.attention_out_bias
+        self.out = RowParallelLinear(queries, d_model, context, use_bias=bias, target="o_proj", rngs=rngs)
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Attends from each position to its document up to there."""

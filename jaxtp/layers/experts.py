@@ -13,7 +13,7 @@ The price is memory: a device has a row for every choice of the tp group, since 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Unpack
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +43,7 @@ from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
 from jaxtp.layers.kernels.grouped import Implementation, Method, grouped_matmul, method_of
 from jaxtp.layers.linear import default_kernel_init
-from jaxtp.layers.lora import LayerContext, layer_context
+from jaxtp.layers.lora import LayerContext
 from jaxtp.layers.mlp import ACTIVATIONS, MLP_TARGETS, MLPConfig
 from jaxtp.layers.parameter import Weights, parameter, params_and_specs
 from jaxtp.mesh import SEQUENCE, STORAGE, TP, platform_here
@@ -136,23 +136,16 @@ class MixtureOfExperts(PositionwiseBranch):
     `[E, F, D]`, `selection_bias` `[E]`.
     """
 
-    def __init__(
-        self,
-        d_model: int,
-        config: ExpertsConfig,
-        **context: Unpack[LayerContext],
-    ):
-        context = layer_context(**context)  # overlap is of linear layers
-        if context["lora"].adapted("gate_proj", "up_proj", "down_proj"):
+    def __init__(self, d_model: int, config: ExpertsConfig, context: LayerContext = LayerContext(), *, rngs: nnx.Rngs):
+        if context.lora.adapted(*MLP_TARGETS):
             raise ConfigError("experts have no adapters; choose targets of attention")
-        precision, rngs = context["precision"], context["rngs"]
         self.d_model, self.config = d_model, config
-        self.sequence_parallel, self.precision = context["sequence_parallel"], precision
+        self.sequence_parallel, self.precision = context.sequence_parallel, context.precision
         experts, features = config.num_experts, config.d_ff
         over, inside = (TP, None) if config.over_tp(axis_size(TP)) else (None, TP)
 
         def kernel(name: str, shape: tuple[int, ...], spec: P) -> nnx.Param[Array]:
-            value = default_kernel_init(rngs.params(), shape, precision.param)
+            value = default_kernel_init(rngs.params(), shape, self.precision.param)
             made: nnx.Param[Array] = parameter(name, value, spec)
             return made
 

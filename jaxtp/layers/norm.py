@@ -16,8 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtp.collectives import device_view
 from jaxtp.config.schema import Positive
-from jaxtp.layers.activations import SequenceParallel, activation_spec, sequence_dim
-from jaxtp.layers.parameter import Precision, Weights, check_sizes, parameter, params_and_specs
+from jaxtp.layers.activations import activation_spec, sequence_dim
+from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.parameter import Weights, check_sizes, parameter, params_and_specs
 from jaxtp.mesh import STORAGE
 
 NormKind = Literal["rms", "rms_plus_one", "layer"]
@@ -42,27 +43,18 @@ class NormConfig:
 class Norm(nnx.Module):
     """Normalises the last dim of `[B, T, D]` in float32 (RMSNorm: arXiv 1910.07467; LayerNorm: arXiv 1607.06450).
 
-    With `sequence_parallel`, the scale's gradient is summed over tp. Scale and bias `[D]` are stored as `P(STORAGE)`.
+    Under sequence parallelism the scale's gradient is summed over tp. Scale and bias `[D]` are stored as `P(STORAGE)`.
     """
 
-    def __init__(
-        self,
-        features: int,
-        config: NormConfig = NormConfig(),
-        *,
-        sequence_parallel: SequenceParallel = False,
-        precision: Precision = Precision(),
-    ):
+    def __init__(self, features: int, config: NormConfig = NormConfig(), context: LayerContext = LayerContext()):
         check_sizes("Norm", features=features)
         self.features, self.kind, self.eps = features, config.norm, config.norm_eps
         self.name = "layer_norm" if self.kind == "layer" else "rms_norm"
-        self.sequence_parallel = sequence_parallel
-        self.precision = precision
+        self.sequence_parallel = context.sequence_parallel
+        self.precision, dtype = context.precision, context.precision.param
         initial = jnp.zeros if self.kind == "rms_plus_one" else jnp.ones
-        self.scale = parameter("scale", initial(features, precision.param), P(STORAGE))
-        self.bias = (
-            parameter("bias", jnp.zeros(features, precision.param), P(STORAGE)) if self.kind == "layer" else None
-        )
+        self.scale = parameter("scale", initial(features, dtype), P(STORAGE))
+        self.bias = parameter("bias", jnp.zeros(features, dtype), P(STORAGE)) if self.kind == "layer" else None
 
     def __call__(self, x_BTD: Array) -> Array:
         """Normalises the last dim of `[B, T, D]`."""

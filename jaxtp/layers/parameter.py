@@ -19,7 +19,7 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import axis_size, check_divides, load_weight
+from jaxtp.collectives import WeightDtypes, axis_size, check_divides, load_weight
 from jaxtp.mesh import TP, current_mesh
 
 Weights = dict[str, Array]
@@ -55,9 +55,10 @@ class Precision:
         """Returns the dtype in which gradients accumulate over micro-batches."""
         return jnp.promote_types(param, self.reduce)
 
-    def load(self, shard: Array, fsdp_dim: int | None, **kwargs: bool | int | str | None) -> Array:
-        """Calls `collectives.load_weight` with these dtypes."""
-        return load_weight(shard, fsdp_dim, compute=self.compute, reduce=self.reduce, **kwargs)  # type: ignore[arg-type]
+    def load(self, shard: Array, fsdp_dim: int | None, *, accumulate: DType | None = None, **layout: Any) -> Array:
+        """Calls `load_weight`; gradients of the weight's uses accumulate in `accumulate`."""
+        dtypes = WeightDtypes(self.compute, self.reduce, accumulate or self.compute)
+        return load_weight(shard, fsdp_dim, dtypes, **layout)
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,14 @@ class PaddedDim:
     def padded(self, tp: int) -> int:
         """Returns the padded size on tp devices."""
         return math.prod(self.stored(tp))
+
+    def shared_by(self, tp: int) -> int:
+        """Returns how many neighbouring devices share, and gather, their parts."""
+        return 1
+
+    def local(self, tp: int) -> int:
+        """Returns the size of a device's part, after that gather."""
+        return self.padded(tp) * self.shared_by(tp) // tp
 
 
 class ExactDim(PaddedDim):

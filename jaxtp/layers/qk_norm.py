@@ -31,7 +31,6 @@ class QKNorm(nnx.Module):
         self,
         kind: QKNormKind,
         heads: PaddedDim,
-        head_dim: int,
         *,
         eps: float,
         plus_one: bool = False,
@@ -39,10 +38,9 @@ class QKNorm(nnx.Module):
     ):
         self.per_head = kind == "head"
         self.heads = heads
-        self.head_dim = head_dim
         self.eps, self.plus_one = eps, plus_one
         self.precision = precision
-        size, spec = (head_dim, P()) if self.per_head else (heads.size, P(TP))
+        size, spec = (heads.factors[-1], P()) if self.per_head else (heads.size, P(TP))
         initial = (jnp.zeros if plus_one else jnp.ones)(size, precision.param)
         self.scale = parameter("scale", initial, spec, padding=() if self.per_head else ((-1, heads),))
 
@@ -54,13 +52,9 @@ class QKNorm(nnx.Module):
                 x32 = x.astype(jnp.float32)
                 return (rms_normalise(x32, self.eps) * (1 + scale.astype(jnp.float32))).astype(x.dtype)
             return rms_normalise(x, self.eps) * scale
-        sharing = self.group_size(axis_size(TP))
-        scale = self.precision.load(scale_shard, None, tp_dim=0, tp_group=sharing)
+        sharing = self.heads.shared_by(axis_size(TP))
+        scale = self.precision.load(scale_shard, None, tp_gather=(0, sharing))
         x32 = x.astype(jnp.float32)
         squares = all_reduce(jnp.sum(jnp.square(x32), axis=(-2, -1), keepdims=True), TP)
         normalised = x32 * jax.lax.rsqrt(squares / (self.heads.size * sharing) + self.eps)
         return normalised.astype(x.dtype) * scale.reshape(x.shape[-2:])
-
-    def group_size(self, tp: int) -> int:
-        """Returns the number of devices that share a kv head."""
-        return max(1, self.head_dim * tp // self.heads.padded(tp))

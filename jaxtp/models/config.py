@@ -24,9 +24,9 @@ from jaxtp.config.schema import ConfigError, Count, Keys, Positive, UserPath, al
 from jaxtp.layers.activations import LocalShape
 from jaxtp.layers.attention import AttentionConfig, CausalSelfAttention
 from jaxtp.layers.branch import Branch, ShrinkSpec, smallest_congruent
+from jaxtp.layers.embedding import CHUNK_SIZE
 from jaxtp.layers.experts import ExpertsConfig, MixtureOfExperts
 from jaxtp.layers.lora import LayerContext, LoraConfig, Target
-from jaxtp.layers.loss import CHUNK_SIZE
 from jaxtp.layers.mlp import MLP
 from jaxtp.layers.norm import NormConfig
 from jaxtp.layers.overlap import Overlap
@@ -202,28 +202,21 @@ class ModelConfig(BlockConfig, DecoderSizes):
         kind: type[BlockConfig] = next(base for base in bases if issubclass(base, BlockConfig))
         return kind(**{field.name: getattr(self, field.name) for field in dataclasses.fields(kind)})
 
-    def layer_context(self, rngs: nnx.Rngs) -> LayerContext:
-        """Returns the arguments that all parallel layers share."""
-        return {
-            "sequence_parallel": self.sequence_parallel,
-            "overlap": self.overlap,
-            "lora": self.lora,
-            "precision": self.precision,
-            "rngs": rngs,
-        }
+    @property
+    def layer_context(self) -> LayerContext:
+        """The settings that all parallel layers share."""
+        return LayerContext(
+            sequence_parallel=self.sequence_parallel, overlap=self.overlap, lora=self.lora, precision=self.precision
+        )
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
-        context = self.layer_context(rngs)
         plus_one = block.norm == "rms_plus_one"
         attention = partial(CausalSelfAttention, norm_eps=block.norm_eps, norm_plus_one=plus_one)
+        mlp = MixtureOfExperts if block.num_experts else MLP
         return {
-            "attention": attention(self.d_model, block, **context),
-            "mlp": (
-                MixtureOfExperts(self.d_model, block, **context)
-                if block.num_experts
-                else MLP(self.d_model, block, **context)
-            ),
+            "attention": attention(self.d_model, block, self.layer_context, rngs=rngs),
+            "mlp": mlp(self.d_model, block, self.layer_context, rngs=rngs),
         }
 
     def zigzag(self, shape: LocalShape) -> bool:

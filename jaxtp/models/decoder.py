@@ -19,7 +19,13 @@ from jaxtp.layers.balance import Balance, Routing, balance, moved_bias, no_balan
 from jaxtp.layers.branch import Branch, KVCache
 from jaxtp.layers.cache import NewTokens
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.embedding import LearnedPositions, VocabParallelEmbedding, VocabParallelHead, vocab_parallel_logits
+from jaxtp.layers.embedding import (
+    HeadConfig,
+    LearnedPositions,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+    vocab_parallel_logits,
+)
 from jaxtp.layers.experts import MixtureOfExperts
 from jaxtp.layers.lora import freeze
 from jaxtp.layers.loss import vocab_parallel_cross_entropy, vocab_parallel_token_losses
@@ -66,9 +72,7 @@ class DecoderBlock(nnx.Module):
         self.config, block = config, block or config.block()
         branches = config.branches(block, rngs)
         self.names = tuple(branches)
-        norm = partial(
-            Norm, config.d_model, block, sequence_parallel=config.sequence_parallel, precision=config.precision
-        )
+        norm = partial(Norm, config.d_model, block, config.layer_context)
         for name, branch in branches.items():
             setattr(self, f"{name}_norm", None if block.norm_placement == "after" else norm())
             setattr(self, name, branch)
@@ -144,13 +148,7 @@ class EmbeddingAndHead(nnx.Module):
 
     def logits_of_hidden(self, x_BTD: Array) -> Array:
         """Returns logits `[B, T, V]`."""
-        return vocab_parallel_logits(
-            x_BTD,
-            jnp.asarray(self._head_table[...]),
-            self.config.vocab_size,
-            softcap=self.config.logit_softcap,
-            **self._shared,
-        )
+        return vocab_parallel_logits(x_BTD, *self._head())
 
     def logits_at(self, x_BTD: Array, at_BR: Array) -> Array:
         """Returns logits `[B * R, V]` at R positions of each sequence; -1 is no position."""
@@ -160,13 +158,15 @@ class EmbeddingAndHead(nnx.Module):
         rows_1D = constrain(found_BRD.reshape(-1, 1, x_BTD.shape[2]), batch_spec(None, None))
         return self.logits_of_hidden(rows_1D)[:, 0]
 
-    @property
-    def _shared(self) -> dict[str, Any]:
-        return {"sequence_parallel": self.config.sequence_parallel, "precision": self.config.precision}
-
-    @property
-    def _head_table(self) -> nnx.Param[Array]:
-        return self.embedding.embedding if self.head is None else self.head.kernel
+    def _head(self) -> tuple[Array, HeadConfig]:
+        config, table = self.config, self.embedding.embedding if self.head is None else self.head.kernel
+        return jnp.asarray(table[...]), HeadConfig(
+            config.vocab_size,
+            config.layer_context,
+            softcap=config.logit_softcap,
+            chunk_size=config.loss_chunk,
+            table_spec=spec_of(table),
+        )
 
 
 class Decoder(EmbeddingAndHead):
@@ -181,38 +181,17 @@ class Decoder(EmbeddingAndHead):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.config = config = checked(config, mesh_sizes(current_mesh()))
-        self.embedding = VocabParallelEmbedding(
-            config.vocab_size,
-            config.d_model,
-            scale=config.embedding_scale,
-            **self._shared,
-            rngs=rngs,
-        )
-        self.positions = (
-            None
-            if config.learned_positions is None
-            else LearnedPositions(config.learned_positions, config.d_model, **self._shared, rngs=rngs)
-        )
+        vocab_size, width, context = config.vocab_size, config.d_model, config.layer_context
+        self.embedding = VocabParallelEmbedding(vocab_size, width, context, scale=config.embedding_scale, rngs=rngs)
+        positions = config.learned_positions
+        self.positions = None if positions is None else LearnedPositions(positions, width, context, rngs=rngs)
         self.stacks = config.stacks()
         kinds = [_stacked(config, block, stack.repeats, rngs) for stack in self.stacks for block in stack.pattern]
         self.blocks: Any = kinds[0] if len(kinds) == 1 else nnx.List(kinds)
-        self.norm = Norm(config.d_model, config, **self._shared)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else VocabParallelHead(config.vocab_size, config.d_model, precision=config.precision, rngs=rngs)
-        )
+        self.norm = Norm(width, config, context)
+        self.head = None if config.tie_embeddings else VocabParallelHead(vocab_size, width, context, rngs=rngs)
         if config.lora.rank:
             freeze(self)
-
-    @property
-    def _loss_kwargs(self) -> dict[str, Any]:
-        return self._shared | {
-            "vocab_size": self.config.vocab_size,
-            "table_spec": spec_of(self._head_table),
-            "chunk_size": self.config.loss_chunk,
-            "softcap": self.config.logit_softcap,
-        }
 
     def __call__(self, ids_BT: Array, segments_BT: Array | None = None, *, context: Context = "auto") -> Array:
         """Returns next-token logits `[B, T, V]`.
@@ -300,13 +279,8 @@ class Decoder(EmbeddingAndHead):
 
     def loss_of_hidden(self, x_BTD: Array, labels_BT: Array, *, z_loss: float = 0.0) -> tuple[Array, Array]:
         """Returns `loss` for final hidden states and labels, in the same order."""
-        return vocab_parallel_cross_entropy(
-            x_BTD,
-            jnp.asarray(self._head_table[...]),
-            labels_BT,
-            z_loss=z_loss,
-            **self._loss_kwargs,
-        )
+        table_VD, head = self._head()
+        return vocab_parallel_cross_entropy(x_BTD, table_VD, labels_BT, head, z_loss=z_loss)
 
     def token_losses(
         self, ids_BT: Array, labels_BT: Array, *, segments_BT: Array | None = None, context: Context = "auto"
@@ -322,7 +296,8 @@ class Decoder(EmbeddingAndHead):
 
     def token_losses_of_hidden(self, x_BTD: Array, labels_BT: Array) -> tuple[Array, Array]:
         """Returns `token_losses` for final hidden states and labels, in their order."""
-        return vocab_parallel_token_losses(x_BTD, jnp.asarray(self._head_table[...]), labels_BT, **self._loss_kwargs)
+        table_VD, head = self._head()
+        return vocab_parallel_token_losses(x_BTD, table_VD, labels_BT, head)
 
     def hidden(self, ids_BT: Array, dropout_keys: Array | None = None, sequences: Sequences | None = None) -> Array:
         """Returns the final, normalised hidden states `[B, T, D]`, in device order."""

@@ -17,6 +17,7 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from jaxtp.collectives import (
+    WeightDtypes,
     axis_index,
     axis_size,
     check_divides,
@@ -182,13 +183,10 @@ class ShardedCall:
         # Cast to the dtype in which the module computes before the gather: it sends less.
         casts = self.module.dtype is not None and self.module.promote_dtype is promote_dtype
         layout = self.style.output_layout if name in self._post_reduction_params else self.style.input_layout
-        return load_weight(
-            shard,
-            dim_over(STORAGE, specs[name]),
-            compute=self.module.dtype if casts else shard.dtype,
-            reduce=jnp.promote_types(shard.dtype, jnp.float32),
-            used_by_all_tp=dim_over(TP, specs[name]) is None and (self._splits_columns or isinstance(layout, Shard)),
-        )
+        compute = self.module.dtype if casts else shard.dtype
+        dtypes = WeightDtypes(compute, jnp.promote_types(shard.dtype, jnp.float32), compute)
+        used_by_all_tp = dim_over(TP, specs[name]) is None and (self._splits_columns or isinstance(layout, Shard))
+        return load_weight(shard, dim_over(STORAGE, specs[name]), dtypes, used_by_all_tp=used_by_all_tp)
 
     def _local_module(self, weights: Mapping[str, Array]) -> nnx.Module:
         local: Any = nnx.clone(self.module)
