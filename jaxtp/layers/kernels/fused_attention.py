@@ -31,6 +31,7 @@ from jax.typing import DTypeLike
 
 from jaxtp.collectives import ATTENDED, vary_like
 from jaxtp.layers.activations import Part, key_ranges, query_ranges
+from jaxtp.mesh import platform_here
 
 MOST_HEAD_DIM = 256
 """Widest head: blocks of wider ones do not fit a GPU's shared memory."""
@@ -74,7 +75,6 @@ class _Settings:
     softcap: float | None
     forward: Blocks
     backward: Blocks
-    interpret: bool
 
 
 def block_sizes(head_dim: int, dtype: DTypeLike) -> tuple[Blocks, Blocks]:
@@ -99,11 +99,10 @@ def fused_attention(
     window: int | None = None,
     softcap: float | None = None,
     part: Part | None = None,
-    interpret: bool = False,
 ) -> Array:
     """Returns values weighted by causal attention, shaped like the queries; 0 if a query sees nothing.
 
-    For the arguments see `blockwise_attention`; `interpret` runs the kernels on any device, slowly, for tests.
+    For the arguments see `blockwise_attention`. Off CUDA the kernels run in Pallas' interpreter, slowly, for tests.
 
     Raises:
       ValueError: unsupported heads or dtype.
@@ -112,7 +111,7 @@ def fused_attention(
     length, num_keys, width = q_BTNH.shape[1], k_BSKH.shape[1], q_BTNH.shape[3]
     padded_width = max(_LEAST_HEAD_DIM, pl.next_power_of_2(width))
     forward, backward = block_sizes(padded_width, q_BTNH.dtype)
-    settings = _Settings(scale, softcap, forward, backward, interpret)
+    settings = _Settings(scale, softcap, forward, backward)
     of_queries = key_ranges(q_BTNH.shape[:2], num_keys, window, segments_BT, part)
     of_keys = query_ranges(of_queries, num_keys, window, segments_BT, part)
 
@@ -239,7 +238,7 @@ def _run(
         out_specs=[spec for *_, spec in outputs],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=varying) for shape, dtype, _ in outputs],
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=settings.interpret,
+        interpret=platform_here() != "cuda",
         name=f"attention{kernel.__name__}".removesuffix("_kernel"),
     )(*(array for array, _ in inputs))
 

@@ -28,19 +28,17 @@ Implementation = Literal["auto", Method]
 _PALLAS_PLATFORM = "cuda"
 
 
-def grouped_matmul(
-    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: Method, *, interpret: bool = False
-) -> Array:
+def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: Method) -> Array:
     """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
 
-    `sizes_E` are the rows per group; `interpret` runs pallas on any device, slowly, for tests.
+    `sizes_E` are the rows per group. Off CUDA, pallas runs in its interpreter, slowly, for tests.
 
     Raises:
       ValueError: shapes or dtypes do not match.
     """
     _check(rows_MK, kernels_EKN, sizes_E)
     arrays = rows_MK, kernels_EKN, sizes_E.astype(jnp.int32)
-    return _grouped(method, interpret, *(vary_like(x, *arrays) for x in arrays))
+    return _grouped(method, *(vary_like(x, *arrays) for x in arrays))
 
 
 def dense(method: Method, platform: str | None) -> bool:
@@ -82,24 +80,20 @@ def _check(rows: Array, kernels: Array, sizes: Array) -> None:
         raise ValueError(f"rows, kernels and sizes are {given}: the first two have one dtype, the last are integers")
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _grouped(method: Method, interpret: bool, rows: Array, kernels: Array, sizes: Array) -> Array:
-    return _forward(method, interpret, rows, kernels, sizes)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _grouped(method: Method, rows: Array, kernels: Array, sizes: Array) -> Array:
+    return _forward(method, rows, kernels, sizes)[0]
 
 
-def _forward(
-    method: Method, interpret: bool, rows: Array, kernels: Array, sizes: Array
-) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _product(method, interpret, rows, kernels, sizes, transposed=False), (rows, kernels, sizes)
+def _forward(method: Method, rows: Array, kernels: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
+    return _product(method, rows, kernels, sizes, transposed=False), (rows, kernels, sizes)
 
 
-def _backward(
-    method: Method, interpret: bool, kept: tuple[Array, Array, Array], grad: Array
-) -> tuple[Array, Array, None]:
+def _backward(method: Method, kept: tuple[Array, Array, Array], grad: Array) -> tuple[Array, Array, None]:
     rows, kernels, sizes = kept
-    of_rows = _product(method, interpret, grad, kernels, sizes, transposed=True)
+    of_rows = _product(method, grad, kernels, sizes, transposed=True)
     if method == "pallas":
-        of_kernels = _kernels().kernels_gradient(rows, grad, sizes, interpret=interpret)
+        of_kernels = _kernels().kernels_gradient(rows, grad, sizes)
     else:
         of_kernels = _xla_kernels_gradient(rows, grad, sizes)
     return of_rows, of_kernels, None
@@ -108,9 +102,9 @@ def _backward(
 _grouped.defvjp(_forward, _backward)
 
 
-def _product(method: Method, interpret: bool, rows: Array, kernels: Array, sizes: Array, *, transposed: bool) -> Array:
+def _product(method: Method, rows: Array, kernels: Array, sizes: Array, *, transposed: bool) -> Array:
     if method == "pallas":
-        return _kernels().product(rows, kernels, sizes, transposed=transposed, interpret=interpret)
+        return _kernels().product(rows, kernels, sizes, transposed=transposed)
     kernels = kernels.swapaxes(1, 2) if transposed else kernels
     y = lax.ragged_dot(rows, kernels, sizes, preferred_element_type=jnp.float32)
     return y.astype(rows.dtype)

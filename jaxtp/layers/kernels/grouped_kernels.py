@@ -23,6 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 from jax.typing import DTypeLike
 
+from jaxtp.mesh import platform_here
+
 DTYPES = ("bfloat16", "float16", "float32")
 """Dtypes of rows and kernels."""
 
@@ -73,12 +75,10 @@ def _fitting(width: int, most: int) -> int:
     return block
 
 
-def product(
-    rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False, interpret: bool = False
-) -> Array:
+def product(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, *, transposed: bool = False) -> Array:
     """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
 
-    Kernels are `[E, N, K]` if `transposed`; `interpret` runs on any device.
+    Kernels are `[E, N, K]` if `transposed`.
     """
     num_rows, summed = rows_MK.shape
     columns = kernels_EKN.shape[1 if transposed else 2]
@@ -91,11 +91,10 @@ def product(
         (*tiles, rows_MK, kernels_EKN),
         (num_rows, columns),
         "transposed_product" if transposed else "product",
-        interpret=interpret,
     )
 
 
-def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array, *, interpret: bool = False) -> Array:
+def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array) -> Array:
     """Returns `rows.T @ grad` of each group, `[E, K, N]`."""
     shape = len(sizes_E), rows_MK.shape[1], grad_MN.shape[1]
     blocks = gradient_blocks(*shape[1:], rows_MK.dtype)
@@ -107,7 +106,6 @@ def kernels_gradient(rows_MK: Array, grad_MN: Array, sizes_E: Array, *, interpre
         (begins[:-1], ends[:-1], rows_MK, grad_MN),
         shape,
         "kernels_gradient",
-        interpret=interpret,
     )
 
 
@@ -136,8 +134,6 @@ def _run(
     inputs: tuple[Array, ...],
     shape: tuple[int, ...],
     name: str,
-    *,
-    interpret: bool,
 ) -> Array:
     *_, x, y = inputs
     if x.dtype != y.dtype or x.dtype.name not in DTYPES:
@@ -154,7 +150,7 @@ def _run(
         grid=grid,
         out_shape=jax.ShapeDtypeStruct(shape, x.dtype, manual_axis_type=varying),
         compiler_params=triton.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
-        interpret=interpret,
+        interpret=platform_here() != "cuda",
         name=f"grouped_{name}",
     )(*inputs)
 
