@@ -5,6 +5,7 @@ abstract mesh of any size (`jaxtp explain`).
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -13,7 +14,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxtp.mesh import AXES, MeshError, mesh_sizes
 from jaxtp.parallelize.class_swap import role_of, swap_class
-from jaxtp.parallelize.initialisation import AbstractArray, ModelBuilder, abstract_model
+from jaxtp.parallelize.initialisation import AbstractArray, abstract_model, arrays_of
 from jaxtp.parallelize.module_wrappers import Model, find_modules, original_class, set_class
 from jaxtp.parallelize.plan import Plan
 from jaxtp.parallelize.styles import Style
@@ -114,9 +115,9 @@ def _put(value: Any, sharding: NamedSharding) -> Any:
 
 
 def _initialise_sharded(build: Callable[[], Model], plan: Plan, mesh: Mesh | AbstractMesh, fsdp: bool) -> Model:
-    builder = ModelBuilder(build)
-    abstract = builder.abstract()
+    abstract = abstract_model(build)
     _apply_plan(abstract, plan, mesh_sizes(mesh), fsdp)
     graph, state = nnx.split(abstract)
-    arrays = builder.run(tuple(jax.tree.leaves(_shardings(state, mesh))))
+    shardings = tuple(jax.tree.leaves(_shardings(state, mesh)))
+    arrays = jax.jit(partial(arrays_of, build), out_shardings=shardings)()
     return cast(Model, nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), arrays)))

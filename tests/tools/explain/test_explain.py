@@ -314,9 +314,3 @@ def test_mistakes(file, capsys, words):
     command = words.format(**places).split()
     assert main([*command, *([] if "--mesh" in command else ["--mesh", "tp=2"])]) == 2
     assert MISTAKES[words].format(**places) in capsys.readouterr().err
-
-
-def test_random_numbers_from_outside():
-    rngs = nnx.Rngs(0)
-    assert jaxtp.explain(lambda: Model(rngs), X, plan=SHARED, mesh={"tp": 4}).sent("tp")
-    assert jaxtp.propose_plan(lambda: Model(rngs), X, mesh={"tp": 4}, report=None)
