@@ -134,10 +134,7 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
 
     measured = [replace(routing, experts=None, margin=None) for routing in routings]
     view = device_view(
-        total,
-        BALANCE,
-        in_specs=(jax.tree.map(lambda _: by_layer, measured), batch_spec(None)),
-        out_specs=P(),
+        total, BALANCE, in_specs=(jax.tree.map(lambda _: by_layer, measured), batch_spec(None)), out_specs=P()
     )
     result: Balance = view(measured, labels_BT)
     return result

@@ -215,13 +215,7 @@ class MixtureOfExperts(PositionwiseBranch):
         return method_of(self.config.grouped, platform_here())[0]
 
     def _route(
-        self,
-        sequence: int | None,
-        record: bool,
-        x: Array,
-        weights: Weights,
-        counts: Array,
-        given: Array | None,
+        self, sequence: int | None, record: bool, x: Array, weights: Weights, counts: Array, given: Array | None
     ) -> tuple[Array, Array, Routing]:
         """Returns the experts of this device's tokens, their weights, both `[b, t, k]`, and the sums.
 
@@ -310,9 +304,7 @@ class Rows:
         sizes = jnp.sum(jax.nn.one_hot(flat, count, dtype=jnp.int32), axis=0)
         none = jnp.arange(flat.size) >= jnp.sum(sizes)
         return cls(
-            sizes,
-            jnp.where(flat < count, places, flat.size).reshape(experts.shape),
-            jnp.where(none, flat.size, order),
+            sizes, jnp.where(flat < count, places, flat.size).reshape(experts.shape), jnp.where(none, flat.size, order)
         )
 
     def spread(self, x: Array) -> Array:

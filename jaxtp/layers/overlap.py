@@ -24,12 +24,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxtp.collectives import (
-    axis_index,
-    axis_size,
-    permute,
-    vary_like,
-)
+from jaxtp.collectives import axis_index, axis_size, permute, vary_like
 from jaxtp.layers.activations import SEQUENCE_DIM
 from jaxtp.mesh import TP
 

@@ -117,12 +117,7 @@ Padding = tuple[tuple[int, PaddedDim], ...]
 
 
 def parameter(
-    name: str,
-    value: Array,
-    spec: PartitionSpec,
-    *,
-    kind: type[nnx.Variable[Any]] = nnx.Param,
-    padding: Padding = (),
+    name: str, value: Array, spec: PartitionSpec, *, kind: type[nnx.Variable[Any]] = nnx.Param, padding: Padding = ()
 ) -> Any:
     """Returns a parameter, sharded by `spec` over the mesh in context.
 

@@ -382,11 +382,7 @@ def _run(
 
     @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, 0), out_axes=(nnx.Carry, 0))
     def turn(
-        x_BTD: Array,
-        blocks: list[DecoderBlock],
-        keys: Array | None,
-        sequences: Sequences,
-        experts: list[Array | None],
+        x_BTD: Array, blocks: list[DecoderBlock], keys: Array | None, sequences: Sequences, experts: list[Array | None]
     ) -> tuple[Array, Routings]:
         routings: Routings = []
         for i, block in enumerate(blocks):

@@ -297,10 +297,7 @@ def _keys_kernel(settings: _Settings, *refs: Any) -> None:
     lower, upper = _visited(first, last, size)
     zeros = jnp.zeros(k.shape, jnp.float32)
     dk, dv = lax.fori_loop(
-        0,
-        q_ref.shape[1],
-        lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry),
-        (zeros, zeros),
+        0, q_ref.shape[1], lambda g, carry: lax.fori_loop(lower, upper, partial(visit, g), carry), (zeros, zeros)
     )
     dk_ref[...] = (dk * settings.scale).astype(dk_ref.dtype)
     dv_ref[...] = dv.astype(dv_ref.dtype)

@@ -297,14 +297,7 @@ KERNELS: dict[KernelName, Kernel] = {
         ),
         Kernel(name="fused", run=_fused, blocks=_exact, platforms=("cuda",), head_dims=lambda use: (256, 2)),
         Kernel(name="blockwise", run=blockwise_attention, blocks=_by_blocks, streams_scores=True),
-        Kernel(
-            name="xla",
-            run=_xla,
-            blocks=_whole,
-            holds_scores=True,
-            streams_scores=True,
-            keeps_result=False,
-        ),
+        Kernel(name="xla", run=_xla, blocks=_whole, holds_scores=True, streams_scores=True, keeps_result=False),
     )
 }
 """By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
