@@ -36,8 +36,7 @@ from jaxtp.mesh import AXES, BATCH, CONTEXT, STORAGE, TP, axes_of, copies, curre
 GATHERED = "gathered"
 """`checkpoint_name` of what `enter_parallel` returns: the input of a column layer; of this device's part in a ring."""
 
-REDUCED = "reduced"
-"""`checkpoint_name` of what `leave_parallel` returns: the output of a row layer."""
+REDUCED = "reduced"  # `checkpoint_name` of what `leave_parallel` returns: the output of a row layer
 
 PROJECTED = "projected"
 """`checkpoint_name` of what the backward pass reads of products with weights: the outputs of a column layer, its
@@ -46,8 +45,7 @@ adapters' parts included, and `x @ A` of every adapter."""
 ATTENDED = "attended"
 """`checkpoint_name` of what the backward pass reads of a kernel of attention: its result, and the log-sum-exp."""
 
-CHOSEN = "chosen"
-"""`checkpoint_name` of the experts that a router has chosen, which every remat policy keeps."""
+CHOSEN = "chosen"  # `checkpoint_name` of the experts that a router has chosen, which every remat policy keeps
 
 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
@@ -230,14 +228,9 @@ def permute(x: Array, axis: str, pairs: Iterable[tuple[int, int]] | None = None)
 class WeightDtypes(NamedTuple):
     """The dtypes in which `load_weight` moves a weight and its gradient."""
 
-    compute: DTypeLike
-    """Of the gather over devices."""
-
-    reduce: DTypeLike
-    """Of the sum of gradients over devices."""
-
-    result: DTypeLike
-    """Of the result, in which the gradients of its uses accumulate; `compute`, or wider."""
+    compute: DTypeLike  # of the gather over devices
+    reduce: DTypeLike  # of the sum of gradients over devices
+    result: DTypeLike  # of the result, in which the gradients of its uses accumulate; `compute`, or wider
 
 
 def load_weight(

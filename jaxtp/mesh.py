@@ -17,17 +17,13 @@ DP = "dp"
 FSDP = "fsdp"
 CP = "cp"
 TP = "tp"
-AXES = (DP, FSDP, CP, TP)
-"""All axes; the last varies fastest."""
+AXES = (DP, FSDP, CP, TP)  # all axes; the last varies fastest
 
-BATCH = (DP, FSDP)
-"""Axes that divide the sequences of a batch."""
+BATCH = (DP, FSDP)  # axes that divide the sequences of a batch
 
-CONTEXT = (CP,)
-"""Axes that divide each sequence (`layers/context.py`)."""
+CONTEXT = (CP,)  # axes that divide each sequence (`layers/context.py`)
 
-TOKENS = (*BATCH, *CONTEXT)
-"""Axes that divide the tokens of a batch."""
+TOKENS = (*BATCH, *CONTEXT)  # axes that divide the tokens of a batch
 
 STORAGE = (FSDP, CP)
 """Axes that shard a stored weight. It is all-gathered before use; its gradient is reduce-scattered."""
@@ -39,10 +35,8 @@ tp gathers the tokens of one device along cp."""
 REPLICAS = (DP,)
 """Axes along which every weight is replicated and used on different tokens; its gradient is all-reduced."""
 
-MAX_VIRTUAL_DEVICES = 1024
-"""Limit of virtual CPU devices: this many start in a second, and share the cores."""
-_MAX_LISTED = 12
-"""Limit of meshes listed in a message."""
+MAX_VIRTUAL_DEVICES = 1024  # limit of virtual CPU devices: this many start in a second, and share the cores
+_MAX_LISTED = 12  # limit of meshes listed in a message
 
 
 class MeshError(UserError):

@@ -58,26 +58,15 @@ def segment_positions(segments_BT: Array) -> Array:
 class LocalShape:
     """A device's micro-batch, and settings that decide how layers process it."""
 
-    sizes: Mapping[str, int]
-    """Devices along each mesh axis."""
-
-    rows: int
-    """Sequences on the device."""
-
-    length: int
-    """Tokens of each whole sequence."""
-
-    packed: bool = False
-    """Sequences hold several documents."""
-
+    sizes: Mapping[str, int]  # devices along each mesh axis
+    rows: int  # sequences on the device
+    length: int  # tokens of each whole sequence
+    packed: bool = False  # sequences hold several documents
     platform: str | None = "cpu"
     """Architecture of the device (`architecture_of`), which decides the kernels; None if unknown."""
 
-    context: Context = "auto"
-    """Requested method of attention over cp."""
-
-    zigzag: bool = False
-    """Devices along cp hold tokens in zigzag order (`layers/context.py`)."""
+    context: Context = "auto"  # requested method of attention over cp
+    zigzag: bool = False  # devices along cp hold tokens in zigzag order (`layers/context.py`)
 
     @property
     def tp(self) -> int:
@@ -101,9 +90,7 @@ class LocalShape:
 class Part(NamedTuple):
     """Positions of a device's queries and first key."""
 
-    queries: Array
-    """Position of each query, `[Tq]` int32, ascending."""
-
+    queries: Array  # position of each query, `[Tq]` int32, ascending
     first_key: Array | int
     """Position of the first key; the others follow one by one. Before position 0 there is no key to see."""
 

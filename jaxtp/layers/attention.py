@@ -34,8 +34,7 @@ _MOST_SHARED = 4096
 """Numbers of kv heads from which on it is not tried to share one: a mesh may be of any size until it is refused."""
 
 _SMALL_HEAD_DIMS = (8, 16, 32, 64)
-_SMALL_THETA = 2.0
-"""All dims turn: in one that hardly does, a key bias has no gradient but rounding noise."""
+_SMALL_THETA = 2.0  # all dims turn: in one that hardly does, a key bias has no gradient but rounding noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +188,7 @@ class PaddedHeads(PaddedDim):
 class PaddedKVHeads(PaddedDim):
     """Splits kv heads over tp; factors: their number K and width H."""
 
-    group: int
-    """Query heads of each."""
+    group: int  # query heads of each
 
     def stored(self, tp: int) -> tuple[int, ...]:
         """See `PaddedDim`."""

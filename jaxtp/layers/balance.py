@@ -41,24 +41,12 @@ class Routing:
     S is the number of devices that divide a sequence. Stacked layers are a dim before B.
     """
 
-    times_chosen: Array
-    """`[B, S, E]` float32: tokens that chose each expert."""
-
-    scores: Array
-    """`[B, S, E]` float32: of each expert's softmax."""
-
-    squared_normaliser: Array
-    """`[B, S]` float32: squared log of the softmax's normaliser."""
-
-    entropy: Array
-    """`[B, S]` float32: entropy of the softmax in nats."""
-
-    computed: Array
-    """`[B, S]` float32: rows that experts computed, each a token's for one of its experts."""
-
-    experts: Array | None = None
-    """`[B, T, k]` int32: the experts that each token would choose; only if it is recorded."""
-
+    times_chosen: Array  # `[B, S, E]` float32: tokens that chose each expert
+    scores: Array  # `[B, S, E]` float32: of each expert's softmax
+    squared_normaliser: Array  # `[B, S]` float32: squared log of the softmax's normaliser
+    entropy: Array  # `[B, S]` float32: entropy of the softmax in nats
+    computed: Array  # `[B, S]` float32: rows that experts computed, each a token's for one of its experts
+    experts: Array | None = None  # `[B, T, k]` int32: the experts that each token would choose; only if it is recorded
     margin: Array | None = None
     """`[B, T]` float32: how much more the last chosen score is than the first that was not; only if recorded."""
 
@@ -68,20 +56,11 @@ class Routing:
 class Balance:
     """Additive statistics of all layers with experts."""
 
-    balance_loss: Array
-    """Auxiliary losses: for each label that counts, that of its sequence."""
-
-    router_z_loss: Array
-    """Mean squared log-normalisers: for each label that counts, that of its sequence."""
-
-    times_chosen: tuple[Array, ...]
-    """For each kind of block `[layers, E]`: tokens that chose each expert."""
-
-    entropy: Array
-    """Entropies of all tokens in all layers."""
-
-    dropped: Array
-    """Choices that no expert computed: 0, or a mistake."""
+    balance_loss: Array  # sum over valid labels of their sequence's loss
+    router_z_loss: Array  # the same of mean squared log-normalisers
+    times_chosen: tuple[Array, ...]  # for each kind of block `[layers, E]`: tokens that chose each expert
+    entropy: Array  # entropies of all tokens in all layers
+    dropped: Array  # choices that no expert computed: 0, or a mistake
 
     def scalars(self, count: Array) -> dict[str, Array]:
         """Returns the metrics of a whole batch with `count` valid labels."""

@@ -41,8 +41,7 @@ class Branch(nnx.Module):
         raise NotImplementedError(f"{type(self).__name__} has no init_cache and decode, so it cannot generate")
 
 
-Padded = tuple[str, int, int]
-"""A size's name, what it is, and what it is padded to."""
+Padded = tuple[str, int, int]  # A size's name, what it is, and what it is padded to
 
 
 class PositionwiseBranch(Branch):
@@ -63,17 +62,10 @@ class PositionwiseBranch(Branch):
 class ShrinkSpec:
     """Sizes of a check on virtual CPU devices."""
 
-    tps: frozenset[int]
-    """Every tp of the check."""
-
-    shards: int
-    """A number that every fsdp of the check divides."""
-
-    length: int
-    """Tokens in a sequence of the check."""
-
-    before: int
-    """Tokens in a sequence of the run."""
+    tps: frozenset[int]  # every tp of the check
+    shards: int  # A number that every fsdp of the check divides
+    length: int  # tokens in a sequence of the check
+    before: int  # tokens in a sequence of the run
 
     def positions(self, count: int) -> int:
         """Scales a number of positions like the sequence length."""

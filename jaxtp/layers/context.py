@@ -50,15 +50,9 @@ class Sequences:
     segments: Array | None = None
     """Documents of each row (`layers/activations.py`), in natural order; None where a row is one."""
 
-    context: Context = field(default="auto", metadata=_STATIC)
-    """The method of attention over cp that is asked for."""
-
-    zigzag: bool = field(default=False, metadata=_STATIC)
-    """Whether devices hold tokens in the order zigzag."""
-
-    experts: Array | None = None
-    """Experts to use instead of a router's choice, `[B, T, k]` in natural order."""
-
+    context: Context = field(default="auto", metadata=_STATIC)  # the method of attention over cp requested
+    zigzag: bool = field(default=False, metadata=_STATIC)  # devices hold tokens in zigzag order
+    experts: Array | None = None  # experts to use instead of a router's choice, `[B, T, k]` in natural order
     record: bool = field(default=False, metadata=_STATIC)
     """Whether routers give their choices too (`layers/balance.py`)."""
 
@@ -220,12 +214,9 @@ def with_halo(x: Array, reach: int, num_chunks: int) -> list[Array]:
 class Attended:
     """Facts about attention for context parallelism."""
 
-    queries: int
-    """Query heads of a device."""
-    keys: int
-    """kv heads of a device."""
-    window: int | None
-    """Positions that each one sees."""
+    queries: int  # query heads of a device
+    keys: int  # kv heads of a device
+    window: int | None  # positions that each one sees
 
     def shared(self, cp: int) -> int:
         """Returns a device's kv heads, including ulysses' copies."""

@@ -50,19 +50,12 @@ CHUNK_SIZE = 2048
 class HeadConfig:
     """How hidden states become logits."""
 
-    vocab_size: int
-    """Without padding."""
-
+    vocab_size: int  # without padding
     context: LayerContext = LayerContext()
 
-    softcap: float | None = None
-    """Squashes each logit l to `softcap * tanh(l / softcap)`."""
-
-    chunk_size: int = CHUNK_SIZE
-    """Tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)."""
-
-    table_spec: P = TABLE_SPEC
-    """The spec of the table, which `layers/gradients.py` changes."""
+    softcap: float | None = None  # squashes each logit l to `softcap * tanh(l / softcap)`
+    chunk_size: int = CHUNK_SIZE  # tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
+    table_spec: P = TABLE_SPEC  # the spec of the table, which `layers/gradients.py` changes
 
 
 def vocabulary_table(vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[Array]:

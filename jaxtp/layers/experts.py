@@ -286,14 +286,9 @@ class Rows:
     N * k is the place of a choice without an expert on this device, and the choice of an unused place.
     """
 
-    sizes: Array
-    """Rows of each expert, `[experts]` int32."""
-
-    places: Array
-    """Place of each choice, `[N, k]`."""
-
-    choices: Array
-    """Choice in each place, `[N * k]`: the number of a token times k, plus which of its choices it is."""
+    sizes: Array  # rows of each expert, `[experts]` int32
+    places: Array  # place of each choice, `[N, k]`
+    choices: Array  # choice in each place, `[N * k]`: the number of a token times k, plus which of its choices it is
 
     @classmethod
     def of(cls, experts: Array, count: int) -> "Rows":

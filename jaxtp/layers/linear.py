@@ -57,8 +57,7 @@ class ColumnParallelLinear(nnx.Module):
     `[F]` as `P(TP)`.
     """
 
-    fixed_biases: tuple[int, ...] = ()
-    """Outputs whose bias gets no gradient."""
+    fixed_biases: tuple[int, ...] = ()  # outputs whose bias gets no gradient
 
     def __init__(
         self,

@@ -88,9 +88,7 @@ class LayerContext:
     sequence_parallel: SequenceParallel = False
     """Activations between layers are split over tp along the sequence (`layers/activations.py`)."""
 
-    overlap: Overlap = "none"
-    """Whether projections overlap their products with communication (`layers/overlap.py`)."""
-
+    overlap: Overlap = "none"  # projections overlap their products with communication (`layers/overlap.py`)
     lora: LoraConfig = LoraConfig()
     precision: Precision = Precision()
 

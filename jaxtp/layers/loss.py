@@ -22,8 +22,7 @@ from jaxtp.mesh import TOKENS, TP
 
 LOSS = "vocab_parallel_cross_entropy"
 
-IGNORE = -100
-"""The label of a position that does not count."""
+IGNORE = -100  # the label of a position that does not count
 
 _REDUCED = "softmax_reduction"
 

@@ -17,8 +17,7 @@ from jaxtp.layers.lora import LayerContext, Target
 from jaxtp.layers.parameter import PaddedDim
 
 _MIN_FEATURES = 48
-MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")
-"""Projections of an MLP that can have adapters."""
+MLP_TARGETS: tuple[Target, ...] = ("gate_proj", "up_proj", "down_proj")  # projections of an MLP that can have adapters
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {

@@ -22,8 +22,7 @@ from jax.typing import DTypeLike
 from jaxtp.collectives import WeightDtypes, axis_size, check_divides, load_weight
 from jaxtp.mesh import TP, current_mesh
 
-Weights = dict[str, Array]
-"""A layer's parameters by the path of the attribute that holds them, such as `kernels.0`."""
+Weights = dict[str, Array]  # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
 
 GRADIENTS = "gradients"
 """Name of the module that sums the gradients of all micro-batches over devices (`layers/gradients.py`)."""
@@ -69,8 +68,7 @@ class PaddedDim:
     exports and parameter counts exclude it.
     """
 
-    factors: tuple[int, ...]
-    """The dim as a product, such as heads times their width; the parts are of the first factor."""
+    factors: tuple[int, ...]  # the dim as a product, such as heads times their width; the parts are of the first factor
 
     @property
     def size(self) -> int:
@@ -109,8 +107,7 @@ class FrozenParam(nnx.Variable[Any]):
     """
 
 
-PARAMETERS = (nnx.Param, FrozenParam)
-"""Filter of all parameters, trained or not."""
+PARAMETERS = (nnx.Param, FrozenParam)  # filter of all parameters, trained or not
 
 Padding = tuple[tuple[int, PaddedDim], ...]
 """The dims of an array that are padded, counted from the last one: -1, -2, ..."""

@@ -13,8 +13,7 @@ from jaxtp.layers.norm import rms_normalise
 from jaxtp.layers.parameter import PaddedDim, Precision, parameter
 from jaxtp.mesh import TP
 
-ATTEND = "attend"
-"""Name of the part of attention between its projections."""
+ATTEND = "attend"  # name of the part of attention between its projections
 
 QKNormKind = Literal["none", "head", "projection"]
 

@@ -23,8 +23,7 @@ RopeScalingKind = Literal["none", "linear", "llama3", "yarn", "longrope"]
 MAX_FREQUENCY = 1024.0
 """Radians per position up to which float64 is enough for angles within 1e-6 at four million positions."""
 
-Frequencies = NDArray[np.float64]
-"""Radians per position, `[head_dim / 2]`."""
+Frequencies = NDArray[np.float64]  # radians per position, `[head_dim / 2]`
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,17 +53,13 @@ def _plain(value: Any) -> Any:
 
 
 BlockChanges = Annotated[dict[str, Any], AfterValidator(Changes)]
-MAX_DESCRIBED = 128
-"""Blocks that a pattern can have: each kind is compiled by itself."""
+MAX_DESCRIBED = 128  # blocks that a pattern can have: each kind is compiled by itself
 _Described = Annotated[tuple[BlockChanges, ...], Field(max_length=MAX_DESCRIBED), tyro.conf.Fixed]
 
-BLOCKS = "blocks"
-"""Path of the decoder's parameters that are stacked."""
+BLOCKS = "blocks"  # path of the decoder's parameters that are stacked
 
-_MAX_UNFIT = 4
-"""Kinds of blocks whose problems are told: those of the others are seen when these are gone."""
-_OF_ALL_BLOCKS = {"attention", "grouped"}
-"""Kernels: chosen for all blocks."""
+_MAX_UNFIT = 4  # kinds of blocks whose problems are listed at once
+_OF_ALL_BLOCKS = {"attention", "grouped"}  # kernels: chosen for all blocks
 _MIN_D_MODEL, _MIN_VOCAB, _MAX_TURNS = 64, 96, 2
 
 
@@ -76,11 +72,8 @@ class BlockConfig(NormConfig, ExpertsConfig, AttentionConfig):
 class Stack:
     """A repeated pattern of blocks."""
 
-    pattern: tuple[BlockConfig, ...]
-    """The blocks of a turn."""
-
-    repeats: int
-    """Number of turns: the blocks at one place of the pattern are stacked, and run by one scan."""
+    pattern: tuple[BlockConfig, ...]  # the blocks of a turn
+    repeats: int  # number of turns: the blocks at one place of the pattern are stacked, and run by one scan
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,8 +34,7 @@ from jaxtp.layers.parameter import spec_of
 from jaxtp.mesh import current_mesh, mesh_sizes
 from jaxtp.models.config import BlockConfig, ModelConfig, Stack, checked
 
-BlockCache = Mapping[str, KVCache]
-"""The cache of a block, by branch."""
+BlockCache = Mapping[str, KVCache]  # the cache of a block, by branch
 
 Routings = list[Routing | None]
 """Measures of the router of each kind of block, stacked over its layers; None of a block without experts."""
@@ -46,14 +45,9 @@ Routings = list[Routing | None]
 class LossTerms:
     """The terms of a training loss: sums, which add up over parts of a batch."""
 
-    loss: Array
-    """Cross-entropy in nats, with the z-loss of the logits."""
-
-    count: Array
-    """Number of labels that count."""
-
-    balance: Balance | None
-    """The balance of experts; None of a model that has none."""
+    loss: Array  # cross-entropy in nats, with the z-loss of the logits
+    count: Array  # number of labels that count
+    balance: Balance | None  # the balance of experts; None of a model that has none
 
     def objective(self, balance_loss: float, router_z_loss: float) -> Array:
         """Returns the sum to minimise, with the weights of the expert losses."""

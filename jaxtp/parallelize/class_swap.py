@@ -51,14 +51,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class Role:
     """How a module runs in a parallel model."""
 
-    style: Style | None
-    """None: its code is unchanged, and its parameters are gathered over fsdp and cp."""
-
-    fsdp: bool
-    """Whether its parameters are stored split over fsdp and cp."""
-
-    context: bool
-    """Whether it is in a `ContextParallel` module."""
+    style: Style | None  # none: its code is unchanged, and its parameters are gathered over fsdp and cp
+    fsdp: bool  # its parameters are stored split over fsdp and cp
+    context: bool  # it is in a `ContextParallel` module
 
 
 def role_of(module: nnx.Module) -> Role | None:

@@ -13,8 +13,7 @@ from flax import nnx
 
 Model = TypeVar("Model", bound=nnx.Module)
 
-METHODS = ("__call__", "attend")
-"""The methods that are wrapped; `attend` uses an embedding as the head."""
+METHODS = ("__call__", "attend")  # the methods that are wrapped; `attend` uses an embedding as the head
 
 CONTAINERS = nnx.List | nnx.Dict | list | tuple | dict
 """Types without calls; only their names appear in the paths of modules."""
@@ -71,9 +70,7 @@ class ModuleInfo:
     """A module with all its paths."""
 
     module: nnx.Module
-    paths: tuple[str, ...]
-    """Several if the module is shared; `""` is the model itself."""
-
+    paths: tuple[str, ...]  # several if the module is shared; `""` is the model itself
     parameters: dict[str, nnx.Param[Any]]
     """Parameters of the module by name, also those in containers, without those of submodules."""
 

@@ -15,8 +15,7 @@ from dataclasses import fields
 from jaxtp.config.entry import UserError
 from jaxtp.parallelize.styles import Style
 
-Plan = Mapping[str, Style]
-"""Styles by pattern."""
+Plan = Mapping[str, Style]  # styles by pattern
 
 
 class PlanError(UserError):

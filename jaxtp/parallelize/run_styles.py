@@ -47,13 +47,10 @@ from jaxtp.parallelize.styles import Colwise, Layout, Replicate, Rowwise, Sequen
 class ResolvedStyle:
     """A style applied to a module with a signature."""
 
-    letter: str | None
-    """The letter that tp splits; None if parameters are whole along tp."""
-
+    letter: str | None  # the letter that tp splits; None if parameters are whole along tp
     input_layout: Layout
     output_layout: Layout
-    fsdp: bool = True
-    """Whether parameters are stored split over fsdp and cp."""
+    fsdp: bool = True  # parameters are stored split over fsdp and cp
 
     def tp_dim(self, letters: str) -> int | None:
         """Returns the dim that tp splits in a parameter."""
@@ -92,19 +89,12 @@ def module_leading_axes(shape: tuple[int, ...], signature: Signature, *, context
 class ShardedCall:
     """A stock module's method on global arrays, computed on shards."""
 
-    module: Any
-    """An `nnx.Module`."""
-
-    method: Callable[..., Array]
-    """Called with a module of the original class, and the input."""
-
+    module: Any  # an `nnx.Module`
+    method: Callable[..., Array]  # called with a module of the original class, and the input
     signature: Signature
     style: ResolvedStyle
-    name: str
-    """Name in profiles and errors."""
-
-    context: bool = False
-    """Whether cp divides the sequences of this module."""
+    name: str  # name in profiles and errors
+    context: bool = False  # cp divides the sequences of this module
 
     def __call__(self, x: Any) -> Array:
         """Returns a global array."""

@@ -18,32 +18,17 @@ from jaxtp.parallelize.module_wrappers import original_class
 class Signature:
     """Letters of the dims of a module's parameters, input and result."""
 
-    params: Mapping[str, str]
-    """Letters of each parameter's dims, without stacked dims."""
-
-    inputs: Mapping[str, int]
-    """Dim of each letter in the first argument."""
-
-    outputs: Mapping[str, int]
-    """Dim of each letter in the result."""
-
-    column: str | None = None
-    """The letter that `Colwise` splits; None if the style does not fit."""
-
-    row: str | None = None
-    """The letter that `Rowwise` splits; None if the style does not fit."""
-
+    params: Mapping[str, str]  # letters of each parameter's dims, without stacked dims
+    inputs: Mapping[str, int]  # dim of each letter in the first argument
+    outputs: Mapping[str, int]  # dim of each letter in the result
+    column: str | None = None  # the letter that `Colwise` splits; None if the style does not fit
+    row: str | None = None  # the letter that `Rowwise` splits; None if the style does not fit
     attributes: Mapping[str, str] = field(default_factory=dict)
     """Letters whose sizes an attribute holds (a number or a tuple) that the module's code reads."""
 
-    more_dims: int = 0
-    """Number of dims of the result minus that number for the input."""
-
-    batch_ndim: int | None = 2
-    """Minimum number of dims if dim 0 of the input is a batch; None if the module mixes rows."""
-
-    mixes_positions: bool = False
-    """Whether the result depends on other positions along dim 1 of the input."""
+    more_dims: int = 0  # dims of the result minus dims of the input
+    batch_ndim: int | None = 2  # minimum number of dims if dim 0 of the input is a batch; None if the module mixes rows
+    mixes_positions: bool = False  # depends on other positions along dim 1 of the input
 
     def keeps_positions(self, ndim: int) -> bool:
         """Returns whether dim 1 stays dim 1 in the result, with independent positions."""

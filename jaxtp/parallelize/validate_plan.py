@@ -41,9 +41,7 @@ class ModulePlan:
     """A module, its role, and its parameters' specs by name."""
 
     info: ModuleInfo
-    role: Role | None
-    """None if the module keeps its class."""
-
+    role: Role | None  # none if the module keeps its class
     specs: dict[str, PartitionSpec]
     has_signature: bool
 
@@ -53,8 +51,7 @@ class _StyledModule:
     info: ModuleInfo
     style: Style | None
     signature: Signature | None
-    stack: tuple[int, ...]
-    """Sizes of the leading dims of the parameters of layers that `nnx.vmap` stacked."""
+    stack: tuple[int, ...]  # sizes of the leading dims of the parameters of layers that `nnx.vmap` stacked
 
     @property
     def is_called(self) -> bool:

@@ -25,8 +25,7 @@ MOST_IN_BLOCK = 256
 """Positions in a block of a long sequence: of 128 to 512 the quickest on CPUs (`scripts/attention_speed.py`)."""
 
 _LEAST_IN_BLOCK, _FEWEST_BLOCKS = 8, 4
-_NO_SCORE = -1e30
-"""Maximum of no scores: finite, so that two of them differ by 0."""
+_NO_SCORE = -1e30  # maximum of no scores: finite, so that two of them differ by 0
 
 
 class _Settings(NamedTuple):

@@ -33,38 +33,27 @@ from jaxtp.collectives import ATTENDED, vary_like
 from jaxtp.layers.activations import Part, key_ranges, query_ranges
 from jaxtp.mesh import platform_here
 
-MOST_HEAD_DIM = 256
-"""Widest head: blocks of wider ones do not fit a GPU's shared memory."""
+MOST_HEAD_DIM = 256  # widest head: blocks of wider ones do not fit a GPU's shared memory
 
-DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes of queries, keys and values."""
+DTYPES = ("bfloat16", "float16", "float32")  # dtypes of queries, keys and values
 
 _LEAST_HEAD_DIM = 16
 """Narrowest product that Triton computes; narrower heads are padded to it, others to a power of two."""
 
-_Ranges = tuple[Array, Array]
-"""The first and the last that each row sees or is seen by."""
+_Ranges = tuple[Array, Array]  # the first and the last that each row sees or is seen by
 
 _LOG2_E = math.log2(math.e)
-_NOTHING_SEEN = -1e30
-"""A maximum below all scores; finite, so that differences of it are not NaN."""
+_NOTHING_SEEN = -1e30  # A maximum below all scores; finite, so that differences of it are not NaN
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Block sizes of a kernel, and Triton's options."""
 
-    queries: int
-    """Rows of a block of queries; a power of two, at least 16 on a GPU."""
-
-    keys: int
-    """Rows of a block of keys, alike."""
-
-    warps: int
-    """Groups of 32 threads that share a program."""
-
-    stages: int
-    """Blocks that are loaded ahead, and the one that is computed."""
+    queries: int  # rows of a block of queries; a power of two, at least 16 on a GPU
+    keys: int  # rows of a block of keys, alike
+    warps: int  # groups of 32 threads that share a program
+    stages: int  # blocks that are loaded ahead, and the one that is computed
 
 
 @dataclass(frozen=True)

@@ -25,31 +25,20 @@ from jax.typing import DTypeLike
 
 from jaxtp.mesh import platform_here
 
-DTYPES = ("bfloat16", "float16", "float32")
-"""Dtypes of rows and kernels."""
+DTYPES = ("bfloat16", "float16", "float32")  # dtypes of rows and kernels
 
-_LEAST = 16
-"""Narrowest product that Triton computes."""
+_LEAST = 16  # narrowest product that Triton computes
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Block sizes of a program, powers of two >= 16 on a GPU, and Triton's options."""
 
-    rows: int
-    """Rows of the output: of a tile, or of a group's kernel."""
-
-    columns: int
-    """Columns of the output."""
-
-    summed: int
-    """Elements of a sum that are multiplied at a time."""
-
-    warps: int
-    """Groups of 32 threads that share a program."""
-
-    stages: int
-    """Blocks that are loaded ahead, and the one that is computed."""
+    rows: int  # rows of the output: of a tile, or of a group's kernel
+    columns: int  # columns of the output
+    summed: int  # elements of a sum that are multiplied at a time
+    warps: int  # groups of 32 threads that share a program
+    stages: int  # blocks that are loaded ahead, and the one that is computed
 
 
 def product_blocks(num_rows: int, groups: int, columns: int, summed: int, dtype: DTypeLike) -> Blocks:
@@ -161,8 +150,7 @@ class _Span:
 
     begin: Array
     size: int
-    end: Array | None = None
-    """None where it is known that all are before it."""
+    end: Array | None = None  # none where it is known that all are before it
 
     @property
     def slice(self) -> Any:

@@ -26,8 +26,7 @@ from jaxtp.mesh import device_here, platform_of
 KernelName = Literal["cudnn", "fused", "blockwise", "xla"]
 Implementation = Literal["auto", KernelName]
 
-_HOPPER, _BLACKWELL = 9, 10
-"""Major compute capabilities; consumer cards of Blackwell have 12."""
+_HOPPER, _BLACKWELL = 9, 10  # major compute capabilities; consumer cards of Blackwell have 12
 
 _WIDE_ON_BLACKWELL = (9, 25)
 """The first cuDNN with a backward pass for head_dim 256 on Blackwell; JAX accepts older ones.
@@ -74,18 +73,12 @@ class Use:
     head_dim: int
     window: int | None = None
     softcap: float | None = None
-    scale: float | None = None
-    """`factor`, where it is not head_dim ** -0.5."""
-    dtype: str | None = None
-    """The compute dtype."""
-    length: int | None = None
-    """Tokens in a sequence."""
-    packed: bool | None = None
-    """Whether a sequence holds several documents that do not see each other."""
-    part: bool | None = None
-    """Whether a device holds a part of the queries of a sequence."""
-    platform: str | None = None
-    """cpu, rocm, tpu, or cuda with a compute capability, as in `cuda 9.0`."""
+    scale: float | None = None  # `factor`, where it is not head_dim ** -0.5
+    dtype: str | None = None  # the compute dtype
+    length: int | None = None  # tokens in a sequence
+    packed: bool | None = None  # a sequence holds several documents that do not see each other
+    part: bool | None = None  # a device holds a part of the queries of a sequence
+    platform: str | None = None  # cpu, rocm, tpu, or cuda with a compute capability, as in `cuda 9.0`
 
     @property
     def family(self) -> str | None:
@@ -118,32 +111,19 @@ class Kernel:
     the chunks of a sequence that a device has, the positions of its queries, and a window. Keys are those from
     position 0 to the last query's; of packed documents it may make fewer."""
 
-    holds_scores: bool = False
-    """Whether scores `[T, T]` lie in memory."""
-
-    streams_scores: bool = False
-    """Whether scores go through memory between products, all at once or block by block."""
-
+    holds_scores: bool = False  # scores `[T, T]` lie in memory
+    streams_scores: bool = False  # scores go through memory between products, all at once or block by block
     keeps_result: bool = True
     """Whether its result and log-sum-exp can be kept for the backward pass, which then does not run it again."""
 
-    platforms: tuple[str, ...] | None = None
-    """Where it runs; None is everywhere."""
-
-    sixteen_bits: bool = False
-    """Whether it computes in 16 bits alone."""
-
+    platforms: tuple[str, ...] | None = None  # None: everywhere
+    sixteen_bits: bool = False  # computes in 16 bits only
     head_dims: Callable[[Use], tuple[int, int]] | None = None
     """Returns the widest head of a use, and what its width is a multiple of."""
 
-    packed: bool = True
-    """Whether it keeps documents apart without a `[T, T]` mask."""
-
-    softcap: bool = True
-    """Whether it can squash scores."""
-
-    part: bool = True
-    """Whether it can take a part of the queries of a sequence."""
+    packed: bool = True  # keeps documents apart without a `[T, T]` mask
+    softcap: bool = True  # can squash scores
+    part: bool = True  # can take a part of the queries of a sequence
 
     def problems(self, use: Use) -> Iterator[str]:
         """Yields why the kernel does not support a use."""
@@ -302,8 +282,7 @@ KERNELS: dict[KernelName, Kernel] = {
 }
 """By name, in the order in which `auto` prefers them; cudnn comes last except on Hopper."""
 
-_MEASURED: dict[Use, tuple[KernelName, str]] = {}
-"""The fastest kernel of `rivals` for each use, and the measurement."""
+_MEASURED: dict[Use, tuple[KernelName, str]] = {}  # the fastest kernel of `rivals` for each use, and the measurement
 
 
 def settle(use: Use, name: KernelName, why: str) -> None:
