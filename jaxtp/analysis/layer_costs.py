@@ -46,10 +46,9 @@ from jaxtp.layers.kernels.select import chosen, seen
 from jaxtp.layers.linear import COLUMN, ROW, ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import Lora
 from jaxtp.layers.mlp import MLP
-from jaxtp.layers.norm import Norm
+from jaxtp.layers.norm import ATTEND, Norm, QKNorm
 from jaxtp.layers.overlap import is_ring
 from jaxtp.layers.parameter import PaddedDim, Precision
-from jaxtp.layers.qk_norm import ATTEND, QKNorm
 from jaxtp.mesh import CONTEXT, CP, STORAGE, TP, parts
 
 SCORE_PASSES = 5

@@ -25,8 +25,8 @@ from jaxtp.layers.context import Attended, Sequences
 from jaxtp.layers.kernels.select import Implementation, Use, architecture_here, chosen, masked_attention, refused
 from jaxtp.layers.linear import ColumnParallelLinear, RowParallelLinear
 from jaxtp.layers.lora import LayerContext
+from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind
 from jaxtp.layers.parameter import PaddedDim, Weights, params_and_specs
-from jaxtp.layers.qk_norm import ATTEND, QKNorm, QKNormKind
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
 from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes
 
@@ -215,7 +215,7 @@ def _padded_heads(kv_heads: int, group: int, width: int, tp: int) -> tuple[int, 
 class CausalSelfAttention(Branch):
     """Grouped-query causal attention, `num_heads / tp` query heads per device.
 
-    `norm_plus_one` makes the query and key norms multiply by 1 + scale.
+    `norm` are the settings of query and key norms.
 
     Shapes: `[B, T, D] -> [B, T, D]`. Kernels: q `[D, N*H]`, k and v `[D, K*H]` (`qkv.kernels` 0, 1, 2), out `[N*H, D]`;
     heads contiguous.
@@ -229,8 +229,7 @@ class CausalSelfAttention(Branch):
         config: AttentionConfig,
         context: LayerContext = LayerContext(),
         *,
-        norm_eps: float = 1e-6,
-        norm_plus_one: bool = False,
+        norm: NormConfig = NormConfig(norm_eps=1e-6),
         rngs: nnx.Rngs,
     ):
         self.config, self.precision = config, context.precision
@@ -248,8 +247,8 @@ class CausalSelfAttention(Branch):
             # Without rope, norms or softcap, a key bias adds the same to all scores of a query, which the softmax
             # cancels. Its gradient is rounding noise, and Adam would turn it into updates.
             self.qkv.fixed_biases = (1,)
-        norm = partial(QKNorm, config.qk_norm, eps=norm_eps, plus_one=norm_plus_one, precision=self.precision)
-        self.qk_norms = nnx.List(norm(heads) for heads in (queries, keys) if config.qk_norm != "none")
+        normalised = () if config.qk_norm == "none" else (queries, keys)
+        self.qk_norms = nnx.List(QKNorm(config.qk_norm, heads, norm, self.precision) for heads in normalised)
         bias = config.attention_out_bias
         self.out = RowParallelLinear(queries, d_model, context, use_bias=bias, target="o_proj", rngs=rngs)
 

@@ -8,7 +8,7 @@ settings, so YAML stays flat: `model.num_kv_heads`.
 import dataclasses
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import chain, count, groupby, islice
 from typing import Annotated, Any
 
@@ -204,12 +204,10 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def branches(self, block: BlockConfig, rngs: nnx.Rngs) -> dict[str, Branch]:
         """Returns a block's branches, in order."""
-        plus_one = block.norm == "rms_plus_one"
-        attention = partial(CausalSelfAttention, norm_eps=block.norm_eps, norm_plus_one=plus_one)
-        mlp = MixtureOfExperts if block.num_experts else MLP
+        width, context, mlp = self.d_model, self.layer_context, MixtureOfExperts if block.num_experts else MLP
         return {
-            "attention": attention(self.d_model, block, self.layer_context, rngs=rngs),
-            "mlp": mlp(self.d_model, block, self.layer_context, rngs=rngs),
+            "attention": CausalSelfAttention(width, block, context, norm=block, rngs=rngs),
+            "mlp": mlp(width, block, context, rngs=rngs),
         }
 
     def zigzag(self, shape: LocalShape) -> bool:
