@@ -305,8 +305,7 @@ class Decoder(EmbeddingAndHead):
         experts: Sequence[Array | None] | None = None,
     ) -> tuple[Array, Routings]:
         """Returns the hidden states and the router statistics; see `loss_terms`."""
-        config = self.config
-        keys = None if dropout_keys is None else split_keys(dropout_keys, config.num_layers)
+        keys = None if dropout_keys is None else split_keys(dropout_keys, self.config.num_layers)
         x_BTD, done = self.embed(ids_BT, sequences), 0
         routings: Routings = []
         for stack, blocks in self.stacked():
@@ -314,7 +313,7 @@ class Decoder(EmbeddingAndHead):
             own = None if keys is None else keys[done : done + count]
             given = [None] * len(blocks) if experts is None else experts[len(routings) : len(routings) + len(blocks)]
             by_layer = [None if each is None else jnp.swapaxes(each, 0, 1) for each in given]
-            x_BTD, found = _run(config, stack, blocks, x_BTD, own, sequences, by_layer)
+            x_BTD, found = _run(stack, blocks, x_BTD, own, sequences, by_layer)
             routings += found
             done += count
         return self.norm(x_BTD), routings
@@ -349,7 +348,6 @@ def layer(blocks: DecoderBlock, index: int) -> DecoderBlock:
 
 
 def _run(
-    config: ModelConfig,
     stack: Stack,
     blocks: list[DecoderBlock],
     x_BTD: Array,
@@ -357,7 +355,8 @@ def _run(
     sequences: Sequences,
     experts: list[Array | None],
 ) -> tuple[Array, Routings]:
-    """Runs a stack by one scan over its turns, or unrolled."""
+    """Runs a stack by one scan over its turns; `keys` and `experts` are by layer and by place of the pattern."""
+    config = blocks[0].config
 
     @nnx.remat(policy=remat.policy(config.remat), prevent_cse=not config.scan_layers)
     def run(
@@ -365,16 +364,9 @@ def _run(
     ) -> tuple[Array, Routing | None]:
         return block.routed(x_BTD, keys, sequences)
 
-    if not config.scan_layers:
-        found: list[list[Any]] = [[] for _ in blocks]
-        for index in range(stack.repeats * len(blocks)):
-            number, place = divmod(index, len(blocks))
-            given = replace(sequences, experts=None if (each := experts[place]) is None else each[number])
-            x_BTD, routing = run(x_BTD, layer(blocks[place], number), None if keys is None else keys[index], given)
-            found[place].append(routing)
-        return x_BTD, [None if each[0] is None else jax.tree.map(lambda *a: jnp.stack(a), *each) for each in found]
+    unroll = 1 if config.scan_layers else stack.repeats
 
-    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, 0), out_axes=(nnx.Carry, 0))
+    @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, 0), out_axes=(nnx.Carry, 0), unroll=unroll)
     def turn(
         x_BTD: Array, blocks: list[DecoderBlock], keys: Array | None, sequences: Sequences, experts: list[Array | None]
     ) -> tuple[Array, Routings]:
