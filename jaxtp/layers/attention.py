@@ -5,7 +5,7 @@ before use, and each outputs the head. Replicated kernels would store far more: 
 would have 8.4 million parameters and their moments for each of k and v in each layer, instead of 1/16.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Annotated, Any
@@ -29,6 +29,8 @@ from jaxtp.layers.norm import ATTEND, NormConfig, QKNorm, QKNormKind
 from jaxtp.layers.parameter import PaddedDim, Weights, params_and_specs
 from jaxtp.layers.rope import RopeScaling, apply_rope, rope_problems
 from jaxtp.mesh import CP, TP, current_mesh, mesh_sizes
+
+Heads = tuple[Array, Array, Array]  # queries, keys and values
 
 _MOST_SHARED = 4096
 """Numbers of kv heads from which on it is not tried to share one: a mesh may be of any size until it is refused."""
@@ -103,9 +105,8 @@ class AttentionConfig(BranchConfig):
 
     def use_on(self, shape: LocalShape, dtype: str) -> Use:
         """Returns a kernel's task for a device's sequences."""
-        method, _ = self.attended(shape.tp).method(shape)
-        known: dict[str, Any] = {"length": shape.length, "packed": shape.packed, "platform": shape.platform}
-        return self.use(dtype=dtype, part=method == "gather", **known)
+        part = self.attended(shape.tp).method(shape)[0] == "gather"
+        return self.use(dtype=dtype, part=part, length=shape.length, packed=shape.packed, platform=shape.platform)
 
     def use(self, **known: Any) -> Use:
         """Returns a kernel's task; `known` sets the fields of `Use` that are not settings."""
@@ -254,9 +255,10 @@ class CausalSelfAttention(Branch):
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Attends from each position to its document up to there."""
-        segments = [] if sequences.segments is None else [sequences.segments]
-        attend = partial(self._attend, replace(sequences, segments=None), self._share(x_BTD.shape[1], sequences))
-        return self.out(self._view(attend, segments, [batch_spec(None)], token_spec(TP))(self.qkv(x_BTD)))
+        segments_BT = sequences.segments
+        attend = partial(self._attend, replace(sequences, segments=None), self._local_shape(x_BTD.shape[1], sequences))
+        segments_spec = None if segments_BT is None else batch_spec(None)
+        return self.out(self._on_heads(attend, x_BTD, (segments_BT,), (segments_spec,), token_spec(TP)))
 
     def init_cache(self, num_rows: int, num_slots: int) -> KVCache:
         """Returns an empty KV cache, `[B, max(K, tp), S, H]` each."""
@@ -267,16 +269,19 @@ class CausalSelfAttention(Branch):
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """Attends from new tokens to the KV cache and to each other."""
         cache_specs = (LAYER_SPEC, LAYER_SPEC)
-        attend = self._view(self._attend_cached, [cache, new], [cache_specs, new.specs], (token_spec(TP), cache_specs))
-        y, cache = attend(self.qkv(x_BTD))
+        out_specs = (token_spec(TP), cache_specs)
+        y, cache = self._on_heads(self._attend_cached, x_BTD, (cache, new), (cache_specs, new.specs), out_specs)
         return self.out(y), cache
 
-    def _view(self, body: Any, others: list[Any], specs: list[Any], out_specs: Any) -> Any:
+    def _on_heads(
+        self, body: Callable[..., Any], x_BTD: Array, others: tuple[Any, ...], specs: tuple[Any, ...], out_specs: Any
+    ) -> Any:
+        """Returns `body(weights, (q, k, v), *others)`, run on each device's heads."""
         weights, weight_specs = params_and_specs(self.qk_norms)
-        in_specs = (weight_specs, *[token_spec(TP)] * 3, *specs[: len(others)])
-        return lambda qkv: device_view(body, ATTEND, in_specs, out_specs)(weights, *qkv, *others)
+        in_specs = (weight_specs, (token_spec(TP),) * 3, *specs)
+        return device_view(body, ATTEND, in_specs, out_specs)(weights, self.qkv(x_BTD), *others)
 
-    def _share(self, length: int, sequences: Sequences) -> LocalShape:
+    def _local_shape(self, length: int, sequences: Sequences) -> LocalShape:
         sizes, context = mesh_sizes(current_mesh()), sequences.context
         shape = LocalShape(sizes=sizes, rows=1, length=length, context=context, zigzag=sequences.zigzag)
         for problem in self.config.context_problems(shape):
@@ -284,83 +289,55 @@ class CausalSelfAttention(Branch):
         return shape
 
     def _attend(
-        self,
-        sequences: Sequences,
-        shape: LocalShape,
-        weights: Weights,
-        q: Array,
-        k: Array,
-        v: Array,
-        segments: Array | None = None,
+        self, sequences: Sequences, shape: LocalShape, weights: Weights, qkv: Heads, segments: Array | None
     ) -> Array:
         config, sequences = self.config, replace(sequences, segments=segments)
         positions = sequences.local_positions(shape.length)
         if segments is not None:
             within = segment_positions(segments)
             positions = within if shape.sizes[CP] == 1 else jnp.take(within, positions, axis=1)
-        q, k, v = self._heads(weights, q, k, v, positions, shape.length)
+        q, k, v = self._rotated(weights, qkv, positions, shape.length)
         method, _ = config.attended(shape.tp).method(shape)
-        use = config.use_on(
-            replace(shape, packed=segments is not None, platform=architecture_here()), self.precision.compute
-        )
+        shape = replace(shape, packed=segments is not None, platform=architecture_here())
+        use = config.use_on(shape, self.precision.compute)
         for problem in refused(config.attention, use):
             raise ConfigError(problem)
         kernel, _ = chosen(config.attention, use)
-        settings = {"scale": self._scale, "window": config.sliding_window, "softcap": config.attention_softcap}
-        return self._joined(sequences.attend(partial(kernel.run, **settings), method, config.sliding_window, q, k, v))
+        run = partial(kernel.run, **use.scores, window=use.window)
+        return self._joined(sequences.attend(run, method, use.window, q, k, v))
 
-    def _attend_cached(
-        self, weights: Weights, q: Array, k: Array, v: Array, cache: KVCache, new: NewTokens
-    ) -> tuple[Array, KVCache]:
-        num_slots, window = cache[0].shape[2], self.config.sliding_window
-        q, k, v = self._heads(weights, q, k, v, new.positions, num_slots)
+    def _attend_cached(self, weights: Weights, qkv: Heads, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
+        use, num_slots = self.config.use(dtype=self.precision.compute), cache[0].shape[2]
+        q, k, v = self._rotated(weights, qkv, new.positions, num_slots)
         keys, values = new.write(cache[0], k), new.write(cache[1], v)
-        settings: dict[str, Any] = {"scale": self._scale, "softcap": self.config.attention_softcap}
         if new.rows is None:
-            y = masked_attention(q, keys, values, visible(new.positions, num_slots, window), **settings)
+            y = masked_attention(q, keys, values, visible(new.positions, num_slots, use.window), **use.scores)
             return self._joined(y), (keys, values)
         part = None
         if new.continued:  # earlier tokens of the first row, then all new tokens
             k, v = (jnp.concatenate([new.before(old), x], axis=1) for old, x in zip(cache, (k, v), strict=True))
             part = Part(num_slots + jnp.arange(q.shape[1], dtype=jnp.int32), 0)
-        use = self.config.use(
-            dtype=self.precision.compute,
-            length=k.shape[1],
-            packed=True,
-            part=new.continued,
-            platform=architecture_here(),
-        )
+        use = replace(use, length=k.shape[1], packed=True, part=new.continued, platform=architecture_here())
         kernel, _ = chosen("auto", use)  # the kernel configured for training may not support this use
-        y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=window, **settings)
+        y = kernel.run(q, k, v, new.segments(num_slots), part=part, window=use.window, **use.scores)
         return self._joined(y), (keys, values)
 
-    def _heads(
-        self, weights: Weights, q: Array, k: Array, v: Array, positions: Array, length: int
-    ) -> tuple[Array, Array, Array]:
+    def _rotated(self, weights: Weights, qkv: Heads, positions: Array, length: int) -> Heads:
         """Returns this device's heads, q and k normalised and rotated to positions below `length`."""
         config = self.config
-        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in (q, k, v))  # [B/(dp*fsdp), T/cp, N/tp, H]
+        q, k, v = (x.reshape(*x.shape[:2], -1, config.head_dim) for x in qkv)  # [B/(dp*fsdp), T/cp, N/tp, H]
         if self.qk_norms:
-            q, k = (
-                norm(x, weights[f"{i}.scale"]) for i, (norm, x) in enumerate(zip(self.qk_norms, (q, k), strict=True))
-            )
+            q, k = (self.qk_norms[i](x, weights[f"{i}.scale"]) for i, x in enumerate((q, k)))
         if (theta := config.rope_theta) is not None:
             q, k = (apply_rope(x, positions, theta, config.rope_scaling, length) for x in (q, k))
         return q, k, v
 
-    @property
-    def _scale(self) -> float:
-        return self.config.use().factor
-
     def _joined(self, y: Array) -> Array:
-        return self._unpadded(y).reshape(*y.shape[:2], -1)
-
-    def _unpadded(self, y: Array) -> Array:
-        """Zeroes padded heads, so the output kernel has no gradient there."""
+        """Joins heads; zeroes padded ones, so that the output kernel has no gradient there."""
         heads, tp = self.config.heads, axis_size(TP)
-        if heads.stored(tp) == heads.factors:
-            return y
-        kv_heads, group, _ = heads.factors
-        index = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
-        place, member = jnp.divmod(index, heads.stored(tp)[1])
-        return jnp.where(((place < kv_heads) & (member < group))[:, None], y, 0)
+        if heads.stored(tp) != heads.factors:
+            kv_heads, group, _ = heads.factors
+            index = axis_index(TP) * y.shape[2] + jnp.arange(y.shape[2])
+            kv_head, member = jnp.divmod(index, heads.stored(tp)[1])
+            y = jnp.where(((kv_head < kv_heads) & (member < group))[:, None], y, 0)
+        return y.reshape(*y.shape[:2], -1)

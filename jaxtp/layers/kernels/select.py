@@ -96,6 +96,11 @@ class Use:
         """Factor of the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
+    @property
+    def scores(self) -> dict[str, Any]:
+        """Keyword arguments of a kernel: how scores are made."""
+        return {"scale": self.factor, "softcap": self.softcap}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
