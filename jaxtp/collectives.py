@@ -14,10 +14,9 @@ one collective. Autodiff derives the backward pass:
     all_to_all                     all-to-all
     permute                        permute
 
-Without a mesh every function returns its argument. Gathers over axes of size 1 are skipped, because XLA for CPUs would
-copy. `check_vma` stays on (the default): a missing reduction is then a type error at trace time, not a wrong gradient.
-
-Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their sequence-parallel forms.
+Without a mesh every function returns its argument. `check_vma` stays on (the default): a missing reduction is then a
+type error at trace time, not a wrong gradient. Megatron-LM (arXiv 1909.08053) describes f and g, arXiv 2205.05198 their
+sequence-parallel forms.
 """
 
 import re
@@ -51,11 +50,7 @@ CHOSEN = "chosen"  # `checkpoint_name` of the experts that a router has chosen, 
 def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], out_specs: Any) -> Callable[..., Any]:
     """Runs `body` once per device of the mesh in context, on shards; without a mesh, as is.
 
-    Args:
-      body: a function of shards.
-      name: for profiles and errors.
-      in_specs: per argument, a `PartitionSpec` or a pytree of them like the argument.
-      out_specs: a pytree of `PartitionSpec` for the result.
+    `name` is for profiles and errors; specs are `PartitionSpec`, or pytrees of them like each argument and the result.
 
     Raises:
       ValueError: when called, if a dim of an argument is not divisible by its mesh axes.
@@ -121,11 +116,7 @@ def gather_weight(x: Array, stored: PartitionSpec, gathered: PartitionSpec) -> A
 
 
 def check_divides(name: str, shape: tuple[int, ...], spec: PartitionSpec) -> None:
-    """Checks that each dim is divisible by its axes of the mesh in context.
-
-    Raises:
-      ValueError: a dim is not; the message has the nearest sizes that are.
-    """
+    """Raises a ValueError unless each dim is divisible by its axes of the mesh in context."""
     for dim, axes in enumerate(spec):
         names = axes_of(axes)
         count = axis_size(*names)
@@ -178,8 +169,7 @@ def enter_parallel(x: Array, sequence_dim: int | None) -> Array:
 def leave_parallel(x: Array, sequence_dim: int | None) -> Array:
     """Sums this device's `x` over its tp group.
 
-    Without `sequence_dim` every device gets the whole sum (all-reduce); otherwise each gets its part along that dim
-    (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
+    With `sequence_dim`, each device gets its part along that dim (reduce-scatter): `[B, T, D] -> [B, T/tp, D]`.
     """
     if current_mesh() is not None and sequence_dim is None:
         x = lax.psum(x, TP)
@@ -201,6 +191,7 @@ def all_reduce_max(x: Array, axis: str) -> Array:
 
 def all_gather(x: Array, *axes: str, dim: int = 0) -> Array:
     """Concatenates the shards of the devices along `axes`: `[S, ...] -> [n * S, ...]`."""
+    # XLA for CPUs would copy where there is nothing to gather.
     return x if axis_size(*axes) == 1 else lax.all_gather(x, axes, axis=dim, tiled=True)
 
 
@@ -306,7 +297,6 @@ def _sum_parts(grad: Array, dim: int) -> Array:
 
 
 def _is_inside_stack(w: Array, dim: int) -> bool:
-    """Returns whether `dim` is an inner dim of stacked kernels."""
     return w.ndim > 2 and dim > 0
 
 

@@ -50,12 +50,8 @@ def make_mesh(
 
     Without accelerators it requests as many virtual CPU devices as needed, unless JAX's backend has started.
 
-    Args:
-      dp: replicas of the params. For at most one axis, `-1` takes all remaining devices.
-      fsdp: shards of each param, gathered before use.
-      tp: shards of each matrix product.
-      cp: parts of each sequence.
-      devices: default `jax.devices()`. A single process may use the first of them; a multi-process run must use all.
+    For at most one axis, `-1` takes all remaining devices. `devices` are by default `jax.devices()`, and a single
+    process may use the first of them.
 
     Raises:
       MeshError: a size is not positive, several are -1, devices are too few or not distinct.
@@ -127,11 +123,7 @@ def mesh_sizes(mesh: Mesh | AbstractMesh | None) -> dict[str, int]:
 
 
 def current_mesh() -> AbstractMesh | None:
-    """Returns the mesh set by `jax.set_mesh`, or None.
-
-    Raises:
-      MeshError: it lacks one of `AXES`.
-    """
+    """Returns the mesh set by `jax.set_mesh`, or None; a mesh without one of `AXES` is a MeshError."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
@@ -197,11 +189,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def fill(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Replaces -1 by the number of remaining devices.
-
-    Raises:
-      MeshError: the other sizes do not divide `num_devices`.
-    """
+    """Replaces -1 by the number of remaining devices; a MeshError if the other sizes do not divide `num_devices`."""
     fixed = math.prod(size for size in sizes.values() if size != -1)
     if -1 in sizes.values() and num_devices % fixed:
         raise MeshError(

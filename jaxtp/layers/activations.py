@@ -1,11 +1,8 @@
 """Activations between parallel layers: sequence parallelism, packed documents, dropout.
 
 Sequence parallelism splits tokens over tp between parallel layers; column layers all-gather and row layers
-reduce-scatter (Korthikanti et al., arXiv 2205.05198). The input decides by default, so the same model decodes one token
-and trains on thousands.
-
-`segments` `[B, T]` mark the documents of a row: integers, equal within a document and different between neighbours,
-0 for padding.
+reduce-scatter (Korthikanti et al., arXiv 2205.05198). `segments` `[B, T]` mark the documents of a row: integers, equal
+within a document and different between neighbours, 0 for padding.
 """
 
 from collections.abc import Mapping
@@ -101,14 +98,7 @@ def key_ranges(
     """Returns the indices of the first and last key that each query sees, both `[B, Tq]`, non-decreasing along Tq.
 
     The last is before the first if a query sees nothing; attention then returns zero. These ranges are all that kernels
-    know of windows, documents, cp, halos and zigzag order.
-
-    Args:
-      shape: `(B, Tq)`.
-      num_keys: number of keys.
-      window: positions that each position sees; None for all.
-      segments_BT: of whole sequences.
-      part: None for whole sequences.
+    know of windows, documents, cp, halos and zigzag order. `shape` is `(B, Tq)`; segments are of whole sequences.
     """
     at, first_key = (jnp.arange(shape[1], dtype=jnp.int32), 0) if part is None else part
     begin = jnp.zeros(shape, jnp.int32)

@@ -4,8 +4,7 @@ The auxiliary loss is per sequence (DeepSeek-V3, arXiv 2412.19437, section 2.1.2
 
     balance = sum_e f_e P_e,   f_e = E / (k n) * (times e is chosen),   P_e = mean of the softmax's e-th output
 
-It is 1 for a uniform choice. Each label counts its sequence's loss, so the mean over a batch does not depend on how the
-batch is divided, unlike a product of two means. Layers are averaged.
+It is 1 for a uniform choice. The mean over labels does not depend on how a batch is divided. Layers are averaged.
 """
 
 from collections.abc import Callable, Sequence

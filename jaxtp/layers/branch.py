@@ -1,7 +1,6 @@
-"""Residual branches of a block, and the interface of their settings.
+"""Base classes of residual branches and of their settings.
 
-A new kind of layer is a `Branch` and a `BranchConfig` in one file; cost models and checks walk over them. Models refuse
-cp for a branch that does not declare `over_cp`.
+A new layer writes its parameters with their specs, and `__call__`; all other members have defaults.
 """
 
 import math
@@ -25,8 +24,8 @@ class Branch(nnx.Module):
     """A layer whose output is added to the residual stream, `[B, T, D] -> [B, T, D]`."""
 
     over_cp: ClassVar[bool] = False
-    """Whether it also works where each sequence is divided over cp: a layer in which a position sees others has to find
-    them on other devices (`Sequences.attend`). A model with a branch that does not say so is refused there."""
+    """Whether it works if sequences are divided over cp, where a position finds others on other devices
+    (`Sequences.attend`). A model with another branch is refused there."""
 
     def __call__(self, x_BTD: Array, sequences: Sequences = Sequences()) -> Array:
         """Transforms `[B, T, D]`; a branch that routes tokens also returns its `Routing`."""

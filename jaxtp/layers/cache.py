@@ -1,8 +1,7 @@
-"""KV cache, so that a decoder reads each token once.
+"""KV cache: a token's slot is its position in its row.
 
-A token's slot is its position in its row. New tokens come as rows (each sequence continues a row of the cache) or
-packed (tokens of several rows in one sequence). A layer writes them, then attends to the slots up to each query's
-position, which hides stale slots. Devices that share a kv head all store it.
+New tokens come as rows (each sequence continues a row of the cache) or packed (tokens of several rows in one sequence).
+A layer writes them, then attends to the slots up to each query's position, which hides stale slots.
 """
 
 from collections.abc import Mapping
@@ -16,13 +15,11 @@ from jaxtp.collectives import batch_spec
 from jaxtp.mesh import CONTEXT, TP
 
 LAYER_SPEC = batch_spec(TP, CONTEXT, None)
-"""The split of the cache of one layer, `[B, K, S, H]`: a matrix for each head, which products take as it is. (Along cp
-there is one device: `generate/decode_model.py`.)"""
+"""The spec of one layer's keys or values, `[B, K, S, H]`: a matrix for each head, which products take as it is."""
 
 KVCaches = tuple[Mapping[str, tuple[Array, ...]], ...]
-"""Keys and values `[B, K, S, H]` of the tokens of all rows, by layer and branch, in the compute dtype and rotated to
-their positions; split by `LAYER_SPEC`. S is the number of slots: no row can be longer. K is the number of kv heads, or
-tp if that is more: the devices that share a head have a copy each, as its column layer gives it to them."""
+"""Caches by layer and branch: keys and values `[B, K, S, H]` in the compute dtype, keys rotated, S slots a row. K is
+the number of kv heads, or tp if that is more: devices that share a head each store it."""
 
 
 @jax.tree_util.register_dataclass
@@ -31,14 +28,14 @@ class NewTokens:
     """The slots of new tokens `[B, T]` in a cache."""
 
     positions: Array
-    """Position of each token in its row, `[B, T]` int32, which is its slot; S or more is written nowhere."""
+    """Position of each token in its row, `[B, T]` int32; positions >= S are dropped."""
 
     rows: Array | None = None
-    """Packed: row of each token among the rows of its device, `[B, T]` int32, equal for neighbours that are of one row;
-    -1 for padding, which stands at the end. None: each sequence is the row of the same index."""
+    """Packed: row of each token among its device's rows, `[B, T]` int32, one run per row; -1 for padding, at the end.
+    None: each sequence is the row of the same index."""
 
     continued: bool = field(default=False, metadata={"static": True})
-    """Packed: whether the first row of a sequence may have tokens before these. All others begin at position 0."""
+    """Packed: the first row of a sequence may have tokens before these. All others begin at position 0."""
 
     @property
     def specs(self) -> "NewTokens":

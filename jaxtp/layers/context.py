@@ -8,9 +8,6 @@ so data and checkpoints do not depend on cp. Only attention needs other position
     gather    all-gather of keys and values (Llama 3, arXiv 2407.21783, section 3.3.2). N and K are arbitrary. With a
               window, a device fetches only the missing tokens that its tokens see, the halo.
 
-Traffic per sequence and device, forward and backward, in units of (cp-1)/cp * T/cp * H/tp elements: ulysses `4N + 4K'`
-(K' includes the copies), gather `4K * cp`; 1.5 times as much if the block is recomputed.
-
 Later tokens see more, so gather of all keys balances work by zigzag order: of the chunks 0 to 2cp-1, device c
 has c and 2cp-1-c. Arrays between embedding and loss have this order, results for users have natural order.
 """
@@ -48,7 +45,7 @@ class Sequences:
     """Facts about a batch's sequences, for layers in which a token sees others."""
 
     segments: Array | None = None
-    """Documents of each row (`layers/activations.py`), in natural order; None where a row is one."""
+    """Documents of each row (`layers/activations.py`), in natural order; None if each row is one document."""
 
     context: Context = field(default="auto", metadata=_STATIC)  # the method of attention over cp requested
     zigzag: bool = field(default=False, metadata=_STATIC)  # devices hold tokens in zigzag order
@@ -57,11 +54,7 @@ class Sequences:
     """Whether routers give their choices too (`layers/balance.py`)."""
 
     def local_tokens(self, x_BT: Array) -> Array:
-        """Slices whole rows `[B, T]` into each device's tokens, split over cp.
-
-        Raises:
-          ValueError: cp does not divide T.
-        """
+        """Slices whole rows `[B, T]` into each device's tokens, split over cp, which must divide T."""
         if axis_size(CP) == 1:
             return x_BT
         check_divides("a sequence over cp", x_BT.shape, token_spec())
@@ -102,8 +95,7 @@ class Sequences:
     ) -> Array:
         """Attends from this device's tokens to all that they see, inside `device_view`.
 
-        `run(q, k, v, segments, part=)` is a kernel. `q` is `[b, T/cp, N/tp, H]`, and `k` and `v` have kv heads; `q` and
-        `k` are rotated.
+        `run(q, k, v, segments, part=)` is a kernel. `q` is `[b, T/cp, N/tp, H]`; `q` and `k` are rotated.
         """
         cp = axis_size(CP)
         if cp == 1:

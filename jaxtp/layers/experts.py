@@ -6,8 +6,8 @@ row, sorted by expert (`layers/kernels/grouped.py`). Kernels are stacked, `[E, D
     experts over tp   if tp divides E: a device has E/tp whole experts and computes the rows that chose them.
     experts inside    otherwise: a device has F/tp of every expert and computes its part of every row.
 
-Both move what a dense MLP moves under sequence parallelism, plus two floats per choice, without all-to-all.
-The price is memory: a device has a row for every choice of the tp group, since all may choose its experts.
+Both move what a dense MLP moves under sequence parallelism, plus two floats per choice, without all-to-all. The price
+is memory: a device has a row for every choice of the tp group, since all may choose its experts.
 """
 
 from collections.abc import Collection, Iterator, Mapping

@@ -1,10 +1,8 @@
 """Low-rank adapters (LoRA: Hu et al., arXiv 2106.09685).
 
 A projection `x @ W` becomes `x @ W + scale * (x @ A) @ B`, with `A [in, rank]` random and `B [rank, out]` zero, split
-like the dims of W that they share. A column of A and a row of B that are both zero have zero gradients.
-
-Adapters are `nnx.LoRAParam`, a subclass of `nnx.Param`; the other params become `FrozenParam`, which is not, so code
-that handles every `nnx.Param` sees only adapters. Outside of training `hf/adapters.py` merges them into the kernels.
+like the dims of W that they share. Adapters are `nnx.LoRAParam`, a subclass of `nnx.Param`; the other params become
+`FrozenParam`, which is not, so code that handles every `nnx.Param` sees only adapters.
 """
 
 import math

@@ -6,11 +6,9 @@ They replace sequence parallelism's all-gather or reduce-scatter and its product
     gather_matmul     all_gather(x) @ w      [b, T/tp, D] @ [D, F/tp] -> [b, T, F/tp]
     matmul_scatter    reduce_scatter(x @ w)  [b, T, F/tp] @ [F/tp, D] -> [b, T/tp, D]
 
-Gradients are hand-written rings, because autodiff would save every part that passes by. Sums over devices use the dtype
-of the activations; a weight gradient is summed over the parts in float32 and rounded once. No device holds the whole
-input: for weight gradients of a column layer it goes around again (`layers/remat.py` has the cost).
-
-Rings are unidirectional: XLA runs one collective at a time, and behind a switch one direction gets the full bandwidth.
+Gradients are hand-written rings, because autodiff would save every part that passes by. A weight gradient is summed
+over the parts in float32 and rounded once; the input of a column layer goes around again for it. Rings are
+unidirectional: XLA runs one collective at a time, and behind a switch one direction gets the full bandwidth.
 """
 
 import operator

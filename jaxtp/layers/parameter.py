@@ -1,8 +1,5 @@
 """Parameters of layers: a value, the `PartitionSpec` that stores it, and the dtypes.
 
-Gradients are summed over devices in the reduction dtype, first by the reduce-scatter over fsdp, then over dp
-(`collectives.load_weight`). Gradients of several uses of a weight accumulate in float32 and are cast once.
-
 A dim that tp does not divide is padded when its parameter is created (`PaddedDim`), so a model runs on any tp.
 `checkpoint/logical.py` and `train/state.py` remove the padding.
 """
@@ -64,8 +61,7 @@ class Precision:
 class PaddedDim:
     """The division of a dim over tp into equal parts, padded with zeros.
 
-    Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks padded ids. Checkpoints,
-    exports and parameter counts exclude it.
+    Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks padded ids.
     """
 
     factors: tuple[int, ...]  # the dim as a product, such as heads times their width; the parts are of the first factor
@@ -116,15 +112,9 @@ Padding = tuple[tuple[int, PaddedDim], ...]
 def parameter(
     name: str, value: Array, spec: PartitionSpec, *, kind: type[nnx.Variable[Any]] = nnx.Param, padding: Padding = ()
 ) -> Any:
-    """Returns a parameter, sharded by `spec` over the mesh in context.
-
-    `value` has no padding; `name` is for errors.
-
-    Raises:
-      ValueError: a dim is not divisible by its mesh axes (JAX would silently replicate it).
-    """
+    """Returns a parameter, sharded by `spec` over the mesh in context. `value` has no padding; `name` is for errors."""
     value = pad(value, padding, axis_size(TP))
-    check_divides(name, value.shape, spec)
+    check_divides(name, value.shape, spec)  # JAX would silently replicate
     spec = PartitionSpec(*spec, *(None,) * (value.ndim - len(spec)))  # one entry per dim: `spec_of` counts them
     padded = tuple((dim, split) for dim, split in padding if not isinstance(split, ExactDim))
     metadata: dict[str, Any] = {"padding": padded} if padded else {}
@@ -189,11 +179,7 @@ def spec_of(variable: nnx.Variable[Any]) -> PartitionSpec:
 
 
 def check_sizes(layer: str, **sizes: Any) -> None:
-    """Checks sizes.
-
-    Raises:
-      ValueError: a size is not an integer, or is below 1.
-    """
+    """Raises a ValueError unless sizes are integers from 1 on."""
     bad = [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]
     if bad:
         raise ValueError(f"{layer}: {', '.join(bad)}: should be a whole number, 1 or more")

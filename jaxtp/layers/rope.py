@@ -1,9 +1,8 @@
 """Rotary position embedding (Su et al., arXiv 2104.09864), half-split as in Llama checkpoints.
 
-Scaling follows transformers. longrope uses its long list if there can be more than `original_length` positions
-(sequence length, or slots of a cache). That is static and the same on every mesh, as in vLLM and llama.cpp.
-transformers decides by the highest position of a batch: packed documents would depend on their neighbours, and queries
-past the limit would meet keys rotated by the other list.
+Scaling follows transformers, but longrope uses its long list if there can be more than `original_length` positions
+(sequence length, or slots of a cache), which is static. transformers decides by the highest position of a batch: packed
+documents would depend on their neighbours, and queries past the limit would meet keys rotated by the other list.
 """
 
 import math

@@ -1,11 +1,10 @@
 """Causal attention by blocks in plain `lax`, for every backend; it never holds more than one block of scores.
 
-It visits pairs of a query block and a key block with an online softmax (Milakov and Gimelshein, arXiv 1805.02867; Dao
-et al., arXiv 2205.14135). The backward pass recomputes scores from the log-sum-exp; autodiff of the loop would save
-every block.
+It visits pairs of a query block and a key block with an online softmax (Dao et al., arXiv 2205.14135). The backward
+pass recomputes scores from the log-sum-exp; autodiff of the loop would save every block.
 
-Shapes: n blocks of c positions, b sequences, K kv heads of G query heads each, head width H. Query blocks are
-`[n, b, K, G*c, H]`, so that a pair is one product per kv head; blocks of keys and values are `[n, b, K, c, H]`.
+Query blocks are `[n, b, K, G*c, H]` (n blocks of c positions, K kv heads of G query heads), so that a pair is one
+product per kv head; blocks of keys and values are `[n, b, K, c, H]`.
 """
 
 from collections.abc import Sequence
@@ -50,8 +49,7 @@ def blockwise_attention(
 
     Args:
       q_BTNH: queries; head n attends to kv head n // (N // K).
-      k_BSKH: keys.
-      v_BSKH: values.
+      k_BSKH, v_BSKH: keys and values.
       segments_BT: documents of whole sequences.
       scale: factor of the scores.
       window: positions that each query sees, including its position; None for all.

@@ -8,11 +8,8 @@ blocks that these rows see, or are seen by:
     queries    query block         key blocks                                    dq
     keys       key block           query blocks of all heads of its group        dk, dv
 
-Sums are float32 in a fixed order, without atomics: results are deterministic. float32 products follow
-`jax.default_matmul_precision`, by default TF32, like XLA's.
-
-JAX's kernel (`jax.experimental.pallas.ops.gpu.attention.mha`, deprecated in jax 0.12) lacks grouped queries, windows
-and softcaps, and needs divisible lengths. jax 0.12 warns that Pallas will drop Triton.
+Sums are float32 in a fixed order, without atomics: results are deterministic. JAX's kernel (`pallas.ops.gpu.attention`)
+lacks grouped queries, windows and softcaps, and needs divisible lengths.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Grouped matmul, for a mixture of experts: rows sorted by group, one kernel per group.
 
 The first `sizes[0]` rows of `[M, K]` are multiplied by kernel 0 of `[E, K, N]`, the next `sizes[1]` by kernel 1, and so
-on; groups may be empty. Rows beyond all groups (most rows, if experts are split over devices) give 0 and get
-gradient 0.
+on. Rows beyond all groups (most rows, if experts are split over devices) give 0 and get gradient 0.
 
     method    computes                                                              platforms
     xla       `jax.lax.ragged_dot`; except on TPUs, XLA multiplies all rows by      all
@@ -32,9 +31,6 @@ def grouped_matmul(rows_MK: Array, kernels_EKN: Array, sizes_E: Array, method: M
     """Returns each row multiplied by its group's kernel, `[M, N]`; 0 beyond the groups.
 
     `sizes_E` are the rows per group. Off CUDA, pallas runs in its interpreter, slowly, for tests.
-
-    Raises:
-      ValueError: shapes or dtypes do not match.
     """
     _check(rows_MK, kernels_EKN, sizes_E)
     arrays = rows_MK, kernels_EKN, sizes_E.astype(jnp.int32)

@@ -1,11 +1,9 @@
 """Attention kernels: one table of their capabilities and costs, and the choice of `model.attention: auto`.
 
-No kernel is used with a `[T, T]` mask: for packed documents cuDNN would build it, not split over tp.
-`blockwise` and `fused` take the first and last key of each query instead (`activations.key_ranges`).
-
-cuDNN is the fastest on Hopper only: 1.7 to 2.3 times as fast as FlashAttention on an H100, but 0.82 on an A100, 0.93 on
-an A10G, 1.00 on an L40S, 0.88 on an RTX PRO 6000 (huggingface/transformers#48163). Elsewhere `auto` prefers `fused`. On
-GPUs a run checks its kernel against plain products, and times the candidates of `auto` (`train/self_check.py`).
+No kernel gets a `[T, T]` mask, which tp would not split: `blockwise` and `fused` take the first and last key of each
+query (`activations.key_ranges`). cuDNN is the fastest on Hopper only: 1.7 to 2.3 times as fast as FlashAttention on an
+H100, 0.82 to 1.00 on an A100, A10G, L40S and RTX PRO 6000 (huggingface/transformers#48163). On GPUs a run checks its
+kernel against plain products, and times the candidates of `auto` (`train/self_check.py`).
 """
 
 import importlib.metadata
@@ -112,14 +110,13 @@ class Kernel:
     """Returns `[B, T, N, H]` of queries, keys, values and segments, as `blockwise_attention` does."""
 
     blocks: Callable[[Sequence[range], int | None], tuple[int, int, int]]
-    """Returns the number of products of which the scores of a head are made, and the queries and keys of each, for
-    the chunks of a sequence that a device has, the positions of its queries, and a window. Keys are those from
-    position 0 to the last query's; of packed documents it may make fewer."""
+    """Returns the number of products that make a head's scores, and the queries and keys of each, for the chunks of
+    positions of a device's queries, and a window."""
 
     holds_scores: bool = False  # scores `[T, T]` lie in memory
     streams_scores: bool = False  # scores go through memory between products, all at once or block by block
     keeps_result: bool = True
-    """Whether its result and log-sum-exp can be kept for the backward pass, which then does not run it again."""
+    """The backward pass need not run it again: remat policies can save its result and log-sum-exp."""
 
     platforms: tuple[str, ...] | None = None  # None: everywhere
     sixteen_bits: bool = False  # computes in 16 bits only
@@ -250,11 +247,7 @@ def _jax_attention(q: Array, k: Array, v: Array, **settings: Any) -> Array:
 def masked_attention(
     q_BTNH: Array, k_BKSH: Array, v_BKSH: Array, seen_BTS: Array, *, scale: float, softcap: float | None
 ) -> Array:
-    """Returns values weighted by attention, shaped like the queries.
-
-    `k_BKSH` and `v_BKSH` have a matrix per kv head; each query must see at least one key. For other arguments see
-    `blockwise_attention`.
-    """
+    """Returns `blockwise_attention` for keys and values with a matrix per kv head; each query must see a key."""
     rows, length, _, width = q_BTNH.shape
     groups = q_BTNH.reshape(rows, length, k_BKSH.shape[1], -1, width)
     scores = scale * jnp.einsum("btkgh,bksh->bkgts", groups, k_BKSH, preferred_element_type=jnp.float32)
