@@ -8,7 +8,7 @@ one collective. Autodiff derives the backward pass:
     enter_parallel, sequence       reduce-scatter
     leave_parallel, no sequence    nothing         (Megatron's g)
     leave_parallel, sequence       all-gather
-    load_weight                    reduce-scatter over (fsdp, cp), all-reduce over dp (once: `layers/gradients.py`)
+    load_weight                    reduce-scatter over (fsdp, cp), all-reduce over dp (once: `layers/parameter.py`)
     load_weight, not gathered      all-reduce over dp
     all_gather                     reduce-scatter
     all_to_all                     all-to-all
@@ -237,7 +237,7 @@ def load_weight(
 
     It casts *before* it gathers, so the gather moves the compute dtype; the gradient is cast *before* it is reduced, so
     the sum over devices uses the reduction dtype. These dtypes differ, hence the hand-written transpose. The gradient
-    is not summed along axes on which the shard already varies (`layers.gradients.mark_unreduced`).
+    is not summed along axes on which the shard already varies (`layers.parameter.mark_unreduced`).
 
     Args:
       shard: this device's part, in the param dtype.

@@ -30,8 +30,7 @@ from jaxtp.analysis.costs import (
 from jaxtp.layers import remat
 from jaxtp.layers.branch import Branch
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.gradients import mark_unreduced
-from jaxtp.layers.parameter import PARAMETERS, Precision, logical_shape, padding_of, spec_of
+from jaxtp.layers.parameter import PARAMETERS, Precision, logical_shape, mark_unreduced, padding_of, spec_of
 from jaxtp.layers.remat import RematPolicy
 from jaxtp.mesh import STORAGE, TP, abstract_mesh, axes_of, batch_parts
 

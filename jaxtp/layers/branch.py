@@ -54,7 +54,8 @@ class PositionwiseBranch(Branch):
 
     def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
         """See `Branch`."""
-        return self(x_BTD), ()
+        y: Any = self(x_BTD)
+        return (y[0] if isinstance(y, tuple) else y), ()  # without the routing
 
 
 @dataclass(frozen=True)

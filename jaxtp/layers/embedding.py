@@ -55,7 +55,7 @@ class HeadConfig:
 
     softcap: float | None = None  # squashes each logit l to `softcap * tanh(l / softcap)`
     chunk_size: int = CHUNK_SIZE  # tokens on a device whose logits exist at a time in a loss (`layers/loss.py`)
-    table_spec: P = TABLE_SPEC  # the spec of the table, which `layers/gradients.py` changes
+    table_spec: P = TABLE_SPEC  # the spec of the table, which `layers/parameter.py` changes
 
 
 def vocabulary_table(vocab_size: int, features: int, precision: Precision, rngs: nnx.Rngs) -> nnx.Param[Array]:

@@ -38,10 +38,9 @@ from jaxtp.config.hints import Problem, nearest_multiples
 from jaxtp.config.schema import ConfigError, Count, CountOrZero
 from jaxtp.layers.activations import activation_spec, sequence_dim
 from jaxtp.layers.balance import Routing, SelectionBias
-from jaxtp.layers.branch import KVCache, Padded, PositionwiseBranch, ShrinkSpec
-from jaxtp.layers.cache import NewTokens
+from jaxtp.layers.branch import Padded, PositionwiseBranch, ShrinkSpec
 from jaxtp.layers.context import Sequences
-from jaxtp.layers.kernels.grouped import Implementation, Method, grouped_matmul, method_of
+from jaxtp.layers.kernels.grouped import Implementation, grouped_matmul, method_of
 from jaxtp.layers.linear import default_kernel_init
 from jaxtp.layers.lora import LayerContext
 from jaxtp.layers.mlp import ACTIVATIONS, MLP_TARGETS, MLPConfig
@@ -162,29 +161,20 @@ class MixtureOfExperts(PositionwiseBranch):
         sequence = sequence_dim(self.sequence_parallel, x_BTD.shape)
         activation = activation_spec(sequence)
         weights, specs = params_and_specs(self)
-        of_tokens: dict[str, Array] = {}
         if self.config.selection_bias:
             weights["selection_bias"], specs["selection_bias"] = self.selection_bias[...], P(None)
-        if sequences.segments is not None:
-            of_tokens["segments"] = sequences.local_tokens(sequences.segments)
-        if sequences.experts is not None:
-            of_tokens["experts"] = sequences.local_tokens(sequences.experts)
         # Each device slices its part itself: if these came in split over tp, XLA would split their other readers too.
-        token_specs = {name: token_spec() for name in of_tokens}
-        sums = batch_spec(SEQUENCE)
-        recorded = P(*activation[:2]) if sequences.record else None
+        given = {"segments": sequences.segments, "experts": sequences.experts}
+        of_tokens = {name: sequences.local_tokens(x) for name, x in given.items() if x is not None}
+        sums, recorded = batch_spec(SEQUENCE), P(*activation[:2]) if sequences.record else None
         transform = device_view(
             partial(self._transform, sequence, sequences.record),
             EXPERTS,
-            in_specs=(activation, specs, token_specs),
+            in_specs=(activation, specs, {name: token_spec() for name in of_tokens}),
             out_specs=(activation, Routing(*[sums] * 5, *[recorded] * 2)),  # type: ignore[arg-type]
         )
         result: tuple[Array, Routing] = transform(x_BTD, weights, of_tokens)
         return result
-
-    def decode(self, x_BTD: Array, cache: KVCache, new: NewTokens) -> tuple[Array, KVCache]:
-        """See `Branch`."""
-        return self(x_BTD)[0], ()
 
     def _transform(
         self, sequence: int | None, record: bool, x: Array, weights: Weights, of_tokens: Weights
@@ -197,8 +187,8 @@ class MixtureOfExperts(PositionwiseBranch):
         counts = jnp.ones(x.shape[:2], bool) if segments is None else segments != 0
         experts, shares, routing = self._route(sequence, record, x, weights, counts, of_tokens.get("experts"))
         # One exchange for both: float32 holds expert indices exactly.
-        told = enter_parallel(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), sequence)
-        shares, experts = told[..., : config.experts_per_token], told[..., config.experts_per_token :].astype(jnp.int32)
+        both = enter_parallel(jnp.concatenate([shares, experts.astype(jnp.float32)], axis=-1), sequence)
+        shares, experts = both[..., : config.experts_per_token], both[..., config.experts_per_token :].astype(jnp.int32)
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [b, T/cp, D]
         count, _ = self.on_device(axis_size(TP))
         local = experts - (axis_index(TP) * count if over_tp else 0)
@@ -210,10 +200,6 @@ class MixtureOfExperts(PositionwiseBranch):
         routing = replace(routing, computed=(computed if over_tp else _once(computed))[:, None])
         return leave_parallel(y.reshape(*x.shape[:2], -1), sequence), routing
 
-    @property
-    def _method(self) -> Method:
-        return method_of(self.config.grouped, platform_here())[0]
-
     def _route(
         self, sequence: int | None, record: bool, x: Array, weights: Weights, counts: Array, given: Array | None
     ) -> tuple[Array, Array, Routing]:
@@ -223,9 +209,8 @@ class MixtureOfExperts(PositionwiseBranch):
         recorded.
         """
         config, k = self.config, self.config.experts_per_token
-        router = replace(self.precision, compute="float32").load(
-            weights["router"], 0, used_by_all_tp=sequence is not None
-        )
+        in_float32 = replace(self.precision, compute="float32")
+        router = in_float32.load(weights["router"], 0, used_by_all_tp=sequence is not None)
         logits = jnp.einsum("btd,de->bte", x.astype(jnp.float32), router, precision=jax.lax.Precision.HIGHEST)
         scores = jax.nn.softmax(logits)
         for_choice = jax.lax.stop_gradient(scores)
@@ -264,7 +249,8 @@ class MixtureOfExperts(PositionwiseBranch):
         gate, up = (self.precision.load(weights[name], 1) for name in ("gate", "up"))
         down = self.precision.load(weights["down"], 2)
         inputs = rows.spread(x)
-        multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=self._method)
+        method, _ = method_of(self.config.grouped, platform_here())
+        multiply = partial(grouped_matmul, sizes_E=rows.sizes, method=method)
         gates, ups = (checkpoint_name(multiply(inputs, kernels), PROJECTED) for kernels in (gate, up))
         hidden = ACTIVATIONS[self.config.activation](gates) * ups
         # Weighted before the last product, so that the backward pass does not need that product's result.
@@ -273,10 +259,8 @@ class MixtureOfExperts(PositionwiseBranch):
 
     def on_device(self, tp: int) -> tuple[int, int]:
         """Returns the experts on each of tp devices, and the width of each."""
-        config = self.config
-        return (
-            (config.num_experts // tp, config.d_ff) if config.over_tp(tp) else (config.num_experts, config.d_ff // tp)
-        )
+        experts, features = self.config.num_experts, self.config.d_ff
+        return (experts // tp, features) if self.config.over_tp(tp) else (experts, features // tp)
 
 
 @dataclass(frozen=True)

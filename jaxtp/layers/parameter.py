@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -16,13 +17,15 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxtp.collectives import WeightDtypes, axis_size, check_divides, load_weight
-from jaxtp.mesh import TP, current_mesh
+from jaxtp.collectives import WeightDtypes, all_reduce, axis_size, check_divides, device_view, load_weight
+from jaxtp.mesh import TOKENS, TP, axes_of, current_mesh
 
 Weights = dict[str, Array]  # A layer's parameters by the path of the attribute that holds them, such as `kernels.0`
 
+Variable = nnx.Variable[Any]
+
 GRADIENTS = "gradients"
-"""Name of the module that sums the gradients of all micro-batches over devices (`layers/gradients.py`)."""
+"""Name in profiles of the sum of all micro-batches' gradients over devices (`sum_copies`)."""
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -110,7 +113,7 @@ Padding = tuple[tuple[int, PaddedDim], ...]
 
 
 def parameter(
-    name: str, value: Array, spec: PartitionSpec, *, kind: type[nnx.Variable[Any]] = nnx.Param, padding: Padding = ()
+    name: str, value: Array, spec: PartitionSpec, *, kind: type[Variable] = nnx.Param, padding: Padding = ()
 ) -> Any:
     """Returns a parameter, sharded by `spec` over the mesh in context. `value` has no padding; `name` is for errors."""
     value = pad(value, padding, axis_size(TP))
@@ -121,12 +124,12 @@ def parameter(
     return kind(value, out_sharding=spec, eager_sharding=current_mesh() is not None, **metadata)
 
 
-def padding_of(variable: nnx.Variable[Any]) -> Padding:
+def padding_of(variable: Variable) -> Padding:
     """Returns a variable's padded dims."""
     return tuple(variable.get_metadata().get("padding", ()))
 
 
-def logical_shape(variable: nnx.Variable[Any]) -> tuple[int, ...]:
+def logical_shape(variable: Variable) -> tuple[int, ...]:
     """Returns the shape without padding, equal on every mesh."""
     shape = list(variable.shape)
     for dim, split in padding_of(variable):
@@ -172,7 +175,7 @@ def params_and_specs(*modules: nnx.Module) -> tuple[Weights, dict[str, Partition
     return weights, specs
 
 
-def spec_of(variable: nnx.Variable[Any]) -> PartitionSpec:
+def spec_of(variable: Variable) -> PartitionSpec:
     """Returns a variable's spec, P() if undeclared, without a stack's dim after unstacking."""
     declared = tuple(variable.get_metadata().get("out_sharding") or ())
     return PartitionSpec(*declared[max(0, len(declared) - len(variable.shape)) :])
@@ -183,3 +186,48 @@ def check_sizes(layer: str, **sizes: Any) -> None:
     bad = [f"{name}={size!r}" for name, size in sizes.items() if not isinstance(size, Integral) or size < 1]
     if bad:
         raise ValueError(f"{layer}: {', '.join(bad)}: should be a whole number, 1 or more")
+
+
+# By default every layer all-reduces its gradients over dp, for each micro-batch. A training step marks weights as
+# different on those devices, so `load_weight` omits the sum, and sums once, after the last micro-batch. Sums over fsdp
+# stay, or every device would hold whole gradients, and so do sums of norms over tp.
+
+
+def mark_unreduced(params: nnx.State) -> nnx.State:
+    """Returns params marked as different on the devices along `TOKENS` that hold replicas; nothing moves.
+
+    The last dim of params and gradients then has all these replicas side by side.
+    """
+
+    def apart(param: Variable) -> Variable:
+        spec, axes = spec_of(param), _copied_over(param)
+        *others, last = spec
+        side_by_side = PartitionSpec(*others, (*axes_of(last), *axes))
+        view = device_view(lambda shard: shard, GRADIENTS, in_specs=(spec,), out_specs=side_by_side)
+        return param.copy(view(param[...]), out_sharding=side_by_side) if axes else param
+
+    return jax.tree.map(apart, params, is_leaf=_is_variable)
+
+
+def sum_copies(grads: nnx.State, params: nnx.State, dtype: DTypeLike) -> nnx.State:
+    """All-reduces, in `dtype`, accumulated gradients of params that `mark_unreduced` marked."""
+
+    def total(param: Variable, grad: Variable) -> Variable:
+        axes = _copied_over(param)
+
+        def add(shard: Array) -> Array:
+            return all_reduce(shard.astype(dtype), *axes).astype(shard.dtype)
+
+        view = device_view(add, GRADIENTS, in_specs=(spec_of(grad),), out_specs=spec_of(param))
+        return param.copy(view(grad[...])) if axes else grad
+
+    return jax.tree.map(total, params, grads, is_leaf=_is_variable)
+
+
+def _copied_over(param: Variable) -> tuple[str, ...]:
+    split = {axis for entry in spec_of(param) for axis in axes_of(entry)}
+    return tuple(axis for axis in TOKENS if axis not in split and axis_size(axis) > 1)
+
+
+def _is_variable(leaf: Any) -> bool:
+    return isinstance(leaf, nnx.Variable)
