@@ -1,8 +1,4 @@
-"""Finds a model's modules and wraps their calls.
-
-A wrapped module gets a subclass of its class, so `isinstance`, tied weights, checkpoints and `nnx.split` work as
-before.
-"""
+"""Finds a model's modules and wraps their calls: a module gets a subclass of its class, so `isinstance` still works."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -71,8 +67,7 @@ class ModuleInfo:
 
     module: nnx.Module
     paths: tuple[str, ...]  # several if the module is shared; `""` is the model itself
-    parameters: dict[str, nnx.Param[Any]]
-    """Parameters of the module by name, also those in containers, without those of submodules."""
+    parameters: dict[str, nnx.Param[Any]]  # by name, also in containers; without parameters of submodules
 
     @property
     def path(self) -> str:

@@ -1,8 +1,7 @@
-"""Runs a stock module's code on shards.
+"""Runs a stock module's code on shards: a copy of the module with this device's parameters and sizes runs Flax's code.
 
-Inside `device_view` a copy of the module, with this device's parameters and sizes, runs Flax's code with the module's
-dtypes, precision and hooks. The split letter (`stock.py`) sets the communication: a result with the letter is split by
-columns; without it, each device has a partial sum.
+The split letter (`stock.py`) sets the communication: a result with the letter is split by columns; without it, each
+device has a partial sum.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,7 +52,7 @@ class ResolvedStyle:
     fsdp: bool = True  # parameters are stored split over fsdp and cp
 
     def tp_dim(self, letters: str) -> int | None:
-        """Returns the dim that tp splits in a parameter."""
+        """Returns the dim of a parameter that tp splits."""
         return letters.index(self.letter) if self.letter is not None and self.letter in letters else None
 
 
@@ -137,10 +136,8 @@ class ShardedCall:
 
     @property
     def _body_layout(self) -> Layout:
-        letter = self.style.letter
-        if letter is not None and letter in self.signature.outputs:
-            return Shard(self.signature.outputs[letter])
-        return self.style.output_layout
+        outputs, letter = self.signature.outputs, self.style.letter
+        return Shard(outputs[letter]) if letter is not None and letter in outputs else self.style.output_layout
 
     def _spec(self, name: str, shape: tuple[int, ...], stored: bool) -> PartitionSpec:
         sizes = mesh_sizes(current_mesh())
