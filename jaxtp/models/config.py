@@ -155,11 +155,7 @@ class ModelConfig(BlockConfig, DecoderSizes):
                 object.__setattr__(self, name, tuple(hashable))
 
     def stacks(self) -> tuple[Stack, ...]:
-        """Returns the stacks; layers that the pattern does not divide form further stacks.
-
-        Raises:
-          ConfigError: a block has an unknown setting or an invalid value.
-        """
+        """Returns the stacks; layers that the pattern does not divide form further stacks."""
         return _stacks(self)
 
     @property
@@ -219,17 +215,12 @@ class ModelConfig(BlockConfig, DecoderSizes):
         heads = f"{self.num_heads} heads ({self.num_kv_heads} kv) of {self.head_dim}"
         others = len(self.block_kinds()) - 1
         differing = f", and {others} other {'kind' if others == 1 else 'kinds'} of block" if others else ""
-        experts = (
-            f" in each of {self.num_experts} experts, {self.experts_per_token} a token" if self.num_experts else ""
-        )
+        count = self.num_experts
+        experts = f" in each of {count} experts, {self.experts_per_token} a token" if count else ""
         return f"d_model {self.d_model}, {heads}, d_ff {self.d_ff}{experts}{differing}"
 
     def described(self) -> Mapping[str, BlockConfig]:
-        """Returns the settings of blocks in `first_blocks` and `pattern`, by place: `model.pattern[0]`.
-
-        Raises:
-          ConfigError: a block has an unknown setting or an invalid value.
-        """
+        """Returns the settings of blocks in `first_blocks` and `pattern`, by place: `model.pattern[0]`."""
         return _described(self)
 
     def block_kinds(self) -> tuple[BlockConfig, ...]:
@@ -271,11 +262,8 @@ def _runs(blocks: Sequence[BlockConfig]) -> Iterator[Stack]:
 
 
 def checked(config: ModelConfig, mesh: Mapping[str, int], *, fixed: bool = False) -> ModelConfig:
-    """Returns the validated config.
-
-    Raises:
-      ConfigError: a value is invalid or does not fit the others and the mesh.
-    """
+    """Returns the validated config; a ConfigError says which values are invalid, or do not fit the others or the
+    mesh."""
     if not isinstance(config, ModelConfig):
         raise ConfigError(f"a decoder is made of a ModelConfig, not of {str(config)[:100]!r}")
     config = validate(type(config), dataclasses.asdict(config), source=type(config).__name__)

@@ -168,9 +168,6 @@ class Decoder(EmbeddingAndHead):
 
     Params of blocks at the same place of a pattern are stacked on an unsplit leading dim: `blocks` if all blocks are
     equal, otherwise `blocks.0`, `blocks.1`, ..., stack by stack.
-
-    Raises:
-      ConfigError: a config value is invalid, or does not fit the others and the mesh.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -197,12 +194,7 @@ class Decoder(EmbeddingAndHead):
         return self.logits_of_hidden(sequences.natural(self.hidden(ids_BT, sequences=sequences)))
 
     def sequences(self, ids_BT: Array, segments_BT: Array | None = None, context: Context = "auto") -> Sequences:
-        """Returns the facts about rows that layers need.
-
-        Raises:
-          ConfigError: unknown `context`.
-          ValueError: cp does not divide T.
-        """
+        """Returns the facts about rows that layers need."""
         if not isinstance(context, str) or context not in get_args(Context):
             raise ConfigError(f"context={context!r}: attention over cp is by {', '.join(get_args(Context))}")
         check_divides("sequences over cp", ids_BT.shape, token_spec())
@@ -222,13 +214,8 @@ class Decoder(EmbeddingAndHead):
     ) -> tuple[Array, Array]:
         """Returns the summed cross-entropy in nats and the number of labels that are not -100, as float32 scalars.
 
-        Args:
-          ids_BT: integers below V.
-          labels_BT: `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100.
-          segments_BT: see `__call__`.
-          z_loss: weight of the squared log-normaliser.
-          dropout_keys: `[B]`; turn dropout on.
-          context: see `__call__`.
+        `labels_BT[b, t]` is the token after `ids_BT[b, t]`, or -100. `z_loss` is the weight of the squared
+        log-normaliser; `dropout_keys` `[B]` turn dropout on; for the others see `__call__`.
         """
         shared: dict[str, Any] = {"z_loss": z_loss, "dropout_keys": dropout_keys}
         terms = self.loss_terms(ids_BT, labels_BT, self.sequences(ids_BT, segments_BT, context), **shared)[0]
