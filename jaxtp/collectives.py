@@ -74,10 +74,10 @@ def device_view(body: Callable[..., Any], name: str, in_specs: tuple[Any, ...], 
 
 
 class MissingReductionError(ValueError):
-    """A layer's result differs between devices on which it is declared equal; `found` is JAX's message."""
+    """A layer's result differs between devices on which it is declared equal; `message` is JAX's message."""
 
-    def __init__(self, name: str, found: str):
-        axes = sorted(set(re.findall(r"across mesh ax[ie]s \(?'(\w+)'", found)))
+    def __init__(self, name: str, message: str):
+        axes = sorted(set(re.findall(r"across mesh ax[ie]s \(?'(\w+)'", message)))
         where = f"along {' and '.join(axes)}" if axes else "on which it is declared equal"
         super().__init__(
             f"{name}: its result differs between devices {where}, and is declared equal there; a reduction "

@@ -217,6 +217,6 @@ def _check_count(sizes: Mapping[str, int], needed: int, devices: Sequence[jax.De
 def _list_meshes(num_devices: int, requested: Mapping[str, int]) -> str:
     """Lists meshes of `num_devices`, powers of two first, with cp only if requested."""
     axes = [axis for axis in AXES if axis not in CONTEXT or requested[axis] != 1]
-    found = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))
-    shapes = sorted(found, key=lambda shape: sum(size & (size - 1) > 0 for size in shape))
+    meshes = (tuple(sizes.values()) for sizes in fitting_meshes(num_devices, axes))
+    shapes = sorted(meshes, key=lambda shape: sum(size & (size - 1) > 0 for size in shape))
     return ", ".join(map(str, shapes[:_MAX_LISTED])) + (", ..." if len(shapes) > _MAX_LISTED else "")

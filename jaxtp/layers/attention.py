@@ -145,11 +145,11 @@ class AttentionConfig(BranchConfig):
         """See `BranchConfig`."""
         heads = self.heads
 
-        def alike(width: int) -> bool:
+        def pads_equally(width: int) -> bool:
             other = replace(self, head_dim=width).heads
             return all(heads.stored(tp)[:-1] == other.stored(tp)[:-1] for tp in small.tps)
 
-        head_dims = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and alike(size))
+        head_dims = (size for size in _SMALL_HEAD_DIMS if size < self.head_dim and pads_equally(size))
         head_dim, length = next(head_dims, self.head_dim), small.positions(self.rope_scaling.original_length)
         return {
             "head_dim": head_dim,

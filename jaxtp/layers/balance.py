@@ -87,11 +87,11 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
     by_layer = P(None, *batch_spec(SEQUENCE))
 
     def total(routings: list[Routing], labels: Array) -> Balance:
-        own = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)  # [layers, b, ...], of this device's tokens
-        own = _in_one(lambda sums: all_reduce(sums, *SEQUENCE), own)
+        local = jax.tree.map(lambda sums: jnp.sum(sums, axis=2), routings)  # [layers, b, ...], of this device's tokens
+        local = _in_one(lambda sums: all_reduce(sums, *SEQUENCE), local)
         counted = jnp.sum(labels != IGNORE, axis=1, dtype=jnp.float32)  # [b]
         auxiliary, squared, entropies, dropped = [], [], [], []
-        for routing, k in zip(own, experts_per_token, strict=True):
+        for routing, k in zip(local, experts_per_token, strict=True):
             choices = jnp.sum(routing.times_chosen, axis=-1)  # [layers, b], k for each token
             tokens = jnp.maximum(choices / k, 1)
             num_experts = routing.times_chosen.shape[-1]
@@ -103,7 +103,7 @@ def balance(routings: Sequence[Routing], labels_BT: Array, experts_per_token: Se
         sums = Balance(
             balance_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(auxiliary), axis=0)),
             router_z_loss=jnp.sum(counted * jnp.mean(jnp.concatenate(squared), axis=0)),
-            times_chosen=tuple(jnp.sum(routing.times_chosen, axis=1) for routing in own),
+            times_chosen=tuple(jnp.sum(routing.times_chosen, axis=1) for routing in local),
             entropy=jnp.sum(jnp.stack(entropies)),
             dropped=jnp.sum(jnp.stack(dropped)),
         )

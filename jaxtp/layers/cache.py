@@ -65,11 +65,11 @@ class NewTokens:
     def segments(self, num_slots: int) -> Array:
         """Returns the segments of packed tokens `[b, T]`, or of earlier and packed tokens `[b, S + T]`."""
         assert self.rows is not None
-        own = self.rows + 1
+        segments = self.rows + 1
         if not self.continued:
-            return own
+            return segments
         there = jnp.arange(num_slots) >= num_slots - self.positions[:, :1]
-        return jnp.concatenate([jnp.where(there, own[:, :1], 0), own], axis=1)
+        return jnp.concatenate([jnp.where(there, segments[:, :1], 0), segments], axis=1)
 
 
 def visible(positions: Array, num_slots: int, window: int | None = None) -> Array:

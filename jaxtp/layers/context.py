@@ -169,12 +169,12 @@ def routes(cp: int, hop: int, *, zigzag: bool) -> dict[tuple[int, int], list[tup
     def holder(chunk: int) -> tuple[int, int]:
         return (chunk, 0) if chunk < cp else (count - 1 - chunk, 1)
 
-    found: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    by_slots: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for chunk in range(hop, count):
         (source, sent), (target, received) = holder(chunk - hop), holder(chunk)
         if source != target:
-            found.setdefault((sent, received), []).append((source, target))
-    return found
+            by_slots.setdefault((sent, received), []).append((source, target))
+    return by_slots
 
 
 def num_routes(cp: int, hop: int, *, zigzag: bool) -> int:

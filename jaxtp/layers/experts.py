@@ -88,9 +88,9 @@ class ExpertsConfig(MLPConfig):
                 f"at most {experts} works"
             )
         if self.mlp != "gated" or self.mlp_bias:
-            given = f"model.mlp={self.mlp} and model.mlp_bias={str(self.mlp_bias).lower()}"
+            current = f"model.mlp={self.mlp} and model.mlp_bias={str(self.mlp_bias).lower()}"
             yield Problem(
-                f"{given}: the {experts} experts of model.num_experts are gated, without biases; use model.mlp=gated "
+                f"{current}: the {experts} experts of model.num_experts are gated, without biases; use model.mlp=gated "
                 "and model.mlp_bias=false"
             )
         if not self.over_tp(tp) and self.d_ff % tp:
@@ -164,8 +164,8 @@ class MixtureOfExperts(PositionwiseBranch):
         if self.config.selection_bias:
             weights["selection_bias"], specs["selection_bias"] = self.selection_bias[...], P(None)
         # Each device slices its part itself: if these came in split over tp, XLA would split their other readers too.
-        given = {"segments": sequences.segments, "experts": sequences.experts}
-        of_tokens = {name: sequences.local_tokens(x) for name, x in given.items() if x is not None}
+        by_token = {"segments": sequences.segments, "experts": sequences.experts}
+        of_tokens = {name: sequences.local_tokens(x) for name, x in by_token.items() if x is not None}
         sums, recorded = batch_spec(SEQUENCE), P(*activation[:2]) if sequences.record else None
         transform = device_view(
             partial(self._transform, sequence, sequences.record),
@@ -192,20 +192,20 @@ class MixtureOfExperts(PositionwiseBranch):
         x = enter_parallel(x.astype(self.precision.compute), sequence)  # [b, T/cp, D]
         count, _ = self.on_device(axis_size(TP))
         local = experts - (axis_index(TP) * count if over_tp else 0)
-        mine = (local >= 0) & (local < count)
-        rows = Rows.of(jnp.where(mine, local, count).reshape(-1, config.experts_per_token), count)
+        is_here = (local >= 0) & (local < count)
+        rows = Rows.of(jnp.where(is_here, local, count).reshape(-1, config.experts_per_token), count)
         y = self._compute(rows, x.reshape(-1, x.shape[-1]), shares.reshape(-1), weights)
-        computed = jnp.sum(mine, axis=(1, 2), dtype=jnp.float32)
+        computed = jnp.sum(is_here, axis=(1, 2), dtype=jnp.float32)
         # With experts divided inside, every device of a tp group computes a part of each row; only the first counts it.
         routing = replace(routing, computed=(computed if over_tp else _once(computed))[:, None])
         return leave_parallel(y.reshape(*x.shape[:2], -1), sequence), routing
 
     def _route(
-        self, sequence: int | None, record: bool, x: Array, weights: Weights, counts: Array, given: Array | None
+        self, sequence: int | None, record: bool, x: Array, weights: Weights, counts: Array, replayed: Array | None
     ) -> tuple[Array, Array, Routing]:
         """Returns the experts of this device's tokens, their weights, both `[b, t, k]`, and the sums.
 
-        Padding gets expert E, which does not exist. `given` experts replace the router's choice, which is then only
+        Padding gets expert E, which does not exist. `replayed` experts replace the router's choice, which is then only
         recorded.
         """
         config, k = self.config, self.config.experts_per_token
@@ -216,10 +216,10 @@ class MixtureOfExperts(PositionwiseBranch):
         for_choice = jax.lax.stop_gradient(scores)
         if config.selection_bias:
             for_choice = for_choice + weights["selection_bias"]
-        best, own_choice = jax.lax.top_k(for_choice, min(k + record, config.num_experts))
+        best, choice = jax.lax.top_k(for_choice, min(k + record, config.num_experts))
         # Saved under every remat policy: recomputed scores could round differently and choose other experts.
-        own_choice = checkpoint_name(own_choice[..., :k], CHOSEN)
-        experts = own_choice if given is None else given
+        choice = checkpoint_name(choice[..., :k], CHOSEN)
+        experts = choice if replayed is None else replayed
         # Scores over their sum are a softmax of the chosen logits, so the gradient of the other logits is exactly zero.
         # Rounding noise there would become full steps in Adafactor, different on each mesh.
         shares = (
@@ -241,7 +241,7 @@ class MixtureOfExperts(PositionwiseBranch):
         routing = Routing(*(each[:, None] for each in sums), computed=valid)  # type: ignore[misc]
         if record:
             last = jnp.zeros_like(best[..., 0]) if best.shape[-1] == k else best[..., k]
-            routing = replace(routing, experts=own_choice, margin=best[..., k - 1] - last)
+            routing = replace(routing, experts=choice, margin=best[..., k - 1] - last)
         return jnp.where(counts[..., None], experts, config.num_experts), shares, routing
 
     def _compute(self, rows: "Rows", x: Array, shares: Array, weights: Weights) -> Array:
@@ -313,11 +313,11 @@ def _collect(rows: Array, places: Array, choices: Array) -> Array:
 
 _spread.defvjp(
     lambda x, places, choices: (_spread(x, places, choices), (places, choices)),
-    lambda kept, grad: (_collect(grad, *kept), None, None),
+    lambda residuals, grad: (_collect(grad, *residuals), None, None),
 )
 _collect.defvjp(
     lambda rows, places, choices: (_collect(rows, places, choices), (places, choices)),
-    lambda kept, grad: (_spread(grad, *kept), None, None),
+    lambda residuals, grad: (_spread(grad, *residuals), None, None),
 )
 
 

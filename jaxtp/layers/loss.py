@@ -91,8 +91,8 @@ def _on_devices(
         table = precision.load(shard, 1, accumulate="float32")  # chunks accumulate gradients in float32
         token_statistics = partial(_token_statistics, head, table)
         # [tokens, D] and [tokens]: nothing is copied
-        found = _map_chunks(token_statistics, x.reshape(-1, x.shape[-1]), labels.reshape(-1), head.chunk_size)
-        return reduce(jax.tree.map(lambda each: each.reshape(labels.shape), found), labels)
+        statistics = _map_chunks(token_statistics, x.reshape(-1, x.shape[-1]), labels.reshape(-1), head.chunk_size)
+        return reduce(jax.tree.map(lambda each: each.reshape(labels.shape), statistics), labels)
 
     in_specs = (activation_spec(sequence), head.table_spec, token_spec())
     return device_view(run, LOSS, in_specs, out_specs)(*arrays)
@@ -125,8 +125,8 @@ def _map_chunks(fn: Callable[[Array, Array], _Statistics], x: Array, labels: Arr
 
     pieces: list[_Statistics] = []
     if num_chunks:
-        found = jax.lax.map(lambda chunk: fn(*chunk), (chunked(x), chunked(labels)))
-        pieces.append(jax.tree.map(jnp.ravel, found))
+        statistics = jax.lax.map(lambda chunk: fn(*chunk), (chunked(x), chunked(labels)))
+        pieces.append(jax.tree.map(jnp.ravel, statistics))
     if rest:
         pieces.append(fn(x[-rest:], labels[-rest:]))
     joined: _Statistics = jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces)

@@ -158,8 +158,8 @@ def unpad(array: Any, padding: Padding, tp: int) -> Any:
         if stored != split.factors:
             axis = array.ndim + dim
             factored = array.reshape(*array.shape[:axis], *stored, *array.shape[axis + 1 :])
-            kept = factored[(slice(None),) * axis + tuple(slice(size) for size in split.factors)]
-            array = kept.reshape(*array.shape[:axis], split.size, *array.shape[axis + 1 :])
+            unpadded = factored[(slice(None),) * axis + tuple(slice(size) for size in split.factors)]
+            array = unpadded.reshape(*array.shape[:axis], split.size, *array.shape[axis + 1 :])
     return array
 
 

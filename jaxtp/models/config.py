@@ -41,8 +41,8 @@ _Ignored = Annotated[Keys, tyro.conf.arg(aliases=["--ignore-config"], metavar="K
 class Changes(dict[str, Any]):
     """Settings in which a block differs from the model's; hashable, so never mutate them."""
 
-    def __init__(self, given: Mapping[str, Any] | Iterable[tuple[str, Any]]):
-        super().__init__({name: _plain(value) for name, value in dict(given).items()})
+    def __init__(self, changes: Mapping[str, Any] | Iterable[tuple[str, Any]]):
+        super().__init__({name: _plain(value) for name, value in dict(changes).items()})
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self))
@@ -150,8 +150,8 @@ class ModelConfig(BlockConfig, DecoderSizes):
 
     def __post_init__(self) -> None:
         for name in ("first_blocks", "pattern"):
-            if isinstance(given := getattr(self, name), list | tuple):
-                hashable = (Changes(changes) if isinstance(changes, Mapping) else changes for changes in given)
+            if isinstance(blocks := getattr(self, name), list | tuple):
+                hashable = (Changes(changes) if isinstance(changes, Mapping) else changes for changes in blocks)
                 object.__setattr__(self, name, tuple(hashable))
 
     def stacks(self) -> tuple[Stack, ...]:
@@ -231,14 +231,14 @@ class ModelConfig(BlockConfig, DecoderSizes):
 @lru_cache(maxsize=256)
 def _described(config: ModelConfig) -> Mapping[str, BlockConfig]:
     places = (("first_blocks", config.first_blocks), ("pattern", config.pattern))
-    given = {f"model.{name}[{i}]": changes for name, found in places for i, changes in enumerate(found)}
-    return {place: _changed_block(config, place, changes) for place, changes in given.items()}
+    by_place = {f"model.{name}[{i}]": changes for name, blocks in places for i, changes in enumerate(blocks)}
+    return {place: _changed_block(config, place, changes) for place, changes in by_place.items()}
 
 
 def _changed_block(config: ModelConfig, place: str, changes: BlockChanges) -> BlockConfig:
     block = config.block()
-    own = {field.name for field in dataclasses.fields(block)} - _OF_ALL_BLOCKS
-    if shared := [name for name in changes if name in vars(config) and name not in own]:
+    of_blocks = {field.name for field in dataclasses.fields(block)} - _OF_ALL_BLOCKS
+    if shared := [name for name in changes if name in vars(config) and name not in of_blocks]:
         instead = ", ".join(f"model.{name}" for name in shared)
         raise ConfigError(f"{place}: {', '.join(shared)} cannot differ between blocks; set {instead} for all of them")
     return validate(type(block), {**dataclasses.asdict(block), **changes}, source=place)
@@ -283,9 +283,9 @@ def shrunk(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
     pattern, first = max(1, len(config.pattern)), len(config.first_blocks)
     turns, rest = divmod(config.num_layers - first, pattern)
     every = (*config.first_blocks, *config.pattern)
-    changes = [
-        Changes({name: block.shrink(small).get(name, value) for name, value in own.items()})
-        for own, block in zip(every, config.described().values(), strict=True)
+    smaller = [
+        Changes({name: block.shrink(small).get(name, value) for name, value in changes.items()})
+        for changes, block in zip(every, config.described().values(), strict=True)
     ]
     return dataclasses.replace(
         config,
@@ -293,8 +293,8 @@ def shrunk(config: ModelConfig, small: ShrinkSpec) -> ModelConfig:
         d_model=smallest_congruent(0, small.shards, _MIN_D_MODEL),
         num_layers=first + pattern * min(turns, _MAX_TURNS) + rest,
         loss_chunk=small.positions(config.loss_chunk),
-        first_blocks=tuple(changes[:first]),
-        pattern=tuple(changes[first:]),
+        first_blocks=tuple(smaller[:first]),
+        pattern=tuple(smaller[first:]),
         learned_positions=config.learned_positions and small.positions(config.learned_positions),
         **config.shrink(small),
     )
@@ -337,9 +337,9 @@ def model_problems(config: ModelConfig, mesh: Mapping[str, int]) -> Iterator[Pro
     """Yields the reasons of `violations`, without suggestions."""
     first, pattern = len(config.first_blocks), len(config.pattern)
     if config.num_layers < first + pattern:
-        given = f"{first} in model.first_blocks and {pattern} in model.pattern"
+        described = f"{first} in model.first_blocks and {pattern} in model.pattern"
         yield Problem(
-            f"model.num_layers={config.num_layers} is less than the blocks that are described: {given}; at least "
+            f"model.num_layers={config.num_layers} is less than the blocks that are described: {described}; at least "
             f"{first + pattern} works"
         )
         return

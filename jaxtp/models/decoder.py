@@ -297,10 +297,10 @@ class Decoder(EmbeddingAndHead):
         routings: Routings = []
         for stack, blocks in self.stacked():
             count = stack.repeats * len(blocks)
-            own = None if keys is None else keys[done : done + count]
-            given = [None] * len(blocks) if experts is None else experts[len(routings) : len(routings) + len(blocks)]
-            by_layer = [None if each is None else jnp.swapaxes(each, 0, 1) for each in given]
-            x_BTD, found = _run(stack, blocks, x_BTD, own, sequences, by_layer)
+            stack_keys = None if keys is None else keys[done : done + count]
+            chosen = [None] * len(blocks) if experts is None else experts[len(routings) : len(routings) + len(blocks)]
+            by_layer = [None if each is None else jnp.swapaxes(each, 0, 1) for each in chosen]
+            x_BTD, found = _run(stack, blocks, x_BTD, stack_keys, sequences, by_layer)
             routings += found
             done += count
         return self.norm(x_BTD), routings
@@ -359,8 +359,8 @@ def _run(
     ) -> tuple[Array, Routings]:
         routings: Routings = []
         for i, block in enumerate(blocks):
-            given = replace(sequences, experts=experts[i])
-            x_BTD, routing = run(x_BTD, block, None if keys is None else keys[i], given)
+            with_experts = replace(sequences, experts=experts[i])
+            x_BTD, routing = run(x_BTD, block, None if keys is None else keys[i], with_experts)
             routings.append(routing)
         return x_BTD, routings
 

@@ -118,8 +118,8 @@ def _forward(
     return y, (q, k, v, segments, part, y, checkpoint_name(highest + jnp.log(total), ATTENDED))
 
 
-def _backward(settings: _Settings, kept: tuple[Any, ...], dy: Array) -> tuple[Array | None, ...]:
-    q, k, v, segments, part, y, log_sum = kept
+def _backward(settings: _Settings, residuals: tuple[Any, ...], dy: Array) -> tuple[Array | None, ...]:
+    q, k, v, segments, part, y, log_sum = residuals
     pairs = _Pairs(settings, q, k, segments, part)
     queries, keys, values, grads = pairs.of_queries(q), pairs.of_keys(k), pairs.of_keys(v), pairs.of_queries(dy)
     # The softmax subtracts from the gradient of each weight their weighted mean.

@@ -48,7 +48,7 @@ class Blocks:
     """Block sizes of a kernel, and Triton's options."""
 
     queries: int  # rows of a block of queries; a power of two, at least 16 on a GPU
-    keys: int  # rows of a block of keys, alike
+    keys: int  # rows of a block of keys
     warps: int  # groups of 32 threads that share a program
     stages: int  # blocks that are loaded ahead, and the one that is computed
 
@@ -123,8 +123,8 @@ def _check(q: Array, k: Array, v: Array) -> None:
     if width > MOST_HEAD_DIM:
         raise ValueError(f"head_dim {width} is above {MOST_HEAD_DIM}, the widest of the fused attention kernels")
     if {x.dtype for x in (q, k, v)} != {q.dtype} or q.dtype.name not in DTYPES:
-        given = ", ".join(x.dtype.name for x in (q, k, v))
-        raise ValueError(f"queries, keys and values are {given}: fused attention takes one of {', '.join(DTYPES)}")
+        dtypes = ", ".join(x.dtype.name for x in (q, k, v))
+        raise ValueError(f"queries, keys and values are {dtypes}: fused attention takes one of {', '.join(DTYPES)}")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -150,8 +150,8 @@ def _forward(
     return o, (q, k, v, of_queries, of_keys, o, checkpoint_name(lse, ATTENDED))
 
 
-def _backward(settings: _Settings, kept: tuple[Any, ...], do: Array) -> tuple[Array | None, ...]:
-    q, k, v, of_queries, of_keys, o, lse = kept
+def _backward(settings: _Settings, residuals: tuple[Any, ...], do: Array) -> tuple[Array | None, ...]:
+    q, k, v, of_queries, of_keys, o, lse = residuals
     blocks, group = settings.backward, q.shape[2] // k.shape[2]
     delta = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1).swapaxes(1, 2)  # [B, N, T]
     rows, statistics, keys = _block(q, blocks.queries), _statistics(blocks.queries), _all_keys(q, k)

@@ -45,12 +45,12 @@ def dense(method: Method, platform: str | None) -> bool:
     return method == "xla" and platform != "tpu"
 
 
-def method_of(asked: Implementation, platform: str | None) -> tuple[Method, str]:
+def method_of(requested: Implementation, platform: str | None) -> tuple[Method, str]:
     """Returns the method and the reason; see `refused` for a requested method. None: unknown platform."""
-    if asked != "auto":
-        return asked, "as configured"
+    if requested != "auto":
+        return requested, "as configured"
     if _has_pallas(platform):
-        return "pallas", "it multiplies each row with its own expert alone"
+        return "pallas", "it multiplies each row with its expert only"
     return "xla", f"pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}"
 
 
@@ -58,9 +58,9 @@ def _has_pallas(platform: str | None) -> bool:
     return platform is None or platform.startswith(_PALLAS_PLATFORM)
 
 
-def refused(asked: Implementation, platform: str | None) -> Iterator[str]:
+def refused(requested: Implementation, platform: str | None) -> Iterator[str]:
     """Yields why the requested method cannot run."""
-    if asked == "pallas" and not _has_pallas(platform):
+    if requested == "pallas" and not _has_pallas(platform):
         yield f"model.grouped=pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}; use auto (xla)"
 
 
@@ -72,8 +72,8 @@ def _check(rows: Array, kernels: Array, sizes: Array) -> None:
     if rows.shape[1] != kernels.shape[1] or kernels.shape[0] != sizes.shape[0]:
         raise ValueError(f"rows {rows.shape} and sizes {sizes.shape} do not belong to kernels {kernels.shape}")
     if rows.dtype != kernels.dtype or not jnp.issubdtype(sizes.dtype, jnp.integer):
-        given = ", ".join(x.dtype.name for x in (rows, kernels, sizes))
-        raise ValueError(f"rows, kernels and sizes are {given}: the first two have one dtype, the last are integers")
+        dtypes = ", ".join(x.dtype.name for x in (rows, kernels, sizes))
+        raise ValueError(f"rows, kernels and sizes are {dtypes}: the first two have one dtype, the last are integers")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -85,8 +85,8 @@ def _forward(method: Method, rows: Array, kernels: Array, sizes: Array) -> tuple
     return _product(method, rows, kernels, sizes, transposed=False), (rows, kernels, sizes)
 
 
-def _backward(method: Method, kept: tuple[Array, Array, Array], grad: Array) -> tuple[Array, Array, None]:
-    rows, kernels, sizes = kept
+def _backward(method: Method, residuals: tuple[Array, Array, Array], grad: Array) -> tuple[Array, Array, None]:
+    rows, kernels, sizes = residuals
     of_rows = _product(method, grad, kernels, sizes, transposed=True)
     if method == "pallas":
         of_kernels = _kernels().kernels_gradient(rows, grad, sizes)

@@ -288,17 +288,17 @@ def settle(use: Use, name: KernelName, why: str) -> None:
     _MEASURED[use] = (name, why)
 
 
-def rivals(asked: Implementation, use: Use) -> list[Kernel]:
+def rivals(requested: Implementation, use: Use) -> list[Kernel]:
     """Returns the result of `chosen` and kernels that may be faster, to time them."""
-    kernel, _ = chosen(asked, use)
-    others = [] if asked != "auto" or kernel.platforms is None else [KERNELS["cudnn"], KERNELS["fused"]]
+    kernel, _ = chosen(requested, use)
+    others = [] if requested != "auto" or kernel.platforms is None else [KERNELS["cudnn"], KERNELS["fused"]]
     return [kernel, *(other for other in others if other != kernel and not any(other.problems(use)))]
 
 
-def chosen(asked: Implementation, use: Use) -> tuple[Kernel, str]:
+def chosen(requested: Implementation, use: Use) -> tuple[Kernel, str]:
     """Returns the kernel and the reason; see `refused` for a requested kernel."""
-    if asked != "auto":
-        return KERNELS[asked], "as configured"
+    if requested != "auto":
+        return KERNELS[requested], "as configured"
     if use in _MEASURED:
         name, why = _MEASURED[use]
         return KERNELS[name], why
@@ -315,9 +315,9 @@ def chosen(asked: Implementation, use: Use) -> tuple[Kernel, str]:
     return kernel, "; ".join(reasons) or preferred
 
 
-def refused(asked: Implementation, use: Use) -> Iterator[str]:
+def refused(requested: Implementation, use: Use) -> Iterator[str]:
     """Yields why the requested kernel cannot run."""
-    if asked == "auto":
+    if requested == "auto":
         return
     able = [
         f"{kernel.name} on {' and '.join(kernel.platforms)}"
@@ -326,5 +326,5 @@ def refused(asked: Implementation, use: Use) -> Iterator[str]:
         for kernel in KERNELS.values()
         if not any(kernel.problems(use))
     ]
-    for problem in KERNELS[asked].problems(use):
-        yield f"model.attention={asked}: {problem}; use auto ({' or '.join(able)})"
+    for problem in KERNELS[requested].problems(use):
+        yield f"model.attention={requested}: {problem}; use auto ({' or '.join(able)})"
