@@ -78,11 +78,7 @@ def _check(rows: Array, kernels: Array, sizes: Array) -> None:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _grouped(method: Method, rows: Array, kernels: Array, sizes: Array) -> Array:
-    return _forward(method, rows, kernels, sizes)[0]
-
-
-def _forward(method: Method, rows: Array, kernels: Array, sizes: Array) -> tuple[Array, tuple[Array, Array, Array]]:
-    return _product(method, rows, kernels, sizes, transposed=False), (rows, kernels, sizes)
+    return _product(method, rows, kernels, sizes, transposed=False)
 
 
 def _backward(method: Method, residuals: tuple[Array, Array, Array], grad: Array) -> tuple[Array, Array, None]:
@@ -91,11 +87,12 @@ def _backward(method: Method, residuals: tuple[Array, Array, Array], grad: Array
     if method == "pallas":
         of_kernels = _kernels().kernels_gradient(rows, grad, sizes)
     else:
-        of_kernels = _xla_kernels_gradient(rows, grad, sizes)
+        y = lax.ragged_dot_general(rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32)
+        of_kernels = y.astype(rows.dtype)
     return of_rows, of_kernels, None
 
 
-_grouped.defvjp(_forward, _backward)
+_grouped.defvjp(lambda method, *arrays: (_product(method, *arrays, transposed=False), arrays), _backward)
 
 
 def _product(method: Method, rows: Array, kernels: Array, sizes: Array, *, transposed: bool) -> Array:
@@ -109,11 +106,6 @@ def _product(method: Method, rows: Array, kernels: Array, sizes: Array, *, trans
 _SUM_OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
-
-
-def _xla_kernels_gradient(rows: Array, grad: Array, sizes: Array) -> Array:
-    y = lax.ragged_dot_general(rows, grad, sizes, _SUM_OVER_ROWS, preferred_element_type=jnp.float32)
-    return y.astype(rows.dtype)
 
 
 def _kernels() -> Any:

@@ -173,17 +173,9 @@ def _whole(chunks: Sequence[range], window: int | None) -> tuple[int, int, int]:
 
 
 def _cudnn(
-    q: Array,
-    k: Array,
-    v: Array,
-    segments_BT: None,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: None,
-    part: None = None,
+    q: Array, k: Array, v: Array, segments_BT: None, *, scale: float, window: int | None, **without: None
 ) -> Array:  # never with `return_residual`: its log-sum-exp has no gradient
-    del segments_BT, softcap, part
+    del segments_BT, without  # it has no documents, softcap and parts
     reach = None if window is None else (window - 1, 0)
     return jax.nn.dot_product_attention(
         q, k, v, scale=scale, is_causal=True, local_window_size=reach, implementation="cudnn"
