@@ -120,7 +120,7 @@ class VocabParallelEmbedding(nnx.Module):
         compute, reduce = (jnp.dtype(dtype).itemsize for dtype in (self.precision.compute, self.precision.reduce))
         # The table is gathered in the compute dtype, and its gradient scattered in the reduction dtype. An exchange
         # gathers int32 ids, and moves looked-up rows and their gradients. A device sends (shards - 1)/shards of each.
-        table = self.features * PaddedDim((self.vocab_size,)).padded(shape.tp) // shape.tp * (compute + reduce)
+        table = self.features * PaddedDim((self.vocab_size,)).local(shape.tp) * (compute + reduce)
         rows = 2 * self.features * shape.between(self.sequence_parallel) * compute
         return shards > 1 and 4 * shards * shape.tokens + rows < table
 

@@ -50,7 +50,7 @@ def method_of(requested: Implementation, platform: str | None) -> tuple[Method, 
     if requested != "auto":
         return requested, "as configured"
     if _has_pallas(platform):
-        return "pallas", "it multiplies each row with its expert only"
+        return "pallas", "it multiplies each row with its own expert alone"
     return "xla", f"pallas: it runs on {_PALLAS_PLATFORM}, not on {platform}"
 
 
