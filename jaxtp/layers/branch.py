@@ -40,7 +40,7 @@ class Branch(nnx.Module):
         raise NotImplementedError(f"{type(self).__name__} has no init_cache and decode, so it cannot generate")
 
 
-Padded = tuple[str, int, int]  # A size's name, what it is, and what it is padded to
+Padded = tuple[str, int, int]  # name, size, padded size
 
 
 class PositionwiseBranch(Branch):

@@ -67,7 +67,8 @@ class PaddedDim:
     Padding stays zero, as its gradients are zero: padded heads output zero, the softmax masks padded ids.
     """
 
-    factors: tuple[int, ...]  # the dim as a product, such as heads times their width; the parts are of the first factor
+    factors: tuple[int, ...]
+    """The dim as a product, such as heads times their width; the parts are of the first factor."""
 
     @property
     def size(self) -> int:

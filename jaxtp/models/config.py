@@ -72,8 +72,11 @@ class BlockConfig(NormConfig, ExpertsConfig, AttentionConfig):
 class Stack:
     """A repeated pattern of blocks."""
 
-    pattern: tuple[BlockConfig, ...]  # the blocks of a turn
-    repeats: int  # number of turns: the blocks at one place of the pattern are stacked, and run by one scan
+    pattern: tuple[BlockConfig, ...]
+    """The blocks of a turn."""
+
+    repeats: int
+    """Number of turns: the blocks at one place of the pattern are stacked, and run by one scan."""
 
 
 @dataclass(frozen=True, kw_only=True)
